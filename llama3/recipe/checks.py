@@ -1,0 +1,110 @@
+"""Rules that span several fields of a recipe: what cannot be run is refused here, before any work starts.
+
+Each message names the field, the value and the remedy. What is legal but odd is the linter's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llama3.recipe.units import Tokens
+
+if TYPE_CHECKING:
+    from llama3.recipe.schema import Recipe, Stage
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError, one line per fault, if the parts of `recipe` contradict each other."""
+    faults = [*_stage_faults(recipe), *_reference_faults(recipe), *_vocabulary_faults(recipe)]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def check_batches(recipe: Recipe, data_parallel: int) -> None:
+    """Raise ValueError unless every batch splits into whole sequences on `data_parallel` ranks."""
+    faults = []
+    batch = Tokens(0)
+    for stage in recipe.stages:
+        batch = stage.batch or batch
+        for seq in stage.lengths:
+            if batch % (seq * data_parallel):
+                whole = max(1, round(batch / (seq * data_parallel))) * seq * data_parallel
+                faults.append(
+                    f"stages.{stage.name}.batch: {batch} is not a multiple of sequence {seq} x data-parallel size "
+                    f"{data_parallel}; write {Tokens(whole)}, or train on another number of processes"
+                )
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _stage_faults(recipe: Recipe) -> list[str]:
+    faults, position, batch = [], 0, None
+    for index, stage in enumerate(recipe.stages):
+        at = f"stages.{index} ({stage.name})"
+        end = stage.until if stage.until is not None else position + (stage.length or 0)
+        if end <= position:
+            faults.append(
+                f"{at}.until: {Tokens(end)} is not after {Tokens(position)}, where the stage before it ends; "
+                "put the stages in the order of their positions"
+            )
+        batch = stage.batch or batch
+        faults += _shape_faults(recipe, stage, at, batch)
+        position = max(position, end)
+    return faults
+
+
+def _shape_faults(recipe: Recipe, stage: Stage, at: str, batch: Tokens | None) -> list[str]:
+    faults = []
+    if max(stage.lengths) > recipe.model.max_seq:
+        faults.append(
+            f"{at}.seq: {max(stage.lengths)} is longer than model.max_seq {recipe.model.max_seq} of preset "
+            f"{recipe.model.preset!r}; shorten it or raise model.max_seq"
+        )
+    if batch is None:
+        faults.append(f"{at}.batch: the first stage needs one, such as 64Ki")
+    for seq in stage.lengths if batch else []:
+        assert batch is not None
+        if batch % seq:
+            whole = max(1, round(batch / seq)) * seq
+            faults.append(
+                f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}"
+            )
+    return faults
+
+
+def _reference_faults(recipe: Recipe) -> list[str]:
+    faults = []
+    names = [stage.name for stage in recipe.stages]
+    for name in {name for name in names if names.count(name) > 1}:
+        faults.append(f"stages: the name {name!r} stands twice; give each stage its own")
+    for stage in recipe.stages:
+        if stage.mix not in recipe.mix:
+            faults.append(f"stages.{stage.name}.mix: {stage.mix!r} is not under mix ({', '.join(recipe.mix)})")
+    for name, shares in recipe.mix.items():
+        for domain in (domain for domain, share in shares.items() if share and not recipe.sources.get(domain)):
+            faults.append(
+                f"mix.{name}.{domain}: {shares[domain]} of the tokens, but sources.{domain} is empty; "
+                "add a source or set the share to 0%"
+            )
+    for name in recipe.evaluate.after:
+        if name not in names:
+            faults.append(f"evaluate.after: {name!r} is not a stage ({', '.join(names)})")
+    for domain, sources in recipe.sources.items():
+        weighted = [source for source in sources if source.weight is not None]
+        if weighted and len(weighted) < len(sources):
+            faults.append(f"sources.{domain}: give every source a weight, or none of them")
+    return faults
+
+
+def _vocabulary_faults(recipe: Recipe) -> list[str]:
+    from llama3.recipe.schema import SPECIAL_TOKENS
+
+    if recipe.tokens.dtype != "uint16" or recipe.tokenizer.train is None:
+        return []
+    rows = recipe.tokenizer.train.vocab + SPECIAL_TOKENS
+    if rows <= 2**16:
+        return []
+    return [
+        f"tokens.dtype: uint16 holds ids below 65,536, but the vocabulary has {rows:,} "
+        "(base + 256 special); write uint32 or auto"
+    ]

@@ -1,0 +1,126 @@
+"""Read a recipe from YAML, apply overrides, and turn every mistake into a line that says what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from llama3.recipe.schema import Recipe
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; the text has one line per fault: field, value, remedy."""
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Return the recipe in the YAML file `path` with `overrides` such as `curate.dedup.jaccard=0.7` applied.
+
+    Raises RecipeError naming the file and each faulty field.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}); recipes are YAML files") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: is not YAML: {error}") from error
+    return parse_recipe(data, str(path), overrides)
+
+
+def parse_recipe(data: object, name: str, overrides: list[str] | None = None) -> Recipe:
+    """Return the recipe that the mapping `data` describes; `name` is what errors call it. Raises RecipeError."""
+    if not isinstance(data, dict):
+        raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
+    for override in overrides or []:
+        _apply(data, override)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        faults = [line for fault in error.errors() for line in _explain(dict(fault))]
+        raise RecipeError("\n".join(f"{name}: {line}" for line in faults)) from None
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe with every default filled in, as plain data: what is digested, logged and shown."""
+    return recipe.model_dump(mode="json", by_alias=True)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Return the resolved recipe as YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True, width=120)
+
+
+def digest(data: object) -> str:
+    """Return the SHA-256 (hex) of `data` as canonical JSON."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set the field that `override` (`stages.2.for=1M`, `mix.base.math=25%`) names; stages also go by their name."""
+    path, separator, text = override.partition("=")
+    if not separator:
+        raise RecipeError(f"override {override!r}: write field.subfield=value")
+    *parents, last = path.split(".")
+    place: Any = data
+    for key in parents:
+        if isinstance(place, list):
+            place = _element(place, key, override)
+        else:
+            place = place.setdefault(key, {})
+        if not isinstance(place, dict | list):
+            raise RecipeError(f"override {override!r}: {key!r} has no fields")
+    value = yaml.safe_load(text)
+    if isinstance(place, list):
+        place[place.index(_element(place, last, override))] = value
+    else:
+        place[last] = value
+
+
+def _element(items: list[Any], key: str, override: str) -> Any:
+    named = [item for item in items if isinstance(item, dict) and item.get("name") == key]
+    if named:
+        return named[0]
+    if key.isdigit() and int(key) < len(items):
+        return items[int(key)]
+    raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
+
+
+def _explain(fault: dict[str, Any]) -> list[str]:
+    field = ".".join(str(part) for part in fault["loc"]) or "recipe"
+    if fault["type"] == "extra_forbidden":
+        return [f"{field}: unknown key; {_nearest(fault['loc'])}"]
+    if fault["type"] == "missing":
+        return [f"{field}: is missing"]
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        lines = message.split("\n")
+        return lines if field == "recipe" else [f"{field}: {line}" for line in lines]
+    return [f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"]
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    known = _fields_at(location[:-1])
+    close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that the schema knows at `location`."""
+    models: list[type[BaseModel]] = [Recipe]
+    for part in location:
+        fields = [field for model in models for key, field in model.model_fields.items() if part in (key, field.alias)]
+        if fields:
+            models = [model for field in fields for model in _models_in(field.annotation)]
+    return [field.alias or key for model in models for key, field in model.model_fields.items()]
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]

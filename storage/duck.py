@@ -1,0 +1,51 @@
+"""DuckDB sessions with bounded memory that spill to a folder of ours.
+
+DuckDB's default is 80 % of the machine and a spill folder beside the current directory; a curation step that runs
+beside a trainer must take neither. Remote files are read through fsspec (the httpfs extension cannot be installed
+where there is no network), so the file systems are registered on first need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+
+from storage.filesystem import filesystem_of, is_local
+
+
+@contextmanager
+def session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open an in-memory DuckDB that uses at most `memory` (DuckDB size text) and spills into `spill`.
+
+    Row order is not preserved inside queries (that costs memory): every result whose order matters needs ORDER BY
+    over columns of the data.
+    """
+    spill.mkdir(parents=True, exist_ok=True)
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "memory_limit": memory,
+            "threads": threads,
+            "temp_directory": str(spill),
+            "preserve_insertion_order": False,
+            "autoinstall_known_extensions": False,
+        },
+    )
+    try:
+        connection.execute("SET enable_progress_bar = false")
+        yield connection
+    finally:
+        connection.close()
+
+
+def register(connection: duckdb.DuckDBPyConnection, uri: str) -> None:
+    """Let `connection` read `uri` if it is remote (s3://, hf://, ...)."""
+    if is_local(uri):
+        return
+    filesystem = filesystem_of(uri)
+    protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
+    if not any(connection.filesystem_is_registered(protocol) for protocol in protocols):
+        connection.register_filesystem(filesystem)

@@ -1,0 +1,79 @@
+"""One way to name and touch bytes, local or remote: URIs through fsspec.
+
+File systems are made once per process (an s3fs object made before a fork refuses to work after it) and never cache
+listings (a stale listing once hid a finished file from a second process). Local writes become visible whole or not
+at all.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+
+def is_local(uri: str) -> bool:
+    """Return whether `uri` is a plain path or a `file://` URI."""
+    return "://" not in uri or uri.startswith("file://")
+
+
+def local_path(uri: str) -> Path:
+    """Return the path that a local `uri` names."""
+    return Path(uri.removeprefix("file://")).expanduser()
+
+
+def filesystem_of(uri: str) -> Any:
+    """Return the fsspec file system that serves `uri`, made once in this process."""
+    protocol = "file" if is_local(uri) else uri.split("://", 1)[0]
+    return _filesystem(protocol, os.getpid())
+
+
+@lru_cache(maxsize=None)
+def _filesystem(protocol: str, pid: int) -> Any:
+    options = {"use_listings_cache": False} if protocol in ("s3", "s3a") else {}
+    return fsspec.filesystem(protocol, **options)
+
+
+def glob(uri: str) -> list[str]:
+    """Return the files that `uri` names, sorted: a file itself, a folder's files at any depth, or a glob's matches."""
+    filesystem = filesystem_of(uri)
+    path = str(local_path(uri)) if is_local(uri) else uri
+    if any(mark in path for mark in "*?["):
+        found = filesystem.glob(path)
+    elif filesystem.isdir(path):
+        found = filesystem.find(path)
+    else:
+        found = [path] if filesystem.exists(path) else []
+    prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
+    return sorted(name if name.startswith(prefix) else prefix + name for name in map(str, found))
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a local file so that readers see the old bytes or the new ones, even after a crash or a power cut."""
+    payload = data.encode() if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
