@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def filesystem_of(uri: str) -> Any:
     return _filesystem(protocol, os.getpid())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _filesystem(protocol: str, pid: int) -> Any:
     options = {"use_listings_cache": False} if protocol in ("s3", "s3a") else {}
     return fsspec.filesystem(protocol, **options)

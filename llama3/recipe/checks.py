@@ -66,9 +66,7 @@ def _shape_faults(recipe: Recipe, stage: Stage, at: str, batch: Tokens | None) -
         assert batch is not None
         if batch % seq:
             whole = max(1, round(batch / seq)) * seq
-            faults.append(
-                f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}"
-            )
+            faults.append(f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}")
     return faults
 
 

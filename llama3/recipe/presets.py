@@ -21,9 +21,7 @@ class Preset(TypedDict):
 
 
 def _published(layers: int, dim: int, ffn: int, heads: int) -> Preset:
-    return Preset(
-        layers=layers, dim=dim, ffn=ffn, heads=heads, kv_heads=8, max_seq=131_072, tied_embeddings=False
-    )
+    return Preset(layers=layers, dim=dim, ffn=ffn, heads=heads, kv_heads=8, max_seq=131_072, tied_embeddings=False)
 
 
 def _small(layers: int, dim: int, heads: int, kv_heads: int, max_seq: int) -> Preset:
@@ -37,9 +35,7 @@ PRESETS: dict[str, Preset] = {
     "8b": _published(32, 4096, 14336, 32),
     "70b": _published(80, 8192, 28672, 64),
     "405b": _published(126, 16384, 53248, 128),
-    "1b": Preset(
-        layers=16, dim=2048, ffn=8192, heads=32, kv_heads=8, max_seq=131_072, tied_embeddings=True
-    ),
+    "1b": Preset(layers=16, dim=2048, ffn=8192, heads=32, kv_heads=8, max_seq=131_072, tied_embeddings=True),
     "100m": _small(12, 768, 12, 4, 8192),
     "30m": _small(8, 512, 8, 4, 4096),
     "6m": _small(6, 256, 4, 2, 2048),

@@ -142,9 +142,7 @@ def scheduled_rate(rate: LearningRate, step: int, position: int) -> float:
     warm = progress(rate.warmup, 1)
     if warm < 1:
         return rate.peak * warm
-    warmup_share = (
-        rate.warmup.amount / rate.cosine.over.amount if rate.warmup.unit == rate.cosine.over.unit else 0.0
-    )
+    warmup_share = rate.warmup.amount / rate.cosine.over.amount if rate.warmup.unit == rate.cosine.over.unit else 0.0
     done = (progress(rate.cosine.over, 0) - warmup_share) / (1 - warmup_share)
     cosine = 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
     return rate.cosine.to + (rate.peak - rate.cosine.to) * cosine

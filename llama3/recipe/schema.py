@@ -289,9 +289,7 @@ class Recipe(Section):
         for name, shares in mix.items():
             total = sum(shares.values())
             if total != 1:
-                raise ValueError(
-                    f"the shares of {name} sum to {Share(total)}; change them until they sum to 100%"
-                )
+                raise ValueError(f"the shares of {name} sum to {Share(total)}; change them until they sum to 100%")
         return mix
 
     @model_validator(mode="after")
