@@ -1,0 +1,123 @@
+"""What a run will do, before it does anything: the stage table, totals, FLOPs and warnings.
+
+Everything is computed from the recipe alone; only the survey of the sources looks at the disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rich.table import Table
+
+from llama3.data.sources import DomainSurvey, survey
+from llama3.model.flops import flops_per_token, parameter_count
+from llama3.recipe.lint import lint
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import DOMAINS, SPECIAL_TOKENS, Domain, Recipe
+from llama3.recipe.units import Tokens, tokens
+
+MOST_TOKENS_PER_BYTE = 1 / 1.5
+"""No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
+USUAL_TOKENS_PER_BYTE = 1 / 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    schedule: Schedule
+    rows: int
+    """Embedding rows: base vocabulary and special tokens."""
+    warnings: list[str]
+    sources: list[DomainSurvey]
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.recipe.model, self.rows)
+
+    def flops(self) -> tuple[float, float]:
+        """Return the run's FLOPs as 6N per token, and with causal attention counted."""
+        pairs = [(part.tokens, flops_per_token(self.recipe.model, self.rows, part.seq)) for part in self.schedule.segments]
+        return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
+
+
+def make_plan(recipe: Recipe, rows: int | None = None, look: bool = True) -> Plan:
+    """Return the plan of `recipe`; `rows` defaults to the trained vocabulary's, `look` surveys the sources."""
+    if rows is None:
+        rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else 128_000) + SPECIAL_TOKENS
+    sources = survey(recipe) if look else []
+    warnings = [*lint(recipe), *(fault for domain in sources if (fault := shortage(recipe, domain, USUAL_TOKENS_PER_BYTE)))]
+    return Plan(recipe, Schedule(recipe), rows, warnings, sources)
+
+
+def tokens_needed(recipe: Recipe, domain: Domain) -> int:
+    """Return how many tokens of `domain` the whole run trains on."""
+    return round(sum(span.tokens * span.shares.get(domain, Fraction(0)) for span in Schedule(recipe).spans))
+
+
+def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
+    """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
+    needed = tokens_needed(recipe, found.domain)
+    most = found.bytes * tokens_per_byte * recipe.tokens.max_epochs
+    if needed <= most or not found.complete:
+        return ""
+    return (
+        f"sources.{found.domain}: {found.bytes / 1e6:.2f} MB of text are about {tokens(found.bytes * tokens_per_byte)} tokens; "
+        f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
+        f"add text, lower the share of {found.domain}, or shorten the run"
+    )
+
+
+def stage_table(plan: Plan) -> Table:
+    """Return the stage table for a console."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    headers = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix " + "/".join(d[:4] for d in DOMAINS))
+    for header in headers:
+        table.add_column(header, justify="left" if header in ("stage", "lr") or header.startswith("mix") else "right")
+    for span in plan.schedule.spans:
+        table.add_row(*_row(plan, span))
+    return table
+
+
+def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
+    schedule = plan.schedule
+    lengths = span.stage.lengths
+    seq = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,}..{lengths[-1]:,}"
+    last = span.segments[-1]
+    first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
+    shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
+    return (
+        span.name,
+        tokens(span.start),
+        tokens(span.tokens),
+        f"{span.steps:,}",
+        seq,
+        str(Tokens(last.batch)),
+        f"{first_rate:.1e} -> {last_rate:.1e}",
+        shares,
+    )
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """Return the totals below the stage table, one fact a line."""
+    dense, causal = plan.flops()
+    model = plan.recipe.model
+    lines = [
+        f"model    {tokens(plan.parameters)} parameters: {model.layers} layers, dim {model.dim}, {model.heads} heads / "
+        f"{model.kv_heads} KV, FFN {model.ffn}, vocabulary {plan.rows:,} rows",
+        f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
+        f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
+    ]
+    for found in plan.sources:
+        size = f"{found.bytes / 1e6:.1f} MB in {found.documents:,} documents" if found.complete else "not looked at (remote)"
+        lines.append(f"source   {found.domain}: {size}")
+    return lines
+
+
+def plan_markdown(plan: Plan) -> str:
+    """Return the plan as markdown, for Prefect's page of the run."""
+    head = "| stage | from | tokens | steps | seq | batch | lr | mix |\n|---|---|---|---|---|---|---|---|"
+    rows = ["| " + " | ".join(_row(plan, span)) + " |" for span in plan.schedule.spans]
+    facts = [f"- {line}" for line in summary_lines(plan)]
+    warnings = [f"- warning: {warning}" for warning in plan.warnings]
+    return "\n".join([f"# Plan of {plan.recipe.name}", "", head, *rows, "", *facts, *warnings])

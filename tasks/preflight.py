@@ -1,0 +1,53 @@
+"""Everything that can be known to go wrong is refused here, before any work starts: field, value, remedy."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from llama3.data.sources import check_sources, survey
+from llama3.recipe.checks import check_batches
+from llama3.recipe.load import RecipeError
+from llama3.recipe.schema import Recipe
+from storage.filesystem import glob
+from tasks.launch import Cluster
+from tasks.plan import MOST_TOKENS_PER_BYTE, shortage
+
+
+def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> None:
+    """Raise RecipeError, one line per fault, if the run cannot work here."""
+    faults = [*_root_faults(root), *_batch_faults(recipe, cluster), *_file_faults(recipe), *check_sources(recipe)]
+    if not faults:
+        faults = [fault for found in survey(recipe) if (fault := shortage(recipe, found, MOST_TOKENS_PER_BYTE))]
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def _root_faults(root: Path) -> list[str]:
+    if "://" in str(root):
+        return [f"root: {root} is remote; artifacts are committed by a rename, so give a local or mounted folder"]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return []
+    except OSError as error:
+        return [f"root: {root} cannot be written ({os.strerror(error.errno or 0)}); choose another with --root"]
+
+
+def _batch_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+    try:
+        check_batches(recipe, cluster.processes)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _file_faults(recipe: Recipe) -> list[str]:
+    faults = []
+    if recipe.tokenizer.use and not Path(recipe.tokenizer.use).is_file():
+        faults.append(f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one")
+    for uri in recipe.evaluate.tasks:
+        if not glob(uri):
+            faults.append(f"evaluate.tasks: {uri!r} matches no file; give JSON-lines files with query, choices, gold")
+    return faults
