@@ -76,6 +76,11 @@ class Artifact:
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.manifest.files.values())
 
+    @property
+    def created(self) -> float:
+        """When it was committed, in seconds since 1970."""
+        return datetime.fromisoformat(self.manifest.created).timestamp()
+
     def missing(self) -> list[str]:
         """Return the files that are gone or have another size than when committed (digests are not read)."""
         sizes = {name: (self.path / name) for name in self.manifest.files}

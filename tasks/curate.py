@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from llama3.data.curate import curate
+from llama3.data.sources import fingerprint
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.data.curate import curate
-from llama3.data.sources import fingerprint
 from llama3.recipe.load import resolved
 from storage.artifact import Artifact, Design
 from tasks.step import Context, ensure

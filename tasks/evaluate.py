@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,16 @@ from prefect.cache_policies import NO_CACHE
 
 from llama3.evaluate.evaluate import evaluate
 from llama3.recipe.load import resolved
-from storage.artifact import Artifact, Design
+from llama3.recipe.schema import Recipe
+from storage.artifact import Artifact, Design, file_digest
 from storage.filesystem import glob
-from storage.artifact import file_digest
 from tasks.step import Context, ensure
 from tasks.tracking import Point
 
 VERSION = 1
 
 
-@task(
-    name="evaluate", task_run_name="evaluate-{name}", tags=["evaluate"], cache_policy=NO_CACHE, persist_result=False
-)
+@task(name="evaluate", task_run_name="evaluate-{name}", tags=["evaluate"], cache_policy=NO_CACHE, persist_result=False)
 def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact) -> Artifact:
     """Return the scores of `checkpoint` on the held-out documents of `curated`.
 
@@ -39,7 +36,8 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     def show(artifact: Artifact, mlflow_run: str) -> None:
         runs = [mlflow_run, *([context.record.mlflow_run] if own else [])]
         position = checkpoint.facts["end"]
-        points = [Point(key, value, time.time(), position) for key, value in artifact.facts.items() if _is_score(key)]
+        scores = {key: value for key, value in artifact.facts.items() if key.startswith("eval/")}
+        points = [Point(key, value, artifact.created, position) for key, value in scores.items()]
         digest = checkpoint.facts["model_sha256"]
         model = context.tracker.checkpoint_model(
             [mlflow_run], checkpoint.label, checkpoint.path.as_uri(), position, digest
@@ -67,5 +65,6 @@ def _design(context: Context, name: str, checkpoint: Artifact, curated: Artifact
     )
 
 
-def _is_score(key: str) -> bool:
-    return key.startswith("eval/")
+def evaluated_stages(recipe: Recipe) -> set[str]:
+    """Return the stages after which a run evaluates; the last one always, because the gate judges it."""
+    return {*recipe.evaluate.after, recipe.stages[-1].name}

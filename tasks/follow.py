@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as parquet
+from llama3.train.journal import Record, read_journal
 
 from llama3.train import metrics
-from llama3.train.journal import Record, read_journal
 from tasks.console import ProgressLine
 from tasks.launch import Launch
 from tasks.step import Context
@@ -62,9 +62,7 @@ class Follower:
             last = records[-1]
             self.position = last.position
             values = last.metrics
-            self.line.update(
-                last.position - start, values.get(metrics.LOSS), values.get(metrics.TOKENS_PER_S)
-            )
+            self.line.update(last.position - start, values.get(metrics.LOSS), values.get(metrics.TOKENS_PER_S))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
             report(max(0, self.position - start))
@@ -76,7 +74,7 @@ class Follower:
             self.context.tracker.log_points(self.runs, self.unsent)
         except Exception as error:
             if not self.warned:
-                self.context.console.say(f"  [yellow]MLflow cannot be reached ({type(error).__name__}); kept for later[/]")
+                self.context.console.say(f"  [yellow]MLflow cannot be reached ({error!r}); kept for later[/]")
             self.warned = True
             return
         self.unsent = []

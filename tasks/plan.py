@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from llama3.data.sources import DomainSurvey, survey
 from rich.table import Table
 
-from llama3.data.sources import DomainSurvey, survey
 from llama3.model.flops import flops_per_token, parameter_count
 from llama3.recipe.lint import lint
 from llama3.recipe.schedule import Schedule, StageSpan
@@ -37,7 +37,8 @@ class Plan:
 
     def flops(self) -> tuple[float, float]:
         """Return the run's FLOPs as 6N per token, and with causal attention counted."""
-        pairs = [(part.tokens, flops_per_token(self.recipe.model, self.rows, part.seq)) for part in self.schedule.segments]
+        model, parts = self.recipe.model, self.schedule.segments
+        pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq)) for part in parts]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
@@ -46,8 +47,8 @@ def make_plan(recipe: Recipe, rows: int | None = None, look: bool = True) -> Pla
     if rows is None:
         rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else 128_000) + SPECIAL_TOKENS
     sources = survey(recipe) if look else []
-    warnings = [*lint(recipe), *(fault for domain in sources if (fault := shortage(recipe, domain, USUAL_TOKENS_PER_BYTE)))]
-    return Plan(recipe, Schedule(recipe), rows, warnings, sources)
+    short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
+    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short], sources)
 
 
 def tokens_needed(recipe: Recipe, domain: Domain) -> int:
@@ -57,12 +58,11 @@ def tokens_needed(recipe: Recipe, domain: Domain) -> int:
 
 def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
     """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
-    needed = tokens_needed(recipe, found.domain)
-    most = found.bytes * tokens_per_byte * recipe.tokens.max_epochs
-    if needed <= most or not found.complete:
+    needed, once = tokens_needed(recipe, found.domain), found.bytes * tokens_per_byte
+    if needed <= once * recipe.tokens.max_epochs or not found.complete:
         return ""
     return (
-        f"sources.{found.domain}: {found.bytes / 1e6:.2f} MB of text are about {tokens(found.bytes * tokens_per_byte)} tokens; "
+        f"sources.{found.domain}: {found.bytes / 1e6:.2f} MB of text are about {tokens(once)} tokens; "
         f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
         f"add text, lower the share of {found.domain}, or shorten the run"
     )
@@ -109,7 +109,11 @@ def summary_lines(plan: Plan) -> list[str]:
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
     for found in plan.sources:
-        size = f"{found.bytes / 1e6:.1f} MB in {found.documents:,} documents" if found.complete else "not looked at (remote)"
+        size = (
+            f"{found.bytes / 1e6:.1f} MB in {found.documents:,} documents"
+            if found.complete
+            else "not looked at (remote)"
+        )
         lines.append(f"source   {found.domain}: {size}")
     return lines
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from llama3.data.sources import check_sources, survey
+
 from llama3.recipe.checks import check_batches
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schema import Recipe
@@ -17,9 +18,17 @@ from tasks.plan import MOST_TOKENS_PER_BYTE, shortage
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> None:
     """Raise RecipeError, one line per fault, if the run cannot work here."""
-    faults = [*_root_faults(root), *_batch_faults(recipe, cluster), *_file_faults(recipe), *check_sources(recipe)]
+    check_place(recipe, cluster, root)
+    faults = check_sources(recipe)
     if not faults:
         faults = [fault for found in survey(recipe) if (fault := shortage(recipe, found, MOST_TOKENS_PER_BYTE))]
+    if faults:
+        raise RecipeError("\n".join(faults))
+
+
+def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:
+    """Raise RecipeError for what shows without reading the sources: root, batches, named files."""
+    faults = [*_root_faults(root), *_batch_faults(recipe, cluster), *_file_faults(recipe)]
     if faults:
         raise RecipeError("\n".join(faults))
 
@@ -46,7 +55,9 @@ def _batch_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
 def _file_faults(recipe: Recipe) -> list[str]:
     faults = []
     if recipe.tokenizer.use and not Path(recipe.tokenizer.use).is_file():
-        faults.append(f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one")
+        faults.append(
+            f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"
+        )
     for uri in recipe.evaluate.tasks:
         if not glob(uri):
             faults.append(f"evaluate.tasks: {uri!r} matches no file; give JSON-lines files with query, choices, gold")

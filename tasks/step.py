@@ -125,7 +125,7 @@ def _project(context: Context, mlflow_run: str, artifact: Artifact, outcome: str
     tracker.log_params(mlflow_run, {key: value for key, value in manifest.parameters.items() if key != "recipe"})
     tracker.log_params(mlflow_run, {f"input.{role}": key[:16] for role, key in manifest.inputs.items()})
     numbers = _numbers(manifest.facts)
-    tracker.log_points([mlflow_run], [Point(key, value, time.time(), 0) for key, value in numbers.items()])
+    tracker.log_points([mlflow_run], [Point(key, value, artifact.created, 0) for key, value in numbers.items()])
 
 
 def _numbers(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -153,6 +153,12 @@ class Tracker:
         """End a run as FINISHED, FAILED or KILLED."""
         self.client.set_terminated(run_id, status)
 
+    def page(self, run_id: str) -> str:
+        """Return the address of the run's page, or "" where no MLflow server is used."""
+        server = self.uri if self.uri.startswith("http") else os.environ.get("HERD_MLFLOW_URL", "")
+        path = f"#/experiments/{self.experiment}/runs/{run_id}?workflowType=machine_learning"
+        return f"{server.rstrip('/')}/{path}" if server else ""
+
     def series(self, run_id: str, key: str) -> list[tuple[int, float]]:
         """Return one series of a run as (position, value)."""
         history = self.client.get_metric_history(run_id, key)

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as parquet
+from llama3.train.job import TrainJob
 from prefect import task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
 from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
-from llama3.train.job import TrainJob
-from storage.artifact import Artifact, Design, file_digest
+from storage.artifact import MANIFEST, Artifact, Design, file_digest
 from storage.filesystem import write_atomic
 from tasks.follow import Follower, send_series
 from tasks.launch import launch_local
@@ -33,9 +34,7 @@ class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""
 
 
-@task(
-    name="pretrain", task_run_name="pretrain-{stage}", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False
-)
+@task(name="pretrain", task_run_name="pretrain-{stage}", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False)
 def train_stage(
     context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None
 ) -> Artifact:
@@ -49,7 +48,7 @@ def train_stage(
         _train(context, span, _job(context, span, tokens, parent, work), [*runs, mlflow_run])
         for item in (work / "result").iterdir():
             item.rename(folder / item.name)
-        shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest*"))
+        shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         shutil.rmtree(work)
         return _facts(span, folder)
 
@@ -74,7 +73,7 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
         "mix": {domain: str(share) for domain, share in span.shares.items()},
         "shape": [[part.start, part.seq, part.batch, part.steps] for part in span.segments],
         "average": span.stage.average,
-        "stream": stream_identity(recipe, span),
+        "stream": TokenStream(tokens.path, recipe).identity(span.start, span.end),
     }
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
     return Design("checkpoint", f"{recipe.name}-{span.name}", VERSION, parameters, inputs)
@@ -112,9 +111,12 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> Non
             launch = launch_local(job, context.cluster, log)
             status = follower.follow(launch, span.start, report)
             if status == 0:
-                return update_progress_artifact(artifact, 100.0) and None
+                report(span.tokens)
+                return
             if follower.position <= furthest:
-                raise TrainingFailed(f"stage {span.name}: the trainer ended with status {status} ({log}):\n{launch.last_words()}")
+                raise TrainingFailed(
+                    f"stage {span.name}: the trainer ended with status {status} ({log}):\n{launch.last_words()}"
+                )
             furthest = follower.position
             context.console.say(f"  [yellow]{span.name}: the trainer died (status {status}); starting it again[/]")
 

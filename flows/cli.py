@@ -1,0 +1,201 @@
+"""The command line: `herd plan | run | rerun | report | compare | generate | up`.
+
+Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
+plain lines and exit status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console as RichConsole
+from rich.markup import escape
+
+from flows.parameters import DEFAULT_ROOT, PipelineParameters
+from llama3.recipe.load import RecipeError, load_recipe
+from tasks.launch import Cluster
+
+app = typer.Typer(
+    help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RootOption = Annotated[
+    str, typer.Option("--root", envvar="HERD_ROOT", help="Folder for artifacts, runs and the MLflow file.")
+]
+RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
+ProcessesOption = Annotated[int, typer.Option(help="Data-parallel trainer processes.")]
+ThreadsOption = Annotated[int, typer.Option(help="Processor threads for the whole run; 0: all.")]
+out = RichConsole(highlight=False, soft_wrap=True)
+problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def plan(recipe: Path, set_: SetOption = None) -> None:
+    """Show the stage table, totals, FLOPs and warnings of a recipe; runs nothing."""
+    from tasks.plan import make_plan, stage_table, summary_lines
+
+    with mistakes():
+        made = make_plan(load_recipe(recipe, set_))
+        out.print(stage_table(made))
+        for line in summary_lines(made):
+            out.print(line)
+        for warning in made.warnings:
+            out.print(f"[yellow]warning[/]  {escape(warning)}")
+
+
+@app.command()
+def run(
+    recipe: Path,
+    set_: SetOption = None,
+    root: RootOption = DEFAULT_ROOT,
+    processes: ProcessesOption = 1,
+    threads: ThreadsOption = 0,
+    new: Annotated[bool, typer.Option("--new", help="Begin a new run even if the last one did not finish.")] = False,
+) -> None:
+    """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
+    _run(
+        PipelineParameters(
+            recipe=str(recipe), overrides=set_ or [], root=root, cluster=_cluster(processes, threads), new=new
+        )
+    )
+
+
+@app.command()
+def rerun(
+    run: str,
+    from_: Annotated[str, typer.Option("--from", help="Step to redo from; what is upstream is reused.")] = "",
+    set_: SetOption = None,
+    root: RootOption = DEFAULT_ROOT,
+    processes: ProcessesOption = 1,
+    threads: ThreadsOption = 0,
+) -> None:
+    """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
+    _run(
+        PipelineParameters(
+            rerun_of=run,
+            from_step=from_,
+            overrides=set_ or [],
+            root=root,
+            cluster=_cluster(processes, threads),
+        )
+    )
+
+
+@app.command()
+def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
+    """Write the report of a run again from what was tracked."""
+    from tasks.report import make_report
+
+    with mistakes():
+        out.print(f"{make_report(Path(root).expanduser().absolute(), run)}")
+
+
+@app.command()
+def compare(runs: RunsArgument, root: RootOption = DEFAULT_ROOT) -> None:
+    """Show runs side by side: what differs in their recipes and in their results; and MLflow's comparison page."""
+    from tasks.compare import comparison_page, comparison_tables
+
+    with mistakes():
+        place = Path(root).expanduser().absolute()
+        for table in comparison_tables(place, runs):
+            out.print(table)
+        out.print(f"in MLflow: {comparison_page(place, runs)}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS such as quickstart@champion, or a model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The",
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 80,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
+    seed: int = 0,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Continue a text with a model."""
+    from tasks.models import generate_text, model_folder
+
+    with mistakes():
+        folder = model_folder(Path(root).expanduser().absolute(), model)
+        out.print(escape(prompt + generate_text(folder, prompt, tokens, temperature, seed)))
+
+
+@app.command()
+def up(
+    root: RootOption = DEFAULT_ROOT,
+    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server on 127.0.0.1.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server on 127.0.0.1.")] = 5000,
+) -> None:
+    """Start a local Prefect server, an MLflow server and a worker, with the deployments registered."""
+    from flows.operate import serve
+
+    with mistakes():
+        serve(Path(root).expanduser().absolute(), prefect_port, mlflow_port)
+
+
+def _cluster(processes: int, threads: int) -> Cluster:
+    return Cluster(processes=processes, threads=threads) if threads else Cluster(processes=processes)
+
+
+def _run(config: PipelineParameters) -> None:
+    with mistakes():
+        check_quick(config)
+        out.print("[dim]starting Prefect[/]")
+        _quiet_prefect()
+        from flows.pipeline import pipeline
+        from tasks.summary import summary_lines
+
+        name = pipeline(config)
+        for line in summary_lines(config.root_path, name):
+            out.print(line)
+
+
+def check_quick(config: PipelineParameters) -> None:
+    """Refuse what can be refused within a second, before Prefect is started. Raises RecipeError."""
+    from tasks.preflight import check_place
+    from tasks.runs import Runs
+
+    recipe = Runs(config.root_path).recipe(config.rerun_of) if config.rerun_of else None
+    check_place(recipe or load_recipe(Path(config.recipe), config.overrides), config.cluster, config.root_path)
+
+
+def _quiet_prefect() -> None:
+    """Keep Prefect's own lines out of the terminal; herd says what matters."""
+    os.environ["HERD_CONSOLE"] = "terminal"
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+
+
+@contextmanager
+def mistakes() -> Iterator[None]:
+    """Turn a user's mistake, a full disk and Ctrl-C into plain lines and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        problems.print("[yellow]stopped[/]; the same command continues where it stopped")
+        raise typer.Exit(130) from None
+    except (RecipeError, ValueError) as error:
+        for line in str(error).splitlines():
+            problems.print(f"[red]error[/]  {escape(line)}")
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
+        problems.print("free some and give the same command again; nothing is lost")
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    """Entry point of the `herd` command."""
+    sys.exit(app())

@@ -1,0 +1,38 @@
+"""What every test lives with: no network but loopback, one thread, folders of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+CHECKOUT = TESTS.parent
+
+_spec = importlib.util.spec_from_file_location("network_guard", TESTS / "guard" / "sitecustomize.py")
+assert _spec is not None
+assert _spec.loader is not None
+_spec.loader.exec_module(importlib.util.module_from_spec(_spec))
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ["DO_NOT_TRACK"] = "1"
+for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    return CHECKOUT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data; a test that needs it is skipped, aloud, where it is absent."""
+    folder = Path(os.environ.get("HERD_SHARED", CHECKOUT.parent / "shared"))
+    if not (folder / "corpora").is_dir():
+        pytest.skip(f"no real data at {folder}; set HERD_SHARED")
+    return folder

@@ -1,0 +1,29 @@
+"""Refuses every connection that does not stay on this machine; on the path of the tests and of all they start."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+_connect = socket.socket.connect
+_connect_ex = socket.socket.connect_ex
+LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
+
+
+def _check(address: Any) -> None:
+    if isinstance(address, tuple) and not str(address[0]).startswith(LOOPBACK):
+        raise ConnectionRefusedError(f"tests reach nothing but loopback; refused {address[0]}:{address[1]}")
+
+
+def connect(self: socket.socket, address: Any) -> None:
+    _check(address)
+    return _connect(self, address)
+
+
+def connect_ex(self: socket.socket, address: Any) -> int:
+    _check(address)
+    return _connect_ex(self, address)
+
+
+socket.socket.connect = connect  # type: ignore[method-assign]
+socket.socket.connect_ex = connect_ex  # type: ignore[method-assign]

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama3.recipe.checks import check_batches
+from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
+
+QUICKSTART = Path("recipes/quickstart.yaml")
+RECIPES = sorted(Path("recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "r.yaml").write_text(to_yaml(recipe))
+    again = load_recipe(tmp_path / "r.yaml")
+    assert again == recipe
+    assert digest(resolved(again)) == digest(resolved(recipe))
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("curate.dedup.jacard=0.7", r"curate\.dedup\.jacard: unknown key; did you mean 'jaccard'"),
+        ("stages.main.sequence=512", r"stages\.2\.sequence: unknown key; did you mean 'seq'"),
+        ("seeds=1", "seeds: unknown key; did you mean 'seed'"),
+        ("mix.base.math=20%", "shares of base sum to 95%; change them"),
+        ("stages.main.seq=4096", "seq: 4096 is longer than model.max_seq 2048 of preset '3m'; shorten"),
+        ("stages.main.batch=10000 tokens", "batch: 10K is not a multiple of sequence 512; write 10Ki"),
+        ("stages.main.until=100K", "until: 100K is not after 600K.*order of their positions"),
+        ("stages.main.mix=late", "mix: 'late' is not under mix"),
+        ("stages.ramp-2.name=ramp-1", "name 'ramp-1' stands twice"),
+        ("stages.ramp-1.batch=null", "the first stage needs one"),
+        ("model.preset=9b", "preset '9b' is unknown; the presets are 8b, 70b"),
+        ("model.heads=5", "must be an even multiple of heads 5"),
+        ("tokens.dtype=float", "tokens.dtype: 'float'"),
+        ("tokenizer.use=x", "write either train"),
+        ("evaluate.after=[late]", "'late' is not a stage"),
+        ("sources.math=[]", "mix.base.math: 25% of the tokens, but sources.math is empty"),
+        ("promote.when={eval/bpb: nice}", "'nice' is not a rule"),
+        ("lr.warmup=20", "write 8000 steps"),
+        ("name=Quick Start", "name: 'Quick Start'"),
+        ("stages.late.seq=3", "there is no element 'late'"),
+        ("seed", "write field.subfield=value"),
+    ],
+)
+def test_a_mistake_names_field_value_and_remedy(override: str, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        load_recipe(QUICKSTART, [override])
+
+
+def test_a_vocabulary_above_the_token_type_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"tokens.dtype: uint16 holds ids below 65,536.*write uint32"):
+        load_recipe(QUICKSTART, ["tokenizer.train.vocab=128000", "tokens.dtype=uint16"])
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, ["seeds=1", "mix.base.math=20%", "curate.dedup.jacard=1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_batches_must_split_over_the_ranks() -> None:
+    recipe = load_recipe(QUICKSTART)
+    check_batches(recipe, 2)
+    with pytest.raises(ValueError, match="not a multiple of sequence 128 x data-parallel size 3; write"):
+        check_batches(recipe, 3)
+
+
+def test_a_missing_or_broken_file_is_told_plainly(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(RecipeError, match="is not YAML"):
+        load_recipe(tmp_path / "broken.yaml")
+    with pytest.raises(RecipeError, match="must be a mapping"):
+        parse_recipe([1], "list")
+
+
+def test_overrides_reach_stages_by_name_and_number() -> None:
+    by_name = load_recipe(QUICKSTART, ["stages.main.until=2M", "stages.anneal.average=2"])
+    by_number = load_recipe(QUICKSTART, ["stages.2.until=2M", "stages.3.average=2"])
+    assert by_name == by_number
+    assert by_name.stages[2].until == 2_000_000
+
+
+def test_a_preset_can_be_overridden_number_by_number() -> None:
+    recipe = load_recipe(QUICKSTART, ["model.layers=3"])
+    assert (recipe.model.layers, recipe.model.dim) == (3, load_recipe(QUICKSTART).model.dim)
+
+
+def test_the_documented_recipe_of_the_readme_is_valid() -> None:
+    blocks = Path("README.md").read_text().split("```yaml\n")[1:]
+    assert blocks, "README.md shows the recipe"
+    parse_recipe(yaml.safe_load(blocks[0].split("```")[0]), "README.md")
