@@ -1,0 +1,43 @@
+"""How many parameters a model has and how many floating-point operations a training token costs.
+
+Two formulas are in use, and a utilisation figure means nothing without saying which: 6N counts each weight of a matrix
+product once forward and twice backward, two operations each; attention adds the products of scores and values, which
+grow with the sequence. N leaves out the embedding lookup (it multiplies nothing); a tied embedding counts once, as the
+output matrix that it also is. Recomputed work is not counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llama3.recipe.schema import Model
+
+
+class TokenFlops(NamedTuple):
+    """Training operations (forward and backward) per token."""
+
+    six_n: float
+    """6 N: matrix products with weights."""
+    causal: float
+    """6 N + 6 L S D: attention counted over the half of the scores that a causal mask keeps."""
+
+
+def parameter_count(spec: Model, rows: int) -> int:
+    """Return the number of trained parameters with `rows` embedding rows."""
+    norms = spec.dim * (2 * spec.layers + 1)
+    return spec.layers * _layer_matrices(spec) + norms + rows * spec.dim * (1 if spec.tied_embeddings else 2)
+
+
+def flops_per_token(spec: Model, rows: int, seq: int) -> TokenFlops:
+    """Return operations per token at sequence length `seq`, documents as long as the sequence.
+
+    Attention: scores and values are two products of S x D per layer, 2 operations each, three times (forward and both
+    gradients), half of it under the mask: 6 L S D.
+    """
+    six_n = 6.0 * (spec.layers * _layer_matrices(spec) + rows * spec.dim)
+    return TokenFlops(six_n, six_n + 6.0 * spec.layers * seq * spec.dim)
+
+
+def _layer_matrices(spec: Model) -> int:
+    kv_dim = spec.kv_heads * (spec.dim // spec.heads)
+    return 2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim + 3 * spec.dim * spec.ffn
