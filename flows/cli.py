@@ -142,6 +142,14 @@ def up(
         serve(Path(root).expanduser().absolute(), prefect_port, mlflow_port)
 
 
+@app.command()
+def reference() -> None:
+    """Print the reference of every recipe field as markdown."""
+    from llama3.recipe.reference import recipe_reference
+
+    print(recipe_reference(), end="")
+
+
 def _cluster(processes: int, threads: int) -> Cluster:
     return Cluster(processes=processes, threads=threads) if threads else Cluster(processes=processes)
 

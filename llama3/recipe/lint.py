@@ -37,8 +37,8 @@ def _warmup(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
     if inside:
         span = inside[-1]
         yield (
-            f"stages.{span.name}: {_asked(span)} is {schedule.step_at(span.end):,} steps, inside the warm-up of {warmup}: "
-            "the stage ends before the learning rate has reached its peak"
+            f"stages.{span.name}: {_asked(span)} is {schedule.step_at(span.end):,} steps, inside the warm-up of "
+            f"{warmup}: the stage ends before the learning rate has reached its peak"
         )
     total = schedule.steps if warmup.unit == "steps" else schedule.tokens
     if warmup.amount >= total:
@@ -67,8 +67,8 @@ def _cosine(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
         last = schedule.spans[-1].start if schedule.spans[-1].stage.lr else schedule.tokens
         rate = schedule._scheduled(last)
         yield (
-            f"lr.cosine.over: the cosine ends at {unit} {tokens(over.amount)}, the tokens before it, at {unit} {tokens(end)}: "
-            f"the rate comes down to {rate:.2g}, not to {recipe.lr.cosine.to:g}"
+            f"lr.cosine.over: the cosine ends at {unit} {tokens(over.amount)}, the tokens before it, at {unit} "
+            f"{tokens(end)}: the rate comes down to {rate:.2g}, not to {recipe.lr.cosine.to:g}"
         )
     elif scheduled and over.amount < _reach(scheduled[-1], schedule, over.unit) * 0.9:
         yield f"lr.cosine.over: the cosine ends at {unit} {tokens(over.amount)}, long before the stages that follow it"
@@ -83,7 +83,10 @@ def _unit(recipe: Recipe) -> Iterator[str]:
     for stage in recipe.stages if unit else []:
         for seq in stage.lengths:
             if unit and max(unit, seq) % min(unit, seq):
-                yield f"tokens.unit: {unit} and sequence {seq} of stage {stage.name} do not divide each other: more documents are cut"
+                yield (
+                    f"tokens.unit: {unit} and sequence {seq} of stage {stage.name} do not divide each other: "
+                    "more documents are cut"
+                )
 
 
 def _order(schedule: Schedule) -> Iterator[str]:

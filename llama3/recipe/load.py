@@ -116,11 +116,12 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     for part in location:
         fields = [field for model in models for key, field in model.model_fields.items() if part in (key, field.alias)]
         if fields:
-            models = [model for field in fields for model in _models_in(field.annotation)]
+            models = [model for field in fields for model in models_in(field.annotation)]
     return [field.alias or key for model in models for key, field in model.model_fields.items()]
 
 
-def _models_in(annotation: object) -> list[type[BaseModel]]:
+def models_in(annotation: object) -> list[type[BaseModel]]:
+    """Return the models that a field's annotation mentions, however nested."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]

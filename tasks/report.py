@@ -1,0 +1,80 @@
+"""The report of a run: one self-contained HTML page and a markdown version.
+
+It is a query over what was tracked (run record, manifests, metric Parquet through DuckDB, MLflow) and never a second
+sink: writing it again from the same run gives the same content, and what it does not find it leaves out.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from prefect.artifacts import create_markdown_artifact
+
+from llama3.recipe.units import tokens
+from storage.filesystem import write_atomic
+from tasks import plots
+from tasks.report_data import ReportData, collect
+from tasks.step import Context
+
+
+def write_report(context: Context) -> Path:
+    """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
+    page = make_report(context.store.root, context.record.name)
+    for path in (page, page.with_suffix(".md")):
+        context.tracker.log_file(context.record.mlflow_run, path)
+    create_markdown_artifact(page.with_suffix(".md").read_text(), key="report", description=context.record.name)
+    return page
+
+
+def make_report(root: Path, run: str) -> Path:
+    """Write `report.html` and `report.md` of `run`; return the HTML page. Raises ValueError if there is no such run."""
+    data = collect(root, run)
+    page = root / "runs" / run / "report.html"
+    write_atomic(page, _render("report.html", data, _figures(data)))
+    write_atomic(page.with_suffix(".md"), _render("report.md", data, []))
+    return page
+
+
+def _figures(data: ReportData) -> list[tuple[str, str, str]]:
+    """Return (title, explanation, SVG) of every figure that the run has data for."""
+    if not data.stages:
+        return []
+    figures = [
+        ("Loss", "Training loss in nats per token against tokens seen, all stages as one curve.", plots.loss(data)),
+        ("Loss by domain", "The same, for the tokens of each domain.", plots.domain_loss(data)),
+        ("Learning rate and batch", "The schedule as it was trained.", plots.schedule(data)),
+        ("Throughput", "Tokens per second of each step.", plots.throughput(data)),
+        ("Mix", "Planned share of each domain (outline) and realised share (filled), in tokens.", plots.mix(data)),
+    ]
+    if data.evaluations:
+        figures.append(("Bits per byte", "On held-out documents; bars are 95 % intervals.", plots.bits_per_byte(data)))
+    return figures
+
+
+def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]]) -> str:
+    environment = Environment(
+        autoescape=name.endswith(".html"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"tokens": tokens, "num": _number, "count": _count, "seconds": _seconds, "when": _when}
+    template = environment.from_string(files("tasks").joinpath("templates", name).read_text(encoding="utf-8"))
+    return template.render(data=data, figures=figures)
+
+
+def _number(value: Any, digits: int = 4) -> str:
+    return "" if value is None or value != value else f"{value:.{digits}g}"
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
+
+
+def _when(text: str) -> str:
+    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S UTC") if text else ""

@@ -1,0 +1,202 @@
+"""What a report shows, gathered from the run record, manifests, Parquet files (by DuckDB) and MLflow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from llama3.evaluate.gate import Decision
+from llama3.evaluate.scores import Score, read_scores
+from llama3.recipe.load import to_yaml
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import DOMAINS, Recipe
+from llama3.train import metrics
+from storage.artifact import Artifact, Store
+from tasks.runs import RunRecord, Runs
+from tasks.tracking import Tracker
+
+Series = list[tuple[int, float]]
+"""(position in tokens, value)"""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    name: str
+    start: int
+    end: int
+    steps: int
+    seq: str
+    batch: int
+    first_loss: float
+    last_loss: float
+    tokens_per_s: float
+    goodput: float | None
+    seconds: float
+    outcome: str
+    artifact: str
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class MixRow:
+    stage: str
+    domain: str
+    planned: float
+    realised: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ReportData:
+    record: RunRecord
+    recipe: Recipe
+    recipe_yaml: str
+    stages: list[StageRow]
+    series: dict[str, Series]
+    mix: list[MixRow]
+    ledger: dict[str, dict[str, tuple[int, int]]]
+    """Outcome -> domain -> (documents, bytes)."""
+    evaluations: dict[str, dict[str, Score]]
+    samples: list[dict[str, str]]
+    decision: Decision | None
+    mlflow: dict[str, str]
+    """Tags of the run's MLflow page."""
+    domains: tuple[str, ...] = DOMAINS
+
+
+def collect(root: Path, name: str) -> ReportData:
+    """Return what is known of run `name`, finished or not. Raises ValueError if there is no such run."""
+    runs, store = Runs(root), Store(root)
+    record, recipe = runs.find(name), runs.recipe(name)
+    made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
+    trained = {stage.name: made[stage.name] for stage in recipe.stages if stage.name in made}
+    with duckdb.connect() as connection:
+        connection.execute("SET enable_progress_bar = false")
+        series = _series(connection, trained)
+        mix = _mix(connection, trained)
+        ledger = _ledger(connection, made["curate"].path) if "curate" in made else {}
+    evaluations = {step.removeprefix("evaluate-"): art for step, art in made.items() if step.startswith("evaluate-")}
+    return ReportData(
+        record=record,
+        recipe=recipe,
+        recipe_yaml=to_yaml(recipe),
+        stages=[_stage_row(recipe, record, stage, artifact, series) for stage, artifact in trained.items()],
+        series=series,
+        mix=mix,
+        ledger=ledger,
+        evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
+        samples=_samples(evaluations.get(recipe.stages[-1].name)),
+        decision=_decision(runs.place(name)),
+        mlflow=_mlflow(root, record),
+    )
+
+
+def _series(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact]) -> dict[str, Series]:
+    """Return every metric of the run as one continuous series over all its stages."""
+    if not trained:
+        return {}
+    rows = connection.execute(
+        "SELECT key, position, value FROM read_parquet(?) ORDER BY key, position",
+        [[str(artifact.path / "metrics.parquet") for artifact in trained.values()]],
+    ).fetchall()
+    series: dict[str, Series] = {}
+    for key, position, value in rows:
+        series.setdefault(key, []).append((position, value))
+    return series
+
+
+def _mix(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact]) -> list[MixRow]:
+    """Return realised and planned shares by stage: the shares of each step, weighted by its tokens."""
+    found = []
+    for stage, artifact in trained.items():
+        rows = connection.execute(
+            """
+            WITH points AS (SELECT position, key, value FROM read_parquet(?)),
+            batches AS (SELECT position, value AS tokens FROM points WHERE key = ?)
+            SELECT split_part(key, '/', 3) AS domain,
+                   sum(value * tokens) FILTER (starts_with(key, ?)) AS realised,
+                   sum(value * tokens) FILTER (starts_with(key, ?)) AS planned,
+                   (SELECT sum(tokens) FROM batches) AS total
+            FROM points JOIN batches USING (position)
+            WHERE starts_with(key, ?) OR starts_with(key, ?)
+            GROUP BY domain ORDER BY domain
+            """,
+            [str(artifact.path / "metrics.parquet"), metrics.BATCH_TOKENS, *[SHARE, PLANNED] * 2],
+        ).fetchall()
+        found += [
+            MixRow(stage, domain, planned / total, real / total, round(real)) for domain, real, planned, total in rows
+        ]
+    order = {domain: index for index, domain in enumerate(DOMAINS)}
+    return sorted(found, key=lambda row: (list(trained).index(row.stage), order[row.domain]))  # type: ignore[index]
+
+
+SHARE, PLANNED = "data/share/", "data/planned_share/"
+
+
+def _ledger(connection: duckdb.DuckDBPyConnection, curated: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    rows = connection.execute(
+        """
+        SELECT outcome, domain, sum(documents)::BIGINT, sum(bytes)::BIGINT FROM read_parquet(?)
+        GROUP BY ALL ORDER BY outcome NOT IN ('kept', 'held_out'), outcome <> 'kept', sum(documents) DESC
+        """,
+        [str(curated / "ledger.parquet")],
+    ).fetchall()
+    table: dict[str, dict[str, tuple[int, int]]] = {}
+    for outcome, domain, documents, size in rows:
+        table.setdefault(outcome, {})[domain] = (documents, size)
+    return table
+
+
+def _stage_row(
+    recipe: Recipe, record: RunRecord, stage: str, artifact: Artifact, series: dict[str, Series]
+) -> StageRow:
+    span = Schedule(recipe).span(stage)
+    facts = artifact.facts
+    speeds = sorted(_within(series.get(metrics.TOKENS_PER_S, []), facts["start"], facts["end"]))
+    goodput = _within(series.get(metrics.GOODPUT, []), facts["start"], facts["end"])
+    lengths = span.stage.lengths
+    return StageRow(
+        name=stage,
+        start=facts["start"],
+        end=facts["end"],
+        steps=facts["steps"],
+        seq=str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}..{lengths[-1]}",
+        batch=span.segments[-1].batch,
+        first_loss=facts["first_loss"],
+        last_loss=facts["last_loss"],
+        tokens_per_s=speeds[len(speeds) // 2] if speeds else 0.0,
+        goodput=goodput[-1] if goodput else None,
+        seconds=artifact.manifest.seconds,
+        outcome=record.steps[stage].outcome,
+        artifact=artifact.label,
+    )
+
+
+def _within(series: Series, start: int, end: int) -> list[float]:
+    return [value for position, value in series if start < position <= end]
+
+
+def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:
+    if evaluation is None:
+        return []
+    samples: list[dict[str, str]] = json.loads((evaluation.path / "generations.json").read_text())
+    return samples
+
+
+def _decision(folder: Path) -> Decision | None:
+    path = folder / "promotion.json"
+    return Decision.model_validate_json(path.read_text()) if path.is_file() else None
+
+
+def _mlflow(root: Path, record: RunRecord) -> dict[str, str]:
+    if not record.mlflow_run:
+        return {}
+    tags: dict[str, Any] = Tracker(root, record.family).client.get_run(record.mlflow_run).data.tags
+    return {key: str(value) for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")}
