@@ -1,0 +1,162 @@
+"""Requests: what a model is asked, as plain text, before any tokenizer or model is known.
+
+Everything about prompts is decided here, so the same requests can be put to any model and tokenizer, stored, hashed
+and compared; likelihoods come back in the same order. A whole document is a request with an empty context. Rendering
+is fixed and zero-shot: the query, a line `Answer:` unless it ends so already, then a space and the choice. What this
+gives up: prompts tuned to a benchmark's published number (shots, letters as answers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from llama3.evaluate.held_out import Document
+
+ANSWER = "Answer:"
+CHOICES = 4
+"""Choices of a continuation question."""
+CONTEXT_CHARS = 160
+"""Most characters of the opening that a continuation question shows."""
+CONTINUATION_CHARS = 64
+"""Characters of the continuation to be recognised."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to score given another."""
+
+    task: str
+    """Key of the score it counts towards, such as `eval/bpb/math`."""
+    document: str
+    """Id of the document or question; the choices of one question share it."""
+    choice: int
+    context: str
+    continuation: str
+    """The text that is scored; a choice begins with the space that joins it to the context."""
+    gold: int
+    """The right choice; 0 for a whole document."""
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the scored text, the joining space included."""
+        return len(self.continuation.encode())
+
+
+class Question(Protocol):
+    """A multiple-choice question, from the generator or a file."""
+
+    @property
+    def query(self) -> str: ...
+    @property
+    def choices(self) -> Sequence[str]: ...
+    @property
+    def gold(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class FileQuestion:
+    query: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+def digest(requests: Iterable[Request]) -> str:
+    """Return the SHA-256 (hex) of the requests in their order."""
+    lines = (json.dumps(astuple(request), ensure_ascii=False, separators=(",", ":")) for request in requests)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def from_documents(task: str, documents: Iterable[Document]) -> list[Request]:
+    """Return one request per document: its whole text, after nothing."""
+    return [Request(task, document.id, 0, "", document.text, 0) for document in documents]
+
+
+def from_questions(task: str, questions: Iterable[Question]) -> list[Request]:
+    """Return one request per choice of each question. A question's id is a hash of its text; repeats are left out."""
+    named = {_hash(question.query, *question.choices)[:16]: question for question in questions}
+    return [
+        Request(task, name, index, _prompt(question.query), f" {choice.strip()}", question.gold)
+        for name, question in named.items()
+        for index, choice in enumerate(question.choices)
+    ]
+
+
+def continuations(task: str, documents: Sequence[Document], count: int) -> list[Request]:
+    """Return at most `count` questions about which of four texts continues a document's opening.
+
+    The wrong choices are the continuations of other documents of the same domain, chosen, like the place of the right
+    one, by hashes of the ids, so adding a document elsewhere changes few questions. Domains take turns. Documents too
+    short to have a continuation, and domains with fewer than four different ones, give none.
+    """
+    domains = sorted({document.domain for document in documents})
+    by_domain = [_domain_continuations(task, [d for d in documents if d.domain == domain]) for domain in domains]
+    longest = max(map(len, by_domain), default=0)
+    turns = [questions[i] for i in range(longest) for questions in by_domain if i < len(questions)]
+    return [request for question in turns[:count] for request in question]
+
+
+def read_questions(path: Path, count: int) -> list[FileQuestion]:
+    """Return `count` questions of a JSON-lines file (`query`, `choices`, `gold`: index of the right choice), or all.
+
+    They are the ones whose text has the smallest hash: a sample that does not depend on the file's order.
+    Raises ValueError naming the file and line where a field is missing or wrong.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(f"evaluate.tasks: {path} cannot be read ({error.strerror}); name a JSON-lines file") from error
+    questions = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise ValueError(f"evaluate.tasks: {path} holds no question; each line needs query, choices and gold")
+    return sorted(questions, key=lambda question: (_hash(question.query, *question.choices), question.gold))[:count]
+
+
+def _parse(line: str, place: str) -> FileQuestion:
+    try:
+        row = json.loads(line)
+        query, choices, gold = row["query"], tuple(row["choices"]), row["gold"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"evaluate.tasks: {place} is not a JSON object with query, choices and gold") from error
+    texts = isinstance(query, str) and all(isinstance(choice, str) and choice.strip() for choice in choices)
+    if not texts or len(choices) < 2 or type(gold) is not int or not 0 <= gold < len(choices):
+        raise ValueError(
+            f"evaluate.tasks: {place}: query must be text, choices two or more non-empty texts and gold the index of "
+            f"one of them; gold is {gold!r} of {len(choices)} choices"
+        )
+    return FileQuestion(query, choices, gold)
+
+
+def _domain_continuations(task: str, documents: Sequence[Document]) -> list[list[Request]]:
+    parts = {document.id: part for document in documents if (part := _split(document.text))}
+    questions = []
+    for name, (context, true) in parts.items():
+        ranked = sorted((other for other in parts if other != name), key=lambda other: _hash(name, other))
+        wrong = list(dict.fromkeys(parts[other][1] for other in ranked if parts[other][1] != true))[: CHOICES - 1]
+        if len(wrong) < CHOICES - 1:
+            continue
+        gold = int(_hash(name)[:8], 16) % CHOICES
+        choices = [*wrong[:gold], true, *wrong[gold:]]
+        questions.append([Request(task, name, i, context, choice, gold) for i, choice in enumerate(choices)])
+    return questions
+
+
+def _split(text: str) -> tuple[str, str] | None:
+    """Return the opening of `text` and what follows, cut before a space where the opening has one, or None."""
+    space = max(text.rfind(" ", 1, CONTEXT_CHARS), text.rfind("\n", 1, CONTEXT_CHARS))
+    cut = space if space >= CONTEXT_CHARS // 2 else CONTEXT_CHARS
+    continuation = text[cut : cut + CONTINUATION_CHARS]
+    return (text[:cut], continuation) if len(continuation) == CONTINUATION_CHARS and continuation.strip() else None
+
+
+def _prompt(query: str) -> str:
+    query = query.rstrip()
+    return query if query.endswith(ANSWER) else f"{query}\n{ANSWER}"
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

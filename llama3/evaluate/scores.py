@@ -1,0 +1,89 @@
+"""The score table: what an evaluation hands to the gate, the tracker and the report.
+
+Every score carries its spread, size, chance level, direction and the digest of the requests it was measured on, so a
+reader needs nothing else to compare two of them. One Parquet file, one row per score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llama3.evaluate.statistics import Estimate
+
+SCORES_FILE = "scores.parquet"
+SAMPLES_FILE = "samples.parquet"
+GENERATIONS_FILE = "generations.json"
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number about a model."""
+
+    key: str
+    """`eval/bpb/math`, `eval/arithmetic`, ...; also the name of the tracked metric."""
+    value: float
+    stderr: float
+    """Standard error of `value` over documents or questions; NaN where there are fewer than two."""
+    low: float
+    high: float
+    """Ends of the 95 % interval."""
+    n: int
+    """Documents or questions."""
+    chance: float | None
+    """What guessing scores, or None where guessing has no meaning."""
+    unit: str
+    """`bits per byte`, `accuracy`, `share above chance`."""
+    better: Better
+    requests: str
+    """Digest of what was asked; two scores with different digests were measured on different text."""
+
+    @classmethod
+    def of(cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None) -> Score:
+        """Return the score called `key` whose value and spread are `estimate`."""
+        return cls(key=key, unit=unit, better=better, requests=requests, chance=chance, **dataclasses.asdict(estimate))
+
+    @property
+    def estimate(self) -> Estimate:
+        """Value and spread alone."""
+        return Estimate(self.value, self.stderr, self.low, self.high, self.n)
+
+
+Scores = Mapping[str, Score]
+
+_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("value", pa.float64()),
+        ("stderr", pa.float64()),
+        ("low", pa.float64()),
+        ("high", pa.float64()),
+        ("n", pa.int64()),
+        ("chance", pa.float64()),
+        ("unit", pa.string()),
+        ("better", pa.string()),
+        ("requests", pa.string()),
+    ]
+)
+
+
+def write_scores(scores: Scores, folder: Path) -> None:
+    """Write `scores` into `folder`, sorted by key."""
+    rows = [dataclasses.asdict(scores[key]) for key in sorted(scores)]
+    pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), folder / SCORES_FILE)
+
+
+def read_scores(folder: Path) -> dict[str, Score]:
+    """Return the scores of the evaluation in `folder` by key. Raises ValueError if there are none."""
+    path = folder / SCORES_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {SCORES_FILE}; evaluate the model into it first")
+    return {row["key"]: Score(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()}

@@ -1,0 +1,279 @@
+"""A whole evaluation of small models on small documents, through the files that the other rooms write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from llama3.data.worked_problems import document
+from llama3.evaluate.compare import compare
+from llama3.evaluate.evaluate import evaluate
+from llama3.evaluate.gate import decide
+from llama3.evaluate.requests import from_questions, read_questions
+from llama3.evaluate.scores import read_scores
+from llama3.evaluate.scoring import Likelihood
+from llama3.evaluate.statistics import Z, proportion
+from llama3.evaluate.suites import Task, samples
+from llama3.model.files import save_model
+from llama3.model.initial import build
+from llama3.recipe.load import load_recipe
+from llama3.recipe.rules import GateRule
+from llama3.recipe.schema import Recipe
+from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+
+DOCUMENTS, QUESTIONS = 5, 60
+WINDOW = 256
+CUT = 2 * WINDOW
+KEYS = [
+    "eval/arithmetic",
+    "eval/bpb",
+    "eval/bpb/code",
+    "eval/bpb/math",
+    "eval/continuation",
+    "eval/core",
+    "eval/trivia",
+]
+
+
+@dataclass(frozen=True)
+class Room:
+    root: Path
+    recipe: Recipe
+    tokenizer: Tokenizer
+
+    def model(self, name: str, seed: int = 0, uniform: bool = False) -> Path:
+        """Write a model with random weights, or with none, which gives every token the same probability."""
+        made = build(self.recipe.model, self.tokenizer.rows, seed, torch.float32, torch.device("cpu"))
+        if uniform:
+            torch.nn.init.zeros_(made.embedding.weight)
+        save_model(self.root / name, self.recipe.model, self.tokenizer.rows, made.state_dict())
+        return self.root / name
+
+    def evaluate(self, model: Path, folder: str) -> dict[str, Any]:
+        return evaluate(
+            self.recipe, model, self.root / "tokenizer", self.root / "curated", self.root / folder, threads=1
+        )
+
+
+def write_documents(folder: Path, domain: str, texts: list[str]) -> None:
+    """Write documents as curation does; every third is for training."""
+    rows = [
+        {
+            "id": hashlib.sha256(text.encode()).hexdigest(),
+            "text": text,
+            "domain": domain,
+            "source": "test",
+            "language": "en",
+            "url": "",
+            "licence": "unknown",
+            "split": "train" if place % 3 == 0 else "held_out",
+        }
+        for place, text in enumerate(texts)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(sorted(rows, key=lambda row: row["id"]))
+    pq.write_table(table, folder / f"{domain}-00000.parquet")
+
+
+def code(place: int) -> str:
+    return "\n".join(
+        f"def function_{place}_{line}(value):\n    return value + {place * line}" for line in range(6 + 2 * place)
+    )
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
+    root = tmp_path_factory.mktemp("evaluate")
+    texts = {
+        "math": [document(7, place) for place in range(12)],
+        "code": [*(code(place) for place in range(11)), "été 日本 " * 400],
+    }
+    for domain, items in texts.items():
+        write_documents(root / "curated" / "documents", domain, items)
+    tokenizer = train_tokenizer([*texts["math"], *texts["code"]], 320)
+    tokenizer.save(root / "tokenizer")
+    lines = [
+        {"query": f"Which is {n}?", "choices": [str(n), "x", f"{n} y"][: 2 + n % 2], "gold": n % 2} for n in range(20)
+    ]
+    (root / "trivia.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    recipe = load_recipe(
+        checkout / "recipes/quickstart.yaml",
+        [
+            "model={preset: tiny, max_seq: 4096}",
+            "stages.main.seq=64",
+            "stages.ramp-1.seq=64",
+            "stages.ramp-2.seq=64",
+            f"stages.anneal.seq={WINDOW}",
+            f"evaluate.documents={DOCUMENTS}",
+            f"evaluate.questions={QUESTIONS}",
+            f"evaluate.tasks=[{root / 'trivia.jsonl'}]",
+        ],
+    )
+    return Room(root, recipe, tokenizer)
+
+
+def rows_of(room: Room, folder: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(room.root / folder / "samples.parquet").to_pylist()
+    return rows
+
+
+def test_scores_samples_and_facts_agree(room: Room) -> None:
+    facts = room.evaluate(room.model("random"), "first")
+    scores = read_scores(room.root / "first")
+    assert sorted(scores) == KEYS
+    assert {key: facts[key] for key in KEYS} == {key: score.value for key, score in scores.items()}
+    assert (facts["window"], facts["document_bytes"]) == (WINDOW, CUT)
+    assert facts["documents"] == 2 * DOCUMENTS
+    rows = rows_of(room, "first")
+    for key in (key for key in KEYS if key not in ("eval/bpb", "eval/core")):
+        mine = [row for row in rows if row["key"] == key]
+        assert scores[key].n == len(mine)
+        value = math.fsum(row["numerator"] for row in mine) / math.fsum(row["denominator"] for row in mine)
+        assert scores[key].value == pytest.approx(value)
+        assert scores[key].low < scores[key].value < scores[key].high
+    assert {score.better for key, score in scores.items() if "bpb" in key} == {"lower"}
+    assert {score.better for key, score in scores.items() if "bpb" not in key} == {"higher"}
+    assert facts["questions"] == sum(row["gold"] is not None for row in rows) == QUESTIONS + 2 * DOCUMENTS + 20
+
+
+def test_means_are_those_that_the_recipe_and_chance_give(room: Room) -> None:
+    room.evaluate(room.model("random"), "means")
+    scores = read_scores(room.root / "means")
+    weights = {"math": 25 / 42, "code": 17 / 42}  # of the base mix, the two domains that have documents
+    mean = sum(weight * scores[f"eval/bpb/{domain}"].value for domain, weight in weights.items())
+    assert scores["eval/bpb"].value == pytest.approx(mean)
+    stderr = math.hypot(*(weight * scores[f"eval/bpb/{domain}"].stderr for domain, weight in weights.items()))
+    assert scores["eval/bpb"].stderr == pytest.approx(stderr)
+    chances = {"eval/arithmetic": 1 / 4, "eval/continuation": 1 / 4, "eval/trivia": 5 / 12}
+    for key, chance in chances.items():
+        assert scores[key].chance == pytest.approx(chance)
+    above = [(scores[key].value - chance) / (1 - chance) for key, chance in chances.items()]
+    assert scores["eval/core"].value == pytest.approx(sum(above) / 3)
+
+
+def test_equal_inputs_give_equal_bytes(room: Room) -> None:
+    model = room.model("random")
+    first, second = room.evaluate(model, "one"), room.evaluate(model, "two")
+    assert first == second
+    for name in ("scores.parquet", "samples.parquet", "generations.json"):
+        assert (room.root / "one" / name).read_bytes() == (room.root / "two" / name).read_bytes()
+
+
+def test_a_uniform_model_has_the_bits_of_its_vocabulary(room: Room) -> None:
+    """Every token costs log2(rows) bits, so bits per byte is that times tokens over bytes, document by document."""
+    room.evaluate(room.model("uniform", uniform=True), "uniform-scores")
+    rows = {row["id"]: row for row in rows_of(room, "uniform-scores") if row["key"].startswith("eval/bpb/")}
+    sizes = []
+    for domain in ("math", "code"):
+        table = pq.read_table(room.root / "curated" / "documents" / f"{domain}-00000.parquet").to_pylist()
+        held_out = [row for row in table if row["split"] == "held_out"]
+        for held in sorted(held_out, key=lambda row: row["id"])[:DOCUMENTS]:
+            text = held["text"].encode()[:CUT].decode(errors="ignore")
+            row = rows.pop(held["id"])
+            sizes.append(row["denominator"])
+            assert row["denominator"] == len(text.encode())
+            assert row["tokens"] == len(room.tokenizer.encode(text))
+            assert row["numerator"] == pytest.approx(math.log2(room.tokenizer.rows) * row["tokens"], rel=1e-5)
+    assert not rows
+    assert max(sizes) > CUT - 4 > min(sizes), "some documents must be cut and some not"
+
+
+def test_a_random_model_answers_at_chance(room: Room) -> None:
+    """Three random models, 60 questions each: the pooled accuracy lies in its own interval around one in four."""
+    right = 0
+    for seed in (1, 2, 3):
+        room.evaluate(room.model(f"random-{seed}", seed), f"chance-{seed}")
+        rows = [row for row in rows_of(room, f"chance-{seed}") if row["key"] == "eval/arithmetic"]
+        assert len({row["picked"] for row in rows}) == 4
+        right += sum(row["numerator"] == 1 for row in rows)
+    pooled = proportion(right, 3 * QUESTIONS)
+    assert pooled.low <= 0.25 <= pooled.high
+
+
+def test_generations_show_each_domain_and_a_question(room: Room) -> None:
+    room.evaluate(room.model("random"), "shown")
+    shown = json.loads((room.root / "shown" / "generations.json").read_text())
+    assert [item["of"] for item in shown] == ["code", "math", "eval/arithmetic"]
+    assert shown[2]["prompt"].endswith("Answer:")
+    assert all(item["text"] and "<|" not in item["text"] for item in shown)
+
+
+def test_the_answer_has_the_fewest_nats_per_byte() -> None:
+    """More nats in all, yet fewer per byte of the scored text, wins."""
+    question = from_questions("t", [type("Q", (), {"query": "q", "choices": ("ab", "abcdefg"), "gold": 1})()])
+    task = Task("t", "choice", tuple(question))
+    (sample,) = samples(task, [Likelihood(3.0, 1), Likelihood(7.0, 4)])
+    assert (sample.picked, sample.gold, sample.numerator, sample.tokens) == (1, 1, 1.0, 5)
+    (sample,) = samples(task, [Likelihood(3.0, 1), Likelihood(8.1, 4)])
+    assert (sample.picked, sample.numerator) == (0, 0.0)
+
+
+def test_a_champion_is_compared_sample_by_sample(room: Room) -> None:
+    """Two models without knowledge differ little on any document: the paired interval is far narrower than theirs."""
+    room.evaluate(room.model("random"), "champion")
+    room.evaluate(room.model("uniform", uniform=True), "candidate")
+    champion, candidate = read_scores(room.root / "champion"), read_scores(room.root / "candidate")
+    differences = compare(room.recipe, room.root / "candidate", room.root / "champion")
+    assert sorted(differences) == KEYS
+    for key, difference in differences.items():
+        assert difference.value == pytest.approx(candidate[key].value - champion[key].value, abs=1e-9)
+        assert difference.high - difference.low == pytest.approx(2 * Z * difference.stderr)
+    assert differences["eval/bpb"].stderr < 0.25 * candidate["eval/bpb"].stderr
+    same = compare(room.recipe, room.root / "champion", room.root / "champion")
+    assert all(difference.value == difference.stderr == 0 for difference in same.values())
+
+
+def test_the_gate_reads_what_was_written(room: Room) -> None:
+    room.evaluate(room.model("random"), "gate-a")
+    scores = read_scores(room.root / "gate-a")
+    rules = {
+        key: GateRule.parse(text) for key, text in {"eval/bpb": "no worse than 0.5%", "eval/core": "better"}.items()
+    }
+    decision = decide(rules, scores, scores)
+    assert [row.passed for row in decision.rows] == [True, True, False]
+    assert decide(rules, scores, None).accepted
+
+
+def test_a_model_of_nan_is_refused_by_the_gate(room: Room) -> None:
+    broken = build(room.recipe.model, room.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+    torch.nn.init.constant_(broken.norm.weight, math.nan)
+    save_model(room.root / "nan", room.recipe.model, room.tokenizer.rows, broken.state_dict())
+    room.evaluate(room.root / "nan", "nan-scores")
+    decision = decide({}, read_scores(room.root / "nan-scores"), None)
+    assert not decision.accepted
+    assert "eval/bpb is nan" in decision.refusals[0]
+
+
+def test_a_tokenizer_of_another_model_is_refused(room: Room) -> None:
+    train_tokenizer([document(7, place) for place in range(4)], 300).save(room.root / "other")
+    model = room.model("random")
+    with pytest.raises(ValueError, match=r"576 embedding rows, tokenizer .* 556: give the tokenizer"):
+        evaluate(room.recipe, model, room.root / "other", room.root / "curated", room.root / "no")
+    assert not (room.root / "no").exists()
+
+
+def test_curated_folders_without_held_out_documents_are_refused(room: Room, tmp_path: Path) -> None:
+    model = room.model("random")
+    write_documents(tmp_path / "documents", "math", ["only this, which is for training"])
+    with pytest.raises(ValueError, match=r"no document with split 'held_out'; raise curate\.held_out"):
+        evaluate(room.recipe, model, room.root / "tokenizer", tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "why"), [("core", "taken"), ("Trivia 2", "not a metric name")])
+def test_task_files_need_a_name_of_their_own(room: Room, tmp_path: Path, name: str, why: str) -> None:
+    path = Path(shutil.copy(room.root / "trivia.jsonl", tmp_path / f"{name}.jsonl"))
+    section = room.recipe.evaluate.model_copy(update={"tasks": [str(path)]})
+    recipe = room.recipe.model_copy(update={"evaluate": section})
+    with pytest.raises(ValueError, match=f"{name}.jsonl would be scored as 'eval/{name}', which is {why}"):
+        evaluate(recipe, room.model("random"), room.root / "tokenizer", room.root / "curated", tmp_path / "out")
+    assert len(read_questions(path, 99)) == 20

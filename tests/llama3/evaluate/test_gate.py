@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.evaluate.gate import INTEGRITY, Decision, decide
+from llama3.evaluate.scores import Better, Score
+from llama3.evaluate.statistics import normal
+from llama3.recipe.rules import GateRule
+
+
+def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:
+    """Return scores; names with `bpb` are better low, others better high."""
+    scores = {}
+    for name, value in values.items():
+        better: Better = "lower" if "bpb" in name else "higher"
+        key = f"eval/{name}"
+        scores[key] = Score.of(key, normal(value, 0.1, 9), "unit", better, requests, None)
+    return scores
+
+
+def rules(**texts: str) -> dict[str, GateRule]:
+    return {f"eval/{name}": GateRule.parse(text) for name, text in texts.items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "candidate", "champion", "passed", "threshold", "reason"),
+    [
+        (
+            {"bpb": "no worse than 0.5%"},
+            2.913,
+            2.798,
+            False,
+            2.81199,
+            "eval/bpb 2.913 is 4.11% worse than champion 2.798; allowed 0.5%",
+        ),
+        (
+            {"bpb": "no worse than 5%"},
+            2.913,
+            2.798,
+            True,
+            2.9379,
+            "eval/bpb 2.913 is 4.11% worse than champion 2.798; allowed 5%",
+        ),
+        (
+            {"bpb": "no worse than 0.5%"},
+            2.7,
+            2.8,
+            True,
+            2.814,
+            "eval/bpb 2.7 is 3.57% better than champion 2.8; allowed 0.5%",
+        ),
+        (
+            {"core": "no worse than 20%"},
+            0.3,
+            0.4,
+            False,
+            0.32,
+            "eval/core 0.3 is 25% worse than champion 0.4; allowed 20%",
+        ),
+        (
+            {"core": "better"},
+            0.4,
+            0.4,
+            False,
+            0.4,
+            "eval/core 0.4 equals champion 0.4; it must be better",
+        ),
+        (
+            {"core": "better"},
+            0.41,
+            0.4,
+            True,
+            0.4,
+            "eval/core 0.41 is 2.5% better than champion 0.4; it must be better",
+        ),
+        ({"bpb": "better"}, 0.41, 0.4, False, 0.4, "eval/bpb 0.41 is 2.5% worse than champion 0.4; it must be better"),
+        ({"bpb": "at most 2.5"}, 2.6, 2.9, False, 2.5, "eval/bpb 2.6 is not at most 2.5"),
+        ({"core": "at least 0.3"}, 0.3, 0.9, True, 0.3, "eval/core 0.3 is at least 0.3"),
+        # a champion below zero: 10 % of its magnitude is allowed
+        (
+            {"core": "no worse than 10%"},
+            -0.021,
+            -0.02,
+            True,
+            -0.022,
+            "eval/core -0.021 is 5% worse than champion -0.02; allowed 10%",
+        ),
+        # a champion at zero has no percent
+        (
+            {"core": "no worse than 10%"},
+            -0.02,
+            0.0,
+            False,
+            0.0,
+            "eval/core -0.02 is 0.02 worse than champion 0; allowed 10%",
+        ),
+    ],
+)
+def test_gate_table(
+    rule: dict[str, str], candidate: float, champion: float, passed: bool, threshold: float, reason: str
+) -> None:
+    (name,) = rule
+    decision = decide(rules(**rule), table({name: candidate}), table({name: champion}))
+    integrity, row = decision.rows
+    assert integrity.passed
+    assert (row.metric, row.rule) == (f"eval/{name}", rule[name])
+    assert (row.candidate, row.champion) == (candidate, champion)
+    assert (row.passed, decision.accepted) == (passed, passed)
+    assert row.threshold == pytest.approx(threshold)
+    assert row.reason == reason
+    assert decision.refusals == ([] if passed else [reason])
+
+
+def test_without_champion_relative_rules_pass_and_absolute_ones_hold() -> None:
+    asked = rules(bpb="no worse than 0.5%", core="better", arithmetic="at least 0.5")
+    decision = decide(asked, table({"bpb": 2.9, "core": 0.1, "arithmetic": 0.4}), None)
+    assert [row.passed for row in decision.rows] == [True, True, True, False]
+    assert decision.rows[1].reason == "eval/bpb is 2.9; no champion yet"
+    assert decision.refusals == ["eval/arithmetic 0.4 is not at least 0.5"]
+    assert not decision.accepted
+
+
+def test_every_rule_must_pass() -> None:
+    decision = decide(
+        rules(bpb="better", core="better"), table({"bpb": 2.0, "core": 0.1}), table({"bpb": 2.5, "core": 0.2})
+    )
+    assert [row.passed for row in decision.rows] == [True, True, False]
+    assert not decision.accepted
+
+
+@pytest.mark.parametrize("text", ["better", "no worse than 5%", "at most 9", "at least 0"])
+@pytest.mark.parametrize("champion", [None, {"bpb": 2.0}])
+def test_a_metric_that_is_missing_fails_by_name(text: str, champion: dict[str, float] | None) -> None:
+    decision = decide(rules(bpb=text), table({"core": 0.3}), None if champion is None else table(champion))
+    assert not decision.accepted
+    assert decision.refusals == [
+        "eval/bpb is not among the candidate's scores (eval/core); evaluate it with this recipe"
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("text", ["better", "no worse than 5%", "at most 9", "at least 0"])
+def test_a_value_that_is_not_finite_never_passes(value: float, text: str) -> None:
+    for champion in (None, table({"bpb": 2.0})):
+        decision = decide(rules(bpb=text), table({"bpb": value}), champion)
+        assert not decision.accepted
+        assert decision.refusals == [f"not finite: eval/bpb is {value}", f"eval/bpb of the candidate is {value}"]
+        assert decision.rows[1].candidate is None
+        json.loads(decision.model_dump_json(), parse_constant=pytest.fail)
+
+
+def test_scores_without_a_rule_must_be_finite_too() -> None:
+    decision = decide(rules(bpb="better"), table({"bpb": 1.9, "core": math.nan}), table({"bpb": 2.0}))
+    assert [(row.metric, row.passed) for row in decision.rows] == [(INTEGRITY, False), ("eval/bpb", True)]
+    assert not decision.accepted
+    assert not decide({}, {}, None).accepted
+    assert decide({}, table({"bpb": 1.0}), None).accepted
+
+
+def test_a_champion_that_was_not_scored_cannot_be_compared_with() -> None:
+    missing = decide(rules(bpb="better"), table({"bpb": 1.9}), table({"core": 0.2}))
+    broken = decide(rules(bpb="better"), table({"bpb": 1.9}), table({"bpb": math.nan}))
+    assert missing.refusals == ["eval/bpb is not among the champion's scores (eval/core); evaluate it with this recipe"]
+    assert broken.refusals == ["eval/bpb of the champion is nan"]
+
+
+def test_scores_of_other_requests_are_named() -> None:
+    decision = decide(rules(bpb="better"), table({"bpb": 1.9}), table({"bpb": 2.0}, "another"))
+    assert decision.accepted
+    assert decision.rows[1].reason.endswith("(the champion was scored on other requests)")
+
+
+finite = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(finite, finite, st.floats(0, 1), st.sampled_from(["bpb", "core"]))
+def test_no_worse_than_is_monotone_and_never_stricter_than_equal(
+    candidate: float, champion: float, bound: float, name: str
+) -> None:
+    rule = {f"eval/{name}": GateRule("no worse than", bound)}
+    sign = 1 if name == "bpb" else -1
+    accepted = decide(rule, table({name: candidate}), table({name: champion})).accepted
+    assert decide(rule, table({name: champion}), table({name: champion})).accepted
+    if sign * (candidate - champion) <= 0:
+        assert accepted
+    assert accepted == (sign * (candidate - champion) <= bound * abs(champion)) or math.isclose(
+        sign * (candidate - champion), bound * abs(champion), rel_tol=1e-6, abs_tol=1e-6
+    )
+
+
+@given(st.dictionaries(st.sampled_from(["bpb", "core", "arithmetic"]), st.floats(), min_size=1))
+def test_decisions_survive_json(values: dict[str, float]) -> None:
+    asked = rules(bpb="no worse than 0.5%", core="at least 0.1", arithmetic="better")
+    decision = decide(asked, table(values), table({"bpb": 2.0, "arithmetic": 0.5}))
+    assert Decision.model_validate_json(decision.model_dump_json()) == decision
+    assert decide(asked, table(values), table({"bpb": 2.0, "arithmetic": 0.5})) == decision
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="'equal' of eval/bpb is none of better"):
+        decide({"eval/bpb": GateRule("equal")}, table({"bpb": 1.0}), table({"bpb": 1.0}))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llama3.evaluate.generate import generate
+from llama3.model.initial import build
+from llama3.model.transformer import Transformer
+from llama3.recipe.schema import Model
+from llama3.tokens.tokenizer import Tokenizer
+
+SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=12, tied_embeddings=False)
+TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
+
+
+@pytest.fixture
+def model() -> Transformer:
+    made = build(SPEC, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
+    return made.eval()
+
+
+def favour(model: Transformer, token: int, amount: float = 1e4) -> None:
+    """Make `token` by far the likeliest, whatever stands before: its output row follows the constant first feature."""
+    assert model.output is not None
+    with torch.no_grad():
+        model.embedding.weight[:, 0] = 100.0
+        model.output.weight[token, 0] += amount
+
+
+def test_greedy_takes_the_likeliest_byte_each_time(model: Transformer) -> None:
+    text = generate(model, TOKENIZER, "ab", 5)
+    tokens = [TOKENIZER.begin, *TOKENIZER.encode("ab")]
+    for _ in range(5):
+        with torch.inference_mode():
+            logits_V = model(torch.tensor([tokens]), None)[0, -1]
+        tokens.append(max([*range(256), TOKENIZER.end], key=lambda token: float(logits_V[token])))
+    assert TOKENIZER.end not in tokens
+    assert text == bytes(tokens[3:]).decode(errors="replace")
+
+
+def test_sampling_is_fixed_by_the_seed(model: Transformer) -> None:
+    texts = [generate(model, TOKENIZER, "ab", 9, 1.0, 0.95, seed) for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+def test_a_tiny_nucleus_is_greedy(model: Transformer) -> None:
+    assert generate(model, TOKENIZER, "ab", 8, 1.0, 1e-6) == generate(model, TOKENIZER, "ab", 8)
+
+
+def test_the_nucleus_bounds_what_is_drawn() -> None:
+    """Logits of 60 %, 30 % and 10 % and top_p 0.7 leave the first two, at 2 to 1."""
+    model = build(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
+    assert model.output is not None
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.embedding.weight[:, 0] = 1.0
+        for parameter in model.layers.parameters():
+            parameter.zero_()
+        model.output.weight.fill_(0.0)
+        model.output.weight[:, 0] = -1e3
+        scale = float(model.norm(model.embedding.weight[:1])[0, 0].detach())
+        for token, share in zip(b"abc", (0.6, 0.3, 0.1), strict=True):
+            model.output.weight[token, 0] = torch.tensor(share).log() / scale
+    text = "".join(generate(model, TOKENIZER, "", 1, 1.0, 0.7, seed) for seed in range(300))
+    assert set(text) == {"a", "b"}
+    assert 0.58 <= text.count("a") / 300 <= 0.75
+
+
+def test_generation_stops_at_the_end_token(model: Transformer) -> None:
+    favour(model, TOKENIZER.end)
+    assert generate(model, TOKENIZER, "ab", 50) == ""
+
+
+def test_other_special_tokens_are_never_written(model: Transformer) -> None:
+    favour(model, TOKENIZER.begin)
+    favour(model, TOKENIZER.rows - 1)
+    favour(model, ord("x"), 1e3)
+    for temperature in (0.0, 1.0):
+        assert generate(model, TOKENIZER, "ab", 5, temperature) == "xxxxx"
+
+
+def test_text_outgrows_the_longest_sequence(model: Transformer) -> None:
+    favour(model, ord("x"))
+    assert generate(model, TOKENIZER, "a" * 30, 20) == "x" * 20
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "temperature", "top_p"), [(-1, 0.0, 1.0), (1, -0.1, 1.0), (1, 1.0, 0.0), (1, 1.0, 1.1)]
+)
+def test_settings_without_meaning_are_refused(
+    model: Transformer, max_tokens: int, temperature: float, top_p: float
+) -> None:
+    with pytest.raises(ValueError, match=r"must be 0 or more and top_p .* in \(0, 1\]"):
+        generate(model, TOKENIZER, "a", max_tokens, temperature, top_p)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llama3.data.worked_problems import questions
+from llama3.evaluate.held_out import Document, cut
+from llama3.evaluate.requests import (
+    CONTEXT_CHARS,
+    CONTINUATION_CHARS,
+    continuations,
+    digest,
+    from_documents,
+    from_questions,
+    read_questions,
+)
+
+
+def documents(domain: str, count: int) -> list[Document]:
+    """Return documents of different words, long enough for a continuation."""
+    return [
+        Document(f"{domain}{place}", domain, " ".join(f"{domain}{place}word{word}" for word in range(40)))
+        for place in range(count)
+    ]
+
+
+def test_generated_questions_become_four_requests_each() -> None:
+    asked = questions(0, 5)
+    requests = from_questions("eval/arithmetic", asked)
+    assert len(requests) == 20
+    for place, question in enumerate(asked):
+        group = requests[4 * place : 4 * place + 4]
+        assert len({request.document for request in group}) == 1
+        assert [request.choice for request in group] == [0, 1, 2, 3]
+        assert [request.continuation for request in group] == [f" {choice}" for choice in question.choices]
+        assert {(request.context, request.gold) for request in group} == {(question.query, question.gold)}
+        assert group[0].context.count("Answer:") == 1
+        assert group[0].bytes == len(question.choices[0]) + 1
+
+
+def test_file_questions_are_rendered_with_an_answer_line_and_repeats_are_left_out(tmp_path: Path) -> None:
+    line = json.dumps({"query": "Question: a\u2028b? ", "choices": ["yes", " no"], "gold": 1}, ensure_ascii=False)
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{line}\n\n{line}\n")
+    first, second = from_questions("eval/t", read_questions(path, 9))
+    assert first.context == second.context == "Question: a\u2028b?\nAnswer:"
+    assert (first.continuation, second.continuation, second.gold) == (" yes", " no", 1)
+
+
+def test_the_sample_of_a_file_does_not_depend_on_its_order(tmp_path: Path) -> None:
+    lines = [json.dumps({"query": f"Question {n}", "choices": ["a", "b"], "gold": n % 2}) for n in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(reversed(lines)))
+    chosen = read_questions(tmp_path / "a.jsonl", 10)
+    assert chosen == read_questions(tmp_path / "b.jsonl", 10)
+    assert len(chosen) == 10
+    assert len(read_questions(tmp_path / "a.jsonl", 99)) == 50
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[]",
+        '{"query": "a", "choices": ["b", "c"]}',
+        '{"query": "a", "choices": ["b"], "gold": 0}',
+        '{"query": "a", "choices": ["b", "c"], "gold": 2}',
+        '{"query": "a", "choices": ["b", "c"], "gold": -1}',
+        '{"query": "a", "choices": ["b", "c"], "gold": true}',
+        '{"query": "a", "choices": ["b", " "], "gold": 0}',
+        '{"query": 1, "choices": ["b", "c"], "gold": 0}',
+        '{"context": "a", "continuation": "b"}',
+    ],
+)
+def test_wrong_lines_are_refused_by_file_and_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n' + line)
+    with pytest.raises(ValueError, match=r"evaluate\.tasks: .*task\.jsonl:2"):
+        read_questions(path, 5)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"evaluate\.tasks: .*none\.jsonl cannot be read"):
+        read_questions(tmp_path / "none.jsonl", 5)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no question"):
+        read_questions(tmp_path / "empty.jsonl", 5)
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
+def test_published_files_are_read(shared: Path, name: str) -> None:
+    found = read_questions(shared / "eval/multiple-choice" / f"{name}.jsonl", 100)
+    assert len(found) == 100
+    assert {len(question.choices) for question in found} == {4}
+
+
+def test_continuations_hold_the_truth_once_among_texts_of_the_same_domain() -> None:
+    chosen = documents("code", 12) + documents("math", 9)
+    text = {document.id: document.text for document in chosen}
+    requests = continuations("eval/continuation", chosen, 100)
+    assert len(requests) == 4 * 21
+    golds: Counter[int] = Counter()
+    for place in range(0, len(requests), 4):
+        group = requests[place : place + 4]
+        name, context = group[0].document, group[0].context
+        assert len({request.continuation for request in group}) == 4
+        assert {request.context for request in group} == {context}
+        assert len(context) <= CONTEXT_CHARS
+        for request in group:
+            assert len(request.continuation) == CONTINUATION_CHARS
+            assert request.continuation.startswith(" ")
+            assert text[name].startswith(context + request.continuation) == (request.choice == request.gold)
+            assert name[:4] in request.continuation
+        golds[group[0].gold] += 1
+    assert len(golds) == 4
+
+
+def test_continuations_take_turns_between_domains_and_stop_at_the_count() -> None:
+    requests = continuations("t", documents("code", 10) + documents("math", 10), 6)
+    names = [request.document[:4] for request in requests[::4]]
+    assert names == ["code", "math"] * 3
+
+
+def test_domains_with_too_few_continuations_ask_nothing() -> None:
+    assert continuations("t", documents("code", 3), 10) == []
+    assert len(continuations("t", documents("code", 4), 10)) == 16
+    same = [Document(str(n), "code", "a b " * 100) for n in range(9)]
+    short = [Document(f"s{n}", "code", f"short {n}") for n in range(9)]
+    assert continuations("t", same + short, 10) == []
+
+
+def test_text_without_spaces_is_cut_by_length() -> None:
+    chosen = [Document(str(n), "multilingual", chr(0x4E00 + n) * 400) for n in range(4)]
+    assert {len(request.context) for request in continuations("t", chosen, 10)} == {CONTEXT_CHARS}
+
+
+def test_digest_follows_every_field_and_the_order() -> None:
+    first = from_documents("t", documents("code", 2))
+    assert digest(first) == digest(list(first))
+    assert (
+        len({digest(first), digest(first[::-1]), digest(first[:1]), digest(from_documents("u", documents("code", 2)))})
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, ""), (1, "a"), (2, "a"), (3, "aé"), (5, "aé"), (6, "aé日"), (9, "aé日")]
+)
+def test_cut_keeps_characters_whole(size: int, expected: str) -> None:
+    assert cut("aé日", size) == expected
