@@ -1,0 +1,55 @@
+"""Curated documents as they come out of Parquet: in the order of their ids, a bounded number at a time.
+
+The folder holds `documents/<domain>-NNNNN.parquet`, written in the order of `id`. What this gives up: only one reader
+per domain; reading is never the slow part (tokenising is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from llama3.recipe.schema import Domain
+
+Split = Literal["train", "held_out"]
+
+
+def read_documents(
+    folder: Path, domain: Domain, columns: list[str], split: Split = "train", rows: int = 256
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of at most `rows` documents of `domain` with `columns`, in the order of their ids.
+
+    Raises ValueError if the folder has no file of the domain.
+    """
+    files = sorted((folder / "documents").glob(f"{domain}-*.parquet"))
+    if not files:
+        raise ValueError(
+            f"sources.{domain}: {folder / 'documents'} holds no {domain}-*.parquet; curate the domain first"
+        )
+    for file in files:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=rows, columns=[*columns, "split"]):
+            chosen = batch.filter(pc.equal(batch.column("split"), split))
+            if chosen.num_rows:
+                yield chosen.select(columns).to_pylist()
+
+
+def read_texts(folder: Path, domain: Domain, split: Split, limit: int) -> Iterator[str]:
+    """Yield the texts of `domain` in the order of their ids until `limit` bytes of UTF-8 are reached."""
+    taken = 0
+    for documents in read_documents(folder, domain, ["text"], split, rows=64):
+        for document in documents:
+            if taken >= limit:
+                return
+            taken += len(document["text"].encode())
+            yield document["text"]
+
+
+def first_texts(folder: Path, domain: Domain, count: int) -> list[str]:
+    """Return up to `count` held-out texts of `domain`, or training texts where none is held out."""
+    held_out = list(islice(read_texts(folder, domain, "held_out", 2**62), count))
+    return held_out or list(islice(read_texts(folder, domain, "train", 2**62), count))

@@ -1,0 +1,53 @@
+"""The mix: what it draws from, and the exact share of each.
+
+A *leaf* is what the mix draws from: a whole domain, or one source of it when its sources carry weights. Shares are
+fractions, never floats, so that 17 % of 15.6T tokens is one number and not about one. What this gives up: shares finer
+than a domain's sources, such as topics, need sources of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from llama3.recipe.schema import DOMAINS, Domain, Recipe, Source
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A domain, or one source of a domain whose sources are weighted."""
+
+    name: str
+    domain: Domain
+    weight: Fraction
+    """Share of the domain's tokens."""
+    source: int | None = None
+    """Index in `sources.<domain>`; None: all its sources pooled."""
+
+
+def leaves_of(recipe: Recipe) -> tuple[Leaf, ...]:
+    """Return the leaves of `recipe` in the order of DOMAINS and of its sources, whatever the mix."""
+    return tuple(leaf for domain in DOMAINS for leaf in _domain_leaves(domain, recipe.sources.get(domain, [])))
+
+
+def _domain_leaves(domain: Domain, sources: list[Source]) -> list[Leaf]:
+    weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
+    if weights:
+        return [Leaf(f"{domain}-{i}", domain, weight / sum(weights), i) for i, weight in enumerate(weights)]
+    return [Leaf(domain, domain, Fraction(1))] if sources else []
+
+
+def leaf_shares(leaves: Sequence[Leaf], shares: Mapping[Domain, Fraction]) -> tuple[Fraction, ...]:
+    """Return the exact share of the tokens that each leaf has when the domains have `shares`."""
+    return tuple(Fraction(shares.get(leaf.domain, 0)) * leaf.weight for leaf in leaves)
+
+
+def apportion(total: int, shares: Sequence[Fraction]) -> list[int]:
+    """Return whole counts that sum to `total`, each within one of its share (largest remainder, ties to the first)."""
+    counts = [math.floor(total * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - total * shares[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

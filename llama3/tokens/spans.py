@@ -1,0 +1,52 @@
+"""The spans of a run in which the mix stays the same, laid end to end on the axis of positions.
+
+Stages with equal shares form one span, so that a batch ramp or a longer sequence changes nothing in the order of
+tokens. What this gives up: a stage's own shares are exact to the token only where its mix ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import Domain, Recipe
+from llama3.tokens.deal import Deal, Ints
+from llama3.tokens.mix import Leaf, leaf_shares
+
+
+@dataclass(frozen=True)
+class MixSpan:
+    """Consecutive stages with the same shares."""
+
+    start: int
+    shares: dict[Domain, Fraction]
+    deal: Deal
+    before: Ints
+    """Tokens of each leaf that earlier spans took."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.deal.tokens
+
+    def identity(self, leaves: Sequence[Leaf], stop: int) -> dict[str, Any]:
+        """Return, as plain data, what decides which tokens lie in the span before the position `stop`."""
+        columns = zip(leaves, self.deal.shares, self.before.tolist(), strict=True)
+        mix = {leaf.name: {"share": str(share), "from": before} for leaf, share, before in columns if share}
+        settled = stop <= self.start + self.deal.settled
+        return {"start": self.start, "end": None if settled else self.end, "mix": mix}
+
+
+def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[MixSpan]:
+    """Yield the spans of `recipe`, positions cut in units of `unit` tokens."""
+    before: Ints = np.zeros(len(leaves), np.int64)
+    for shares, group in groupby(Schedule(recipe).spans, key=lambda stage: stage.shares):
+        stages = list(group)
+        deal = Deal(leaf_shares(leaves, shares), stages[-1].end - stages[0].start, unit)
+        yield MixSpan(stages[0].start, shares, deal, before)
+        before = before + deal.totals

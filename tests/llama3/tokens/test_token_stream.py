@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.recipe.schema import DOMAINS
+from llama3.tokens.order import shuffled, splitmix64
+from llama3.tokens.stream import TokenStream
+from tests.llama3.tokens.token_samples import END, LENGTHS, recipe, stage, stream, write_shards
+
+STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards"), recipe(STAGES), LENGTHS)
+
+
+def leaf_tokens(number: int, seed: int, name: str, count: int) -> list[tuple[int, bool]]:
+    """Return the first tokens of a leaf's stream the slow way: (token, whether it begins a document)."""
+    lengths = LENGTHS[number % len(LENGTHS)]
+    offsets = np.cumsum([0, *lengths]).tolist()
+    tokens: list[tuple[int, bool]] = []
+    epoch = 0
+    while len(tokens) < count:
+        for row in shuffled(len(lengths), seed, name, epoch).tolist():
+            tokens += [(number * 1_000_000 + offsets[row] + place, place == 0) for place in range(lengths[row])]
+        epoch += 1
+    return tokens[:count]
+
+
+def slow_read(run: TokenStream) -> tuple[list[int], list[int], list[int]]:
+    """Return tokens, segments and domains of the whole run, token by token, from the units and the slow leaves."""
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    supplies = [
+        iter(leaf_tokens(number, run.recipe.seed, leaf.name, int(count)))
+        for number, (leaf, count) in enumerate(zip(run.leaves, run.consumed(run.tokens), strict=True))
+    ]
+    for span in run.spans:
+        units = span.deal.units(0, span.deal.tokens)
+        for leaf, size in zip(units.leaf.tolist(), units.size.tolist(), strict=True):
+            for place in range(size):
+                token, begins = next(supplies[leaf])
+                segment = len(columns[0]) if begins or place == 0 else columns[1][-1]
+                for column, value in zip(
+                    columns, (token, segment, DOMAINS.index(run.leaves[leaf].domain)), strict=True
+                ):
+                    column.append(value)
+    assert all(next(supply, None) is None for supply in supplies)
+    return columns
+
+
+@pytest.mark.parametrize("unit", [None, 5, 64])
+@pytest.mark.parametrize("weights", [None, {"general": [2, 1], "code": [0.3, 0.1, 0.2]}])
+def test_every_token_is_where_the_slow_reading_puts_it(
+    tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None
+) -> None:
+    run = stream(tmp_path, recipe(STAGES, unit=unit, weights=weights, seed=3))
+    window = run.read(0, run.tokens)
+    tokens, segments, domains = slow_read(run)
+    assert window.tokens.tolist() == tokens
+    assert window.segments.tolist() == segments
+    assert window.domains.tolist() == domains
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), unit=st.sampled_from([None, 3, 32]))
+def test_reads_agree_under_any_split(shards: Path, data: st.DataObject, unit: int | None) -> None:
+    run = TokenStream(shards, recipe(STAGES, unit=unit))
+    whole = run.read(0, run.tokens + 1)
+    edges = sorted(data.draw(st.lists(st.integers(0, run.tokens + 1), max_size=6)))
+    for start, stop in zip([0, *edges], [*edges, run.tokens + 1], strict=True):
+        part = run.read(start, stop)
+        for name in ("tokens", "segments", "domains"):
+            assert np.array_equal(getattr(part, name), getattr(whole, name)[start:stop])
+
+
+ramps: list[list[dict[str, Any]]] = [
+    [stage("all", 1280, seq=16, batch=64)],
+    [stage("a", 320, seq=4, batch=8), stage("b", 320, seq=8, batch=32), stage("c", 640, seq=16, batch=128)],
+    [stage("a", 640, seq=8, batch=16), {**stage("b", 640, batch=32), "seq": [4, 8]}],
+]
+
+
+@pytest.mark.parametrize("stages", ramps[1:])
+def test_batch_ramp_and_sequence_length_do_not_change_the_stream(shards: Path, stages: list[dict[str, Any]]) -> None:
+    one = TokenStream(shards, recipe(ramps[0], unit=16))
+    other = TokenStream(shards, recipe(stages, unit=16))
+    assert one.tokens == other.tokens == 1280
+    for name in ("tokens", "segments", "domains"):
+        assert np.array_equal(getattr(one.read(0, 1280), name), getattr(other.read(0, 1280), name))
+
+
+def test_a_change_of_what_is_to_come_leaves_the_past_alone(shards: Path) -> None:
+    before = TokenStream(shards, recipe([stage("a", 600), stage("b", 600)]))
+    after = TokenStream(shards, recipe([stage("a", 600), stage("b", 320, mix="anneal"), stage("c", 4000)]))
+    same = 600 - 8 * 13
+    assert np.array_equal(before.read(0, same).tokens, after.read(0, same).tokens)
+    assert before.identity(0, same) == after.identity(0, same)
+    assert before.identity(0, 600) != after.identity(0, 600)
+
+
+LATER = [stage("a", 200), stage("b", 200, mix="anneal"), stage("c", 200)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "more"),
+    [
+        (LATER, {"seed": 1}),
+        (LATER, {"unit": 16}),
+        (LATER, {"weights": {"math": [1, 2]}}),
+        ([stage("a", 216), stage("b", 184, mix="anneal"), stage("c", 200)], {}),
+        ([stage("a", 200), stage("b", 200, mix="anneal"), stage("c", 208)], {}),
+    ],
+)
+def test_identity_tells_runs_apart_that_read_other_tokens(
+    tmp_path: Path, stages: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    run = stream(tmp_path / "one", recipe(LATER))
+    other = stream(tmp_path / "other", recipe(stages, **more))
+    assert run.read(400, 600).tokens.tolist() != other.read(400, 600).tokens.tolist()
+    assert run.identity(400, 600) != other.identity(400, 600)
+    assert json.loads(json.dumps(run.identity(400, 600))) == TokenStream(tmp_path / "one", recipe(LATER)).identity(
+        400, 600
+    )
+
+
+def test_seed_decides_the_order(shards: Path) -> None:
+    tokens = [TokenStream(shards, recipe(STAGES, seed=seed)).read(0, 1304).tokens for seed in (0, 0, 1)]
+    assert np.array_equal(tokens[0], tokens[1])
+    assert not np.array_equal(tokens[0], tokens[2])
+
+
+shares = st.lists(st.integers(1, 97), min_size=4, max_size=4)
+
+
+def percents(parts: list[int]) -> dict[str, str]:
+    """Return shares of four domains near `parts`, in hundredths of a percent."""
+    points = [part * 10_000 // sum(parts) for part in parts]
+    points[0] += 10_000 - sum(points)
+    return {domain: f"{point // 100}.{point % 100:02}%" for domain, point in zip(DOMAINS, points, strict=True)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=shares, second=shares, tokens=st.integers(1, 90), unit=st.integers(1, 40))
+def test_leaves_are_consumed_in_order_and_spans_end_exact(
+    shards: Path, first: list[int], second: list[int], tokens: int, unit: int
+) -> None:
+    mixes = {"base": percents(first), "other": percents(second)}
+    stages = [stage("a", 8 * tokens), stage("b", 496, mix="other"), stage("c", 8 * tokens)]
+    run = TokenStream(shards, recipe(stages, mixes, unit=unit))
+    window = run.read(0, run.tokens)
+    for number, leaf in enumerate(run.leaves):
+        mine = window.tokens[window.domains == DOMAINS.index(leaf.domain)]
+        assert mine.tolist() == [token for token, _ in leaf_tokens(number, 0, leaf.name, len(mine))]
+    for span in run.spans:
+        counts = np.bincount(window.domains[span.start : span.end], minlength=4)
+        for domain, share in span.shares.items():
+            assert abs(int(counts[DOMAINS.index(domain)]) - share * (span.end - span.start)) < 1
+
+
+def test_planned_and_realised_are_counts_of_what_is_read(shards: Path) -> None:
+    run = TokenStream(shards, recipe(STAGES))
+    window = run.read(0, run.tokens)
+    for position in range(0, run.tokens + 1, 37):
+        counts = np.bincount(window.domains[:position], minlength=4).tolist()
+        assert run.realised(position) == dict(zip(DOMAINS, counts, strict=True))
+    assert sum(run.planned(0, run.tokens).values()) == run.tokens
+    assert run.planned(590, 610) == {
+        "general": Fraction(5 + 3),
+        "math": Fraction(5, 2) + 4,
+        "code": Fraction(17, 10) + Fraction(22, 10),
+        "multilingual": Fraction(16, 10),
+    }
+    assert run.epochs(run.tokens)["code"] == run.realised(run.tokens)["code"] / 30
+
+
+def test_equal_mixes_in_a_row_form_one_span(shards: Path) -> None:
+    run = TokenStream(shards, recipe(STAGES))
+    assert [(span.start, span.end) for span in run.spans] == [(0, 600), (600, 1096), (1096, 1304)]
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    epochs = [tuple(shuffled(50, 7, "math", epoch).tolist()) for epoch in range(20)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len(set(epochs)) == 20
+    assert shuffled(50, 8, "math", 0).tolist() != list(epochs[0])
+    assert shuffled(50, 7, "code", 0).tolist() != list(epochs[0])
+
+
+def test_shuffle_is_uniform() -> None:
+    """Where document 0 of 10 lands over 5,000 epochs: chi-square with 9 degrees of freedom, p = 0.001 at 27.9."""
+    places = [int(np.argmin(shuffled(10, 0, "general", epoch))) for epoch in range(5000)]
+    expected = 500
+    assert ((np.bincount(places, minlength=10) - expected) ** 2 / expected).sum() < 27.9
+
+
+def test_splitmix64_matches_the_published_sequence() -> None:
+    """First outputs for seed 1234567 (reference implementation by S. Vigna, prng.di.unimi.it/splitmix64.c)."""
+    golden = 0x9E3779B97F4A7C15
+    states = np.array([(1234567 + golden * step) % 2**64 for step in (1, 2, 3)], np.uint64)
+    assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_shuffled_order_is_pinned() -> None:
+    """A resumed run must find the order it was started with: this value may never change."""
+    assert shuffled(8, 1, "general", 0).tolist() == [7, 0, 6, 3, 2, 1, 4, 5]
+
+
+def test_one_token_past_the_end_closes_the_last_target(shards: Path) -> None:
+    run = TokenStream(shards, recipe(STAGES))
+    window = run.read(run.tokens - 3, run.tokens + 1)
+    assert window.tokens[-1] == END
+    assert window.segments[-1] == run.tokens
+    assert window.segments[-2] < run.tokens
+    for start, stop in ((run.tokens, run.tokens + 2), (-1, 3), (5, 4)):
+        with pytest.raises(ValueError, match="are not in the run of 1304 tokens"):
+            run.read(start, stop)
+
+
+def test_documents_name_what_is_read(shards: Path) -> None:
+    run = TokenStream(shards, recipe(STAGES))
+    start, stop = 155, 1100
+    window = run.read(start, stop)
+    uses = run.documents(start, stop)
+    assert [use.position for use in uses] == sorted({start, *window.segments[window.segments > start].tolist()})
+    position = start
+    for use in uses:
+        leaf = [leaf.name for leaf in run.leaves].index(use.leaf)
+        offset = leaf * 1_000_000 + sum(LENGTHS[leaf][: int(use.document.split(":")[1])])
+        length = use.last - use.first + 1
+        expected = list(range(offset + use.first, offset + use.last + 1))
+        assert window.tokens[position - start : position - start + length].tolist() == expected
+        position += length
+    assert position == stop
+    assert {use.epoch for use in uses if use.leaf == "math"} > {1, 2, 3}
+
+
+def test_too_many_epochs_are_refused_before_training(shards: Path) -> None:
+    TokenStream(shards, recipe(STAGES, tokens={"max_epochs": 12})).check()
+    with pytest.raises(ValueError, match="max_epochs") as error:
+        TokenStream(shards, recipe(STAGES, tokens={"max_epochs": 8.15})).check()
+    lines = str(error.value).split("\n")
+    assert len(lines) == 2
+    assert "sources.math, which holds 40" in lines[0]
+    assert "sources.code, which holds 30: 8.20 epochs, at most 8.15" in lines[1]
+    assert "raise tokens.max_epochs" in lines[0]
+
+
+def test_shards_of_other_sources_are_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"not general-0, general-1; tokenise with this recipe"):
+        TokenStream(shards, recipe(STAGES, weights={"general": [1, 2]}))
+    with pytest.raises(ValueError, match=r"tokens\.json cannot be read"):
+        TokenStream(tmp_path, recipe(STAGES))
+
+
+def test_a_share_of_an_empty_leaf_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, recipe(STAGES), [[5], [5], [], [5]])
+    with pytest.raises(ValueError, match=r"sources\.code gave it no training document"):
+        TokenStream(tmp_path, recipe(STAGES))
+    none = {"general": "100%"}
+    assert TokenStream(tmp_path, recipe(STAGES, {"base": none, "anneal": none})).epochs(80)["code"] == 0
+
+
+def test_bins_may_be_cut_anywhere(tmp_path: Path) -> None:
+    whole = write_shards(tmp_path / "whole", recipe(STAGES), LENGTHS, shard_tokens=10**6)
+    cut = write_shards(tmp_path / "cut", recipe(STAGES), LENGTHS, shard_tokens=12)
+    assert len(list((whole / "general").glob("*.bin"))) == 1
+    assert len(list((cut / "general").glob("*.bin"))) > 3
+    one, many = (TokenStream(folder, recipe(STAGES)).read(0, 1304) for folder in (whole, cut))
+    assert np.array_equal(one.tokens, many.tokens)
