@@ -1,0 +1,191 @@
+"""Real documents found on this machine, by domain: the source `installed`, which needs no download and no network.
+
+general: package descriptions and documentation, docstrings, manual pages. math: generated worked problems beside the
+documentation of numerical packages. code: the standard library and installed packages. multilingual: translated
+messages and manual pages, then generated problems in five languages. Order is fixed by file names and goes round the
+packages, so a limit keeps some of each. What this gives up: the text is technical; a model trained on it knows
+software, not the world.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llama3.data.document import Document
+from llama3.data.installed_files import Found, distributions, licences, package_files, spread, system_files
+from llama3.data.language import primary
+from llama3.data.manual_pages import manual_text
+from llama3.data.python_docs import description, docstrings
+from llama3.data.translated_problems import translated_document
+from llama3.data.translations import catalogue_documents, catalogue_language, read_mo, read_po
+from llama3.data.worked_problems import document
+from llama3.recipe.schema import Domain
+
+PROBLEM_DOCUMENTS = 20_000
+"""Generated documents of math where nothing limits the source: about 19 MB."""
+TRANSLATED_DOCUMENTS = 4_000
+"""Generated documents after the real ones of multilingual: about 2.5 MB."""
+_PROBLEM_SHARE = 0.6
+"""Of the bytes of math, as long as real text lasts."""
+_CODE = frozenset(
+    (".py", ".pyx", ".pxd", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".js", ".ts", ".f90", ".sh")
+)
+_LARGEST = 50_000
+"""Bytes of a file once unpacked; with longer files, a small limit would hold few documents of few packages."""
+_PACKED = 3
+"""How much gzip makes of manual pages and documentation, roughly."""
+_PROSE = frozenset((".md", ".rst", ".txt"))
+_MATH_PACKAGES = frozenset(
+    (
+        "numpy",
+        "scipy",
+        "sympy",
+        "mpmath",
+        "networkx",
+        "sklearn",
+        "statsmodels",
+        "gmpy2",
+        "shapely",
+        "contourpy",
+        "cvxpy",
+    )
+)
+_MATH_MODULES = frozenset(
+    ("statistics.py", "fractions.py", "decimal.py", "_pydecimal.py", "random.py", "numbers.py", "heapq.py", "bisect.py")
+)
+_NO_PROSE = re.compile(
+    r"licen[sc]e|copying|copyright|notice|authors|contributors|maintainers|change|news|history|release|todo|credits|thanks"
+    r"|top_level|entry_points|requirements|sources\.txt|/tests?/|/testing/|/data/|test_?data|installed-files",
+    re.IGNORECASE,
+)
+_LONGEST_LINE = 1_000
+"""Characters; longer lines mean minified or generated code."""
+
+
+def installed_documents(domain: Domain, name: str, seed: int, system: bool) -> Iterator[Document]:
+    """Yield the documents of `domain` that this machine offers, under the source name `name`."""
+    real = _documents(domain, name, system)
+    if domain == "math":
+        yield from _between_problems(real, name, seed)
+    yield from real
+    if domain == "multilingual":
+        for index in range(TRANSLATED_DOCUMENTS):
+            language, text = translated_document(seed, index)
+            yield Document(text, f"problems/{language}/{seed}/{index}", language, "CC0-1.0", name)
+
+
+def _between_problems(real: Iterator[Document], name: str, seed: int) -> Iterator[Document]:
+    """Yield generated problems with documents of `real` between them, so that any cut holds both in their shares."""
+    made, read = 0, 0
+    for index in range(PROBLEM_DOCUMENTS):
+        text = document(seed, index)
+        yield Document(text, f"problems/{seed}/{index}", "en", "CC0-1.0", name)
+        made += len(text)
+        while made * (1 - _PROBLEM_SHARE) > read * _PROBLEM_SHARE and (found := next(real, None)) is not None:
+            read += found.size
+            yield found
+
+
+def installed_fingerprint(domain: Domain, system: bool) -> list[object]:
+    """Return what the documents of `domain` depend on: the interpreter, the distributions, file names and sizes."""
+    files = sorted((file.name, file.size) for file in _files(domain, system))
+    return [list(sys.version_info[:3]), distributions(), files]
+
+
+def _files(domain: Domain, system: bool) -> list[Found]:
+    """Return the files that `domain` reads; None of them twice in one domain."""
+    chosen: Callable[[Found], bool] = {
+        "general": lambda file: _is_prose(file) and not _is_math(file),
+        "math": lambda file: _is_prose(file) and _is_math(file),
+        "code": lambda file: file.ending in _CODE and file.size <= _LARGEST and file.name[:4] in ("stdl", "pack"),
+        "multilingual": _is_translation,
+    }[domain]
+    return [file for file in (*package_files(), *(system_files() if system else ())) if chosen(file)]
+
+
+def _is_math(file: Found) -> bool:
+    parts = file.name.split("/")
+    package = parts[1].split("-")[0].lower()
+    return package in _MATH_PACKAGES or (parts[0] == "stdlib" and parts[1] in _MATH_MODULES)
+
+
+def _is_prose(file: Found) -> bool:
+    place, _, rest = file.name.partition("/")
+    if file.ending != ".py" and file.size * (_PACKED if rest.endswith(".gz") else 1) > _LARGEST:
+        return False
+    if place == "man":
+        return bool(re.match(r"man\d", rest))
+    if place == "locale" or _NO_PROSE.search(rest):
+        return False
+    if place == "doc" and file.ending in (".html", ""):
+        return "readme" in rest.lower()
+    return file.ending in _PROSE or (place != "doc" and (file.ending == ".py" or rest.endswith(".dist-info/METADATA")))
+
+
+def _is_translation(file: Found) -> bool:
+    if file.name.startswith("man/"):
+        return not re.match(r"man/(man\d|en)", file.name)
+    language = catalogue_language(file.name) if file.ending in (".mo", ".po") else None
+    if language is None or language == "en":
+        return False
+    return file.ending == ".mo" or not os.path.exists(file.path[:-3] + ".mo")
+
+
+def _documents(domain: Domain, name: str, system: bool) -> Iterator[Document]:
+    known = licences()
+    for file in spread(_files(domain, system)):
+        licence = _licence(file, known)
+        for number, (text, language) in enumerate(_read(file, domain)):
+            if text.strip():
+                url = file.name if number == 0 else f"{file.name}#{number}"
+                html = file.ending == ".html"
+                yield Document(text, url, language, licence, name, "html" if html else "text")
+
+
+def _licence(file: Found, known: dict[str, str]) -> str:
+    place, _, rest = file.name.partition("/")
+    top = rest.split("/")[0]
+    return "PSF-2.0" if place == "stdlib" else known.get(top, known.get(top.lower(), "unknown"))
+
+
+def _read(file: Found, domain: Domain) -> Iterator[tuple[str, str | None]]:
+    """Yield (text, language or None) of one file; a file that went away or is damaged yields nothing."""
+    try:
+        data = Path(file.path).read_bytes()
+        data = gzip.decompress(data) if file.name.endswith(".gz") else data
+        if file.ending in (".mo", ".po"):
+            yield from _translated(file, data)
+            return
+    except (OSError, EOFError, ValueError):
+        return
+    text = data.decode("utf-8", "replace")
+    if domain == "code":
+        if max(map(len, text.split("\n"))) <= _LONGEST_LINE:
+            yield text, None
+    elif file.name.startswith("man/"):
+        yield manual_text(text), _manual_language(file.name)
+    elif file.ending == ".py":
+        yield from ((part, None) for part in docstrings(text, _module(file.name)))
+    else:
+        yield description(text) if file.name.endswith("METADATA") else text, None
+
+
+def _translated(file: Found, data: bytes) -> Iterator[tuple[str, str | None]]:
+    language = primary(catalogue_language(file.name) or "")
+    messages = read_mo(data) if file.ending == ".mo" else read_po(data.decode("utf-8", "replace"))
+    for text in catalogue_documents(messages):
+        yield text, language
+
+
+def _manual_language(name: str) -> str:
+    folder = name.split("/")[1]
+    return "en" if re.match(r"man\d", folder) else primary(folder)
+
+
+def _module(name: str) -> str:
+    return name.partition("/")[2].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
