@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         "text": pa.string(),
         "domain": pa.string(),
         "source": pa.string(),
+        "source_index": pa.int32(),
         "language": pa.string(),
         "url": pa.string(),
         "licence": pa.string(),
@@ -57,10 +58,10 @@ def collect(recipe: Recipe, folder: Path) -> Collected:
     for domain, sources in recipe.sources.items():
         path = folder / f"{domain}.parquet"
         with _Writer(path, row) as writer:
-            for source, name in zip(sources, source_names(sources), strict=True):
+            for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
                 for document, fits in read_source(source, domain, recipe.seed, name):
                     if fits:
-                        writer.add(document, domain)
+                        writer.add(document, domain, index)
                     else:
                         collected.over_documents[domain, name] += 1
                         collected.over_bytes[domain, name] += document.size
@@ -90,7 +91,7 @@ class _Writer:
         self._flush()
         self._file.close()
 
-    def add(self, document: Document, domain: Domain) -> None:
+    def add(self, document: Document, domain: Domain, source_index: int) -> None:
         text = normalise(html_text(document.text) if document.format == "html" else document.text)
         size = len(text.encode())
         self._rows.append(
@@ -100,6 +101,7 @@ class _Writer:
                 "text": text,
                 "domain": domain,
                 "source": document.source,
+                "source_index": source_index,
                 "language": _language(document, text, domain),
                 "url": document.url,
                 "licence": document.licence,

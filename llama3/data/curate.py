@@ -25,8 +25,9 @@ from storage.duck import session
 
 SHARD_BYTES = 64_000_000
 """Text per document file."""
-COLUMNS = ("id", "text", "domain", "source", "language", "url", "licence", "split")
-_SCHEMA = pa.schema({name: pa.string() for name in COLUMNS})
+COLUMNS = ("id", "text", "domain", "source", "source_index", "language", "url", "licence", "split")
+"""`source` is a name out of `sources.source_names`, `source_index` its place in the recipe's list of the domain."""
+_SCHEMA = pa.schema({name: pa.int32() if name == "source_index" else pa.string() for name in COLUMNS})
 _REPEATING = ["domain", "source", "language", "licence", "split"]
 
 
@@ -96,7 +97,7 @@ def _write_documents(connection: duckdb.DuckDBPyConnection, domain: Domain, path
     shards = connection.execute("SELECT DISTINCT shard FROM shards ORDER BY shard").fetchall()
     for number, (shard,) in enumerate(shards):
         table = connection.sql(
-            """SELECT judged.id, raw.text, judged.domain, judged.source, judged.language, judged.url, judged.licence,
+            """SELECT judged.* EXCLUDE (outcome), raw.text,
                 CASE judged.outcome WHEN 'held_out' THEN 'held_out' ELSE 'train' END AS split
             FROM read_parquet($1) AS raw JOIN judged USING ("row") JOIN shards USING ("row")
             WHERE shards.shard = $2 ORDER BY judged.id""",

@@ -41,7 +41,7 @@ FROM (
 """
 _JUDGE = """
 CREATE OR REPLACE TABLE judged AS
-SELECT "row", id, domain, source, language, url, licence, bytes, draw,
+SELECT "row", id, domain, source, source_index, language, url, licence, bytes, draw,
     CASE
         WHEN chars < $min_chars THEN 'too_short'
         WHEN chars > $max_chars THEN 'too_long'

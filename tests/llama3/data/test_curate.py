@@ -82,6 +82,7 @@ def test_every_document_is_accounted_for(tmp_path: Path, make_recipe: Make, writ
     assert sum(n for (source, _), n in count.items() if source == "web/b") <= 100
     assert count["web/b", "over_limit"] > 0
     rows = read_back(out)
+    assert {(row["source"], row["source_index"]) for row in rows} == {("web/a", 0), ("web/b", 1), ("de/a", 0)}
     by_outcome = Counter({"kept": 0, "held_out": 0})
     for line in ledger:
         by_outcome[line["outcome"]] += line["documents"]
