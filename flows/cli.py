@@ -19,8 +19,8 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
-from llama3.recipe.load import RecipeError, load_recipe
-from tasks.launch import Cluster
+from llama3.recipe.load import load_recipe
+from tasks.launch import Cluster, TrainingFailed
 
 app = typer.Typer(
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -177,9 +177,9 @@ def check_quick(config: PipelineParameters) -> None:
 
 
 def _quiet_prefect() -> None:
-    """Keep Prefect's own lines out of the terminal; herd says what matters."""
+    """Keep Prefect's own lines and its copy of every traceback out of the terminal; herd says what matters."""
     os.environ["HERD_CONSOLE"] = "terminal"
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
 
@@ -192,7 +192,7 @@ def mistakes() -> Iterator[None]:
     except KeyboardInterrupt:
         problems.print("[yellow]stopped[/]; the same command continues where it stopped")
         raise typer.Exit(130) from None
-    except (RecipeError, ValueError) as error:
+    except (ValueError, TrainingFailed) as error:
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
         raise typer.Exit(2) from None
@@ -207,3 +207,7 @@ def mistakes() -> Iterator[None]:
 def main() -> None:
     """Entry point of the `herd` command."""
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console as RichConsole
@@ -34,8 +34,9 @@ class Console(Protocol):
 
     def table(self, table: Table) -> None: ...
 
-    def progress(self, name: str, total: int, done: int) -> object:
+    def progress(self, name: str, total: int) -> AbstractContextManager[ProgressLine]:
         """Return a context manager that yields a ProgressLine for a stage of `total` tokens."""
+        ...
 
 
 class TerminalConsole:
@@ -51,13 +52,13 @@ class TerminalConsole:
         self.rich.print(table)
 
     @contextmanager
-    def progress(self, name: str, total: int, done: int) -> Iterator[ProgressLine]:
+    def progress(self, name: str, total: int) -> Iterator[ProgressLine]:
         if not self.rich.is_terminal:
-            yield PlainProgress(self, name, total, done)
+            yield PlainProgress(self, name, total)
             return
         columns = (TextColumn("  {task.description:<12}"), BarColumn(30), TextColumn("{task.fields[facts]}"))
         with Progress(*columns, console=self.rich) as bar:
-            yield _BarProgress(bar, name, total, done)
+            yield _BarProgress(bar, name, total)
 
 
 class LoggerConsole:
@@ -75,16 +76,16 @@ class LoggerConsole:
         self.say(escape("\n" + rich.export_text()))
 
     @contextmanager
-    def progress(self, name: str, total: int, done: int) -> Iterator[ProgressLine]:
-        yield PlainProgress(self, name, total, done)
+    def progress(self, name: str, total: int) -> Iterator[ProgressLine]:
+        yield PlainProgress(self, name, total)
 
 
 class PlainProgress:
     """One line every few seconds and one at the end."""
 
-    def __init__(self, console: Console, name: str, total: int, done: int) -> None:
+    def __init__(self, console: Console, name: str, total: int) -> None:
         self.console, self.name, self.total = console, name, total
-        self.pace = _Pace(done)
+        self.pace = _Pace()
         self.next_line = 0.0
 
     def update(self, position: int, loss: float | None, tokens_per_s: float | None) -> None:
@@ -95,9 +96,9 @@ class PlainProgress:
 
 
 class _BarProgress:
-    def __init__(self, bar: Progress, name: str, total: int, done: int) -> None:
-        self.bar, self.total, self.pace = bar, total, _Pace(done)
-        self.task = bar.add_task(name, total=total, completed=done, facts="starting")
+    def __init__(self, bar: Progress, name: str, total: int) -> None:
+        self.bar, self.total, self.pace = bar, total, _Pace()
+        self.task = bar.add_task(name, total=total, facts="starting")
 
     def update(self, position: int, loss: float | None, tokens_per_s: float | None) -> None:
         facts = self.pace.describe(position, self.total, loss, tokens_per_s)
@@ -107,13 +108,11 @@ class _BarProgress:
 class _Pace:
     """Time left, from the tokens trained since this attempt's first step (start-up would make it a guess)."""
 
-    def __init__(self, done: int) -> None:
-        self.first = (done, time.monotonic())
-        self.moving = False
+    def __init__(self) -> None:
+        self.first: tuple[int, float] | None = None
 
     def describe(self, position: int, total: int, loss: float | None, tokens_per_s: float | None) -> str:
-        if not self.moving and position > self.first[0]:
-            self.first, self.moving = (position, time.monotonic()), True
+        self.first = self.first or (position, time.monotonic())
         text = f"{tokens(position):>6} / {tokens(total)} tokens"
         if loss is not None:
             text += f"  loss {loss:.3f}"
@@ -122,6 +121,7 @@ class _Pace:
         return text + self._left(position, total)
 
     def _left(self, position: int, total: int) -> str:
+        assert self.first is not None
         done, seconds = position - self.first[0], time.monotonic() - self.first[1]
         if position >= total or done <= 0:
             return ""

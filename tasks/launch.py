@@ -37,6 +37,10 @@ class Cluster(BaseModel):
     """Memory for DuckDB while data is curated."""
 
 
+class TrainingFailed(RuntimeError):
+    """The trainer died without getting further; the text holds its last words."""
+
+
 class Launch:
     """A trainer that was started and may still run."""
 
@@ -72,6 +76,7 @@ def launch_local(job: Path, cluster: Cluster, log: Path) -> Launch:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
     }

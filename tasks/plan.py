@@ -71,9 +71,9 @@ def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str
 def stage_table(plan: Plan) -> Table:
     """Return the stage table for a console."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headers = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix " + "/".join(d[:4] for d in DOMAINS))
+    headers = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
     for header in headers:
-        table.add_column(header, justify="left" if header in ("stage", "lr") or header.startswith("mix") else "right")
+        table.add_column(header, justify="left" if header in ("stage", "lr", "mix") else "right", no_wrap=True)
     for span in plan.schedule.spans:
         table.add_row(*_row(plan, span))
     return table
@@ -93,7 +93,7 @@ def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
         f"{span.steps:,}",
         seq,
         str(Tokens(last.batch)),
-        f"{first_rate:.1e} -> {last_rate:.1e}",
+        f"{first_rate:.1e} > {last_rate:.1e}",
         shares,
     )
 

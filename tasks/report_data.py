@@ -80,7 +80,6 @@ def collect(root: Path, name: str) -> ReportData:
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false")
         series = _series(connection, trained)
-        mix = _mix(connection, trained)
         ledger = _ledger(connection, made["curate"].path) if "curate" in made else {}
     evaluations = {step.removeprefix("evaluate-"): art for step, art in made.items() if step.startswith("evaluate-")}
     return ReportData(
@@ -89,7 +88,7 @@ def collect(root: Path, name: str) -> ReportData:
         recipe_yaml=to_yaml(recipe),
         stages=[_stage_row(recipe, record, stage, artifact, series) for stage, artifact in trained.items()],
         series=series,
-        mix=mix,
+        mix=_mix(series, trained),
         ledger=ledger,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
         samples=_samples(evaluations.get(recipe.stages[-1].name)),
@@ -112,39 +111,25 @@ def _series(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact])
     return series
 
 
-def _mix(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact]) -> list[MixRow]:
-    """Return realised and planned shares by stage: the shares of each step, weighted by its tokens."""
-    found = []
+def _mix(series: dict[str, Series], trained: dict[str, Artifact]) -> list[MixRow]:
+    """Return planned and realised shares by stage: the trainer's running shares at the stage's last step."""
+    rows = []
     for stage, artifact in trained.items():
-        rows = connection.execute(
-            """
-            WITH points AS (SELECT position, key, value FROM read_parquet(?)),
-            batches AS (SELECT position, value AS tokens FROM points WHERE key = ?)
-            SELECT split_part(key, '/', 3) AS domain,
-                   sum(value * tokens) FILTER (starts_with(key, ?)) AS realised,
-                   sum(value * tokens) FILTER (starts_with(key, ?)) AS planned,
-                   (SELECT sum(tokens) FROM batches) AS total
-            FROM points JOIN batches USING (position)
-            WHERE starts_with(key, ?) OR starts_with(key, ?)
-            GROUP BY domain ORDER BY domain
-            """,
-            [str(artifact.path / "metrics.parquet"), metrics.BATCH_TOKENS, *[SHARE, PLANNED] * 2],
-        ).fetchall()
-        found += [
-            MixRow(stage, domain, planned / total, real / total, round(real)) for domain, real, planned, total in rows
-        ]
-    order = {domain: index for index, domain in enumerate(DOMAINS)}
-    return sorted(found, key=lambda row: (list(trained).index(row.stage), order[row.domain]))  # type: ignore[index]
-
-
-SHARE, PLANNED = "data/share/", "data/planned_share/"
+        start, end = artifact.facts["start"], artifact.facts["end"]
+        for domain in DOMAINS:
+            realised = dict(series.get(metrics.share(domain), [])).get(end)
+            planned = dict(series.get(metrics.planned_share(domain), [])).get(end, 0.0)
+            if realised is not None:
+                rows.append(MixRow(stage, domain, planned, realised, round(realised * (end - start))))
+    return rows
 
 
 def _ledger(connection: duckdb.DuckDBPyConnection, curated: Path) -> dict[str, dict[str, tuple[int, int]]]:
     rows = connection.execute(
         """
         SELECT outcome, domain, sum(documents)::BIGINT, sum(bytes)::BIGINT FROM read_parquet(?)
-        GROUP BY ALL ORDER BY outcome NOT IN ('kept', 'held_out'), outcome <> 'kept', sum(documents) DESC
+        GROUP BY outcome, domain
+        ORDER BY CASE outcome WHEN 'kept' THEN 0 WHEN 'held_out' THEN 1 ELSE 2 END, outcome, domain
         """,
         [str(curated / "ledger.parquet")],
     ).fetchall()

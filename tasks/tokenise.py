@@ -23,12 +23,10 @@ TOKENS_VERSION = 1
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
     recipe = context.recipe
-    parameters: dict[str, Any] = {"tokenizer": resolved(recipe)["tokenizer"]}
+    parameters = {"tokenizer": resolved(recipe)["tokenizer"], "mix": resolved(recipe)["mix"][recipe.stages[0].mix]}
+    inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
-        inputs = {"model": file_digest(Path(recipe.tokenizer.use))}
-    else:
-        parameters["mix"] = resolved(recipe)["mix"][recipe.stages[0].mix]
-        inputs = {"curated": curated.key}
+        inputs["model"] = file_digest(Path(recipe.tokenizer.use))
     design = Design("tokenizer", recipe.name, TOKENIZER_VERSION, parameters, inputs)
     return ensure(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
 
@@ -37,7 +35,11 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards, and refuse a run that would repeat a domain more often than the recipe allows."""
     recipe = context.recipe
-    weights = {domain: [source.weight for source in sources] for domain, sources in recipe.sources.items()}
+    weights = {
+        domain: [source.weight for source in sources]
+        for domain, sources in recipe.sources.items()
+        if any(source.weight for source in sources)
+    }
     design = Design(
         kind="tokens",
         name=recipe.name,
@@ -49,6 +51,23 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     def build(folder: Path, _: str) -> dict[str, Any]:
         return tokenise(recipe, curated.path, tokenizer.path, folder, threads=context.cluster.threads)
 
-    artifact = ensure(context, "tokenise", design, build)
+    def show(artifact: Artifact, mlflow_run: str) -> None:
+        for run in (mlflow_run, context.record.mlflow_run):
+            context.tracker.log_inputs(run, _datasets(artifact))
+
+    artifact = ensure(context, "tokenise", design, build, show)
     TokenStream(artifact.path, recipe).check()
     return artifact
+
+
+def _datasets(artifact: Artifact) -> list[dict[str, Any]]:
+    """Return what MLflow shows as the run's data: one entry per domain, with its counts."""
+    return [
+        {
+            "name": domain,
+            "digest": artifact.key[:36],
+            "uri": artifact.path.as_uri(),
+            "profile": {name: artifact.facts[name][domain] for name in ("tokens", "documents")},
+        }
+        for domain in artifact.facts["tokens"]
+    ]

@@ -139,8 +139,14 @@ class Tracker:
             )
             model_id = str(model.model_id)
         for run_id in run_ids:
-            self.client.log_outputs(run_id, models=[LoggedModelOutput(model_id, step=position)])
+            self._add_output(run_id, model_id, position)
         return model_id
+
+    def _add_output(self, run_id: str, model_id: str, position: int) -> None:
+        """Show the model as an output of the run; MLflow refuses to be told twice."""
+        outputs = self.client.get_run(run_id).outputs
+        if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+            self.client.log_outputs(run_id, models=[LoggedModelOutput(model_id, step=position)])
 
     def log_file(self, run_id: str, path: Path) -> None:
         self.client.log_artifact(run_id, str(path))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as parquet
-from llama3.train.job import TrainJob
 from prefect import task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
@@ -21,17 +20,14 @@ from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.job import TrainJob
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
 from storage.filesystem import write_atomic
 from tasks.follow import Follower, send_series
-from tasks.launch import launch_local
+from tasks.launch import TrainingFailed, launch_local
 from tasks.step import Context, ensure
 
 VERSION = 1
-
-
-class TrainingFailed(RuntimeError):
-    """The trainer died without getting further; the text holds its last words."""
 
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False)
@@ -101,11 +97,11 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> Non
     log = context.folder / "logs" / f"{span.name}.log"
     artifact = create_progress_artifact(0.0, key=f"{context.record.name}-{span.name}", description=f"stage {span.name}")
     furthest = -1
-    with context.console.progress(span.name, span.tokens, 0) as line:
+    with context.console.progress(span.name, span.tokens) as line:
         follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line)
 
         def report(tokens_done: float) -> None:
-            update_progress_artifact(artifact, 100.0 * tokens_done / span.tokens)
+            update_progress_artifact(artifact, 100.0 * tokens_done / span.tokens)  # type: ignore[arg-type]
 
         while True:
             launch = launch_local(job, context.cluster, log)

@@ -1,0 +1,193 @@
+"""The real chain on a tiny recipe, as a user meets it. The tests build on one another, in order, on one root."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+from mlflow import MlflowClient
+
+from llama3.recipe.schema import DOMAINS
+from storage.artifact import Store
+from tasks.runs import RunRecord, Runs
+from tests.e2e.conftest import TINY, Herd
+
+pytestmark = pytest.mark.slow
+
+
+def record(herd: Herd, name: str) -> RunRecord:
+    return Runs(herd.root).find(name)
+
+
+def client(herd: Herd) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{herd.root}/mlflow.db")
+
+
+def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
+    printed = herd("run", str(TINY))
+    assert "ramp-1 -> ramp-2: seq 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
+    assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 98,304" in printed
+    assert "tiny version 1 is the champion" in printed
+    for command in ("herd up", "herd rerun tiny-1", "herd compare tiny-1"):
+        assert command in printed
+    assert (record(herd, "tiny-1").state, record(herd, "tiny-1").verdict) == ("finished", "promoted")
+
+
+def test_training_learns(herd: Herd) -> None:
+    facts = [Store(herd.root).at(record(herd, "tiny-1").steps[s].artifact).facts for s in ("ramp-1", "main")]
+    assert facts[0]["first_loss"] == pytest.approx(6.64, abs=0.15), "ln(768) before the first step"
+    assert facts[1]["last_loss"] < facts[0]["first_loss"] - 1.5
+
+
+def test_the_realised_mix_is_the_planned_one_to_the_token(herd: Herd) -> None:
+    store, steps = Store(herd.root), record(herd, "tiny-1").steps
+    taken: Counter[str] = Counter()
+    for stage in ("ramp-1", "ramp-2", "main"):
+        artifact = store.at(steps[stage].artifact)
+        rows = parquet.read_table(artifact.path / "metrics.parquet").to_pylist()
+        last = {row["key"]: row["value"] for row in rows if row["position"] == artifact.facts["end"]}
+        for domain in DOMAINS:
+            taken[domain] += last[f"data/share/{domain}"] * (artifact.facts["end"] - artifact.facts["start"])
+    assert {domain: round(count, 3) for domain, count in taken.items()} == {
+        "general": 49152,
+        "math": 24576,
+        "code": 16712,
+        "multilingual": 7864,
+    }
+
+
+def test_mlflow_holds_one_continuous_curve_over_tokens(herd: Herd) -> None:
+    history = client(herd).get_metric_history(record(herd, "tiny-1").mlflow_run, "train/loss")
+    positions = sorted(metric.step for metric in history)
+    assert len(positions) == len(set(positions)) == 16 + 16 + 24 + 8
+    assert positions[-1] == 112 * 1024
+
+
+def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
+    mlflow, run = client(herd), record(herd, "tiny-1")
+    children = mlflow.search_runs([run.mlflow_experiment], f"tags.`mlflow.parentRunId` = '{run.mlflow_run}'")
+    stages = {child.data.tags["stage"] for child in children}
+    assert {
+        "curate",
+        "tokenizer",
+        "tokenise",
+        "ramp-1",
+        "ramp-2",
+        "main",
+        "anneal",
+        "evaluate-main",
+        "promote",
+    } <= stages
+    assert {child.info.status for child in children} == {"FINISHED"}
+    parent = mlflow.get_run(run.mlflow_run)
+    assert {data.dataset.name for data in parent.inputs.dataset_inputs} == {"general", "math", "code", "multilingual"}
+    assert parent.data.params["model.preset"] == "tiny"
+    assert {"eval/bpb", "eval/bpb/math", "train/lr"} <= set(parent.data.metrics)
+    champion = mlflow.get_model_version_by_alias("tiny", "champion")
+    assert champion.tags["verdict"] == "promoted"
+    model = mlflow.get_logged_model(champion.source.rsplit("/", 1)[-1])
+    assert model.tags["herd.artifact"] == run.steps["anneal"].artifact
+
+
+def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
+    folder = herd.root / "runs" / "tiny-1"
+    html, markdown = (folder / "report.html").read_text(), (folder / "report.md").read_text()
+    assert html.count("<svg") == 6
+    assert "http" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    for text in ("Where the documents went", "eval/bpb/math", "ramp-2", "exact duplicate"):
+        assert text in html
+        assert text in markdown or text == "exact duplicate"
+
+
+def test_a_second_run_reuses_everything(herd: Herd) -> None:
+    printed = herd("run", str(TINY))
+    second = record(herd, "tiny-2")
+    assert {step.outcome for step in second.steps.values()} == {"reused"}
+    assert "reused curated/tiny-" in printed
+    assert second.verdict == "promoted"
+    assert len(client(herd).get_metric_history(second.mlflow_run, "train/loss")) == 64
+
+
+def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
+    printed = herd("run", str(TINY), "--set", "stages.anneal.average=3")
+    steps = record(herd, "tiny-3").steps
+    assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
+    assert "checkpoint/tiny-anneal: new, average 2 -> 3" in printed
+
+
+def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
+    herd("rerun", "tiny-1", "--from", "main")
+    first, again = record(herd, "tiny-1"), record(herd, "tiny-4")
+    assert again.rerun_of == "tiny-1"
+    assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {"curate", "tokenise", "ramp-2"}
+    store = Store(herd.root)
+    for stage in ("main", "anneal"):
+        assert again.steps[stage].outcome == "made"
+        old, new = (store.at(run.steps[stage].artifact).facts["model_sha256"] for run in (first, again))
+        assert old == new, "the same recipe trains to the same bytes"
+
+
+def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
+    printed = herd("run", str(TINY), "--set", "lr.peak=1e-6", "--set", "lr.cosine.to=0")
+    assert "refused" in printed
+    run = record(herd, "tiny-5")
+    assert (run.state, run.verdict) == ("finished", "refused")
+    rows = json.loads((herd.root / "runs" / "tiny-5" / "promotion.json").read_text())["rows"]
+    (failed,) = [row for row in rows if not row["passed"]]
+    assert failed["metric"] == "eval/bpb"
+    assert failed["candidate"] > failed["threshold"] > failed["champion"]
+    assert "allowed 2%" in failed["reason"]
+    assert failed["reason"] in printed
+    champion = client(herd).get_model_version_by_alias("tiny", "champion")
+    assert champion.tags["herd.run"] != "tiny-5"
+
+
+def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
+    printed = herd("compare", "tiny-1", "tiny-5")
+    assert "lr.peak" in printed
+    assert "eval/bpb" in printed
+    assert "compare-runs?runs=" in printed
+    assert herd("generate", "tiny@champion", "--prompt", "The", "--tokens", "5").startswith("The")
+    assert herd("report", "tiny-1").strip().endswith("report.html")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["run", "none.yaml"], "none.yaml: cannot be read"),
+        (["rerun", "tiny-99"], "run 'tiny-99' does not exist"),
+        (["rerun", "tiny-1", "--from", "later"], "from_step: 'later' is not a step"),
+        (["run", str(TINY), "--processes", "3"], "data-parallel size 3"),
+        (["run", str(TINY), "--root", "/proc/herd"], "root: /proc/herd cannot be written"),
+        (["run", str(TINY), "--root", "s3://bucket/herd"], "is remote"),
+        (["run", str(TINY), "--set", "tokenizer={use: none.model}"], "tokenizer.use: 'none.model' is no file"),
+        (["run", str(TINY), "--set", "sources.math=[{uri: none/*.txt}]"], "sources.math.0.uri: 'none/*.txt'"),
+        (["compare", "tiny-1"], "name at least two"),
+    ],
+)
+def test_a_mistake_is_refused_before_any_work(herd: Herd, words: list[str], fault: str) -> None:
+    before = len(Runs(herd.root).all())
+    printed = herd(*words, status=2)
+    assert fault in printed
+    assert "Traceback" not in printed
+    assert len(Runs(herd.root).all()) == before
+
+
+def test_too_little_text_is_refused(herd: Herd) -> None:
+    printed = herd("run", str(TINY), "--set", "stages.main.until=900M", status=2)
+    assert "sources.multilingual" in printed
+    assert "add text, lower the share" in printed
+
+
+def test_a_damaged_artifact_is_made_again(herd: Herd) -> None:
+    steps = record(herd, "tiny-1").steps
+    next(Path(Store(herd.root).at(steps["tokenizer"].artifact).path).glob("tokenizer.json")).unlink()
+    herd("run", str(TINY))
+    again = record(herd, "tiny-6").steps
+    assert again["tokenizer"].outcome == "made"
+    assert {again[name].outcome for name in ("curate", "tokenise", "main", "anneal")} == {"reused"}

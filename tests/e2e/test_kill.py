@@ -1,0 +1,151 @@
+"""Killed anywhere and started again, a run ends in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.artifact import Store
+from storage.lease import lease
+from tasks.runs import Runs
+from tests.e2e.conftest import TINY, Herd
+
+pytestmark = pytest.mark.slow
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def trainers(pid: int) -> list[psutil.Process]:
+    """Return the trainer processes below `pid`, launcher excluded."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if "llama3.train.main" in command and "torch.distributed.run" not in command:
+            found.append(process)
+    return found
+
+
+def journal_lines(root: Path, stage: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (root / "work").glob(f"{stage}-*/journal.jsonl"))
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL a run and everything it started, all at once."""
+    everything = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in everything:
+        process.suspend()
+    for process in everything:
+        process.kill()
+    psutil.wait_procs(everything, 10)
+
+
+def bytes_made(root: Path) -> dict[str, str]:
+    """Return a digest of everything that the run's result consists of."""
+    record, store = Runs(root).all()[-1], Store(root)
+    made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
+    digests = {}
+    for step in ("curate", "tokenizer", "tokenise"):
+        digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
+    for stage in ("ramp-1", "ramp-2", "main", "anneal"):
+        digests[stage] = made[stage].facts["model_sha256"]
+    return digests
+
+
+@pytest.fixture(scope="module")
+def undisturbed(herd: Herd) -> dict[str, str]:
+    herd("run", str(TINY))
+    return bytes_made(herd.root)
+
+
+def test_kill_everything_again_and_again(undisturbed: dict[str, str], prefect_home: Path, tmp_path: Path) -> None:
+    herd = Herd(tmp_path / "root", prefect_home)
+    points: list[Callable[[], bool]] = [
+        lambda: any((herd.root / ".staging").glob("*/*")),
+        lambda: (herd.root / "tokens").exists() and journal_lines(herd.root, "ramp-2") >= 6,
+        lambda: any((herd.root / "work").glob("main-*/checkpoints/*")),
+        lambda: any((herd.root / "work").glob("anneal-*/result*")),
+    ]
+    for point in points:
+        process = herd.start("run", str(TINY))
+        while not point() and process.poll() is None:
+            time.sleep(0.05)
+        if process.poll() is None:
+            kill_all(process.pid)
+    printed = herd("run", str(TINY))
+    assert "continuing tiny-1, which did not finish" in printed
+    assert len(Runs(herd.root).all()) == 1
+    assert Runs(herd.root).find("tiny-1").attempts >= 4
+    assert bytes_made(herd.root) == undisturbed
+
+
+def test_kill_one_trainer(undisturbed: dict[str, str], prefect_home: Path, tmp_path: Path) -> None:
+    herd = Herd(tmp_path / "root", prefect_home)
+    process = herd.start("run", str(TINY))
+    wait_for(lambda: journal_lines(herd.root, "main") >= 5, "training")
+    (trainer,) = trainers(process.pid)
+    trainer.kill()
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, printed
+    assert "main: the trainer died" in printed
+    assert bytes_made(herd.root) == undisturbed
+
+
+def test_no_trainer_outlives_its_supervisor(prefect_home: Path, tmp_path: Path) -> None:
+    herd = Herd(tmp_path / "root", prefect_home)
+    process = herd.start("run", str(TINY))
+    wait_for(lambda: journal_lines(herd.root, "ramp-1") >= 1, "training")
+    left = trainers(process.pid)
+    assert left
+    os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(left, timeout=25)
+    herd.stop_all()
+    assert not alive
+
+
+def test_stop_is_recorded_and_continued(prefect_home: Path, tmp_path: Path) -> None:
+    herd = Herd(tmp_path / "root", prefect_home)
+    process = herd.start("run", str(TINY))
+    wait_for(lambda: journal_lines(herd.root, "ramp-2") >= 2, "training")
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert "the same command continues" in printed
+    assert Runs(herd.root).find("tiny-1").state == "interrupted"
+
+
+def test_a_root_in_use_is_refused(herd: Herd) -> None:
+    with lease(herd.root, "run tiny-7"):
+        printed = herd("run", str(TINY), status=2)
+    assert "is used by run tiny-7" in printed
+    assert "choose another root" in printed
+
+
+def test_a_full_disk_loses_nothing(prefect_home: Path, tmp_path: Path) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    if os.system(f"mount -t tmpfs -o size=24m tmpfs {root} 2>/dev/null"):
+        pytest.skip("cannot mount a small file system here (needs root)")
+    try:
+        herd = Herd(root, prefect_home)
+        (root / "filler").write_bytes(b"x" * 18_000_000)
+        printed = herd("run", str(TINY), status=1)
+        assert "no space left" in printed.lower()
+        assert not list((root / "checkpoint").glob("*")) or all(
+            Store(root).at(f"checkpoint/{path.name}") for path in (root / "checkpoint").iterdir()
+        )
+    finally:
+        os.system(f"umount -l {root}")
