@@ -42,10 +42,12 @@ problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 @app.command()
 def plan(recipe: Path, set_: SetOption = None) -> None:
     """Show the stage table, totals, FLOPs and warnings of a recipe; runs nothing."""
+    from llama3.data.sources import survey
     from tasks.plan import make_plan, stage_table, summary_lines
 
     with mistakes():
-        made = make_plan(load_recipe(recipe, set_))
+        wanted = load_recipe(recipe, set_)
+        made = make_plan(wanted, survey(wanted))
         out.print(stage_table(made))
         for line in summary_lines(made):
             out.print(line)

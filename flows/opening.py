@@ -22,7 +22,7 @@ from storage.lease import LeaseHeld, lease
 from tasks.console import Console, current_console
 from tasks.evaluate import evaluated_stages
 from tasks.memory import peak_memory
-from tasks.plan import make_plan, plan_markdown, stage_table, summary_lines
+from tasks.plan import Plan, make_plan, plan_markdown, stage_table, summary_lines
 from tasks.preflight import preflight
 from tasks.runs import RunRecord, Runs, now
 from tasks.step import Context, code_version
@@ -55,14 +55,14 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     if config.from_step and config.from_step not in steps:
         raise RecipeError(f"from_step: {config.from_step!r} is not a step of {recipe.name}; steps: {', '.join(steps)}")
     console = current_console()
-    preflight(recipe, config.cluster, config.root_path)
+    found = preflight(recipe, config.cluster, config.root_path)
     with _hold(config.root_path, recipe.name):
         store, runs = Store(config.root_path), Runs(config.root_path)
         store.clear_staging()
         record = _record(config, recipe, runs, console)
         tracker = Tracker(config.root_path, recipe.name)
         context = Context(recipe, config.cluster, store, runs, record, tracker, console, steps)
-        _introduce(context)
+        _introduce(context, make_plan(recipe, found))
         with _closing(context):
             yield context
 
@@ -91,10 +91,9 @@ def _record(config: PipelineParameters, recipe: Recipe, runs: Runs, console: Con
     return record
 
 
-def _introduce(context: Context) -> None:
+def _introduce(context: Context, plan: Plan) -> None:
     """Show the plan on the console and in Prefect, open the MLflow run, and link the two."""
     record, console, tracker = context.record, context.console, context.tracker
-    plan = make_plan(context.recipe)
     console.say(f"run [bold]{record.name}[/] in {context.store.root}")
     console.table(stage_table(plan))
     for line in summary_lines(plan):

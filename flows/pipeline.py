@@ -32,7 +32,8 @@ def pipeline(config: PipelineParameters = PipelineParameters()) -> str:  # noqa:
     recipe = chosen_recipe(config)
     with open_run(config, recipe) as context:
         run_chain(context)
-        return context.record.name
+    write_report(context)
+    return context.record.name
 
 
 def run_chain(context: Context) -> Decision:
@@ -49,9 +50,7 @@ def run_chain(context: Context) -> Decision:
         before = span
     assert checkpoint is not None
     assert evaluation is not None
-    decision = promote_model(context, checkpoint, evaluation, curated)
-    write_report(context)
-    return decision
+    return promote_model(context, checkpoint, evaluation, curated)
 
 
 def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> None:

@@ -56,7 +56,7 @@ class TerminalConsole:
         if not self.rich.is_terminal:
             yield PlainProgress(self, name, total)
             return
-        columns = (TextColumn("  {task.description:<12}"), BarColumn(30), TextColumn("{task.fields[facts]}"))
+        columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[facts]}"))
         with Progress(*columns, console=self.rich) as bar:
             yield _BarProgress(bar, name, total)
 
@@ -92,7 +92,7 @@ class PlainProgress:
         if time.monotonic() < self.next_line and position < self.total:
             return
         self.next_line = time.monotonic() + PLAIN_INTERVAL_S
-        self.console.say(f"  {self.name:<12}" + self.pace.describe(position, self.total, loss, tokens_per_s))
+        self.console.say(f"  {self.name:<18}" + self.pace.describe(position, self.total, loss, tokens_per_s))
 
 
 class _BarProgress:

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llama3.data.curate import curate
-from llama3.data.sources import fingerprint
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from llama3.data.curate import curate
+from llama3.data.sources import fingerprint
 from llama3.recipe.load import resolved
 from storage.artifact import Artifact, Design
 from tasks.step import Context, ensure
@@ -49,4 +49,4 @@ def _say_what_was_kept(context: Context, artifact: Artifact) -> None:
         f"{domain} {facts['bytes'][domain] / 1e6:.1f} MB in {facts['documents'][domain]:,} documents"
         for domain in facts["documents"]
     ]
-    context.console.say(f"  {'':<12}[dim]kept {'; '.join(parts)}[/]")
+    context.console.say(f"  {'':<18}[dim]kept {'; '.join(parts)}[/]")

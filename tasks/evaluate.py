@@ -26,7 +26,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     They are attached to the checkpoint's LoggedModel and, for this run's own checkpoints, to the parent run's curves.
     """
     recipe = context.recipe
-    design = _design(context, name, checkpoint, curated)
+    design = _design(context, checkpoint, curated)
     own = checkpoint.label in {step.artifact for step in context.record.steps.values()}
 
     def build(folder: Path, _: str) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     return ensure(context, f"evaluate-{name}", design, build, show)
 
 
-def _design(context: Context, name: str, checkpoint: Artifact, curated: Artifact) -> Design:
+def _design(context: Context, checkpoint: Artifact, curated: Artifact) -> Design:
     recipe = context.recipe
     tasks = {f"task.{Path(uri).stem}": file_digest(Path(path)) for uri in recipe.evaluate.tasks for path in glob(uri)}
     plain = resolved(recipe)
     return Design(
         kind="evaluation",
-        name=f"{recipe.name}-{name}",
+        name=checkpoint.manifest.name,
         version=VERSION,
         parameters={
             "documents": recipe.evaluate.documents,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from llama3.data.sources import DomainSurvey, survey
 from rich.table import Table
 
+from llama3.data.sources import DomainSurvey
 from llama3.model.flops import flops_per_token, parameter_count
 from llama3.recipe.lint import lint
 from llama3.recipe.schedule import Schedule, StageSpan
@@ -20,6 +20,8 @@ from llama3.recipe.units import Tokens, tokens
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
 USUAL_TOKENS_PER_BYTE = 1 / 4
+LLAMA3_VOCABULARY = 128_000
+"""Base tokens assumed for a tokenizer that is given as a file."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,9 @@ class Plan:
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
-def make_plan(recipe: Recipe, rows: int | None = None, look: bool = True) -> Plan:
-    """Return the plan of `recipe`; `rows` defaults to the trained vocabulary's, `look` surveys the sources."""
-    if rows is None:
-        rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else 128_000) + SPECIAL_TOKENS
-    sources = survey(recipe) if look else []
+def make_plan(recipe: Recipe, sources: list[DomainSurvey]) -> Plan:
+    """Return the plan of `recipe`, given what a survey found in its sources."""
+    rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short], sources)
 
@@ -109,13 +109,16 @@ def summary_lines(plan: Plan) -> list[str]:
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
     for found in plan.sources:
-        size = (
-            f"{found.bytes / 1e6:.1f} MB in {found.documents:,} documents"
-            if found.complete
-            else "not looked at (remote)"
-        )
-        lines.append(f"source   {found.domain}: {size}")
+        lines.append(f"source   {found.domain}: {_found(found)}")
     return lines
+
+
+def _found(found: DomainSurvey) -> str:
+    if not found.complete and not found.documents:
+        return "not looked at (remote)"
+    least = "" if found.complete else "at least "
+    made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
+    return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}"
 
 
 def plan_markdown(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from llama3.train import metrics
 from tasks.report_data import ReportData, Series
 
 COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
+SMOOTH = 9
 INK, FAINT = "#30363d", "#d8dee4"
 plt.rcParams.update(
     {
@@ -42,7 +43,7 @@ def loss(data: ReportData) -> str:
     figure, axis = _over_tokens(data, "loss, nats per token")
     points = data.series[metrics.LOSS]
     axis.plot(*_xy(points), color="#9aa4af", linewidth=0.8, label="each step")
-    axis.plot(*_xy(_smooth(points)), color=INK, linewidth=1.8, label="mean of 15 steps")
+    axis.plot(*_xy(_smooth(points)), color=INK, linewidth=1.8, label=f"mean of {SMOOTH} steps")
     axis.legend()
     return _svg(figure)
 
@@ -60,7 +61,7 @@ def schedule(data: ReportData) -> str:
     figure, axis = _over_tokens(data, "learning rate")
     axis.plot(*_xy(data.series[metrics.LEARNING_RATE]), color="#3b6fb6", linewidth=1.8, label="learning rate")
     axis.set_ylim(bottom=0)
-    axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     batch = axis.twinx()
     batch.grid(visible=False)
     batch.spines["right"].set_visible(True)
@@ -144,7 +145,7 @@ def _xy(points: Series) -> tuple[list[int], list[float]]:
     return [position for position, _ in points], [value for _, value in points]
 
 
-def _smooth(points: Series, window: int = 15) -> Series:
+def _smooth(points: Series, window: int = SMOOTH) -> Series:
     smooth = []
     for index in range(len(points)):
         near = points[max(0, index - window // 2) : index + window // 2 + 1]

@@ -6,8 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from llama3.data.sources import check_sources, survey
-
+from llama3.data.sources import DomainSurvey, check_sources, survey
 from llama3.recipe.checks import check_batches
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schema import Recipe
@@ -16,14 +15,16 @@ from tasks.launch import Cluster
 from tasks.plan import MOST_TOKENS_PER_BYTE, shortage
 
 
-def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> None:
-    """Raise RecipeError, one line per fault, if the run cannot work here."""
+def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey]:
+    """Return what the sources hold. Raises RecipeError, one line per fault, if the run cannot work here."""
     check_place(recipe, cluster, root)
-    faults = check_sources(recipe)
+    faults, found = check_sources(recipe), []
     if not faults:
-        faults = [fault for found in survey(recipe) if (fault := shortage(recipe, found, MOST_TOKENS_PER_BYTE))]
+        found = survey(recipe)
+        faults = [fault for domain in found if (fault := shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
+    return found
 
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:

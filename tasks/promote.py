@@ -90,9 +90,9 @@ def _write(context: Context, checkpoint: Artifact, decision: Decision, version: 
 def _say(context: Context, decision: Decision, version: str) -> None:
     target = f"{context.recipe.name} version {version}"
     if decision.accepted:
-        context.console.say(f"  {'promote':<12}[green]{target} is the {context.recipe.promote.to}[/]")
+        context.console.say(f"  {'promote':<18}[green]{target} is the {context.recipe.promote.to}[/]")
     else:
-        context.console.say(f"  {'promote':<12}[red]refused: {target} stays a candidate[/]")
+        context.console.say(f"  {'promote':<18}[red]refused: {target} stays a candidate[/]")
     for row in decision.rows:
         mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
-        context.console.say(f"  {'':<12}{mark} {escape(row.reason)}")
+        context.console.say(f"  {'':<18}{mark} {escape(row.reason)}")

@@ -70,6 +70,12 @@ class ReportData:
     """Tags of the run's MLflow page."""
     domains: tuple[str, ...] = DOMAINS
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Overall bits per byte of the final model."""
+        scores = self.evaluations.get(self.recipe.stages[-1].name, {})
+        return scores["eval/bpb"].value if "eval/bpb" in scores else None
+
 
 def collect(root: Path, name: str) -> ReportData:
     """Return what is known of run `name`, finished or not. Raises ValueError if there is no such run."""
@@ -81,7 +87,7 @@ def collect(root: Path, name: str) -> ReportData:
         connection.execute("SET enable_progress_bar = false")
         series = _series(connection, trained)
         ledger = _ledger(connection, made["curate"].path) if "curate" in made else {}
-    evaluations = {step.removeprefix("evaluate-"): art for step, art in made.items() if step.startswith("evaluate-")}
+    evaluations = _evaluations(made)
     return ReportData(
         record=record,
         recipe=recipe,
@@ -166,6 +172,15 @@ def _stage_row(
 
 def _within(series: Series, start: int, end: int) -> list[float]:
     return [value for position, value in series if start < position <= end]
+
+
+def _evaluations(made: dict[str, Artifact]) -> dict[str, Artifact]:
+    """Return the evaluations by stage; the champion's too, unless it is one of this run's own."""
+    found = {step.removeprefix("evaluate-"): made[step] for step in made if step.startswith("evaluate-")}
+    champion = found.pop("champion", None)
+    if champion is None or champion.label in {artifact.label for artifact in found.values()}:
+        return found
+    return {**found, "champion": champion}
 
 
 def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:

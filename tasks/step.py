@@ -79,10 +79,10 @@ def ensure(context: Context, step: str, design: Design, build: Build, show: Show
     with tracked(context, design.kind, step, design.key) as mlflow_run:
         if found is not None:
             artifact, outcome, why, seconds = found, "reused", "", 0.0
-            context.console.say(f"  {step:<12}reused {artifact.label} [dim](made by {artifact.manifest.made_by})[/]")
+            context.console.say(f"  {step:<18}reused {artifact.label} [dim](made by {artifact.manifest.made_by})[/]")
         else:
             why = context.store.explain(design)
-            context.console.say(f"  {step:<12}[dim]{escape(why)}[/]")
+            context.console.say(f"  {step:<18}[dim]{escape(why)}[/]")
             artifact, seconds = _make(context, design, build, mlflow_run)
             outcome = "made"
         _record(context, step, artifact, StepRecord(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+GENERATED = "problems/"
+"""How the URL of a generated document begins."""
+
 
 class Document(NamedTuple):
     text: str
@@ -20,6 +23,11 @@ class Document(NamedTuple):
     source: str
     """Short name of the recipe's source, unique within its domain (`sources.source_names`)."""
     format: Literal["text", "html"] = "text"
+
+    @property
+    def generated(self) -> bool:
+        """Whether it was made by the problem generator rather than found."""
+        return self.url.startswith(GENERATED)
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llama3.data.document import Document
+from llama3.data.document import GENERATED, Document
 from llama3.data.installed_files import Found, distributions, licences, package_files, spread, system_files
 from llama3.data.language import primary
 from llama3.data.manual_pages import manual_text
@@ -76,7 +76,7 @@ def installed_documents(domain: Domain, name: str, seed: int, system: bool) -> I
     if domain == "multilingual":
         for index in range(TRANSLATED_DOCUMENTS):
             language, text = translated_document(seed, index)
-            yield Document(text, f"problems/{language}/{seed}/{index}", language, "CC0-1.0", name)
+            yield Document(text, f"{GENERATED}{language}/{seed}/{index}", language, "CC0-1.0", name)
 
 
 def _between_problems(real: Iterator[Document], name: str, seed: int) -> Iterator[Document]:
@@ -84,7 +84,7 @@ def _between_problems(real: Iterator[Document], name: str, seed: int) -> Iterato
     made, read = 0, 0
     for index in range(PROBLEM_DOCUMENTS):
         text = document(seed, index)
-        yield Document(text, f"problems/{seed}/{index}", "en", "CC0-1.0", name)
+        yield Document(text, f"{GENERATED}{seed}/{index}", "en", "CC0-1.0", name)
         made += len(text)
         while made * (1 - _PROBLEM_SHARE) > read * _PROBLEM_SHARE and (found := next(real, None)) is not None:
             read += found.size

@@ -33,6 +33,8 @@ class DomainSurvey:
     domain: Domain
     documents: int
     bytes: int
+    generated: int
+    """Bytes of these that the problem generator made, so that nobody takes them for found text."""
     complete: bool
     """False when there is more than was counted: a large source, or a remote one."""
 
@@ -140,7 +142,7 @@ def _why_nothing(source: Source) -> str:
 
 
 def _survey(domain: Domain, sources: list[Source], seed: int, remote: bool) -> DomainSurvey:
-    documents, size, complete = 0, 0, True
+    documents, size, generated, complete = 0, 0, 0, True
     for source in sources:
         if source.uri != INSTALLED and not is_local(source.uri) and not remote:
             complete = False
@@ -151,8 +153,9 @@ def _survey(domain: Domain, sources: list[Source], seed: int, remote: bool) -> D
                 complete = False
                 break
             documents, read = documents + 1, read + document.size
+            generated += document.size * document.generated
         size += read
-    return DomainSurvey(domain, documents, size, complete)
+    return DomainSurvey(domain, documents, size, generated, complete)
 
 
 def _files_state(source: Source) -> list[list[object]]:
