@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V voca
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,7 +57,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.rows = rows
-        self.embedding = nn.Embedding(rows, spec.dim)
+        # nn.Embedding() draws normal weights, which on the meta device imports torch's compiler (0.6 s)
+        self.embedding = nn.Embedding(rows, spec.dim, _weight=torch.empty(rows, spec.dim))
         self.layers = nn.ModuleDict({str(index): Block(spec) for index in range(spec.layers)})
         self.norm = nn.RMSNorm(spec.dim, spec.norm_eps)
         self.output = None if spec.tied_embeddings else nn.Linear(spec.dim, rows, bias=False)

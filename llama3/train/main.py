@@ -1,0 +1,91 @@
+"""The trainer process: `python -m llama3.train.main JOB.json`, alone or under torchrun.
+
+Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 1: the last line on stderr says
+why. A wrong job is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
+
+from llama3.recipe.load import load_recipe
+from llama3.recipe.schema import Recipe
+from llama3.train.job import TrainJob
+from storage.lease import LeaseHeld, lease
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Stop:
+    """Becomes true on SIGTERM; the loop looks at it between steps."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def train(job: TrainJob) -> bool:
+    """Train the stage of `job` in this process; return whether it is complete.
+
+    Raises LeaseHeld if another trainer works in the same folder, and what `Trainer` raises.
+    """
+    stop = Stop()
+    recipe = load_recipe(job.recipe)
+    leads = os.environ.get("RANK", "0") == "0"
+    with lease(job.work, f"stage {job.stage}") if leads else nullcontext():
+        if (job.work / "result").is_dir():
+            return True
+        return _train(job, recipe, stop)
+
+
+def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
+    import torch
+
+    from llama3.parallel.mesh import joined
+    from llama3.train.trainer import Trainer
+
+    torch.set_num_threads(job.threads)
+    if job.deterministic:
+        torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
+    with joined(job.device, job.timeout_s) as world:
+        return Trainer(job, recipe, world, stop).run()
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job file named in `arguments`; return the exit status."""
+    try:
+        job = TrainJob.model_validate_json(Path(arguments[0]).read_text())
+        return 0 if _recorded(job) else TERMINATED
+    except (ValueError, LeaseHeld, FloatingPointError) as error:  # mistakes and bad numbers, not faults of ours
+        print(f"trainer: {error}", file=sys.stderr)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"trainer: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+def _recorded(job: TrainJob) -> bool:
+    """Train so that torchrun, if it started us, learns which process failed first and why."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return train(job)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return bool(record(train)(job))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m llama3.train.main JOB.json")
+    sys.exit(main(sys.argv[1:]))

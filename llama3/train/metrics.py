@@ -1,0 +1,64 @@
+"""The names of all training metrics, in one place. The step of every point is the position in tokens.
+
+Lower case, `/` cuts sections, the unit stands in the name. Functions make the keys that go by a domain or leaf.
+"""
+
+from __future__ import annotations
+
+LOSS = "train/loss"
+"""Nats per target token, over the whole batch."""
+GRAD_NORM = "train/grad_norm"
+"""Before clipping."""
+LEARNING_RATE = "train/lr"
+BATCH_TOKENS = "train/batch_tokens"
+SEQ_LEN = "train/seq_len"
+STEP = "train/step"
+"""Optimizer steps taken since the start of the run."""
+
+TOKENS_PER_S = "throughput/tokens_per_s"
+TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"
+TFLOPS_PER_DEVICE = "throughput/tflops_per_device"
+"""6 N and causal attention, without recomputed work."""
+MFU = "throughput/mfu"
+"""The same over the device's dense peak; absent where the peak is not known."""
+
+STEP_S = "time/step_s"
+"""One optimizer step, waiting for data included, saving not."""
+DATA_WAIT_S = "time/data_wait_s"
+CHECKPOINT_S = "time/checkpoint_s"
+"""Time that training stood still for the checkpoint saved since the record before."""
+GOODPUT = "time/goodput"
+"""Share of the time since the stage was first started that went into steps that count."""
+REMAINING_S = "time/remaining_s"
+"""Until the end of the stage, at the rate of the last steps."""
+
+HOST_GIB = "memory/host_gib"
+"""Largest resident memory of the first process so far."""
+DEVICE_GIB = "memory/device_gib"
+"""Largest allocated device memory of the first process so far."""
+
+RESTARTS = "recovery/restarts"
+LOST_TOKENS = "recovery/lost_tokens"
+"""Tokens that had to be trained again."""
+REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
+"""Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
+
+
+def domain_loss(domain: str) -> str:
+    """Nats per target token of one domain."""
+    return f"loss/{domain}"
+
+
+def share(domain: str) -> str:
+    """Share of the stage's tokens so far that are of the domain."""
+    return f"data/share/{domain}"
+
+
+def planned_share(domain: str) -> str:
+    """What the recipe asks that share to be."""
+    return f"data/planned_share/{domain}"
+
+
+def epochs(leaf: str) -> str:
+    """How often the domain (or the weighted source of one) has been read through."""
+    return f"data/epochs/{leaf}"

@@ -1,0 +1,112 @@
+"""The journal: torn lines, tailing, and the table made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.train import journal as module
+from llama3.train.journal import Journal, Record, read_journal, to_parquet
+from llama3.train.replay import Attempts, Replay
+
+
+def record(step: int, loss: float = 1.5) -> Record:
+    return Record(1000.0 + step, step * 100, {"train/loss": loss, "train/grad_norm": 0.1})
+
+
+def write(path: Path, count: int) -> None:
+    with Journal(path) as journal:
+        for step in range(1, count + 1):
+            journal.add(record(step))
+
+
+def test_round_trip_and_after(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert read_journal(path) == []
+    write(path, 5)
+    assert read_journal(path) == [record(step) for step in range(1, 6)]
+    assert read_journal(path, after=300) == [record(4), record(5)]
+    assert read_journal(path, after=500) == []
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "time": 1001.0,
+        "position": 100,
+        "metrics": {"train/loss": 1.5, "train/grad_norm": 0.1},
+    }
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_torn_last_line_is_skipped_and_cut_off(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 3)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_journal(path) == [record(1), record(2)]
+    with Journal(path) as journal:
+        journal.add(record(3))
+    assert read_journal(path) == [record(1), record(2), record(3)]
+
+
+def test_broken_line_in_the_middle_is_not_hidden(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, 3)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{oops", lines[2], ""]))
+    with pytest.raises(ValueError, match="is not a record"):
+        read_journal(path)
+
+
+@given(count=st.integers(0, 40), after=st.integers(-1, 45), block=st.integers(1, 400))
+def test_reading_from_the_end_finds_the_same(
+    count: int, after: int, block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("j") / "journal.jsonl"
+    write(path, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FIRST_READ", block)
+        assert read_journal(path, after * 100) == [record(step) for step in range(1, count + 1) if step > after]
+
+
+def test_a_number_that_is_none_cannot_be_written(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal, pytest.raises(ValueError, match="JSON"):
+        journal.add(record(1, float("nan")))
+
+
+def test_table(tmp_path: Path) -> None:
+    write(tmp_path / "journal.jsonl", 2)
+    to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
+    table = pq.read_table(tmp_path / "metrics.parquet")
+    assert table.column_names == ["time", "position", "key", "value"]
+    assert table.to_pylist()[2] == {"time": 1002.0, "position": 200, "key": "train/loss", "value": 1.5}
+    (tmp_path / "journal.jsonl").write_text("")
+    to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
+    assert pq.read_table(tmp_path / "metrics.parquet").num_rows == 0
+
+
+def test_replay_knows_old_steps_and_measures_them() -> None:
+    replay = Replay([record(step) for step in range(1, 6)], 200)
+    assert replay.knows(record(3))
+    assert replay.knows(record(4, loss=1.75))
+    assert replay.knows(record(5))
+    assert not replay.knows(record(6))
+    assert replay.metrics(2) == {
+        "recovery/restarts": 2.0,
+        "recovery/lost_tokens": 300.0,
+        "recovery/replay_max_abs_diff": 0.25,
+    }
+    assert Replay([], 0).metrics(0) == {}
+    assert Replay([], 0).metrics(1) == {"recovery/restarts": 1.0, "recovery/lost_tokens": 0.0}
+
+
+def test_attempts_count_starts_and_survive_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    first = Attempts(path, 1)
+    assert first.restarts == 0
+    assert Attempts(path, 2).restarts == 1
+    path.write_bytes(path.read_bytes() + b'{"time": 1')
+    third = Attempts(path, 1)
+    assert (third.restarts, third.started) == (2, first.started)
+    assert Attempts(path, 1).restarts == 3

@@ -1,0 +1,233 @@
+"""Death at any moment, damaged checkpoints, other numbers of processes: the run must come out the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from llama3.recipe.schema import Recipe
+from storage.lease import lease
+from tests.dist import run
+from tests.llama3.train.train_samples import (
+    STEP,
+    job,
+    losses,
+    output,
+    recipe,
+    records,
+    stages,
+    train,
+    train_until_signal,
+    weights,
+    work,
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    path = job(folder, averaging())
+    assert run(1, train, path) == [0]
+    return path
+
+
+def averaging() -> Recipe:
+    """A stage that averages, so that the running sum must survive too."""
+    return recipe(compute="bf16", stages=[stages(12)[0] | {"average": 4}])
+
+
+def assert_same(path: Path, undisturbed: Path) -> None:
+    assert losses(path) == losses(undisturbed)
+    assert weights(path) == weights(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("target", "calls", "after"),
+    [
+        ("torch.optim:AdamW.step", 2, True),  # before any checkpoint
+        ("torch.optim:AdamW.step", 8, False),
+        ("llama3.train.checkpoint:save_state", 2, False),
+        ("llama3.train.checkpoint:digest_file", 2, True),
+        ("llama3.train.manifest:write_atomic", 2, False),
+        ("llama3.train.manifest:write_atomic", 2, True),
+        ("llama3.train.checkpoint:sync_folder", 2, False),  # renamed, older ones not yet deleted
+        ("shutil:rmtree", 2, False),  # while an older one is deleted
+        ("llama3.train.trainer:save_model", 1, False),
+        ("llama3.train.trainer:to_parquet", 1, True),
+        ("llama3.train.trainer:sync_folder", 2, False),  # result is in its place
+    ],
+)
+def test_killed_anywhere_gives_the_same_bits(
+    target: str, calls: int, after: bool, undisturbed: Path, tmp_path: Path
+) -> None:
+    path = job(tmp_path, averaging())
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, target, calls, after)
+    assert run(1, train, path) == [0]
+    assert_same(path, undisturbed)
+    assert not list((work(path) / "checkpoints").glob(".*"))
+
+
+def test_killed_process_from_outside(undisturbed: Path, tmp_path: Path) -> None:
+    """The real command, killed at a moment nobody chose, twice; each restart says what it cost."""
+    path = job(tmp_path, averaging())
+    for seen in (2, 9):
+        process = subprocess.Popen([sys.executable, "-m", "llama3.train.main", str(path)], stdout=subprocess.DEVNULL)
+        while process.poll() is None and len(records(path)) < seen:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    done = subprocess.run([sys.executable, "-m", "llama3.train.main", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same(path, undisturbed)
+    told = [record.metrics for record in records(path) if "recovery/restarts" in record.metrics]
+    assert told[-1]["recovery/restarts"] == 2
+    assert all(values.get("recovery/replay_max_abs_diff", 0.0) == 0.0 for values in told)
+    assert len((work(path) / "attempts.jsonl").read_text().splitlines()) == 3
+
+
+def test_replay_is_compared_with_the_journal(undisturbed: Path, tmp_path: Path) -> None:
+    path = job(tmp_path, averaging())
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.journal:Journal.add", 9, True)
+    journal = work(path) / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    record = json.loads(lines[7])
+    record["metrics"]["train/loss"] += 0.25  # as if the machine had computed something else the first time
+    journal.write_text("\n".join([*lines[:7], json.dumps(record), lines[8], ""]))
+    assert run(1, train, path) == [0]
+    values = records(path)[9].metrics
+    assert values["recovery/lost_tokens"] == 3 * STEP
+    assert values["recovery/replay_max_abs_diff"] == pytest.approx(0.25)
+    assert weights(path) == weights(undisturbed)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stage that died in its eighth step, with checkpoints after three and six."""
+    path = job(tmp_path_factory.mktemp("interrupted"), averaging())
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 8, True)
+    return path
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "flip": (lambda file: flip(file), "has changed since it was written"),
+    "truncate": (lambda file: os.truncate(file, file.stat().st_size - 1), "bytes, "),
+    "missing": (lambda file: file.unlink(), "is missing"),
+    "manifest": (lambda file: flip(file.with_name("manifest.json")), "manifest.json: "),
+    "no manifest": (lambda file: file.with_name("manifest.json").unlink(), "manifest.json: cannot be read"),
+    "foreign": (
+        lambda file: shutil.copy(file, file.with_name("x.safetensors")),
+        "x.safetensors: is not in the manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint_is_passed_over_by_name(
+    damage: str, undisturbed: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    path = job(tmp_path, averaging())
+    shutil.copytree(work(interrupted), work(path))
+    newest = work(path) / "checkpoints" / f"{6 * STEP:018}"
+    do, reason = DAMAGE[damage]
+    do(next(newest.glob("*.safetensors")))
+    assert run(1, train, path) == [0]
+    log = output(path)
+    assert f"checkpoint passed over: {newest}" in log
+    assert reason in log
+    assert f"from checkpoint {3 * STEP:018}" in log
+    assert (newest.parent / f".damaged-{newest.name}").is_dir()
+    assert_same(path, undisturbed)
+
+
+def test_damaged_parent_is_refused(tmp_path: Path) -> None:
+    first = job(tmp_path, name="main")
+    assert run(1, train, first) == [0]
+    state = work(first) / "result" / "state"
+    second = job(tmp_path, stage="anneal", name="anneal", parent=state)
+    flip(next(state.glob("*.safetensors")))
+    assert run(1, train, second) == [1]
+    assert f"trainer: {state}" in output(second)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
+    asked = recipe(stages=[stages(8)[0] | {"average": 4}])
+    plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="resharded")
+    assert run(1, train, plain) == [0]
+    with pytest.raises(RuntimeError):
+        run(before, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 5, True)
+    assert run(after, train, path) == [0] * after
+    one, other = losses(plain), losses(path)
+    assert one.keys() == other.keys()
+    for position, values in one.items():
+        assert other[position] == pytest.approx(values, rel=1e-11)
+    kept = load_file(work(plain) / "result" / "model" / "model.safetensors")
+    for name, value in load_file(work(path) / "result" / "model" / "model.safetensors").items():
+        assert (value - kept[name]).abs().max() < 1e-9
+
+
+def test_two_processes_resume_bit_for_bit(tmp_path: Path) -> None:
+    asked = recipe(compute="bf16", stages=stages(8))
+    plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="killed")
+    assert run(2, train, plain) == [0, 0]
+    with pytest.raises(RuntimeError):
+        run(2, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 7, False)
+    assert run(2, train, path) == [0, 0]
+    assert_same(path, plain)
+
+
+def test_sigterm_saves_and_leaves(undisturbed: Path, tmp_path: Path) -> None:
+    path = job(tmp_path, averaging())
+    assert run(1, train_until_signal, path, signal.SIGTERM, "llama3.train.journal:Journal.add", 5, True) == [143]
+    saved = {int(folder.name) for folder in (work(path) / "checkpoints").iterdir()}
+    assert saved == {3 * STEP, 6 * STEP}  # the signal came after the last look of step 5: step 6 is whole
+    assert records(path)[-1].position == 6 * STEP
+    assert run(1, train, path) == [0]
+    assert_same(path, undisturbed)
+    assert records(path)[6].metrics["recovery/lost_tokens"] == 0
+
+
+def test_second_trainer_is_refused_by_name(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    with lease(work(path), "stage main"):
+        assert run(1, train, path) == [1]
+    assert f"process {os.getpid()} on" in output(path)
+    assert not (work(path) / "journal.jsonl").exists()
+
+
+def test_complete_stage_is_left_alone(undisturbed: Path) -> None:
+    before = weights(undisturbed)
+    assert run(1, train, undisturbed) == [0]
+    assert weights(undisturbed) == before
+    assert len((work(undisturbed) / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+def test_not_a_number_stops_before_the_weights(tmp_path: Path) -> None:
+    rate = {"peak": 1e200, "warmup": "0 steps", "cosine": {"to": 0, "over": "100 steps"}}
+    path = job(tmp_path, recipe(lr=rate, checkpoint={"every": f"{STEP} tokens", "keep": {"last": 9}}))
+    assert run(1, train, path) == [1]
+    message = output(path)
+    bad = records(path)[-1].position
+    assert f"trainer: position {bad}: loss " in message
+    assert bad < 12 * STEP
+    assert not (work(path) / "result").exists()
+    newest = max((work(path) / "checkpoints").iterdir())
+    assert int(newest.name) <= bad

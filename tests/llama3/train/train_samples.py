@@ -1,0 +1,150 @@
+"""A tiny recipe, its token shards, and what a test runs in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama3.recipe.load import load_recipe, to_yaml
+from llama3.recipe.schema import DOMAINS, Recipe
+from llama3.tokens.mix import leaves_of
+from llama3.tokens.shards import LeafWriter
+from llama3.train.job import TrainJob
+from llama3.train.journal import Record, read_journal
+
+ROWS, BEGIN, END = 512, 256, 257
+STEP = 256
+"""Tokens of a step."""
+
+
+def recipe(**changes: Any) -> Recipe:
+    """Two stages of 12 and 8 steps, the second with two sequence lengths, linear decay and an average."""
+    shares = {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}
+    data: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 3,
+        "compute": "fp64",
+        "sources": {domain: [{"uri": "x"}] for domain in DOMAINS},
+        "tokenizer": {"train": {"vocab": ROWS - 256}},
+        "tokens": {"max_epochs": 1e6},
+        "mix": {"base": shares},
+        "model": {"layers": 2, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq": 64, "tied_embeddings": True},
+        "lr": {"peak": 1e-2, "warmup": "4 steps", "cosine": {"to": 1e-3, "over": "20 steps"}},
+        "stages": [
+            {"name": "main", "for": f"{12 * STEP} tokens", "seq": 16, "batch": f"{STEP} tokens", "mix": "base"},
+            {"name": "anneal", "for": f"{8 * STEP} tokens", "seq": [16, 32], "mix": "base", "lr": "linear to 0"},
+        ],
+        "checkpoint": {"every": f"{3 * STEP} tokens", "keep": {"last": 2}},
+    }
+    data["stages"][1]["average"] = "last 3"
+    return Recipe.model_validate(data | changes)
+
+
+def stages(steps: int) -> list[dict[str, Any]]:
+    """One stage of so many steps."""
+    return [{"name": "main", "for": f"{steps * STEP} tokens", "seq": 16, "batch": f"{STEP} tokens", "mix": "base"}]
+
+
+def write_tokens(folder: Path, asked: Recipe) -> Path:
+    """Write shards of documents that count up in strides, so that there is something to learn."""
+    leaves = {}
+    for number, leaf in enumerate(leaves_of(asked)):
+        with LeafWriter(leaf, folder / leaf.name, np.dtype("<u2"), 2**20) as writer:
+            for row in range(40):
+                length, stride = 5 + (row * 7 + number) % 33, 1 + (row + number) % 5
+                text = [(row * 11 + number * 50 + stride * place) % 256 for place in range(length)]
+                document = {"id": f"{leaf.name}:{row}", "text": "", "source": "s", "language": "en"}
+                writer.add(document, [BEGIN, *text, END])
+        leaves[leaf.name] = {"domain": leaf.domain, "shards": writer.shards, "tokens": writer.tokens}
+    index = {"dtype": "uint16", "rows": ROWS, "begin": BEGIN, "end": END, "leaves": leaves}
+    (folder / "tokens.json").write_text(json.dumps(index))
+    return folder
+
+
+def job(folder: Path, asked: Recipe | None = None, stage: str = "main", name: str = "work", **more: Any) -> Path:
+    """Write recipe, tokens and job file into `folder`; return the job file."""
+    asked = asked or recipe()
+    tokens = folder / "tokens"
+    if not tokens.exists():
+        tokens.mkdir(parents=True)
+        write_tokens(tokens, asked)
+    (folder / f"{name}.yaml").write_text(to_yaml(asked))
+    path = folder / f"{name}.json"
+    fields = {"recipe": folder / f"{name}.yaml", "stage": stage, "tokens": tokens, "work": folder / name}
+    path.write_text(TrainJob(**{"micro_batch": 3, "device": "cpu", **fields, **more}).model_dump_json())
+    return path
+
+
+def train(path: Path) -> int:
+    """Run the trainer in this process, made for it; return the exit status. What it prints goes to a file."""
+    from llama3.train.main import main
+
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    return main([str(path)])
+
+
+def initial_digest(path: Path) -> str:
+    """Return a digest of the weights that all processes together start with."""
+    import torch
+
+    from llama3.parallel.mesh import joined
+    from llama3.train.state import TrainState
+
+    asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
+    with joined("cpu", 30) as world:
+        weights = TrainState(asked, ROWS, torch.float32, world, 0).weights()
+    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+
+
+def output(path: Path) -> str:
+    """Return what the trainers of the job file `path` printed."""
+    return path.with_suffix(".log").read_text()
+
+
+def train_until_signal(path: Path, number: int, target: str, calls: int, after: bool) -> int:
+    """Train, and get signal `number` at call number `calls` of `target` (`module:name`), before or `after` it."""
+    module_name, name = target.split(":")
+    module = importlib.import_module(module_name)
+    owner: Any = module
+    *parents, last = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, count = getattr(owner, last), 0
+
+    def deadly(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == calls and not after:
+            os.kill(os.getpid(), number)
+        value = original(*arguments, **keywords)
+        if count == calls and after:
+            os.kill(os.getpid(), number)
+        return value
+
+    setattr(owner, last, deadly)
+    return train(path)
+
+
+def losses(path: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and gradient norm by position from the journal of the job file `path`."""
+    return {r.position: (r.metrics["train/loss"], r.metrics["train/grad_norm"]) for r in records(path)}
+
+
+def records(path: Path) -> list[Record]:
+    return read_journal(work(path) / "journal.jsonl")
+
+
+def work(path: Path) -> Path:
+    return TrainJob.model_validate_json(path.read_text()).work
+
+
+def weights(path: Path) -> bytes:
+    return (work(path) / "result" / "model" / "model.safetensors").read_bytes()
