@@ -7,7 +7,6 @@ artifact, so a retry, a rerun, and a second run all take this same path.
 from __future__ import annotations
 
 from prefect import flow
-from tasks.report import write_report
 
 from flows.opening import chosen_recipe, open_run
 from flows.parameters import PipelineParameters
@@ -17,6 +16,7 @@ from llama3.recipe.units import Tokens
 from tasks.curate import curate_documents
 from tasks.evaluate import evaluate_model, evaluated_stages
 from tasks.promote import promote_model
+from tasks.report import write_report
 from tasks.step import Context
 from tasks.tokenise import prepare_tokenizer, tokenise_documents
 from tasks.train import train_stage

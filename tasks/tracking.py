@@ -20,9 +20,9 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
-import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 BATCH = 1000
 PARAM_CHARACTERS = 6000
@@ -52,9 +52,7 @@ class Tracker:
 
     def __init__(self, root: Path, family: str) -> None:
         self.uri = tracking_uri(root)
-        mlflow.set_tracking_uri(self.uri)
-        mlflow.set_registry_uri(self.uri)
-        self.client = MlflowClient(self.uri)
+        self.client = MlflowClient(self.uri, registry_uri=self.uri)
         self.family = family
         self.experiment = self._experiment(root)
 
@@ -62,7 +60,7 @@ class Tracker:
         found = self.client.get_experiment_by_name(self.family)
         if found is not None:
             return str(found.experiment_id)
-        folder = None if "MLFLOW_TRACKING_URI" in os.environ else (root.resolve() / "mlflow-artifacts").as_uri()
+        folder = (root.resolve() / "mlflow-artifacts").as_uri() if self.uri.startswith("sqlite") else None
         tags = {"mlflow.experimentKind": "custom_model_development"}
         return str(self.client.create_experiment(self.family, artifact_location=folder, tags=tags))
 
@@ -128,19 +126,17 @@ class Tracker:
         if found:
             model_id = str(found[0].model_id)
         else:
-            tags = {"herd.artifact": label, "herd.uri": uri, "herd.digest": digest}
-            name = label.rsplit("/", 1)[-1]
-            model = mlflow.create_external_model(
-                name=name,
-                source_run_id=run_ids[0],
-                tags=tags,
-                params={"position": str(position)},
-                experiment_id=self.experiment,
-            )
-            model_id = str(model.model_id)
+            model_id = self._create_model(run_ids[0], label, uri, position, digest)
         for run_id in run_ids:
             self._add_output(run_id, model_id, position)
         return model_id
+
+    def _create_model(self, run_id: str, label: str, uri: str, position: int, digest: str) -> str:
+        """Make a LoggedModel by the client: `mlflow.create_external_model` would set the process-wide tracking URI."""
+        tags = {"herd.artifact": label, "herd.uri": uri, "herd.digest": digest, MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        name, params = label.rsplit("/", 1)[-1], {"position": str(position)}
+        model = self.client.create_logged_model(self.experiment, name, run_id, tags, params, model_type="checkpoint")
+        return str(self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY).model_id)
 
     def _add_output(self, run_id: str, model_id: str, position: int) -> None:
         """Show the model as an output of the run; MLflow refuses to be told twice."""
