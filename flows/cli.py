@@ -34,7 +34,7 @@ RootOption = Annotated[
 RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Data-parallel trainer processes.")]
-ThreadsOption = Annotated[int, typer.Option(help="Processor threads for the whole run; 0: all.")]
+ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
 out = RichConsole(highlight=False, soft_wrap=True)
 problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 

@@ -67,4 +67,7 @@ class PipelineParameters(BaseModel):
 
     @property
     def root_path(self) -> Path:
+        """The root as an absolute path. Raises ValueError for a remote one."""
+        if "://" in self.root:
+            raise ValueError(f"root: {self.root} is remote; artifacts are committed by a rename: give a local folder")
         return Path(self.root).expanduser().absolute()

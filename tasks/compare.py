@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from rich.table import Table
 from llama3.recipe.load import resolved
 from storage.artifact import flatten
 from tasks.runs import RunRecord, Runs
-from tasks.tracking import Tracker
+from tasks.tracking import CONFIGURED, Tracker
 
 HEADLINES = ("train/loss", "eval/", "throughput/tokens_per_s", "time/goodput", "data/epochs/")
 
@@ -38,8 +37,7 @@ def comparison_tables(root: Path, names: list[str]) -> list[Table]:
 def comparison_page(root: Path, names: list[str]) -> str:
     """Return the address of MLflow's comparison of the runs, or what to start to get one."""
     records = _records(root, names)
-    server = os.environ.get("MLFLOW_TRACKING_URI", "")
-    server = server if server.startswith("http") else os.environ.get("HERD_MLFLOW_URL", "http://127.0.0.1:5000")
+    server = CONFIGURED if CONFIGURED.startswith("http") else "http://127.0.0.1:5000"
     ids = quote(json.dumps([record.mlflow_run for record in records], separators=(",", ":")))
     experiments = quote(json.dumps(sorted({record.mlflow_experiment for record in records}), separators=(",", ":")))
     return f"{server}/#/compare-runs?runs={ids}&experiments={experiments} (start the server with: herd up)"

@@ -155,7 +155,7 @@ def _smooth(points: Series, window: int = SMOOTH) -> Series:
 
 def _svg(figure: Any) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     plt.close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]

@@ -35,8 +35,6 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:
 
 
 def _root_faults(root: Path) -> list[str]:
-    if "://" in str(root):
-        return [f"root: {root} is remote; artifacts are committed by a rename, so give a local or mounted folder"]
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

@@ -20,6 +20,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
@@ -42,9 +43,13 @@ class Point(NamedTuple):
     """Tokens trained on, from the start of the run."""
 
 
+CONFIGURED = os.environ.get("MLFLOW_TRACKING_URI", "")
+"""Read once: MLflow itself overwrites the variable when a tracking URI is set."""
+
+
 def tracking_uri(root: Path) -> str:
-    """Return `MLFLOW_TRACKING_URI` if it is set, else the SQLite file under the root."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root.resolve()}/mlflow.db"
+    """Return `MLFLOW_TRACKING_URI` if the process was started with one, else the SQLite file under the root."""
+    return CONFIGURED or f"sqlite:///{root.resolve()}/mlflow.db"
 
 
 class Tracker:
@@ -52,6 +57,7 @@ class Tracker:
 
     def __init__(self, root: Path, family: str) -> None:
         self.uri = tracking_uri(root)
+        mlflow.set_tracking_uri(self.uri)  # the registry looks models up through the process-wide URI
         self.client = MlflowClient(self.uri, registry_uri=self.uri)
         self.family = family
         self.experiment = self._experiment(root)
@@ -132,7 +138,7 @@ class Tracker:
         return model_id
 
     def _create_model(self, run_id: str, label: str, uri: str, position: int, digest: str) -> str:
-        """Make a LoggedModel by the client: `mlflow.create_external_model` would set the process-wide tracking URI."""
+        """Make an external LoggedModel: a name, tags and a place for scores; the bytes stay where they are."""
         tags = {"herd.artifact": label, "herd.uri": uri, "herd.digest": digest, MLFLOW_MODEL_IS_EXTERNAL: "true"}
         name, params = label.rsplit("/", 1)[-1], {"position": str(position)}
         model = self.client.create_logged_model(self.experiment, name, run_id, tags, params, model_type="checkpoint")
@@ -157,9 +163,9 @@ class Tracker:
 
     def page(self, run_id: str) -> str:
         """Return the address of the run's page, or "" where no MLflow server is used."""
-        server = self.uri if self.uri.startswith("http") else os.environ.get("HERD_MLFLOW_URL", "")
-        path = f"#/experiments/{self.experiment}/runs/{run_id}?workflowType=machine_learning"
-        return f"{server.rstrip('/')}/{path}" if server else ""
+        if not self.uri.startswith("http"):
+            return ""
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment}/runs/{run_id}?workflowType=machine_learning"
 
     def series(self, run_id: str, key: str) -> list[tuple[int, float]]:
         """Return one series of a run as (position, value)."""

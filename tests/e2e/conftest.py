@@ -1,16 +1,23 @@
-"""Run `herd` as a user does: a process of its own, its own root, its own Prefect home."""
+"""Run `herd` as a user does: a process of its own, its own root, its own Prefect home.
+
+One Prefect server serves the session, because starting a temporary one for each run takes seconds; a test that wants
+the newcomer's way passes `server=False`.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from flows.operate import await_answer, child, prefect_command
 
 TINY = Path("tests/e2e/tiny.yaml")
 
@@ -21,6 +28,7 @@ class Herd:
 
     root: Path
     home: Path
+    api: str
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -30,25 +38,26 @@ class Herd:
             "PREFECT_HOME": str(self.home),
             "HERD_ROOT": str(self.root),
             "COLUMNS": "200",
-            "HERD_CONSOLE_INTERVAL": "1",
+            "HERD_THREADS": "1",
         }
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, server: bool = True) -> subprocess.Popen[str]:
         """Start `herd words...` in a process group of its own."""
+        api = {"PREFECT_API_URL": self.api} if server else {}
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self.environment,
+            env={**self.environment, **api},
             start_new_session=True,
         )
         self.started.append(process)
         return process
 
-    def __call__(self, *words: str, status: int = 0) -> str:
+    def __call__(self, *words: str, status: int = 0, server: bool = True) -> str:
         """Run `herd words...` to its end, check its exit status and return what it printed."""
-        process = self.start(*words)
+        process = self.start(*words, server=server)
         printed, _ = process.communicate(timeout=280)
         assert process.returncode == status, printed
         return printed
@@ -64,12 +73,39 @@ class Herd:
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One Prefect database for all runs of the session: its first migration takes seconds."""
     return tmp_path_factory.mktemp("prefect")
 
 
+@pytest.fixture(scope="session")
+def prefect_api(prefect_home: Path) -> Iterator[str]:
+    """A Prefect server on a free port."""
+    port = free_port()
+    environment = {**os.environ, "PREFECT_HOME": str(prefect_home)}
+    with child("prefect", prefect_command(port), prefect_home, environment) as server:
+        await_answer(f"http://127.0.0.1:{port}/api/health", server)
+        yield f"http://127.0.0.1:{port}/api"
+
+
+@pytest.fixture(scope="session")
+def new_herd(prefect_home: Path, prefect_api: str) -> Iterator[Callable[[Path], Herd]]:
+    """Makes a command line on a root; whatever it leaves running is killed at the end."""
+    made: list[Herd] = []
+
+    def make(root: Path) -> Herd:
+        made.append(Herd(root, prefect_home, prefect_api))
+        return made[-1]
+
+    yield make
+    for herd in made:
+        herd.stop_all()
+
+
 @pytest.fixture(scope="module")
-def herd(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Iterator[Herd]:
-    made = Herd(tmp_path_factory.mktemp("root"), prefect_home)
-    yield made
-    made.stop_all()
+def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: Callable[[Path], Herd]) -> Herd:
+    return new_herd(tmp_path_factory.mktemp("root"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -17,6 +17,7 @@ from tasks.runs import Runs
 from tests.e2e.conftest import TINY, Herd
 
 pytestmark = pytest.mark.slow
+NewHerd = Callable[[Path], Herd]
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
@@ -71,8 +72,8 @@ def undisturbed(herd: Herd) -> dict[str, str]:
     return bytes_made(herd.root)
 
 
-def test_kill_everything_again_and_again(undisturbed: dict[str, str], prefect_home: Path, tmp_path: Path) -> None:
-    herd = Herd(tmp_path / "root", prefect_home)
+def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
+    herd = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [
         lambda: any((herd.root / ".staging").glob("*/*")),
         lambda: (herd.root / "tokens").exists() and journal_lines(herd.root, "ramp-2") >= 6,
@@ -92,8 +93,8 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], prefect_ho
     assert bytes_made(herd.root) == undisturbed
 
 
-def test_kill_one_trainer(undisturbed: dict[str, str], prefect_home: Path, tmp_path: Path) -> None:
-    herd = Herd(tmp_path / "root", prefect_home)
+def test_kill_one_trainer(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
+    herd = new_herd(tmp_path / "root")
     process = herd.start("run", str(TINY))
     wait_for(lambda: journal_lines(herd.root, "main") >= 5, "training")
     (trainer,) = trainers(process.pid)
@@ -104,8 +105,8 @@ def test_kill_one_trainer(undisturbed: dict[str, str], prefect_home: Path, tmp_p
     assert bytes_made(herd.root) == undisturbed
 
 
-def test_no_trainer_outlives_its_supervisor(prefect_home: Path, tmp_path: Path) -> None:
-    herd = Herd(tmp_path / "root", prefect_home)
+def test_no_trainer_outlives_its_supervisor(new_herd: NewHerd, tmp_path: Path) -> None:
+    herd = new_herd(tmp_path / "root")
     process = herd.start("run", str(TINY))
     wait_for(lambda: journal_lines(herd.root, "ramp-1") >= 1, "training")
     left = trainers(process.pid)
@@ -116,8 +117,8 @@ def test_no_trainer_outlives_its_supervisor(prefect_home: Path, tmp_path: Path) 
     assert not alive
 
 
-def test_stop_is_recorded_and_continued(prefect_home: Path, tmp_path: Path) -> None:
-    herd = Herd(tmp_path / "root", prefect_home)
+def test_stop_is_recorded_and_continued(new_herd: NewHerd, tmp_path: Path) -> None:
+    herd = new_herd(tmp_path / "root")
     process = herd.start("run", str(TINY))
     wait_for(lambda: journal_lines(herd.root, "ramp-2") >= 2, "training")
     process.send_signal(signal.SIGINT)
@@ -134,13 +135,13 @@ def test_a_root_in_use_is_refused(herd: Herd) -> None:
     assert "choose another root" in printed
 
 
-def test_a_full_disk_loses_nothing(prefect_home: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing(new_herd: NewHerd, tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()
     if os.system(f"mount -t tmpfs -o size=24m tmpfs {root} 2>/dev/null"):
         pytest.skip("cannot mount a small file system here (needs root)")
     try:
-        herd = Herd(root, prefect_home)
+        herd = new_herd(root)
         (root / "filler").write_bytes(b"x" * 18_000_000)
         printed = herd("run", str(TINY), status=1)
         assert "no space left" in printed.lower()
