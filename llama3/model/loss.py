@@ -29,19 +29,20 @@ def token_nats(hidden_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor) -> Ten
     device = hidden_BSD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BSD.dtype
     apply: Any = _TokenNats.apply  # torch leaves it untyped
-    nats_T: Tensor = apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), dtype)
-    return nats_T.view_as(targets_BS)
+    nats_BS: Tensor = apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS, dtype)
+    return nats_BS
 
 
 class _TokenNats(torch.autograd.Function):
     """p = softmax(h W^T); d nats / d logits = p - onehot(target)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, dtype: torch.dtype) -> Tensor:
-        hidden, weight = hidden_TD.to(dtype), weight_VD.to(dtype)
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        hidden, weight, targets_T = hidden_TD.to(dtype), weight_VD.to(dtype), targets_BS.flatten()
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         totals_T = torch.empty(len(targets_T), dtype=wide, device=hidden.device)
-        nats_T = torch.empty_like(totals_T)
+        nats_BS = torch.empty(targets_BS.shape, dtype=wide, device=hidden.device)
+        nats_T = nats_BS.view(-1)
         keep = len(targets_T) * len(weight) <= KEPT and any(ctx.needs_input_grad[:2])
         kept = []
         for part in _chunks(hidden, weight):
@@ -52,12 +53,12 @@ class _TokenNats(torch.autograd.Function):
                 kept.append(logits_CV)
         ctx.save_for_backward(hidden, weight, targets_T, totals_T, *kept)
         ctx.types = hidden_TD.dtype, weight_VD.dtype
-        return nats_T.masked_fill_(targets_T == NO_TARGET, 0)
+        return nats_BS.masked_fill_(targets_BS == NO_TARGET, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets_T, totals_T, *kept = ctx.saved_tensors
-        scale_T = gradients[0].masked_fill(targets_T == NO_TARGET, 0)
+        scale_T = gradients[0].flatten().masked_fill(targets_T == NO_TARGET, 0)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=ctx.types[1], device=weight.device)
         for number, part in enumerate(_chunks(hidden, weight)):
