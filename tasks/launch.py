@@ -30,7 +30,7 @@ class Cluster(BaseModel):
     """Data-parallel trainer processes on this machine."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Processor threads for the whole run; trainer processes share them."""
-    micro_batch: int = Field(default=8, ge=1)
+    micro_batch: int = Field(default=16, ge=1)
     """Sequences per forward pass and process; a smaller number needs less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory: str = "2GiB"

@@ -70,7 +70,7 @@ def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str
 
 def stage_table(plan: Plan) -> Table:
     """Return the stage table for a console."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     headers = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
     for header in headers:
         table.add_column(header, justify="left" if header in ("stage", "lr", "mix") else "right", no_wrap=True)
@@ -82,7 +82,7 @@ def stage_table(plan: Plan) -> Table:
 def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
     schedule = plan.schedule
     lengths = span.stage.lengths
-    seq = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,}..{lengths[-1]:,}"
+    seq = str(lengths[0]) if len(lengths) == 1 else f"{Tokens(lengths[0])}..{Tokens(lengths[-1])}"
     last = span.segments[-1]
     first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
     shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
@@ -93,9 +93,13 @@ def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
         f"{span.steps:,}",
         seq,
         str(Tokens(last.batch)),
-        f"{first_rate:.1e} > {last_rate:.1e}",
+        f"{_rate(first_rate)} > {_rate(last_rate)}",
         shares,
     )
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def summary_lines(plan: Plan) -> list[str]:

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llama3.data.sources import DomainSurvey
+from llama3.recipe.load import RecipeError, load_recipe
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import DOMAINS
+from tasks.launch import Cluster
+from tasks.plan import make_plan, plan_markdown, shortage, stage_table, summary_lines, tokens_needed
+from tasks.preflight import check_place, preflight
+
+PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
+QUICKSTART = Path("recipes/quickstart.yaml")
+
+
+def test_the_published_plan_in_numbers() -> None:
+    plan = make_plan(PUBLISHED, [])
+    assert plan.parameters == 405_853_388_800
+    dense, causal = plan.flops()
+    assert dense == pytest.approx(6 * 403.75e9 * 15.6e12, rel=0.01)
+    assert causal > dense
+    assert len(plan.warnings) == 3
+
+
+def test_the_table_fits_a_terminal_and_names_every_stage() -> None:
+    console = Console(width=80, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(stage_table(make_plan(PUBLISHED, [])))
+    lines = console.export_text().rstrip().splitlines()
+    assert [line.split()[0] for line in lines] == ["stage", "ramp-4k", "ramp-8k", "main", "long", "anneal"]
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+
+
+def test_markdown_and_summary_hold_the_same_facts() -> None:
+    plan = make_plan(load_recipe(QUICKSTART), [DomainSurvey("math", 10, 4_000_000, 1_000_000, True)])
+    text = plan_markdown(plan)
+    assert all(line in text for line in summary_lines(plan))
+    assert "math: 4.0 MB in 10 documents, 25% of it generated problems" in text
+
+
+def test_tokens_needed_add_up_to_the_run() -> None:
+    recipe = load_recipe(QUICKSTART)
+    assert sum(tokens_needed(recipe, domain) for domain in DOMAINS) == pytest.approx(Schedule(recipe).tokens, abs=4)
+
+
+def test_a_short_domain_is_told_with_what_to_do() -> None:
+    recipe = load_recipe(QUICKSTART)
+    fault = shortage(recipe, DomainSurvey("code", 3, 1000, 0, True), 1 / 4)
+    assert re.search(r"sources\.code: .* about 250 tokens; .*max_epochs 4 allows; add text, lower the share", fault)
+    assert not shortage(recipe, DomainSurvey("code", 3, 10**9, 0, True), 1 / 4)
+    assert not shortage(recipe, DomainSurvey("code", 0, 0, 0, False), 1 / 4), "a remote source is not judged unseen"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "fault"),
+    [
+        ([], 3, r"stages.ramp-1.batch: 1Ki is not a multiple of sequence 128 x data-parallel size 3; write"),
+        (["evaluate.tasks=[none.jsonl]"], 1, r"evaluate.tasks: 'none.jsonl' matches no file; give JSON-lines"),
+        (["tokenizer={use: none.model}"], 1, r"tokenizer.use: 'none.model' is not a file; give a tiktoken"),
+    ],
+)
+def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), tmp_path)
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
+        check_place(load_recipe(QUICKSTART), Cluster(), tmp_path / "root")
+
+
+def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
+    with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
+        preflight(recipe, Cluster(), tmp_path / "root")
