@@ -14,7 +14,8 @@ from llama3.data.sources import DomainSurvey
 from llama3.model.flops import flops_per_token, parameter_count
 from llama3.recipe.lint import lint
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import DOMAINS, SPECIAL_TOKENS, Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS, SPECIAL_TOKENS, Domain
 from llama3.recipe.units import Tokens, tokens
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5

@@ -13,7 +13,8 @@ from llama3.evaluate.gate import Decision
 from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.load import to_yaml
 from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import DOMAINS, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
 from storage.artifact import Artifact, Store
 from tasks.runs import RunRecord, Runs

@@ -20,7 +20,8 @@ from llama3.data.language import UNDETERMINED, detect, primary
 from llama3.data.normalise import normalise
 from llama3.data.sources import read_source, source_names
 from llama3.data.split import draw
-from llama3.recipe.schema import Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import Domain
 
 SCHEMA = pa.schema(
     {

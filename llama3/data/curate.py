@@ -20,7 +20,8 @@ from llama3.data.dedup import near_duplicates
 from llama3.data.ledger import write_ledger
 from llama3.data.quality import judge
 from llama3.data.split import threshold
-from llama3.recipe.schema import Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import Domain
 from storage.duck import session
 
 SHARD_BYTES = 64_000_000

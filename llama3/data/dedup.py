@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from llama3.data.minhash import Hashes, WordHashes, band_hashes, shingles
-from llama3.recipe.schema import Dedup
+from llama3.recipe.data import Dedup
 
 ROUNDS = 16
 """A bucket is compared against at most so many centres."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llama3.data.document import Document
-from llama3.recipe.schema import Source
+from llama3.recipe.data import Source
 from storage.filesystem import filesystem_of, glob, local_path
 
 _ENDINGS = {

@@ -24,7 +24,7 @@ from llama3.data.python_docs import description, docstrings
 from llama3.data.translated_problems import translated_document
 from llama3.data.translations import catalogue_documents, catalogue_language, read_mo, read_po
 from llama3.data.worked_problems import document
-from llama3.recipe.schema import Domain
+from llama3.recipe.section import Domain
 
 PROBLEM_DOCUMENTS = 20_000
 """Generated documents of math where nothing limits the source: about 19 MB."""

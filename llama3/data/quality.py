@@ -14,7 +14,7 @@ import duckdb
 
 from llama3.data.language import primary
 from llama3.data.words import PATTERN
-from llama3.recipe.schema import Curate
+from llama3.recipe.data import Curate
 
 FILTERS = ("too_short", "too_long", "symbols", "repeated_lines", "top_gram", "wrong_language")
 """Outcomes of this module, in the order in which the rules are tried."""

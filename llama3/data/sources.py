@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from llama3.data.document import Document
 from llama3.data.files import SourceError, read_file, source_files
 from llama3.data.installed import installed_documents, installed_fingerprint
-from llama3.recipe.schema import Domain, Recipe, Source
+from llama3.recipe.data import Source
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import Domain
 from llama3.recipe.units import Bytes
 from storage.filesystem import filesystem_of, glob, is_local, local_path
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import SPECIAL_TOKENS
+from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.tokens.tokenizer import Tokenizer
 
 

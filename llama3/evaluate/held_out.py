@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from llama3.recipe.schema import DOMAINS, Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS, Domain
 from llama3.tokens.documents import read_documents
 
 DOCUMENT_BYTES = 16384

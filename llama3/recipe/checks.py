@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.recipe.units import Tokens
 
 if TYPE_CHECKING:
@@ -95,8 +96,6 @@ def _reference_faults(recipe: Recipe) -> list[str]:
 
 
 def _vocabulary_faults(recipe: Recipe) -> list[str]:
-    from llama3.recipe.schema import SPECIAL_TOKENS
-
     if recipe.tokens.dtype != "uint16" or recipe.tokenizer.train is None:
         return []
     rows = recipe.tokenizer.train.vocab + SPECIAL_TOKENS

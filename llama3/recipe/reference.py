@@ -74,7 +74,7 @@ def _default(field: FieldInfo) -> str:
         return ""
     if isinstance(value, dict):
         return ", ".join(f"`{key}: {item}`" for key, item in value.items())
-    return "" if value in (None, []) else f"`{value}`"
+    return "" if value is None or value == [] else f"`{value}`"
 
 
 def _presets() -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from llama3.recipe.schema import Domain, LearningRate, Recipe, Stage
+from llama3.recipe.schema import LearningRate, Recipe, Stage
+from llama3.recipe.section import Domain
 from llama3.recipe.units import Span
 
 

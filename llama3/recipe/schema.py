@@ -10,115 +10,18 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from llama3.recipe.checks import check_recipe
+from llama3.recipe.data import Curate, Source, Tokenizer, TokenShards
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.rules import GateRule, StageRate
-from llama3.recipe.units import Bytes, Cadence, Share, Span, Tokens
+from llama3.recipe.section import Domain, Section
+from llama3.recipe.units import Cadence, Share, Span, Tokens
 
-Domain = Literal["general", "math", "code", "multilingual"]
-DOMAINS: tuple[Domain, ...] = ("general", "math", "code", "multilingual")
-SPECIAL_TOKENS = 256
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Rate = Annotated[float, PlainSerializer(float)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Source(Section):
-    """Where documents of one domain come from."""
-
-    uri: str
-    """`installed` for text found on this machine, or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`."""
-    format: Literal["auto", "txt", "md", "html", "jsonl", "parquet"] = "auto"
-    """How to read the files; `auto` goes by the file's ending."""
-    text: str = "text"
-    """The column or JSON field that holds the text."""
-    language: str | None = None
-    """Two-letter language of every document here; left out, it is detected."""
-    licence: str = "unknown"
-    """Recorded with every document."""
-    weight: float | None = Field(default=None, gt=0)
-    """Share of the domain's tokens relative to its other sources; left out everywhere, all documents are pooled."""
-    limit: Bytes | None = None
-    """Read at most this much text."""
-    system: bool = True
-    """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
-
-
-class Dedup(Section):
-    """Removal of repeated documents, exact and near (MinHash)."""
-
-    jaccard: float = Field(default=0.8, gt=0, le=1)
-    """Two documents whose 5-word shingles overlap at least this much are one; 1 keeps all but exact copies."""
-    bands: int = Field(default=14, ge=1)
-    """MinHash bands; more bands find more candidate pairs."""
-    rows: int = Field(default=8, ge=1)
-    """Hashes per band; more rows find fewer candidate pairs."""
-
-
-class Quality(Section):
-    """Heuristic filters, named after the published rule sets that they follow."""
-
-    min_chars: int = Field(default=100, ge=0)
-    """Shorter documents are dropped."""
-    max_chars: int = Field(default=2_000_000, ge=1)
-    """Longer documents are dropped."""
-    max_symbol_share: Share = Share.parse("40%")
-    """Largest share of characters that are neither letters, digits nor spaces (code: twice as much)."""
-    max_repeated_lines: Share = Share.parse("30%")
-    """Largest share of lines that repeat an earlier line of the same document."""
-    max_top_gram: Share = Share.parse("20%")
-    """Largest share of text covered by the document's most frequent word pair."""
-
-
-class Curate(Section):
-    """How raw documents become training documents."""
-
-    languages: list[str] = []
-    """Languages to keep in the multilingual domain; empty keeps all."""
-    dedup: Dedup = Dedup()
-    quality: Quality = Quality()
-    held_out: Share = Share.parse("2%")
-    """Share of documents kept out of training for evaluation, chosen by a hash of the text."""
-
-
-class TrainTokenizer(Section):
-    """Train a byte-level BPE on the curated documents."""
-
-    vocab: int = Field(ge=256)
-    """Base tokens; 256 special tokens come on top."""
-    sample: Bytes = Bytes.parse("8GB")
-    """Most text to learn from, drawn by domain in the shares of the base mix."""
-
-
-class Tokenizer(Section):
-    """Exactly one of: a tokenizer to train, a tokenizer to use."""
-
-    train: TrainTokenizer | None = None
-    use: str | None = None
-    """A tiktoken `tokenizer.model` in the Llama 3 format."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.train is None) == (self.use is None):
-            raise ValueError("write either train: {vocab: ...} or use: path/to/tokenizer.model")
-        return self
-
-
-class TokenShards(Section):
-    """How tokens are stored and ordered."""
-
-    dtype: Literal["auto", "uint16", "uint32"] = "auto"
-    """Integer type on disk; `auto` takes the smallest that holds the vocabulary."""
-    unit: Tokens | None = None
-    """Tokens taken from one domain in a row; by default the longest sequence, so that long documents stay whole."""
-    max_epochs: float = Field(default=4, gt=0)
-    """How often a domain may be repeated (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""
 
 
 class Model(Section):
@@ -243,22 +146,20 @@ class Checkpoint(Section):
 
 
 class Evaluate(Section):
-    after: list[str] = []
+    after: list[str] = Field(default_factory=list)
     """Stages after which to evaluate; empty: the last one."""
     documents: int = Field(default=64, ge=2)
     """Held-out documents per domain to score."""
     questions: int = Field(default=100, ge=2)
     """Questions per multiple-choice task."""
-    tasks: list[str] = []
+    tasks: list[str] = Field(default_factory=list)
     """JSON-lines files of further multiple-choice tasks (`query`, `choices`, `gold`)."""
 
 
 class Promote(Section):
     to: Name = "champion"
     """Alias of the registered model that a passing candidate takes over."""
-    when: dict[str, GateRule] = {
-        "eval/bpb": GateRule.parse("no worse than 0.5%"),
-    }
+    when: dict[str, GateRule] = Field(default_factory=lambda: {"eval/bpb": GateRule.parse("no worse than 0.5%")})
     """Metric -> rule: `better`, `no worse than 0.5%`, `at most 2.5`, `at least 0.3`."""
 
 
@@ -268,17 +169,21 @@ class Recipe(Section):
     name: Name
     """Family name: runs are called name-1, name-2, ...; also the MLflow experiment and registered model."""
     seed: int = 0
+    """Of initial weights, document order and generated problems."""
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Number format of matrix products; weights, gradients and sums stay at least fp32."""
     sources: dict[Domain, list[Source]]
+    """One list per domain: general, math, code, multilingual."""
     curate: Curate = Curate()
     tokenizer: Tokenizer
     tokens: TokenShards = TokenShards()
     mix: dict[str, dict[Domain, Share]]
+    """Named mixes; each gives the share of every domain in tokens and sums to 100%."""
     model: Model
     lr: LearningRate
     optimizer: Optimizer = Optimizer()
     stages: list[Stage] = Field(min_length=1)
+    """What is trained, in order; one continuous run over one token stream."""
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()

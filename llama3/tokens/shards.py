@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.recipe.schema import Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import Domain
 from llama3.tokens.documents import read_documents
 from llama3.tokens.mix import Leaf, leaves_of
 from llama3.tokens.tokenizer import Tokenizer

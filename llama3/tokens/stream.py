@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llama3.recipe.schema import DOMAINS, Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS, Domain
 from llama3.tokens.deal import Ints, Units
 from llama3.tokens.leaf import Documents, LeafStream, ramps
 from llama3.tokens.mix import leaves_of

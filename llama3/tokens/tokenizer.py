@@ -23,7 +23,8 @@ import tiktoken
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Trainable
 
-from llama3.recipe.schema import DOMAINS, SPECIAL_TOKENS, Domain, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS, SPECIAL_TOKENS, Domain
 from llama3.tokens.documents import first_texts, read_texts
 from llama3.tokens.huggingface import CHARACTER, hugging_face_config, hugging_face_json
 from storage.filesystem import filesystem_of, is_local, local_path, write_atomic

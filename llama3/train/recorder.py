@@ -18,7 +18,7 @@ from llama3.model.flops import flops_per_token
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import DOMAINS
+from llama3.recipe.section import DOMAINS
 from llama3.recipe.units import tokens as readable
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics

@@ -18,7 +18,7 @@ from torch import Tensor
 from llama3.model.loss import NO_TARGET
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
-from llama3.recipe.schema import DOMAINS, Domain
+from llama3.recipe.section import DOMAINS, Domain
 from llama3.tokens.batch import Batch
 from llama3.train.optimizer import squared_norm
 from llama3.train.precision import Precision

@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 from mlflow import MlflowClient
 
-from llama3.recipe.schema import DOMAINS
+from llama3.recipe.section import DOMAINS
 from storage.artifact import Store
 from tasks.runs import RunRecord, Runs
 from tests.e2e.conftest import TINY, Herd

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama3.data.dedup import components, near_duplicates
 from llama3.data.minhash import WordHashes, band_hashes, shingles
-from llama3.recipe.schema import Dedup
+from llama3.recipe.data import Dedup
 from storage.duck import session
 
 VOCABULARY = [f"w{i}" for i in range(3000)]

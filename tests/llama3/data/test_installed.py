@@ -17,7 +17,7 @@ from llama3.data.installed_files import Found, distributions, package_files, spr
 from llama3.data.manual_pages import arguments, manual_text, unescape
 from llama3.data.python_docs import description, docstrings
 from llama3.data.translations import catalogue_documents, catalogue_language, read_mo, read_po
-from llama3.recipe.schema import DOMAINS, Domain
+from llama3.recipe.section import DOMAINS, Domain
 
 MAN = r"""'\" t
 .\" a comment

@@ -12,7 +12,8 @@ import pytest
 
 from llama3.data.files import SourceError
 from llama3.data.sources import check_sources, fingerprint, open_source, source_names, survey
-from llama3.recipe.schema import Recipe, Source
+from llama3.recipe.data import Source
+from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Bytes
 
 Make = Callable[..., Recipe]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.recipe.schema import DOMAINS
+from llama3.recipe.section import DOMAINS
 from llama3.tokens.order import shuffled, splitmix64
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import END, LENGTHS, recipe, stage, stream, write_shards

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.recipe.schema import DOMAINS, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
 from llama3.tokens.mix import leaves_of
 from llama3.tokens.shards import LeafWriter
 from llama3.tokens.stream import TokenStream

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from llama3.recipe.load import load_recipe, to_yaml
-from llama3.recipe.schema import DOMAINS, Recipe
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
 from llama3.tokens.mix import leaves_of
 from llama3.tokens.shards import LeafWriter
 from llama3.train.job import TrainJob

@@ -1,0 +1,16 @@
+"""What all sections of a recipe share: no unknown keys, nothing changes after reading, docstrings describe fields."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Domain = Literal["general", "math", "code", "multilingual"]
+DOMAINS: tuple[Domain, ...] = ("general", "math", "code", "multilingual")
+SPECIAL_TOKENS = 256
+"""Reserved ids right after the base vocabulary."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
