@@ -28,6 +28,8 @@ from tasks.launch import TrainingFailed, launch_local
 from tasks.step import Context, ensure
 
 VERSION = 1
+LAST_STEPS = 16
+"""The loss at a stage's end is the mean of so many steps; a single batch is a few documents."""
 
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False)
@@ -125,6 +127,6 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "end": span.end,
         "steps": span.steps,
         "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "last_loss": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
         "model_sha256": file_digest(folder / "model" / "model.safetensors"),
     }
