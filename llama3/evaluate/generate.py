@@ -60,7 +60,7 @@ def _writable(logits_V: Tensor, tokenizer: Tokenizer) -> Tensor:
 
 
 def _choose(logits_V: Tensor, temperature: float, top_p: float, dice: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature == 0 or not logits_V.max().isfinite():  # of a broken model; the gate refuses it by its scores
         return int(logits_V.argmax())
     ordered_V, order_V = torch.softmax(logits_V / temperature, -1).sort(descending=True, stable=True)
     before_V = ordered_V.cumsum(0) - ordered_V
