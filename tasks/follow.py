@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as parquet
-from llama3.train.journal import Record, read_journal
 
 from llama3.train import metrics
+from llama3.train.journal import Record, read_journal
 from tasks.console import ProgressLine
 from tasks.launch import Launch
 from tasks.step import Context
