@@ -6,6 +6,7 @@ the newcomer's way passes `server=False`.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,10 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.operate import await_answer, child, prefect_command
+from llama3.data.sources import open_source
+from llama3.recipe.load import load_recipe
 
 TINY = Path("tests/e2e/tiny.yaml")
+"""The tiny recipe on text found on the machine."""
 
 
 @dataclass
@@ -29,6 +34,8 @@ class Herd:
     root: Path
     home: Path
     api: str
+    recipe: str
+    """The tiny recipe on the session's files."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -87,12 +94,25 @@ def prefect_api(prefect_home: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def new_herd(prefect_home: Path, prefect_api: str) -> Iterator[Callable[[Path], Herd]]:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny recipe on files: what it finds on the machine, written out once, because finding it takes seconds."""
+    folder = tmp_path_factory.mktemp("corpus")
+    data = yaml.safe_load(TINY.read_text())
+    for domain, (source,) in load_recipe(TINY).sources.items():
+        texts = [{"text": document.text, "url": document.url} for document in open_source(source, domain, seed=1)]
+        (folder / f"{domain}.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+        data["sources"][domain] = [{"uri": str(folder / f"{domain}.jsonl")}]
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(data))
+    return str(folder / "tiny.yaml")
+
+
+@pytest.fixture(scope="session")
+def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[Callable[[Path], Herd]]:
     """Makes a command line on a root; whatever it leaves running is killed at the end."""
     made: list[Herd] = []
 
     def make(root: Path) -> Herd:
-        made.append(Herd(root, prefect_home, prefect_api))
+        made.append(Herd(root, prefect_home, prefect_api, recipe))
         return made[-1]
 
     yield make

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from llama3.recipe.section import DOMAINS
 from storage.artifact import Store
 from tasks.runs import RunRecord, Runs
-from tests.e2e.conftest import TINY, Herd
+from tests.e2e.conftest import Herd
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +29,9 @@ def client(herd: Herd) -> MlflowClient:
 
 
 def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
-    printed = herd("run", str(TINY))
-    assert "ramp-1 -> ramp-2: seq 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
-    assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 98,304" in printed
+    printed = herd("run", herd.recipe)
+    assert "ramp -> main: seq 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
+    assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 81,920" in printed
     assert "tiny version 1 is the champion" in printed
     for command in ("herd up", "herd rerun tiny-1", "herd compare tiny-1"):
         assert command in printed
@@ -39,33 +39,33 @@ def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
 
 
 def test_training_learns(herd: Herd) -> None:
-    facts = [Store(herd.root).at(record(herd, "tiny-1").steps[s].artifact).facts for s in ("ramp-1", "main")]
+    facts = [Store(herd.root).at(record(herd, "tiny-1").steps[s].artifact).facts for s in ("ramp", "main")]
     assert facts[0]["first_loss"] == pytest.approx(6.64, abs=0.15), "ln(768) before the first step"
-    assert facts[1]["last_loss"] < facts[0]["first_loss"] - 1.5
+    assert facts[1]["last_loss"] < facts[0]["first_loss"] - 1.2
 
 
 def test_the_realised_mix_is_the_planned_one_to_the_token(herd: Herd) -> None:
     store, steps = Store(herd.root), record(herd, "tiny-1").steps
     taken: Counter[str] = Counter()
-    for stage in ("ramp-1", "ramp-2", "main"):
+    for stage in ("ramp", "main"):
         artifact = store.at(steps[stage].artifact)
         rows = parquet.read_table(artifact.path / "metrics.parquet").to_pylist()
         last = {row["key"]: row["value"] for row in rows if row["position"] == artifact.facts["end"]}
         for domain in DOMAINS:
             taken[domain] += last[f"data/share/{domain}"] * (artifact.facts["end"] - artifact.facts["start"])
     assert {domain: round(count, 3) for domain, count in taken.items()} == {
-        "general": 49152,
-        "math": 24576,
-        "code": 16712,
-        "multilingual": 7864,
+        "general": 40960,
+        "math": 20480,
+        "code": 13926,
+        "multilingual": 6554,
     }
 
 
 def test_mlflow_holds_one_continuous_curve_over_tokens(herd: Herd) -> None:
     history = client(herd).get_metric_history(record(herd, "tiny-1").mlflow_run, "train/loss")
     positions = sorted(metric.step for metric in history)
-    assert len(positions) == len(set(positions)) == 16 + 16 + 24 + 8
-    assert positions[-1] == 112 * 1024
+    assert len(positions) == len(set(positions)) == 16 + 32 + 8
+    assert positions[-1] == 96 * 1024
 
 
 def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
@@ -76,8 +76,7 @@ def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
         "curate",
         "tokenizer",
         "tokenise",
-        "ramp-1",
-        "ramp-2",
+        "ramp",
         "main",
         "anneal",
         "evaluate-main",
@@ -99,22 +98,22 @@ def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
     html, markdown = (folder / "report.html").read_text(), (folder / "report.md").read_text()
     assert html.count("<svg") == 6
     assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(['"]?http""", html), "the page needs nothing else"
-    for text in ("Where the documents went", "eval/bpb/math", "ramp-2", "held out", "no champion yet"):
+    for text in ("Where the documents went", "eval/bpb/math", "ramp", "held out", "no champion yet"):
         assert text in html
         assert text in markdown
 
 
 def test_a_second_run_reuses_everything(herd: Herd) -> None:
-    printed = herd("run", str(TINY), server=False)
+    printed = herd("run", herd.recipe, server=False)
     second = record(herd, "tiny-2")
     assert {step.outcome for step in second.steps.values()} == {"reused"}
     assert "reused curated/tiny-" in printed
     assert second.verdict == "promoted"
-    assert len(client(herd).get_metric_history(second.mlflow_run, "train/loss")) == 64
+    assert len(client(herd).get_metric_history(second.mlflow_run, "train/loss")) == 56
 
 
 def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
-    printed = herd("run", str(TINY), "--set", "stages.anneal.average=3")
+    printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
     steps = record(herd, "tiny-3").steps
     assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
     assert "checkpoint/tiny-anneal: new, average 2 -> 3" in printed
@@ -124,7 +123,7 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
     herd("rerun", "tiny-1", "--from", "main")
     first, again = record(herd, "tiny-1"), record(herd, "tiny-4")
     assert again.rerun_of == "tiny-1"
-    assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {"curate", "tokenise", "ramp-2"}
+    assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {"curate", "tokenise", "ramp"}
     store = Store(herd.root)
     for stage in ("main", "anneal"):
         assert again.steps[stage].outcome == "made"
@@ -133,7 +132,7 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
 
 
 def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
-    printed = herd("run", str(TINY), "--set", "lr.peak=1e-6", "--set", "lr.cosine.to=0")
+    printed = herd("run", herd.recipe, "--set", "lr.peak=1e-6", "--set", "lr.cosine.to=0")
     assert "refused" in printed
     run = record(herd, "tiny-5")
     assert (run.state, run.verdict) == ("finished", "refused")
@@ -162,24 +161,24 @@ def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
         (["run", "none.yaml"], "none.yaml: cannot be read"),
         (["rerun", "tiny-99"], "run 'tiny-99' does not exist"),
         (["rerun", "tiny-1", "--from", "later"], "from_step: 'later' is not a step"),
-        (["run", str(TINY), "--processes", "3"], "data-parallel size 3"),
-        (["run", str(TINY), "--root", "/proc/herd"], "root: /proc/herd cannot be written"),
-        (["run", str(TINY), "--root", "s3://bucket/herd"], "is remote"),
-        (["run", str(TINY), "--set", "tokenizer={use: none.model}"], "tokenizer.use: 'none.model' is not a file"),
-        (["run", str(TINY), "--set", "sources.math=[{uri: none/*.txt}]"], "sources.math.0.uri: 'none/*.txt'"),
+        (["run", "RECIPE", "--processes", "3"], "data-parallel size 3"),
+        (["run", "RECIPE", "--root", "/proc/herd"], "root: /proc/herd cannot be written"),
+        (["run", "RECIPE", "--root", "s3://bucket/herd"], "is remote"),
+        (["run", "RECIPE", "--set", "tokenizer={use: none.model}"], "tokenizer.use: 'none.model' is not a file"),
+        (["run", "RECIPE", "--set", "sources.math=[{uri: none/*.txt}]"], "sources.math.0.uri: 'none/*.txt'"),
         (["compare", "tiny-1"], "name at least two"),
     ],
 )
 def test_a_mistake_is_refused_before_any_work(herd: Herd, words: list[str], fault: str) -> None:
     before = len(Runs(herd.root).all())
-    printed = herd(*words, status=2)
+    printed = herd(*(herd.recipe if word == "RECIPE" else word for word in words), status=2)
     assert fault in printed
     assert "Traceback" not in printed
     assert len(Runs(herd.root).all()) == before
 
 
 def test_too_little_text_is_refused(herd: Herd) -> None:
-    printed = herd("run", str(TINY), "--set", "stages.main.until=900M", status=2)
+    printed = herd("run", herd.recipe, "--set", "stages.main.until=900M", status=2)
     assert "sources.multilingual" in printed
     assert "add text, lower the share" in printed
 
@@ -187,7 +186,7 @@ def test_too_little_text_is_refused(herd: Herd) -> None:
 def test_a_damaged_artifact_is_made_again(herd: Herd) -> None:
     steps = record(herd, "tiny-1").steps
     next(Path(Store(herd.root).at(steps["tokenizer"].artifact).path).glob("tokenizer.json")).unlink()
-    herd("run", str(TINY))
+    herd("run", herd.recipe)
     again = record(herd, "tiny-6").steps
     assert again["tokenizer"].outcome == "made"
     assert {again[name].outcome for name in ("curate", "tokenise", "main", "anneal")} == {"reused"}

@@ -14,7 +14,7 @@ import pytest
 from storage.artifact import Store
 from storage.lease import lease
 from tasks.runs import Runs
-from tests.e2e.conftest import TINY, Herd
+from tests.e2e.conftest import Herd
 
 pytestmark = pytest.mark.slow
 NewHerd = Callable[[Path], Herd]
@@ -61,14 +61,14 @@ def bytes_made(root: Path) -> dict[str, str]:
     digests = {}
     for step in ("curate", "tokenizer", "tokenise"):
         digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
-    for stage in ("ramp-1", "ramp-2", "main", "anneal"):
+    for stage in ("ramp", "main", "anneal"):
         digests[stage] = made[stage].facts["model_sha256"]
     return digests
 
 
 @pytest.fixture(scope="module")
 def undisturbed(herd: Herd) -> dict[str, str]:
-    herd("run", str(TINY))
+    herd("run", herd.recipe)
     return bytes_made(herd.root)
 
 
@@ -76,17 +76,17 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
     herd = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [
         lambda: any((herd.root / ".staging").glob("*/*")),
-        lambda: (herd.root / "tokens").exists() and journal_lines(herd.root, "ramp-2") >= 6,
+        lambda: (herd.root / "tokens").exists() and journal_lines(herd.root, "main") >= 6,
         lambda: any((herd.root / "work").glob("main-*/checkpoints/*")),
         lambda: any((herd.root / "work").glob("anneal-*/result*")),
     ]
     for point in points:
-        process = herd.start("run", str(TINY))
+        process = herd.start("run", herd.recipe)
         while not point() and process.poll() is None:
             time.sleep(0.05)
         if process.poll() is None:
             kill_all(process.pid)
-    printed = herd("run", str(TINY))
+    printed = herd("run", herd.recipe)
     assert "continuing tiny-1, which did not finish" in printed
     assert len(Runs(herd.root).all()) == 1
     assert Runs(herd.root).find("tiny-1").attempts >= 4
@@ -95,7 +95,7 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
 
 def test_kill_one_trainer(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     herd = new_herd(tmp_path / "root")
-    process = herd.start("run", str(TINY))
+    process = herd.start("run", herd.recipe)
     wait_for(lambda: journal_lines(herd.root, "main") >= 5, "training")
     (trainer,) = trainers(process.pid)
     trainer.kill()
@@ -107,8 +107,8 @@ def test_kill_one_trainer(undisturbed: dict[str, str], new_herd: NewHerd, tmp_pa
 
 def test_no_trainer_outlives_its_supervisor(new_herd: NewHerd, tmp_path: Path) -> None:
     herd = new_herd(tmp_path / "root")
-    process = herd.start("run", str(TINY))
-    wait_for(lambda: journal_lines(herd.root, "ramp-1") >= 1, "training")
+    process = herd.start("run", herd.recipe)
+    wait_for(lambda: journal_lines(herd.root, "ramp") >= 1, "training")
     left = trainers(process.pid)
     assert left
     os.kill(process.pid, signal.SIGKILL)
@@ -119,8 +119,8 @@ def test_no_trainer_outlives_its_supervisor(new_herd: NewHerd, tmp_path: Path) -
 
 def test_stop_is_recorded_and_continued(new_herd: NewHerd, tmp_path: Path) -> None:
     herd = new_herd(tmp_path / "root")
-    process = herd.start("run", str(TINY))
-    wait_for(lambda: journal_lines(herd.root, "ramp-2") >= 2, "training")
+    process = herd.start("run", herd.recipe)
+    wait_for(lambda: journal_lines(herd.root, "main") >= 2, "training")
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
@@ -130,7 +130,7 @@ def test_stop_is_recorded_and_continued(new_herd: NewHerd, tmp_path: Path) -> No
 
 def test_a_root_in_use_is_refused(herd: Herd) -> None:
     with lease(herd.root, "run tiny-7"):
-        printed = herd("run", str(TINY), status=2)
+        printed = herd("run", herd.recipe, status=2)
     assert "is used by run tiny-7" in printed
     assert "choose another root" in printed
 
@@ -143,7 +143,7 @@ def test_a_full_disk_loses_nothing(new_herd: NewHerd, tmp_path: Path) -> None:
     try:
         herd = new_herd(root)
         (root / "filler").write_bytes(b"x" * 18_000_000)
-        printed = herd("run", str(TINY), status=1)
+        printed = herd("run", herd.recipe, status=1)
         assert "no space left" in printed.lower()
         assert not list((root / "checkpoint").glob("*")) or all(
             Store(root).at(f"checkpoint/{path.name}") for path in (root / "checkpoint").iterdir()
