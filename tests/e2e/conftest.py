@@ -36,6 +36,8 @@ class Herd:
     api: str
     recipe: str
     """The tiny recipe on the session's files."""
+    printed: str = ""
+    """What the first run of the session's root printed."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -120,9 +122,12 @@ def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[Call
         herd.stop_all()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: Callable[[Path], Herd]) -> Herd:
-    return new_herd(tmp_path_factory.mktemp("root"))
+    """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`."""
+    made = new_herd(tmp_path_factory.mktemp("root"))
+    made.printed = made("run", made.recipe)
+    return made
 
 
 def free_port() -> int:

@@ -29,7 +29,7 @@ def client(herd: Herd) -> MlflowClient:
 
 
 def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
-    printed = herd("run", herd.recipe)
+    printed = herd.printed
     assert "ramp -> main: seq 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
     assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 81,920" in printed
     assert "tiny version 1 is the champion" in printed
@@ -132,7 +132,7 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
 
 
 def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
-    printed = herd("run", herd.recipe, "--set", "lr.peak=1e-6", "--set", "lr.cosine.to=0")
+    printed = herd("run", herd.recipe, "--set", "stages.main.until=20Ki")
     assert "refused" in printed
     run = record(herd, "tiny-5")
     assert (run.state, run.verdict) == ("finished", "refused")

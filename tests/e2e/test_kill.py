@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -54,9 +55,9 @@ def kill_all(pid: int) -> None:
     psutil.wait_procs(everything, 10)
 
 
-def bytes_made(root: Path) -> dict[str, str]:
-    """Return a digest of everything that the run's result consists of."""
-    record, store = Runs(root).all()[-1], Store(root)
+def bytes_made(root: Path, run: str) -> dict[str, str]:
+    """Return a digest of everything that the result of `run` consists of."""
+    record, store = Runs(root).find(run), Store(root)
     made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
     digests = {}
     for step in ("curate", "tokenizer", "tokenise"):
@@ -68,64 +69,73 @@ def bytes_made(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(herd: Herd) -> dict[str, str]:
-    herd("run", herd.recipe)
-    return bytes_made(herd.root)
+    return bytes_made(herd.root, "tiny-1")
+
+
+def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
+    """Give a new root some artifacts of the undisturbed run, so that a test begins where it matters."""
+    for pattern in ("curated/*", "tokenizer/*", "tokens/*", *patterns):
+        for path in herd.root.glob(pattern):
+            shutil.copytree(path, root / path.relative_to(herd.root))
 
 
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
-    herd = new_herd(tmp_path / "root")
+    again = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [
-        lambda: any((herd.root / ".staging").glob("*/*")),
-        lambda: (herd.root / "tokens").exists() and journal_lines(herd.root, "main") >= 6,
-        lambda: any((herd.root / "work").glob("main-*/checkpoints/*")),
-        lambda: any((herd.root / "work").glob("anneal-*/result*")),
+        lambda: any((again.root / ".staging").glob("*/*")),
+        lambda: (again.root / "tokens").exists() and journal_lines(again.root, "main") >= 6,
+        lambda: any((again.root / "work").glob("main-*/checkpoints/*")),
+        lambda: any((again.root / "work").glob("anneal-*/result*")),
     ]
     for point in points:
-        process = herd.start("run", herd.recipe)
+        process = again.start("run", again.recipe)
         while not point() and process.poll() is None:
             time.sleep(0.05)
         if process.poll() is None:
             kill_all(process.pid)
-    printed = herd("run", herd.recipe)
+    printed = again("run", again.recipe)
     assert "continuing tiny-1, which did not finish" in printed
-    assert len(Runs(herd.root).all()) == 1
-    assert Runs(herd.root).find("tiny-1").attempts >= 4
-    assert bytes_made(herd.root) == undisturbed
+    assert len(Runs(again.root).all()) == 1
+    assert Runs(again.root).find("tiny-1").attempts >= 4
+    assert bytes_made(again.root, "tiny-1") == undisturbed
 
 
-def test_kill_one_trainer(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
-    herd = new_herd(tmp_path / "root")
-    process = herd.start("run", herd.recipe)
-    wait_for(lambda: journal_lines(herd.root, "main") >= 5, "training")
+def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
+    process = again.start("run", again.recipe)
+    wait_for(lambda: journal_lines(again.root, "main") >= 5, "training")
     (trainer,) = trainers(process.pid)
     trainer.kill()
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 0, printed
     assert "main: the trainer died" in printed
-    assert bytes_made(herd.root) == undisturbed
+    assert bytes_made(again.root, "tiny-1") == undisturbed
 
 
-def test_no_trainer_outlives_its_supervisor(new_herd: NewHerd, tmp_path: Path) -> None:
-    herd = new_herd(tmp_path / "root")
-    process = herd.start("run", herd.recipe)
-    wait_for(lambda: journal_lines(herd.root, "ramp") >= 1, "training")
+def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root)
+    process = again.start("run", again.recipe)
+    wait_for(lambda: journal_lines(again.root, "ramp") >= 1, "training")
     left = trainers(process.pid)
     assert left
     os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(left, timeout=25)
-    herd.stop_all()
+    again.stop_all()
     assert not alive
 
 
-def test_stop_is_recorded_and_continued(new_herd: NewHerd, tmp_path: Path) -> None:
-    herd = new_herd(tmp_path / "root")
-    process = herd.start("run", herd.recipe)
-    wait_for(lambda: journal_lines(herd.root, "main") >= 2, "training")
+def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
+    process = again.start("run", again.recipe)
+    wait_for(lambda: journal_lines(again.root, "main") >= 2, "training")
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
     assert "the same command continues" in printed
-    assert Runs(herd.root).find("tiny-1").state == "interrupted"
+    assert Runs(again.root).find("tiny-1").state == "interrupted"
 
 
 def test_a_root_in_use_is_refused(herd: Herd) -> None:
