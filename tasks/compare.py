@@ -10,6 +10,7 @@ from urllib.parse import quote
 from rich.table import Table
 
 from llama3.recipe.load import resolved
+from llama3.recipe.schema import Recipe
 from storage.artifact import flatten
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import CONFIGURED, Tracker
@@ -24,7 +25,7 @@ def comparison_tables(root: Path, names: list[str]) -> list[Table]:
     """
     records = _records(root, names)
     runs = Runs(root)
-    recipes = [flatten(resolved(runs.recipe(record.name))) for record in records]
+    recipes = [_fields(runs.recipe(record.name)) for record in records]
     metrics = [_metrics(root, record) for record in records]
     fields = _differing(recipes)
     keys = sorted({key for values in metrics for key in values})
@@ -53,6 +54,12 @@ def _metrics(root: Path, record: RunRecord) -> dict[str, float]:
     """Return the last value of each headline metric of a run."""
     data = Tracker(root, record.family).client.get_run(record.mlflow_run).data
     return {key: value for key, value in data.metrics.items() if key.startswith(HEADLINES)}
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """Return every field of the recipe under one dotted name, stages by theirs (`stages.main.until`)."""
+    plain = resolved(recipe)
+    return flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}})
 
 
 def _differing(recipes: list[dict[str, Any]]) -> list[str]:

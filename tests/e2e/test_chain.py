@@ -148,6 +148,7 @@ def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> 
 
 def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
     printed = herd("compare", "tiny-1", "tiny-5")
+    assert "stages.main.until" in printed
     assert "20Ki" in printed
     assert "eval/bpb" in printed
     assert "compare-runs?runs=" in printed
