@@ -1,4 +1,4 @@
-"""The command line: `herd plan | run | rerun | report | compare | generate | up`.
+"""The command line: `herd plan | run | rerun | report | compare | generate | inspect | bench | up`.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
 plain lines and exit status 2, never a traceback.
@@ -132,6 +132,25 @@ def generate(
 
 
 @app.command()
+def inspect(
+    run: str,
+    tokens: Annotated[str, typer.Option(help="Positions from:to, such as 120M:121M.")],
+    limit: Annotated[int, typer.Option(min=0, help="Most documents to list.")] = 20,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Show which documents, sources and licences the tokens of a run came from."""
+    from tasks.provenance import inspect_run, inspection_tables
+
+    with mistakes():
+        found = inspect_run(Path(root).expanduser().absolute(), run, tokens, limit)
+        for table in inspection_tables(found):
+            out.print(table)
+            out.print()
+        if not found.complete:
+            out.print(f"[dim]the first {len(found.documents)} stretches; --limit shows more[/]")
+
+
+@app.command()
 def up(
     root: RootOption = DEFAULT_ROOT,
     prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server on 127.0.0.1.")] = 4200,
@@ -183,6 +202,9 @@ def _quiet_prefect() -> None:
     os.environ["HERD_CONSOLE"] = "terminal"
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault(
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
+    )  # 20 s are too few on a busy machine
     os.environ.setdefault("DO_NOT_TRACK", "1")
 
 

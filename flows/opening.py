@@ -45,7 +45,7 @@ def step_names(recipe: Recipe) -> list[str]:
         for stage in recipe.stages
         for step in (stage.name, *([f"evaluate-{stage.name}"] if stage.name in evaluated else []))
     ]
-    return ["curate", "tokenizer", "tokenise", *stages, "promote"]
+    return ["collect", "annotate", "curate", "tokenizer", "tokenise", *stages, "promote"]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from flows.parameters import PipelineParameters
 from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import Tokens
-from tasks.curate import curate_documents
+from tasks.curate import annotate_documents, collect_documents, curate_documents
 from tasks.evaluate import evaluate_model, evaluated_stages
 from tasks.promote import promote_model
 from tasks.report import write_report
@@ -38,7 +38,8 @@ def pipeline(config: PipelineParameters = PipelineParameters()) -> str:  # noqa:
 
 def run_chain(context: Context) -> Decision:
     """Take every step in order and return the gate's decision."""
-    curated = curate_documents(context)
+    collected = collect_documents(context)
+    curated = curate_documents(context, collected, annotate_documents(context, collected))
     tokenizer = prepare_tokenizer(context, curated)
     tokens = tokenise_documents(context, curated, tokenizer)
     checkpoint = evaluation = before = None

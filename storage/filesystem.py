@@ -77,3 +77,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def state(uri: str) -> list[list[object]]:
+    """Return uri, size and what changes with the content (time, or the object store's tag) of each file of `uri`."""
+    found = []
+    for name in glob(uri):
+        info = filesystem_of(name).info(name)
+        changed = info.get("mtime") or info.get("ETag") or info.get("LastModified") or ""
+        found.append([name, info["size"], str(changed)])
+    return found

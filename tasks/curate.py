@@ -1,46 +1,134 @@
-"""Raw text to curated documents, as one tracked step."""
+"""Raw text to curated documents, as three tracked steps: collect (read), annotate (measure), curate (decide).
+
+Each is an artifact of its own, so a new threshold reads no source again and measures nothing again: it only decides
+again. Work in progress lies in the root's scratch folder under the artifact's key, where a killed step goes on.
+"""
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from llama3.data.annotate import STEP as ATTRIBUTES
+from llama3.data.annotate import annotate, bounds_divergence
+from llama3.data.collect import collect
 from llama3.data.curate import curate
 from llama3.data.sources import fingerprint
+from llama3.recipe.curation import Curate
 from llama3.recipe.load import resolved
 from storage.artifact import Artifact, Design
-from tasks.step import Context, ensure
+from storage.filesystem import state
+from tasks.runners import data_runner, item_memory
+from tasks.step import Context, ensure_in_scratch, link_files
 
-VERSION = 1
+COLLECT_VERSION = 1
+ANNOTATE_VERSION = 1
+CURATE_VERSION = 2
+READING = ("on_error", "extractor", "repair")
+"""Fields of `curate` that decide what is read."""
+
+
+@task(name="collect", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
+def collect_documents(context: Context) -> Artifact:
+    """Return the documents of the recipe's sources as text shards."""
+    plain = resolved(context.recipe)
+    design = Design(
+        kind="collected",
+        name=context.recipe.name,
+        version=COLLECT_VERSION,
+        parameters={
+            "sources": plain["sources"],
+            "curate": {field: plain["curate"][field] for field in READING},
+            "seed": context.recipe.seed,
+        },
+        inputs={"sources": fingerprint(context.recipe)},
+    )
+
+    def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        with data_runner(context.cluster) as runner:
+            facts = collect(context.recipe, scratch, runner)
+        link_files(scratch / "text", folder / "text")
+        os.link(scratch / "skipped.parquet", folder / "skipped.parquet")
+        return facts
+
+    return ensure_in_scratch(context, "collect", design, build)
+
+
+@task(name="annotate", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
+def annotate_documents(context: Context, collected: Artifact) -> Artifact:
+    """Return the attributes of the collected documents."""
+    curation = context.recipe.curate
+    design = Design(
+        kind="annotated",
+        name=context.recipe.name,
+        version=ANNOTATE_VERSION,
+        parameters=measured(curation),
+        inputs={"collected": collected.key, "files": _state_of(_seeds(curation))},
+    )
+
+    def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        with data_runner(context.cluster) as runner:
+            facts = annotate(context.recipe, collected.path, scratch, runner, memory=item_memory(context.cluster))
+        link_files(scratch / ATTRIBUTES, folder / ATTRIBUTES)
+        return facts
+
+    return ensure_in_scratch(context, "annotate", design, build)
 
 
 @task(name="curate", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
-def curate_documents(context: Context) -> Artifact:
-    """Return the curated documents of the recipe's sources."""
-    recipe = context.recipe
-    plain = resolved(recipe)
+def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
+    """Return the documents to train on."""
+    curation = context.recipe.curate
     design = Design(
         kind="curated",
-        name=recipe.name,
-        version=VERSION,
-        parameters={"sources": plain["sources"], "curate": plain["curate"], "seed": recipe.seed},
-        inputs={"sources": fingerprint(recipe)},
+        name=context.recipe.name,
+        version=CURATE_VERSION,
+        parameters={"curate": resolved(context.recipe)["curate"]},
+        inputs={"annotated": annotated.key, "files": _state_of([*curation.block, *_benchmarks(curation)])},
     )
 
-    def build(folder: Path, _: str) -> dict[str, Any]:
-        scratch = context.scratch / f"curate-{design.key[:8]}"
-        try:
-            return curate(recipe, folder, scratch, memory=context.cluster.memory, threads=context.cluster.threads)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        paths = (collected.path, annotated.path, folder, scratch)
+        with data_runner(context.cluster) as runner:
+            return curate(context.recipe, *paths, runner, memory=item_memory(context.cluster))
 
-    artifact = ensure(context, "curate", design, build)
+    artifact = ensure_in_scratch(context, "curate", design, build)
     _say_what_was_kept(context, artifact)
     return artifact
+
+
+def measured(curation: Curate) -> dict[str, Any]:
+    """Return what of the `curate` section decides attributes: everything but thresholds."""
+    dedup, topics = curation.dedup, curation.topics
+    return {
+        "bands": {"shingle": dedup.shingle, "bands": dedup.bands, "rows": dedup.rows},
+        "lines": {"min_chars": curation.lines.min_chars, "domains": curation.lines.domains},
+        "scores": [score.model_dump(mode="json", exclude={"min"}) for score in curation.scores],
+        "topics": topics.model_dump(mode="json", exclude={"caps"}) if topics else None,
+        "dirty_words": curation.dirty_words,
+        "divergence": bounds_divergence(curation),
+    }
+
+
+def _seeds(curation: Curate) -> list[str]:
+    examples = [uri for score in curation.scores for uri in (*score.good, *score.bad, *filter(None, [score.model]))]
+    topics = [uri for uris in (curation.topics.seeds if curation.topics else {}).values() for uri in uris]
+    return [*examples, *topics, *curation.dirty_words]
+
+
+def _benchmarks(curation: Curate) -> list[str]:
+    return [benchmark.uri for benchmark in curation.decontaminate]
+
+
+def _state_of(uris: list[str]) -> str:
+    """Return a digest of what the files of `uris` are now."""
+    return hashlib.sha256(json.dumps([state(uri) for uri in uris]).encode()).hexdigest()
 
 
 def _say_what_was_kept(context: Context, artifact: Artifact) -> None:

@@ -34,7 +34,13 @@ class Cluster(BaseModel):
     """Sequences per forward pass and process; a smaller number needs less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory: str = "2GiB"
-    """Memory for DuckDB while data is curated."""
+    """Memory for DuckDB while data is curated, shared by its threads."""
+    data: Literal["threads", "dask", "ray"] = "threads"
+    """What works on the shards of data steps: threads here, or a cluster that sees the root under the same path."""
+    data_address: str = ""
+    """Address of the Dask scheduler or Ray head; empty starts a local cluster."""
+    data_workers: int = Field(default=2, ge=1)
+    """Workers of that cluster; a step is cut into a few batches for each."""
 
 
 class TrainingFailed(RuntimeError):

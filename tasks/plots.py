@@ -45,7 +45,7 @@ def loss(data: ReportData) -> str:
     axis.plot(*_xy(points), color="#9aa4af", linewidth=0.8, label="each step")
     axis.plot(*_xy(_smooth(points)), color=INK, linewidth=1.8, label=f"mean of {SMOOTH} steps")
     axis.legend()
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def domain_loss(data: ReportData) -> str:
@@ -54,7 +54,7 @@ def domain_loss(data: ReportData) -> str:
         points = data.series.get(metrics.domain_loss(domain), [])
         axis.plot(*_xy(_smooth(points)), color=colour, linewidth=1.6, label=domain)
     axis.legend()
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def schedule(data: ReportData) -> str:
@@ -75,14 +75,14 @@ def schedule(data: ReportData) -> str:
     lines = [*axis.get_lines(), *batch.get_lines()]
     shown = [line for line in lines if not str(line.get_label()).startswith("_")]
     axis.legend(shown, [str(line.get_label()) for line in shown], loc="lower center", ncols=3)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def throughput(data: ReportData) -> str:
     figure, axis = _over_tokens(data, "tokens per second")
     axis.plot(*_xy(data.series[metrics.TOKENS_PER_S]), color="#3f9b6c", linewidth=1.2)
     axis.set_ylim(bottom=0)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def mix(data: ReportData) -> str:
@@ -103,7 +103,7 @@ def mix(data: ReportData) -> str:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     axis.legend(patches, list(COLOURS), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def bits_per_byte(data: ReportData) -> str:
@@ -119,7 +119,7 @@ def bits_per_byte(data: ReportData) -> str:
     axis.set_ylabel("bits per byte")
     axis.grid(axis="x", visible=False)
     axis.legend(ncols=3)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def _has(data: ReportData, key: str) -> bool:
@@ -153,7 +153,8 @@ def _smooth(points: Series, window: int = SMOOTH) -> Series:
     return smooth
 
 
-def _svg(figure: Any) -> str:
+def as_svg(figure: Any) -> str:
+    """Return `figure` as SVG text without dates, and close it."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     plt.close(figure)

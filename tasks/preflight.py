@@ -6,8 +6,13 @@ import os
 import tempfile
 from pathlib import Path
 
+from llama3.data.benchmarks import check_benchmarks
+from llama3.data.filters import read_blocked
+from llama3.data.scores import check_seeds
 from llama3.data.sources import DomainSurvey, check_sources, survey
+from llama3.data.vocabulary import read_words
 from llama3.recipe.checks import check_batches
+from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schema import Recipe
 from storage.filesystem import glob
@@ -18,7 +23,7 @@ from tasks.plan import MOST_TOKENS_PER_BYTE, shortage
 def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey]:
     """Return what the sources hold. Raises RecipeError, one line per fault, if the run cannot work here."""
     check_place(recipe, cluster, root)
-    faults, found = check_sources(recipe), []
+    faults, found = [*check_sources(recipe), *_curation_faults(recipe.curate)], []
     if not faults:
         found = survey(recipe)
         faults = [fault for domain in found if (fault := shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
@@ -49,6 +54,21 @@ def _batch_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     except ValueError as error:
         return str(error).splitlines()
     return []
+
+
+def _curation_faults(curate: Curate) -> list[str]:
+    """Return what is wrong with the files that curation names: seeds, block lists, dirty words, evaluation sets."""
+    faults = check_seeds(curate)
+    for check in (
+        lambda: read_blocked(curate),
+        lambda: read_words(curate.dirty_words),
+        lambda: check_benchmarks(curate.decontaminate),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            faults += str(error).splitlines()
+    return faults
 
 
 def _file_faults(recipe: Recipe) -> list[str]:

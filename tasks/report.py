@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page and a markdown version.
+"""The report of a run: self-contained HTML pages (the run, its data) and a markdown version.
 
 It is a query over what was tracked (run record, manifests, metric Parquet through DuckDB, MLflow) and never a second
 sink: writing it again from the same run gives the same content, and what it does not find it leaves out.
@@ -7,16 +7,17 @@ sink: writing it again from the same run gives the same content, and what it doe
 from __future__ import annotations
 
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from prefect.artifacts import create_markdown_artifact
 
+from llama3.data.outcomes import explain
 from llama3.recipe.units import tokens
 from storage.filesystem import write_atomic
-from tasks import plots
+from tasks import data_plots, plots
+from tasks.data_page import DataPage
 from tasks.report_data import ReportData, collect
 from tasks.step import Context
 
@@ -24,7 +25,7 @@ from tasks.step import Context
 def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
     page = make_report(context.store.root, context.record.name)
-    for path in (page, page.with_suffix(".md")):
+    for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
         context.tracker.log_file(context.record.mlflow_run, path)
     create_markdown_artifact(page.with_suffix(".md").read_text(), key="report", description=context.record.name)
     return page
@@ -36,6 +37,8 @@ def make_report(root: Path, run: str) -> Path:
     page = root / "runs" / run / "report.html"
     write_atomic(page, _render("report.html", data, _figures(data)))
     write_atomic(page.with_suffix(".md"), _render("report.md", data, []))
+    if data.page is not None:
+        write_atomic(page.with_name("data.html"), _render_data(data.page))
     return page
 
 
@@ -56,12 +59,26 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
 
 
 def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]]) -> str:
+    return _environment(name).get_template(name).render(data=data, figures=figures)
+
+
+def _render_data(page: DataPage) -> str:
+    note = "Documents by size, powers of two: filled those that are kept, in outline all that were read."
+    figures = [("Lengths", "lengths", note, data_plots.lengths(page))] if page.lengths else []
+    return _environment("data.html").get_template("data.html").render(page=page, figures=figures)
+
+
+def _environment(name: str) -> Environment:
     environment = Environment(
-        autoescape=name.endswith(".html"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("tasks"),
+        autoescape=name.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"tokens": tokens, "num": _number, "count": _count, "seconds": _seconds, "when": _when}
-    template = environment.from_string(files("tasks").joinpath("templates", name).read_text(encoding="utf-8"))
-    return template.render(data=data, figures=figures)
+    environment.filters |= {"megabytes": _megabytes, "round_tokens": _round_tokens, "explain": explain}
+    return environment
 
 
 def _number(value: Any, digits: int = 4) -> str:
@@ -70,6 +87,14 @@ def _number(value: Any, digits: int = 4) -> str:
 
 def _count(value: int) -> str:
     return f"{value:,}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.2f}" if size < 1e8 else f"{size / 1e6:,.0f}"
+
+
+def _round_tokens(count: float | None) -> str:
+    return "" if count is None else tokens(int(float(f"{count:.2g}")))
 
 
 def _seconds(value: float) -> str:

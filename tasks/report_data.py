@@ -17,6 +17,7 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
 from storage.artifact import Artifact, Store
+from tasks.data_page import DataPage, data_page
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
 
@@ -64,6 +65,8 @@ class ReportData:
     mix: list[MixRow]
     ledger: dict[str, dict[str, tuple[int, int]]]
     """Outcome -> domain -> (documents, bytes)."""
+    page: DataPage | None
+    """What the data page shows; None until documents are curated."""
     evaluations: dict[str, dict[str, Score]]
     samples: list[dict[str, str]]
     decision: Decision | None
@@ -97,6 +100,7 @@ def collect(root: Path, name: str) -> ReportData:
         series=series,
         mix=_mix(series, trained),
         ledger=ledger,
+        page=data_page(name, made["curate"], made.get("tokenizer")) if "curate" in made else None,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
         samples=_samples(evaluations.get(recipe.stages[-1].name)),
         decision=_decision(runs.place(name)),

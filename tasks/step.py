@@ -7,6 +7,8 @@ do the same right thing, and none of them rests on Prefect's cache.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +94,33 @@ def ensure(context: Context, step: str, design: Design, build: Build, show: Show
         if show is not None:
             show(artifact, mlflow_run)
     return artifact
+
+
+def ensure_in_scratch(
+    context: Context, step: str, design: Design, build: Callable[[Path, Path], dict[str, Any]], show: Show | None = None
+) -> Artifact:
+    """Do as `ensure` does; `build` also gets a scratch folder of the artifact's key, which outlives a killed process.
+
+    What is half done there is gone on with by the next attempt; it is removed once the artifact is committed.
+    """
+    scratch = context.scratch / f"{step}-{design.key[:8]}"
+
+    def in_scratch(folder: Path, _: str) -> dict[str, Any]:
+        scratch.mkdir(parents=True, exist_ok=True)
+        return build(folder, scratch)
+
+    artifact = ensure(context, step, design, in_scratch, show)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return artifact
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Give `target` the files of the folder `source` at any depth, but hidden ones, without copying them."""
+    for path in sorted(source.rglob("[!.]*")):
+        place = target / path.relative_to(source)
+        if path.is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, place)
 
 
 def _make(context: Context, design: Design, build: Build, mlflow_run: str) -> tuple[Artifact, float]:

@@ -13,10 +13,11 @@ from llama3.tokens.shards import tokenise
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import make_tokenizer
 from storage.artifact import Artifact, Design, file_digest
-from tasks.step import Context, ensure
+from tasks.runners import data_runner
+from tasks.step import Context, ensure, ensure_in_scratch, link_files
 
-TOKENIZER_VERSION = 1
-TOKENS_VERSION = 1
+TOKENIZER_VERSION = 2
+TOKENS_VERSION = 2
 
 
 @task(name="tokenizer", tags=["tokenise"], cache_policy=NO_CACHE, persist_result=False)
@@ -48,14 +49,17 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         inputs={"curated": curated.key, "tokenizer": tokenizer.key},
     )
 
-    def build(folder: Path, _: str) -> dict[str, Any]:
-        return tokenise(recipe, curated.path, tokenizer.path, folder, threads=context.cluster.threads)
+    def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        with data_runner(context.cluster) as runner:
+            facts = tokenise(recipe, curated.path, tokenizer.path, scratch, runner=runner)
+        link_files(scratch, folder)
+        return facts
 
     def show(artifact: Artifact, mlflow_run: str) -> None:
         for run in (mlflow_run, context.record.mlflow_run):
             context.tracker.log_inputs(run, _datasets(artifact))
 
-    artifact = ensure(context, "tokenise", design, build, show)
+    artifact = ensure_in_scratch(context, "tokenise", design, build, show)
     TokenStream(artifact.path, recipe).check()
     return artifact
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "guard"), *filter(None, 
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "1"
+_cache = tempfile.TemporaryDirectory(prefix="herd-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
     os.environ.pop(_name, None)
 

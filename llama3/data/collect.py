@@ -1,127 +1,178 @@
-"""Reads all sources of a recipe into scratch Parquet: extracted, normalised, identified, nothing judged yet.
+"""Reads the sources of a recipe into text shards: extracted, normalised, identified, nothing judged yet.
 
-One pass of Python over the text; all that follows is SQL over these files. Files are per domain, with small row groups
-so that a reader holds little.
+The sources are cut into items, one file or some small ones, that are read independently of each other on any runner;
+an item that is done has left its list of shards, so a killed job reads only what is missing. Rows are numbered by item
+and shard and sorted by id inside a shard, so it does not show which worker read what. What this gives up: shards are as
+uneven as files are; a source with a limit is read by one worker, because its limit counts in the order of the files.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from hashlib import blake2b
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.document import Document
-from llama3.data.extract import html_text
-from llama3.data.language import UNDETERMINED, detect, primary
-from llama3.data.normalise import normalise
-from llama3.data.sources import read_source, source_names
-from llama3.data.split import draw
+from llama3.data.files import File, source_files
+from llama3.data.job import Runner, in_turn, run, write_table
+from llama3.data.prepare import prepare
+from llama3.data.shard_writer import ITEM_BITS, ShardWriter
+from llama3.data.skips import SCHEMA as SKIPPED
+from llama3.data.skips import Skips
+from llama3.data.sources import INSTALLED, read_source, source_names
+from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
+from storage.filesystem import write_atomic
 
-SCHEMA = pa.schema(
-    {
-        "row": pa.int64(),
-        "id": pa.string(),
-        "text": pa.string(),
-        "domain": pa.string(),
-        "source": pa.string(),
-        "source_index": pa.int32(),
-        "language": pa.string(),
-        "url": pa.string(),
-        "licence": pa.string(),
-        "bytes": pa.int64(),
-        "draw": pa.uint64(),
-    }
-)
-"""`row` numbers the documents as read; it joins tables and never decides anything."""
-_BATCH = 4_000_000
-"""Bytes of text per row group."""
+STEP, TEXT = "items", "text"
+ITEM_BYTES = 64_000_000
+"""Bytes of files in an item; a larger file is one by itself."""
 
 
-@dataclass
-class Collected:
-    """What was read: the files, and (domain, source) -> documents and bytes that were over a limit."""
+class Item(NamedTuple):
+    """What one worker reads at a time: some files of one source, or all of a source with a limit."""
 
-    files: dict[Domain, Path] = field(default_factory=dict)
-    over_documents: Counter[tuple[str, str]] = field(default_factory=Counter)
-    over_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    domain: Domain
+    place: int
+    """Place of the source in its domain."""
+    source: str
+    files: tuple[File, ...]
+    """None of them for `installed`."""
 
 
-def collect(recipe: Recipe, folder: Path) -> Collected:
-    """Read every source of `recipe` into one Parquet file per domain in `folder`. Raises SourceError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    collected, row = Collected(), 0
+@dataclass(frozen=True)
+class CollectJob:
+    """What a worker needs to know; pickled to workers."""
+
+    recipe: Recipe
+    folder: Path
+    items: tuple[Item, ...]
+
+    def file(self, step: str, item: int) -> Path:
+        """Return the file that says that item `item` of `step` is done."""
+        return self.folder / step / f"{item:05}.parquet"
+
+
+class TextShard(NamedTuple):
+    """A file of documents of one domain; `row` of its first document is `number << 32`."""
+
+    number: int
+    domain: Domain
+    path: Path
+    documents: int
+    bytes: int
+
+
+def collect(recipe: Recipe, folder: Path, runner: Runner = in_turn) -> dict[str, Any]:
+    """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
+
+    Goes on where an earlier call in this folder stopped, unless the files of the sources have changed since. Returns
+    facts: documents and bytes by domain, what was skipped by domain, source and reason. Raises SourceError on bad input
+    if `curate.on_error` says so; nothing but `folder/items` and `folder/text` was written then.
+    """
+    job = CollectJob(recipe, folder, tuple(plan_items(recipe)))
+    _go_on_or_begin(job)
+    run(runner, job, STEP, collect_item, range(len(job.items)))
+    skipped = _skipped(job)
+    write_table(skipped, folder / "skipped.parquet")
+    documents, sizes = dict.fromkeys(recipe.sources, 0), dict.fromkeys(recipe.sources, 0)
+    for shard in shards_of(folder):
+        documents[shard.domain] += shard.documents
+        sizes[shard.domain] += shard.bytes
+    return {"documents": documents, "bytes": sizes, "skipped": _by_reason(skipped)}
+
+
+def shards_of(folder: Path) -> list[TextShard]:
+    """Return the text shards in `folder`, in order of their numbers."""
+    return sorted(_shard(path) for path in (folder / TEXT).glob("[a-z]*.parquet"))
+
+
+def plan_items(recipe: Recipe) -> Iterator[Item]:
+    """Yield the items of the sources of `recipe` as their files are now."""
     for domain, sources in recipe.sources.items():
-        path = folder / f"{domain}.parquet"
-        with _Writer(path, row) as writer:
-            for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
-                for document, fits in read_source(source, domain, recipe.seed, name):
-                    if fits:
-                        writer.add(document, domain, index)
-                    else:
-                        collected.over_documents[domain, name] += 1
-                        collected.over_bytes[domain, name] += document.size
-        row = writer.row
-        collected.files[domain] = path
-    return collected
+        for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
+            if source.uri == INSTALLED:
+                yield Item(domain, index, name, ())
+            elif source.limit is not None:
+                yield Item(domain, index, name, tuple(source_files(source)))
+            else:
+                yield from (Item(domain, index, name, files) for files in _groups(source_files(source)))
 
 
-def document_id(text: str, domain: str) -> str:
-    """Return the id of a text in a domain: 32 hex digits of BLAKE2b."""
-    return blake2b(f"{domain}\0{text}".encode(), digest_size=16).hexdigest()
+def collect_item(job: CollectJob, number: int) -> None:
+    """Read item `number` into shards, and then write the list of them and of what was skipped."""
+    item, curate = job.items[number], job.recipe.curate
+    source, skips = job.recipe.sources[item.domain][item.place], Skips(curate.on_error == "fail")
+    writer = ShardWriter(job.folder / TEXT, item.domain, number)
+    for batch in read_source(source, item.domain, job.recipe.seed, skips, item.files):
+        writer.add(prepare(batch, item.domain, item.source, item.place, curate, skips))
+        del batch  # a line of 200 MB is in memory once while it is written
+        if writer.full:
+            writer.flush()
+    writer.flush()
+    shards = [(item.domain, item.source, name, "", documents, size) for name, documents, size in writer.written]
+    rows = [*shards, *skips.rows(item.domain, item.source)]
+    columns = zip(*rows, strict=True) if rows else [()] * len(SKIPPED)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, SKIPPED.types, strict=True)]
+    write_table(pa.table(arrays, schema=SKIPPED), job.file(STEP, number))
 
 
-class _Writer:
-    """Turns documents into rows and writes them in batches."""
-
-    def __init__(self, path: Path, row: int) -> None:
-        self.row = row
-        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", compression_level=1)
-        self._rows: list[dict[str, object]] = []
-        self._size = 0
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._file.close()
-
-    def add(self, document: Document, domain: Domain, source_index: int) -> None:
-        text = normalise(html_text(document.text) if document.format == "html" else document.text)
-        size = len(text.encode())
-        self._rows.append(
-            {
-                "row": self.row,
-                "id": document_id(text, domain),
-                "text": text,
-                "domain": domain,
-                "source": document.source,
-                "source_index": source_index,
-                "language": _language(document, text, domain),
-                "url": document.url,
-                "licence": document.licence,
-                "bytes": size,
-                "draw": draw(text),
-            }
-        )
-        self.row, self._size = self.row + 1, self._size + size
-        if self._size >= _BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._file.write_table(pa.Table.from_pylist(self._rows, SCHEMA))
-        self._rows, self._size = [], 0
+def _groups(files: Sequence[File]) -> Iterator[tuple[File, ...]]:
+    """Yield `files` in order: large ones alone, the others together up to ITEM_BYTES."""
+    group: list[File] = []
+    size = 0
+    for file in files:
+        if group and size + file.size > ITEM_BYTES:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(file)
+        size += file.size
+    if group:
+        yield tuple(group)
 
 
-def _language(document: Document, text: str, domain: Domain) -> str:
-    """Return what the source says, else what is detected; code is not asked about."""
-    if document.language:
-        return primary(document.language)
-    return UNDETERMINED if domain == "code" else detect(text)
+def _go_on_or_begin(job: CollectJob) -> None:
+    """Remove what was read from other files or in another way, so that only items of this very job count as done."""
+    rules = job.recipe.curate.model_dump(mode="json", include={"on_error", "extractor", "repair"})
+    sources = {domain: [source.model_dump(mode="json") for source in found] for domain, found in _sources(job)}
+    state = json.dumps([sources, rules, job.recipe.seed, job.items])
+    note = job.folder / "listing.json"
+    if not note.exists() or note.read_text() != state:
+        for step in (STEP, TEXT):
+            shutil.rmtree(job.folder / step, ignore_errors=True)
+        write_atomic(note, state)
+    (job.folder / TEXT).mkdir(exist_ok=True)
+
+
+def _sources(job: CollectJob) -> Iterable[tuple[Domain, list[Source]]]:
+    return job.recipe.sources.items()
+
+
+def _skipped(job: CollectJob) -> pa.Table:
+    """Return what all items left out, one row for each place and reason."""
+    tables = [pq.read_table(job.file(STEP, item), schema=SKIPPED) for item in range(len(job.items))]
+    table = pa.concat_tables(tables) if tables else SKIPPED.empty_table()
+    keys = ["domain", "source", "place", "reason"]
+    summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
+    return summed.rename_columns(SKIPPED.names).sort_by([(key, "ascending") for key in keys])
+
+
+def _by_reason(skipped: pa.Table) -> list[dict[str, Any]]:
+    keys = ["domain", "source", "reason"]
+    summed = skipped.group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
+    renamed = summed.rename_columns([*keys, "documents", "bytes"])
+    return list(renamed.sort_by([(key, "ascending") for key in keys]).to_pylist())
+
+
+def _shard(path: Path) -> TextShard:
+    metadata = pq.read_metadata(path)
+    domain, item, place = path.stem.split("-")
+    number = int(item) << ITEM_BITS | int(place)
+    return TextShard(number, cast("Domain", domain), path, metadata.num_rows, int(metadata.metadata[b"bytes"]))

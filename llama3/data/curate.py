@@ -1,146 +1,85 @@
-"""Raw text to curated Parquet: collect, judge, drop copies, split, write, account.
+"""Documents and their attributes to what is trained on: drop, strip, redact, split, write, account.
 
-Each step reads tables and writes tables of one DuckDB session, so a step can be taken out, measured or replaced. What
-is written depends on the documents alone: not on their order, the threads or the memory. What this gives up for now:
-one process does a whole recipe; the steps before the global ones are ready to run per shard, but do not.
+The order is that of arXiv 2407.21783, section 3.1.1: rules and block lists first because they are cheap, then copies
+(by URL, exact, near), evaluation sets, topics, and last the lines that many of the remaining documents share. Each step
+sees what the ones before it left. What is written depends on the documents alone: not on how they were sharded, on the
+order in which they were read, on threads, memory or where the steps ran. A killed job goes on in `scratch`.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-import duckdb
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
-from llama3.data.collect import Collected, collect
-from llama3.data.dedup import near_duplicates
-from llama3.data.ledger import write_ledger
-from llama3.data.quality import judge
-from llama3.data.split import threshold
+from llama3.data.annotate import shards_in
+from llama3.data.copies import map_exact, map_url, reduce_exact, reduce_url
+from llama3.data.decontaminate import decontaminate
+from llama3.data.filters import filter_shard
+from llama3.data.findings import write_findings
+from llama3.data.job import Job, Runner, Work, in_turn, run
+from llama3.data.ledger import check_something_kept, facts_of, write_ledger
+from llama3.data.lines import count_lines
+from llama3.data.near import near_duplicates
+from llama3.data.output import write_documents
+from llama3.data.topics import cap_topics
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import Domain
-from storage.duck import session
 
-SHARD_BYTES = 64_000_000
-"""Text per document file."""
-COLUMNS = ("id", "text", "domain", "source", "source_index", "language", "url", "licence", "split")
-"""`source` is a name out of `sources.source_names`, `source_index` its place in the recipe's list of the domain."""
-_SCHEMA = pa.schema({name: pa.int32() if name == "source_index" else pa.string() for name in COLUMNS})
-_REPEATING = ["domain", "source", "language", "licence", "split"]
+PART_DOCUMENTS = 1_000_000
+"""Documents whose hashes one reducer looks at: a few hundred megabytes."""
+FINDINGS = "report"
+"""Folder of the tables that the report page of a run is drawn from."""
 
 
-def curate(recipe: Recipe, folder: Path, scratch: Path, *, memory: str = "2GiB", threads: int = 2) -> dict[str, Any]:
-    """Write `documents/<domain>-<shard>.parquet` and `ledger.parquet` for the sources of `recipe` into `folder`.
+def curate(
+    recipe: Recipe,
+    collected: Path,
+    annotated: Path,
+    folder: Path,
+    scratch: Path,
+    runner: Runner = in_turn,
+    *,
+    memory: str = "1GiB",
+    threads: int = 1,
+    parts: int | None = None,
+) -> dict[str, Any]:
+    """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the tables of the report into `folder`.
 
-    Documents are ordered by id and have the columns `COLUMNS`; `split` is `train` or `held_out`. Returns, as plain
-    data by domain: `documents` and `bytes` (to train on), `held_out` (documents), `read` (documents), and `languages`
-    (documents to train on, by language). `memory` bounds DuckDB, which spills into `scratch`.
-
-    Raises SourceError (a ValueError) if a source cannot be read, ValueError if a domain keeps nothing.
+    Documents are ordered by id (see `output.SCHEMA`). `memory` and `threads` bound DuckDB in each work item. Returns
+    facts as plain data: `ledger.facts_of`. Raises ValueError if a file that the recipe names cannot be read or a domain
+    keeps nothing.
     """
-    collected = collect(recipe, scratch / "read")
-    with session(scratch / "spill", memory, threads) as connection:
-        judge(connection, list(collected.files.values()), recipe.curate)
-        _drop_exact_copies(connection)
-        _drop_near_copies(connection, recipe, collected)
-        _split(connection, recipe)
-        (folder / "documents").mkdir(parents=True, exist_ok=True)
-        ledger = write_ledger(connection, collected, folder / "ledger.parquet")
-        facts = _facts(ledger, recipe, connection)
-        _check_something_kept(facts, ledger)
-        for domain, path in collected.files.items():
-            _write_documents(connection, domain, path, folder / "documents")
-    for path in collected.files.values():
-        path.unlink()
+    shards = shards_in(collected, annotated)
+    parts = parts or max(1, -(-sum(shard.documents for shard in shards) // PART_DOCUMENTS))
+    job = Job(recipe, shards, scratch, parts, memory, threads)
+    decide(runner, job)
+    names = write_documents(runner, job)
+    (folder / "documents").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / "documents" / name).unlink(missing_ok=True)
+        os.link(scratch / "documents" / name, folder / "documents" / name)
+    ledger = write_ledger(runner, job, collected / "skipped.parquet", folder / "ledger.parquet")
+    facts = facts_of(ledger, job)
+    check_something_kept(facts, ledger)
+    write_findings(runner, job, folder / FINDINGS)
     return facts
 
 
-def _drop_exact_copies(connection: duckdb.DuckDBPyConnection) -> None:
-    """Keep one row per id: the one whose source, url, licence and language come first."""
-    connection.execute(
-        """UPDATE judged SET outcome = 'exact_duplicate' WHERE "row" IN (
-            SELECT "row" FROM judged WHERE outcome IS NULL
-            QUALIFY row_number() OVER (PARTITION BY id ORDER BY source, url, licence, language, "row") > 1)"""
-    )
+def decide(runner: Runner, job: Job) -> None:
+    """Find the documents to drop, step by step, and the lines to remove from the rest."""
+    rules = job.recipe.curate
+    run(runner, job, "filter/drop", filter_shard, range(len(job.shards)))
+    if rules.dedup.url == "newest":
+        _by_hash(runner, job, "url", map_url, reduce_url)
+    _by_hash(runner, job, "exact", map_exact, reduce_exact)
+    near_duplicates(runner, job)
+    if rules.decontaminate:
+        decontaminate(runner, job)
+    if rules.topics is not None and rules.topics.caps:
+        cap_topics(runner, job)
+    count_lines(runner, job)
 
 
-def _drop_near_copies(connection: duckdb.DuckDBPyConnection, recipe: Recipe, collected: Collected) -> None:
-    for path in collected.files.values():
-        texts = f"""SELECT judged.id, text FROM read_parquet('{_quoted(path)}') AS raw
-            JOIN judged USING ("row") WHERE judged.outcome IS NULL"""
-        dropped = near_duplicates(connection, texts, recipe.curate.dedup)
-        connection.register("dropped", pa.table({"id": pa.array([one for one, _ in dropped], pa.string())}))
-        connection.execute(
-            "UPDATE judged SET outcome = 'near_duplicate' WHERE outcome IS NULL AND id IN (SELECT id FROM dropped)"
-        )
-        connection.unregister("dropped")
-
-
-def _split(connection: duckdb.DuckDBPyConnection, recipe: Recipe) -> None:
-    connection.execute(
-        """UPDATE judged SET outcome = CASE WHEN draw < $1::UBIGINT THEN 'held_out' ELSE 'kept' END
-        WHERE outcome IS NULL""",
-        [threshold(recipe.curate.held_out)],
-    )
-
-
-def _write_documents(connection: duckdb.DuckDBPyConnection, domain: Domain, path: Path, folder: Path) -> None:
-    """Write the kept documents of `domain` by id, a new file after every `SHARD_BYTES` of text."""
-    connection.execute(
-        """CREATE OR REPLACE TABLE shards AS SELECT "row", coalesce(sum(bytes) OVER (
-            ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) // $2 AS shard
-        FROM judged WHERE domain = $1 AND outcome IN ('kept', 'held_out')""",
-        [domain, SHARD_BYTES],
-    )
-    shards = connection.execute("SELECT DISTINCT shard FROM shards ORDER BY shard").fetchall()
-    for number, (shard,) in enumerate(shards):
-        table = connection.sql(
-            """SELECT judged.* EXCLUDE (outcome), raw.text,
-                CASE judged.outcome WHEN 'held_out' THEN 'held_out' ELSE 'train' END AS split
-            FROM read_parquet($1) AS raw JOIN judged USING ("row") JOIN shards USING ("row")
-            WHERE shards.shard = $2 ORDER BY judged.id""",
-            params=[str(path), shard],
-        ).to_arrow_table()
-        _write(table, folder / f"{domain}-{number:05}.parquet")
-    connection.execute("DROP TABLE shards")
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    """Write with our own row groups: those of a parallel writer depend on its threads."""
-    table = table.select(list(COLUMNS)).cast(_SCHEMA).combine_chunks()
-    pq.write_table(table, path, compression="zstd", compression_level=3, row_group_size=1024, use_dictionary=_REPEATING)
-
-
-def _facts(ledger: pa.Table, recipe: Recipe, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    def total(domain: Domain, column: str, outcome: str | None = None) -> int:
-        chosen = pc.equal(ledger["domain"], domain)
-        if outcome is not None:
-            chosen = pc.and_(chosen, pc.equal(ledger["outcome"], outcome))
-        return int(pc.sum(ledger.filter(chosen)[column]).as_py() or 0)
-
-    languages = connection.execute(
-        "SELECT language, count(*) FROM judged WHERE outcome = 'kept' GROUP BY language ORDER BY language"
-    ).fetchall()
-    return {
-        "documents": {domain: total(domain, "documents", "kept") for domain in recipe.sources},
-        "bytes": {domain: total(domain, "bytes", "kept") for domain in recipe.sources},
-        "held_out": {domain: total(domain, "documents", "held_out") for domain in recipe.sources},
-        "read": {domain: total(domain, "documents") for domain in recipe.sources},
-        "languages": dict(languages),
-    }
-
-
-def _check_something_kept(facts: dict[str, Any], ledger: pa.Table) -> None:
-    """Raise ValueError if a domain is left with nothing to train on, with where its documents went."""
-    for domain, kept in facts["documents"].items():
-        if facts["read"][domain] and not kept:
-            gone = ledger.filter(pc.equal(ledger["domain"], domain)).to_pylist()
-            reasons = ", ".join(f"{line['outcome']} {line['documents']:,}" for line in gone)
-            raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); loosen curate.quality")
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
+def _by_hash(runner: Runner, job: Job, step: str, mapper: Work, reducer: Work) -> None:
+    run(runner, job, f"{step}/map", mapper, range(len(job.shards)))
+    run(runner, job, f"{step}/drop", reducer, range(job.parts))

@@ -1,26 +1,34 @@
-"""Documents in files: txt, md, html, jsonl (plain, .gz, .zst) and parquet, local or remote, read as streams.
+"""Files of a source: which there are, whether they are still as listed, and their bytes and lines as streams.
 
-One reader per format, each holding one line or one batch of rows, so memory does not grow with the files. A JSON field
-or column `url`, `language`, `licence` (or `license`) and `format` (`text` or `html`) is taken over where it exists.
-What this gives up: a broken line stops the run instead of being skipped, because silent loss is worse than a late
-error; `check_sources` opens every file before any work to find most of them early.
+txt, md, html, jsonl (plain, .gz, .zst) and Parquet, local or remote. Memory does not grow with the files: a stream
+holds a megabyte, or one line of at most MAX_LINE. gzip is inflated by isal where that package happens to be installed
+(two to three times as fast), else by zlib; both give all bytes in front of a break before they complain of it.
 """
 
 from __future__ import annotations
 
 import io
-import json
+import os
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from llama3.data.document import Document
 from llama3.recipe.data import Source
-from storage.filesystem import filesystem_of, glob, local_path
+from storage.filesystem import filesystem_of, is_local, local_path
 
+_zlib: Any = zlib
+with suppress(ImportError):
+    from isal import isal_zlib as _zlib  # type: ignore[import-not-found,no-redef]
+INFLATE_ERROR: type[Exception] = _zlib.error
+"""What broken gzip raises."""
+
+MAX_LINE = 256_000_000
+"""Bytes of the longest line, or of the longest file that is one document; what is longer is refused by name."""
+_CHUNK = 1 << 20
+_PACKED_CHUNK = 1 << 17
 _ENDINGS = {
     "txt": ("txt",),
     "md": ("md", "markdown"),
@@ -29,22 +37,44 @@ _ENDINGS = {
     "parquet": ("parquet",),
 }
 _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
-_PACKED = {"gz": "gzip", "zst": "zstd"}
-_ROWS = 256
+_PACKED = ("gz", "zst")
+Line = bytes | bytearray | int
+"""A line without its end, or the length of one that is longer than MAX_LINE."""
 
 
-class SourceError(ValueError):
-    """A source that cannot be read; the text names the file, what is wrong and what to do."""
+class File(NamedTuple):
+    """A file as it was when it was listed."""
+
+    uri: str
+    kind: str
+    """txt, md, html, jsonl or parquet."""
+    size: int
+    changed: str
+    """What differs when the content does: the time of the last change, or the object store's tag."""
 
 
-def source_files(source: Source) -> list[tuple[str, str]]:
-    """Return (uri, format) of the files of `source`, sorted; under `format: auto`, those whose ending is known."""
+def source_files(source: Source) -> list[File]:
+    """Return the files of `source`, sorted; under `format: auto`, those whose ending is known."""
     found = []
-    for uri in glob(source.uri):
+    for uri, info in listing(source.uri):
         kind = file_format(uri) if source.format == "auto" else source.format
         if kind is not None:
-            found.append((uri, kind))
+            found.append(File(uri, kind, int(info["size"] or 0), _changed(info)))
     return found
+
+
+def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return (uri, what the file system says of it) of the files that `uri` names, sorted; in few requests."""
+    filesystem, path = filesystem_of(uri), _path(uri)
+    if any(mark in path for mark in "*?["):
+        found = filesystem.glob(path, detail=True)
+    elif filesystem.isdir(path):
+        found = filesystem.find(path, detail=True)
+    else:
+        found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
+    prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
+    named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in found.items())
+    return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
 
 def file_format(uri: str) -> str | None:
@@ -55,84 +85,101 @@ def file_format(uri: str) -> str | None:
     return _FORMATS.get(parts[-1]) if len(parts) > 1 else None
 
 
-def read_file(uri: str, kind: str, source: Source, name: str) -> Iterator[Document]:
-    """Yield the documents of one file. Raises SourceError if it cannot be read as `kind`."""
+def as_listed(file: File) -> bool:
+    """Return whether `file` is there with the size and time that it was listed with."""
     try:
-        if kind == "parquet":
-            yield from _rows(uri, source, name)
-        elif kind == "jsonl":
-            yield from _lines(uri, source, name)
-        else:
-            with _opened(uri) as stream:
-                text = stream.read().decode("utf-8", "replace")
-            yield _document({"text": text, "format": kind}, "text", uri, source, name)
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise SourceError(f"{uri!r} cannot be read as {kind} ({error}); repair it or set format:") from error
+        info = filesystem_of(file.uri).info(_path(file.uri))
+    except FileNotFoundError:
+        return False
+    return (int(info["size"] or 0), _changed(info)) == (file.size, file.changed)
+
+
+def packing(uri: str) -> str | None:
+    """Return `gz` or `zst` where the ending of `uri` says so."""
+    ending = uri.lower().rsplit(".", 1)[-1]
+    return ending if ending in _PACKED else None
 
 
 @contextmanager
-def _opened(uri: str) -> Iterator[Any]:
-    """Open `uri` for reading bytes, unpacked by its ending; several packed members in a row are read as one file."""
-    filesystem = filesystem_of(uri)
-    with filesystem.open(_path(uri), "rb") as raw:
-        packing = _PACKED.get(uri.lower().rsplit(".", 1)[-1])
-        yield io.BufferedReader(pa.input_stream(raw, compression=packing)) if packing else raw
+def opened(uri: str) -> Iterator[Any]:
+    """Open `uri` for reading its bytes as they lie there."""
+    if is_local(uri):
+        with open(_path(uri), "rb") as raw:
+            yield raw
+    else:
+        with filesystem_of(uri).open(uri, "rb") as raw:
+            yield raw
+
+
+def chunks(uri: str) -> Iterator[bytes]:
+    """Yield the bytes of `uri`, unpacked by its ending, in pieces of about a megabyte.
+
+    Packed members one after the other are read as one. Raises EOFError, zlib.error or OSError where the packing breaks.
+    """
+    with opened(uri) as raw:
+        kind = packing(uri)
+        if kind == "gz":
+            yield from _inflated(raw)
+            return
+        stream = pa.input_stream(raw, compression="zstd") if kind == "zst" else raw
+        while chunk := stream.read(_CHUNK):
+            yield chunk
+
+
+def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[list[Line]]:
+    """Yield the lines of `pieces`, as many at a time as a piece completes; the last one needs no line end.
+
+    A line inside one piece is never too long, so pieces must not be longer than `longest`.
+    """
+    pending, size = bytearray(), 0
+    for piece in pieces:
+        head, *lines = piece.split(b"\n")
+        size += len(head)
+        if size <= longest:
+            pending += head
+        else:
+            pending = bytearray()
+        if lines:
+            complete: list[Line] = [pending if size <= longest else size, *lines[:-1]]
+            pending, size = bytearray(lines[-1]), len(lines[-1])
+            yield complete
+    if size:
+        yield [pending if size <= longest else size]
+
+
+def whole(uri: str, longest: int = MAX_LINE) -> bytes | int:
+    """Return the unpacked bytes of `uri`, or their number as far as read if they are more than `longest`."""
+    buffer = io.BytesIO()
+    for piece in chunks(uri):
+        buffer.write(piece)
+        if buffer.tell() > longest:
+            return buffer.tell()
+    return buffer.getvalue()
+
+
+def _inflated(raw: Any) -> Iterator[bytes]:
+    """Yield the bytes of gzip members; zeros between and after them are padding."""
+    member, fresh = _zlib.decompressobj(wbits=31), True
+    packed = b""
+    while packed := packed or raw.read(_PACKED_CHUNK):
+        if fresh and not (packed := packed.lstrip(b"\0")):
+            continue
+        data = member.decompress(packed, _CHUNK)
+        fresh, packed = False, member.unconsumed_tail
+        if data:
+            yield data
+        if member.eof:
+            packed = member.unused_data
+            member, fresh = _zlib.decompressobj(wbits=31), True
+    if not fresh:
+        yield member.flush()
+        if not member.eof:
+            raise EOFError("it ends too early")
+
+
+def _changed(info: dict[str, Any]) -> str:
+    return str(info.get("mtime") or info.get("ETag") or info.get("LastModified") or info.get("blob_id") or "")
 
 
 def _path(uri: str) -> str:
-    return str(local_path(uri)) if uri.startswith("file://") else uri
-
-
-def _lines(uri: str, source: Source, name: str) -> Iterator[Document]:
-    with _opened(uri) as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield _document(_record(line, f"{uri}:{number}"), source.text, f"{uri}:{number}", source, name)
-
-
-def _record(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise SourceError(f"{place} is not JSON ({error}); write one object a line, in UTF-8") from error
-    if not isinstance(record, dict):
-        raise SourceError(f"{place} holds {type(record).__name__}, not an object; write one object a line")
-    return record
-
-
-def _rows(uri: str, source: Source, name: str) -> Iterator[Document]:
-    with filesystem_of(uri).open(_path(uri), "rb") as raw:
-        file = pq.ParquetFile(raw)
-        known = set(file.schema_arrow.names)
-        if source.text not in known:
-            raise _no_text(uri, source.text, known)
-        columns = [source.text, *(known & {"url", "language", "licence", "license", "format"} - {source.text})]
-        for group in range(file.num_row_groups):
-            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
-                for record in batch.to_pylist():
-                    yield _document(record, source.text, uri, source, name)
-
-
-def _document(record: dict[str, Any], field: str, place: str, source: Source, name: str) -> Document:
-    """Return the document in `record`; what the recipe says of the whole source wins over the record's own fields."""
-    if field not in record:
-        raise _no_text(place, field, set(record))
-    text = record[field]
-    if not isinstance(text, str):
-        raise SourceError(f"{place}: {field!r} holds {type(text).__name__}, not text; name another field with text:")
-    licence = source.licence if source.licence != "unknown" else _text(record, "licence", "license") or "unknown"
-    form = source.format if source.format in ("html", "txt", "md") else record.get("format")
-    url = _text(record, "url") or place
-    return Document(text, url, source.language or _text(record, "language"), licence, name, _kind(form))
-
-
-def _kind(form: object) -> Any:
-    return "html" if form in ("html", "xhtml") else "text"
-
-
-def _text(record: dict[str, Any], *names: str) -> str | None:
-    return next((value for name in names if isinstance(value := record.get(name), str) and value), None)
-
-
-def _no_text(place: str, field: str, known: set[str]) -> SourceError:
-    return SourceError(f"{place} has no text column {field!r}; name one of {', '.join(sorted(known))} with text:")
+    return os.fspath(local_path(uri)) if is_local(uri) else uri

@@ -1,13 +1,25 @@
 """One spelling of a text: line ends, control characters, Unicode composition, blank space at line ends.
 
 Equal texts must be equal bytes before they are hashed. Nothing that carries meaning changes: indentation, tabs,
-letter case and punctuation stay. NFC and not NFKC, which would turn x² into x2.
+letter case and punctuation stay. NFC and not NFKC, which would turn x² into x2. `normalise` is the plain definition, at
+about 20 MB/s; `normalise_texts` does the same to a column by `kernels/scan.py` and looks at single texts only where
+Unicode composition or wrong decoding may matter.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from llama3.data.kernels.arrow import Bytes, Offsets, text_buffers
+from llama3.data.kernels.scan import GARBLED, UNCLEAN, UNCOMPOSED, clean, scan
+from llama3.data.repair import repair
 
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff\ud800-\udfff]")
@@ -20,3 +32,51 @@ def normalise(text: str) -> str:
     text = _CONTROLS.sub("", _LINE_ENDS.sub("\n", text))
     text = unicodedata.normalize("NFC", text)
     return _BLANK_LINES.sub("\n\n\n", _TRAILING.sub("", text)).strip("\n")
+
+
+def normalise_texts(texts: Any, repairing: bool = False) -> Any:
+    """Return the normalised large_string column of `texts` (large_string, no nulls), repaired first if asked to."""
+    data, starts, stops, flags = _scanned(texts)
+    garbled = np.flatnonzero(flags & GARBLED)
+    if repairing and len(garbled):
+        texts, changed = replaced(texts, garbled.tolist(), repair)
+        if changed:
+            data, starts, stops, flags = _scanned(texts)
+    if (flags & UNCLEAN).any() or int((stops - starts).sum()) != len(data):
+        texts = _cleaned(data, starts, stops, flags)
+    uncomposed = np.flatnonzero(flags & UNCOMPOSED)
+    return replaced(texts, uncomposed.tolist(), _composed)[0]
+
+
+def replaced(texts: Any, places: Iterable[int], change: Callable[[str], str]) -> tuple[Any, bool]:
+    """Return the column with `change(text)` in `places`, and whether any text there is another one now."""
+    changed: dict[int, str] = {}
+    for place in places:
+        before = texts[place].as_py()
+        after = change(before)
+        if after != before:
+            changed[place] = after
+    if not changed:
+        return texts, False
+    mask = np.zeros(len(texts), np.bool_)
+    mask[list(changed)] = True
+    values = pa.array([changed[place] for place in sorted(changed)], pa.large_string())
+    return pc.replace_with_mask(texts, pa.array(mask), values), True
+
+
+def _scanned(texts: Any) -> tuple[Bytes, Offsets, Offsets, Bytes]:
+    data, offsets = text_buffers(texts)
+    starts, stops, flags = offsets[:-1].copy(), offsets[1:].copy(), np.zeros(len(texts), np.uint8)
+    scan(data, starts, stops, flags)
+    return data, starts, stops, flags
+
+
+def _cleaned(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes) -> Any:
+    out = np.empty(int((stops - starts).sum()), np.uint8)
+    ends = np.zeros(len(starts) + 1, np.int64)
+    clean(data, starts, stops, flags, out, ends)
+    return pa.LargeStringArray.from_buffers(len(starts), pa.py_buffer(ends), pa.py_buffer(out))
+
+
+def _composed(text: str) -> str:
+    return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)

@@ -1,25 +1,29 @@
 """Sources of raw documents: opening, checking, surveying and identifying what a recipe names.
 
-`installed` is read by `installed.py`, everything else by `files.py`. A limit counts bytes of raw text: a document that
-no longer fits is passed over and reading goes on until less than 1 % of the limit is free or 100 did not fit, so that
-one large document does not end a source early.
+`installed` is read by `installed.py`, everything else by `records.py`. A limit counts bytes of raw text: a document
+that no longer fits is passed over and reading goes on until less than 1 % of the limit is free or 100 did not fit, so
+that one large document does not end a source early.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from llama3.data.document import Document
-from llama3.data.files import SourceError, read_file, source_files
+import numpy as np
+
+from llama3.data.document import Batch, Document, Gatherer
+from llama3.data.files import File, listing, source_files
 from llama3.data.installed import installed_documents, installed_fingerprint
+from llama3.data.records import BATCH, read_files
+from llama3.data.skips import OVER_LIMIT, Skips, SourceError
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from llama3.recipe.units import Bytes
-from storage.filesystem import filesystem_of, glob, is_local, local_path
+from storage.filesystem import is_local, local_path
 
 INSTALLED = "installed"
 PASSED_OVER = 100
@@ -58,35 +62,62 @@ def source_names(sources: list[Source]) -> list[str]:
 
 def open_source(source: Source, domain: Domain, seed: int, name: str | None = None) -> Iterator[Document]:
     """Yield the documents of `source` within its limit. Raises SourceError where a file cannot be read."""
-    return (document for document, fits in read_source(source, domain, seed, name) if fits)
-
-
-def read_source(source: Source, domain: Domain, seed: int, name: str | None = None) -> Iterator[tuple[Document, bool]]:
-    """Yield each document read and whether it fits under the source's limit."""
     name = name or source_names([source])[0]
+    for batch in read_source(source, domain, seed, Skips()):
+        yield from batch.documents(name)
+
+
+def read_source(
+    source: Source, domain: Domain, seed: int, skips: Skips, files: Sequence[File] | None = None, most: int = BATCH
+) -> Iterator[Batch]:
+    """Yield the documents of `source` within its limit; what is left out goes to `skips`.
+
+    `files` are those of its files to read, all by default; `most` is about the characters of a batch.
+    """
     if source.uri == INSTALLED:
-        found = installed_documents(domain, name, seed, source.system)
+        batches = _gathered(installed_documents(domain, "", seed, source.system), most)
     else:
-        found = (document for uri, kind in source_files(source) for document in read_file(uri, kind, source, name))
-    free, over = source.limit, 0
-    for document in found:
-        if free is None:
-            yield document, True
-            continue
-        fits = document.size <= free
-        yield document, fits
-        free, over = Bytes(free - document.size * fits), over + (not fits)
-        if free * 100 < (source.limit or 0) or over >= PASSED_OVER:
-            return
+        batches = read_files(source_files(source) if files is None else files, source, skips, most)
+    yield from batches if source.limit is None else _within(batches, source.limit, skips)
+
+
+def _gathered(documents: Iterable[Document], most: int) -> Iterator[Batch]:
+    rows = Gatherer(most)
+    for text, url, language, licence, _, form, date in documents:
+        if rows.add((text, url, url, language, licence, form, date)):
+            yield from rows.take()
+    yield from rows.take()
+
+
+def _within(batches: Iterable[Batch], limit: int, skips: Skips) -> Iterator[Batch]:
+    """Yield what fits under `limit` bytes, in order, and count what was read and does not."""
+    free, over = limit, 0
+    for batch in batches:
+        fits = np.zeros(len(batch), np.bool_)
+        for place, size in enumerate(batch.sizes.tolist()):
+            fits[place] = size <= free
+            if fits[place]:
+                free -= size
+            else:
+                over += 1
+                skips.count("", "", OVER_LIMIT, size)
+            if free * 100 < limit or over >= PASSED_OVER:
+                yield batch.keep(fits)
+                return
+        yield batch.keep(fits)
 
 
 def check_sources(recipe: Recipe) -> list[str]:
-    """Return one line per fault, with its remedy, without reading more than the first document of each file."""
-    faults = []
+    """Return one line per fault, with its remedy, without reading more than the first document of each file.
+
+    Under `curate.on_error: skip` a source is at fault only if none of its files can be read.
+    """
+    faults = _extractor_faults(recipe)
+    fail = recipe.curate.on_error == "fail"
     for domain, sources in recipe.sources.items():
-        found = [_faults(source, f"sources.{domain}.{index}", domain) for index, source in enumerate(sources)]
+        found = [_faults(source, f"sources.{domain}.{index}", fail) for index, source in enumerate(sources)]
         faults += [line for lines in found for line in lines]
-        if sources and not any(found) and not any(_first(source, domain, recipe.seed) for source in sources):
+        if sources and not any(found) and not any(_first(source, domain, recipe) for source in sources):
             faults.append(f"sources.{domain}: yields no document; add a source with text, or raise its limit")
     return faults
 
@@ -100,7 +131,9 @@ def fingerprint(recipe: Recipe) -> str:
     """Return a digest (hex SHA-256) of what the sources are now: file names, sizes and times; installed packages."""
     state = {
         domain: [
-            installed_fingerprint(domain, source.system) if source.uri == INSTALLED else _files_state(source)
+            installed_fingerprint(domain, source.system)
+            if source.uri == INSTALLED
+            else [[file.uri, file.size, file.changed] for file in source_files(source)]
             for source in sources
         ]
         for domain, sources in recipe.sources.items()
@@ -114,11 +147,19 @@ def _short(uri: str) -> str:
     return "/".join([*parts[:-1], parts[-1].split(".")[0] or parts[-1]])
 
 
-def _first(source: Source, domain: Domain, seed: int) -> bool:
-    return next(open_source(source, domain, seed), None) is not None
+def _first(source: Source, domain: Domain, recipe: Recipe) -> bool:
+    skips = Skips(recipe.curate.on_error == "fail")
+    return any(len(batch) for batch in read_source(source, domain, recipe.seed, skips, most=1))
 
 
-def _faults(source: Source, field: str, domain: Domain) -> list[str]:
+def _extractor_faults(recipe: Recipe) -> list[str]:
+    name = recipe.curate.extractor
+    if importlib.util.find_spec(name):
+        return []
+    return [f"curate.extractor: {name} is not installed; pip install 'herd[html]', or write resiliparse"]
+
+
+def _faults(source: Source, field: str, fail: bool) -> list[str]:
     """Return what is wrong with one source: no file, unknown endings, an unreadable file, no such text column."""
     if source.uri == INSTALLED:
         return []
@@ -126,8 +167,9 @@ def _faults(source: Source, field: str, domain: Domain) -> list[str]:
         files = source_files(source)
         if not files:
             return [f"{field}.uri: {source.uri!r} {_why_nothing(source)}"]
-        for uri, kind in files:
-            next(read_file(uri, kind, source, domain), None)
+        if fail or not any(_starts(file, source, Skips(fail=False)) for file in files):
+            for file in files:
+                _starts(file, source, Skips())
     except SourceError as error:
         return [f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"]
     except Exception as error:  # every file system raises its own errors for a missing bucket or key
@@ -135,8 +177,13 @@ def _faults(source: Source, field: str, domain: Domain) -> list[str]:
     return []
 
 
+def _starts(file: File, source: Source, skips: Skips) -> bool:
+    """Return whether `file` holds a document, reading no further than the first."""
+    return any(len(batch) for batch in read_files([file], source, skips, most=1))
+
+
 def _why_nothing(source: Source) -> str:
-    if glob(source.uri):
+    if listing(source.uri):
         return "has no file with a known ending (txt, md, html, jsonl, parquet; .gz, .zst); write format:"
     if is_local(source.uri) and local_path(source.uri).is_dir():
         return "is an empty folder; put files there or correct the path"
@@ -158,13 +205,3 @@ def _survey(domain: Domain, sources: list[Source], seed: int, remote: bool) -> D
             generated += document.size * document.generated
         size += read
     return DomainSurvey(domain, documents, size, generated, complete)
-
-
-def _files_state(source: Source) -> list[list[object]]:
-    """Return uri, size and what changes with the content (time, or the object store's tag) of each file."""
-    state = []
-    for uri, _ in source_files(source):
-        info = filesystem_of(uri).info(str(local_path(uri)) if is_local(uri) else uri)
-        changed = info.get("mtime") or info.get("ETag") or info.get("LastModified") or ""
-        state.append([uri, info["size"], str(changed)])
-    return state

@@ -1,20 +1,34 @@
-"""What a word is, for every count that depends on it: repetition filters and near-duplicate detection.
+"""What a word is, for every count that depends on it: filters, near-duplicates, n-gram overlap, word distributions.
 
-A word is a run of letters, digits and underscores, where every character beyond ASCII counts as a letter: a rule like
-[a-z0-9] would delete all scripts but one. Scripts written without spaces (Chinese, Japanese, Thai, Lao) give one word
-per character, otherwise a whole sentence would be one word. The pattern means the same in Python's `re` and in RE2.
+A word is a run of letters, digits and underscores. Every letter beyond ASCII counts (a rule like [a-z0-9] would delete
+all scripts but one); punctuation and symbols beyond ASCII do not. Scripts written without spaces (Chinese, Japanese,
+Thai, Lao) give one word per character, otherwise a whole sentence would be one word. Letters are compared without case
+in ASCII only: a fixed table beats one that grows with each Unicode version. This is the plain definition;
+`kernels/words.py` is the fast one, and a property test holds the two together.
 """
 
 from __future__ import annotations
 
 import re
 
-_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_JOINED = "0-9A-Za-z_\u0080-\u0dff\u0f00-\u2fff\u3100-\u33ff\ua000-\uf8ff\ufb00-\U0010ffff"
-PATTERN = f"[{_UNSPACED}]|[{_JOINED}]+"
-WORD = re.compile(PATTERN)
+ALONE = ((0x0E00, 0x0EFF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
+"""Code points each of which is a word: Thai and Lao, kana, Chinese characters."""
+JOINED = (
+    (0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A), (0xAA, 0xAA), (0xB5, 0xB5), (0xBA, 0xBA), (0xC0, 0x0DFF),
+    (0x0F00, 0x1FFF), (0x2C00, 0x2FFF), (0x3100, 0x33FF), (0xA000, 0xF8FF), (0xFB00, 0xFEFF), (0xFF10, 0xFFEF),
+    (0x10000, 0x10FFFF),
+)  # fmt: skip
+"""Code points that form words together with their neighbours."""
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    return f"{re.escape(chr(bounds[0]))}-{re.escape(chr(bounds[1]))}"
+
+
+WORD = re.compile(f"[{''.join(map(_range, ALONE))}]|[{''.join(map(_range, JOINED))}]+")
+_LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
 
 
 def words(text: str) -> list[str]:
-    """Return the words of `text` in lower case, in order."""
-    return WORD.findall(text.lower())
+    """Return the words of `text` in order, ASCII letters in lower case."""
+    return WORD.findall(text.translate(_LOWER))

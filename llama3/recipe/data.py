@@ -1,4 +1,4 @@
-"""The data half of a recipe: sources, curation, tokenizer, token shards."""
+"""The data half of a recipe but for `curate`: sources, tokenizer, token shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from llama3.recipe.section import Section
-from llama3.recipe.units import Bytes, Share, Tokens
+from llama3.recipe.units import Bytes, Tokens
 
 
 class Source(Section):
@@ -31,48 +31,11 @@ class Source(Section):
     """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
 
 
-class Dedup(Section):
-    """Removal of repeated documents, exact and near (MinHash)."""
-
-    jaccard: float = Field(default=0.8, gt=0, le=1)
-    """Two documents whose 5-word shingles overlap at least this much are one; 1 keeps all but exact copies."""
-    bands: int = Field(default=14, ge=1)
-    """MinHash bands; more bands find more candidate pairs."""
-    rows: int = Field(default=8, ge=1)
-    """Hashes per band; more rows find fewer candidate pairs."""
-
-
-class Quality(Section):
-    """Heuristic filters, named after the published rule sets that they follow."""
-
-    min_chars: int = Field(default=100, ge=0)
-    """Shorter documents are dropped."""
-    max_chars: int = Field(default=2_000_000, ge=1)
-    """Longer documents are dropped."""
-    max_symbol_share: Share = Share.parse("40%")
-    """Largest share of characters that are neither letters, digits nor spaces (code: twice as much)."""
-    max_repeated_lines: Share = Share.parse("30%")
-    """Largest share of lines that repeat an earlier line of the same document."""
-    max_top_gram: Share = Share.parse("20%")
-    """Largest share of text covered by the document's most frequent word pair."""
-
-
-class Curate(Section):
-    """How raw documents become training documents."""
-
-    languages: list[str] = Field(default_factory=list)
-    """Languages to keep in the multilingual domain; empty keeps all."""
-    dedup: Dedup = Dedup()
-    quality: Quality = Quality()
-    held_out: Share = Share.parse("2%")
-    """Share of documents kept out of training for evaluation, chosen by a hash of the text."""
-
-
 class TrainTokenizer(Section):
     """Train a byte-level BPE on the curated documents."""
 
-    vocab: int = Field(ge=256)
-    """Base tokens; 256 special tokens come on top."""
+    vocab: int = Field(ge=256, le=128_000)
+    """Base tokens, at most 128,000; 256 special tokens come on top."""
     sample: Bytes = Bytes.parse("8GB")
     """Most text to learn from, drawn by domain in the shares of the base mix."""
 
@@ -82,7 +45,7 @@ class Tokenizer(Section):
 
     train: TrainTokenizer | None = None
     use: str | None = None
-    """A tiktoken `tokenizer.model` in the Llama 3 format."""
+    """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

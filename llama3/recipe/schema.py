@@ -13,7 +13,8 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from llama3.recipe.checks import check_recipe
-from llama3.recipe.data import Curate, Source, Tokenizer, TokenShards
+from llama3.recipe.curation import Curate
+from llama3.recipe.data import Source, Tokenizer, TokenShards
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.rules import GateRule, StageRate
 from llama3.recipe.section import Domain, Section

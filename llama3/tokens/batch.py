@@ -1,8 +1,8 @@
 """The sequences of an optimizer step as tensors: positions folded into rows, with targets and segment numbers.
 
 Nothing is decided here: which tokens a step trains on is the stream's business, which rows a rank takes is the
-trainer's. What this gives up: no prefetching; reading takes about a hundredth of the time of training on it, and a
-thread around `sequences` hides that.
+trainer's. What this gives up: all four tensors are 64 bits wide, the width that torch wants indices in, where 17 bytes
+a token would do; no prefetching: a thread around `sequences` hides the hundredth of a step that it takes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.tokens.deal import Ints
+from llama3.tokens.kernels import fold
 from llama3.tokens.stream import TokenStream
-
-IGNORED = -100
-"""Target of a token that has none; `torch.nn.functional.cross_entropy` ignores it by default."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +44,7 @@ class Batches:
         """
         begin = start + first * seq
         window = self.stream.read(begin, begin + count * seq + 1)
-        same = window.segments[1:] == window.segments[:-1]
-        targets = np.where(same, window.tokens[1:], IGNORED)
-        return Batch(
-            *(
-                torch.from_numpy(np.ascontiguousarray(values, np.int64).reshape(count, seq))
-                for values in (
-                    window.tokens[:-1],
-                    targets,
-                    _numbered(window.segments[:-1].reshape(count, seq)),
-                    window.domains[:-1],
-                )
-            )
-        )
-
-
-def _numbered(segments_BS: Ints) -> Ints:
-    """Return the segments of each row counted from 0."""
-    numbers: Ints = np.zeros(segments_BS.shape, np.int64)
-    np.cumsum(segments_BS[:, 1:] != segments_BS[:, :-1], axis=1, out=numbers[:, 1:])
-    return numbers
+        targets, documents, domains = (np.empty(count * seq, np.int64) for _ in range(3))
+        fold(window.tokens, window.cu_seqlens, window.kinds, seq, targets, documents, domains)
+        columns = window.tokens[:-1], targets, documents, domains
+        return Batch(*(torch.from_numpy(column.reshape(count, seq)) for column in columns))

@@ -15,11 +15,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from llama3.tokens.kernels import Ints, take_turns
 from llama3.tokens.mix import apportion
 
-Ints = npt.NDArray[np.int64]
 SHORTEST_BLOCK, LONGEST_BLOCK = 256, 4096
 """Units per block: short blocks are slow to read, long ones slow to order. Neither bound affects exactness."""
 
@@ -45,13 +44,8 @@ def even_order(counts: tuple[int, ...]) -> tuple[Ints, Ints]:
     come before ceil((m+1)/w); taking the earliest deadline first always succeeds (Baruah et al. 1996, "Proportionate
     progress: a notion of fairness in resource allocation", with one processor).
     """
-    total, dealt = sum(counts), [0] * len(counts)
-    turns = np.empty((2, total), np.int64)
-    for place in range(total):
-        ready = [n for n, count in enumerate(counts) if dealt[n] < count and dealt[n] * total // count <= place]
-        leaf = min(ready, key=lambda n: -(-(dealt[n] + 1) * total // counts[n]))
-        turns[:, place] = leaf, dealt[leaf]
-        dealt[leaf] += 1
+    turns: Ints = np.empty((2, sum(counts)), np.int64)
+    take_turns(np.array(counts, np.int64), turns)
     return turns[0], turns[1]
 
 

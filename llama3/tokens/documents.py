@@ -7,7 +7,7 @@ per domain; reading is never the slow part (tokenising is).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +49,12 @@ def read_texts(folder: Path, domain: Domain, split: Split, limit: int) -> Iterat
             yield document["text"]
 
 
-def first_texts(folder: Path, domain: Domain, count: int) -> list[str]:
-    """Return up to `count` held-out texts of `domain`, or training texts where none is held out."""
-    held_out = list(islice(read_texts(folder, domain, "held_out", 2**62), count))
-    return held_out or list(islice(read_texts(folder, domain, "train", 2**62), count))
+def first_documents(folder: Path, domain: Domain, count: int, columns: list[str]) -> list[dict[str, Any]]:
+    """Return up to `count` held-out documents of `domain`, or training documents where none is held out."""
+    splits: tuple[Split, ...] = ("held_out", "train")
+    for split in splits:
+        batches = read_documents(folder, domain, columns, split, rows=64)
+        documents = list(islice(chain.from_iterable(batches), count))
+        if documents:
+            return documents
+    return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -24,12 +25,14 @@ def _printable() -> dict[int, str]:
 
 CHARACTER = _printable()
 """Byte -> character that stands for it in a byte-level vocabulary."""
+BYTE = {character: byte for byte, character in CHARACTER.items()}
 
 
 def hugging_face_json(base: Sequence[bytes], specials: Sequence[str], pattern: str) -> str:
     """Return `tokenizer.json` for the vocabulary `base` (token of each rank) followed by `specials`."""
-    vocabulary = {_text(token): rank for rank, token in enumerate(base)}
-    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=_merges(base), ignore_merges=True))
+    texts = _texts(base)
+    vocabulary = {text: rank for rank, text in enumerate(texts)}
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=_merges(texts), ignore_merges=True))
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -62,16 +65,41 @@ def hugging_face_config(specials: Sequence[str]) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def _text(token: bytes) -> str:
-    return "".join(CHARACTER[byte] for byte in token)
+def byte_level_json(base: Sequence[bytes], pattern: str) -> str:
+    """Return a `tokenizer.json` of `base` alone: no added token, so that no text can spell one (2 s for 128,000)."""
+    texts = _texts(base)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {
+        "type": "BPE",
+        "ignore_merges": True,
+        "byte_fallback": False,
+        "vocab": {text: rank for rank, text in enumerate(texts)},
+        "merges": _merges(texts),
+    }
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    }
+    return json.dumps(document)
 
 
-def _merges(base: Sequence[bytes]) -> list[tuple[str, str]]:
-    ranks = {token: rank for rank, token in enumerate(base)}
+def _texts(base: Sequence[bytes]) -> list[str]:
+    return [token.decode("latin-1").translate(CHARACTER) for token in base]
+
+
+def _merges(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return every way to build one of `texts` (in the order of rank) from two others."""
+    ranks = {text: rank for rank, text in enumerate(texts)}
     merges: list[tuple[str, str]] = []
-    for token in base:
-        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [(left, right) for left, right in halves if left in ranks and right in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [(_text(left), _text(right)) for left, right in known]
+    for text in texts:
+        known = [(text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ranks and text[cut:] in ranks]
+        if len(known) > 1:
+            known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += known
     return merges

@@ -1,117 +1,208 @@
 """The endless stream of one leaf: its documents in shuffled order, epoch after epoch, readable at any token.
 
-Token j lies in epoch j // tokens; inside an epoch, a binary search over the documents' ends finds the document, and
-its offset finds the bin. Only the epochs being read are in memory. What this gives up: reads touch as many places of
-the bins as there are documents, so the bins belong in the page cache or on a fast disk.
+Token j lies in epoch j // tokens; a binary search over the epoch's blocks finds the block, another over the documents
+of the block the document (see `order.py`), and the shard's index finds its place in the bin. In memory are the tokens
+per chunk and the orders of the last few blocks; shards are mapped when they are needed. What this gives up: the bins
+are read in as many runs as a block has chunks, so they belong in the page cache or on a disk without a head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.tokens.deal import Ints
-from llama3.tokens.order import shuffled
+from llama3.tokens.index import ROW_GROUP, Counts, add_counts
+from llama3.tokens.kernels import Ints, gather
+from llama3.tokens.megatron import Pair, open_pair
+from llama3.tokens.order import EpochOrder, chunk_edges
 
 EPOCHS_KEPT = 2
-"""A read may straddle two epochs; orders of older ones are dropped."""
+"""A read may straddle two epochs."""
+BLOCKS_KEPT = 4
+"""Orders of blocks in memory, 2.6 MB each."""
+SHARDS_KEPT = 1024
+"""Shards mapped at a time; Linux maps 65,530 files in a process."""
 
 
-def ramps(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start + 1, ... for each start, `lengths` of them, one after another: int64[sum(lengths)]."""
-    offsets = np.cumsum(lengths) - lengths
-    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
+GROUPS_KEPT = 4096
+"""Columns of row groups of the tables in memory, 32 kB each."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Consecutive documents of a leaf's stream, int64[documents] each."""
+    """Documents of a leaf's stream in the order of reading, int64[documents] each."""
 
     row: Ints
-    """Row in the leaf's documents.parquet."""
+    """Number of the document on disk, counted along the leaf's shards."""
     epoch: Ints
     start: Ints
-    """First token, counted along the leaf."""
+    """First token, counted along the stream."""
+    length: Ints
+    """Tokens."""
+    shard: Ints
+    """Place of the document's shard in the leaf."""
+    offset: Ints
+    """First token, counted in the shard's bin."""
+
+    def __getitem__(self, chosen: Any) -> Documents:
+        return Documents(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: list[Documents]) -> Documents:
+        """Return documents one after another."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+class _Epoch(NamedTuple):
+    order: EpochOrder
+    starts: Ints
+    """First token of each block, counted in the epoch, and the epoch's tokens: int64[blocks + 1]."""
 
 
 class LeafStream:
-    """The stream of the leaf `name`, whose shards are in `folder` with `shards` tokens in each bin."""
+    """The stream of the leaf `name` over its entry `described` in the index; its shards are in `folder`."""
 
-    def __init__(self, name: str, folder: Path, shards: list[int], dtype: np.dtype[Any], seed: int) -> None:
+    def __init__(self, name: str, folder: Path, described: dict[str, Any], seed: int) -> None:
         self.name, self.folder, self.seed = name, folder, seed
-        self.tokens = sum(shards)
-        """Tokens in one epoch."""
-        self._dtype = dtype
-        self._bounds = np.cumsum([0, *shards])
-        self._bins: dict[int, npt.NDArray[Any]] = {}
-        self._orders: dict[int, tuple[Ints, Ints]] = {}
+        self.by: dict[str, Counts] = described["by"]
+        """Column -> value -> tokens and documents in one epoch."""
+        shards = described["shards"]
+        self._numbers: list[int] = shards["number"]
+        self._rows = np.cumsum([0, *shards["documents"]])
+        """First document of each shard, and the leaf's documents."""
+        self._tokens = np.cumsum([0, *shards["tokens"]])
+        self.tokens, self.documents = int(self._tokens[-1]), int(self._rows[-1])
+        """In one epoch."""
+        self._shard = lru_cache(SHARDS_KEPT)(self._open_shard)  # a trainer asks from two threads, these caches allow it
+        self._epoch = lru_cache(EPOCHS_KEPT)(self._make_epoch)
+        self._block = lru_cache(BLOCKS_KEPT)(self._make_block)
+        self._footer = lru_cache(SHARDS_KEPT)(self._read_footer)
+        self._values = lru_cache(GROUPS_KEPT)(self._read_values)
 
-    def documents(self, first: int, stop: int) -> Documents:
-        """Return the documents that overlap tokens [first, stop) of the stream."""
-        parts = []
-        for epoch in range(first // self.tokens, (stop - 1) // self.tokens + 1):
+    def blocks(self, first: int, stop: int) -> Iterator[Documents]:
+        """Yield, block by block, the documents that overlap tokens [first, stop) of the stream, in its order."""
+        for epoch in range(first // self.tokens, -(-stop // self.tokens)):
             begin = epoch * self.tokens
-            order, starts = self._order(epoch)
+            starts = self._epoch(epoch).starts
             low = int(np.searchsorted(starts, max(first - begin, 0), "right")) - 1
             high = int(np.searchsorted(starts, min(stop - begin, self.tokens), "left"))
-            parts.append((order[low:high], np.full(high - low, epoch), starts[low:high] + begin))
-        row, of_epoch, start = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return Documents(row, of_epoch, start)
+            for block in range(low, high):
+                documents = self._block(epoch, block)
+                begun = int(np.searchsorted(documents.start, first, "right")) - 1
+                yield documents[max(begun, 0) : int(np.searchsorted(documents.start, stop, "left"))]
 
-    def read(self, first: int, stop: int, documents: Documents) -> npt.NDArray[Any]:
-        """Return tokens [first, stop) of the stream, given the `documents` that overlap them."""
-        offsets, lengths = self._table
-        low = np.maximum(documents.start, first)
-        high = np.minimum(documents.start + lengths[documents.row], stop)
-        return self._gather(offsets[documents.row] + low - documents.start, high - low)
+    def overlapping(self, first: int, stop: int) -> Documents:
+        """Return the documents that overlap tokens [first, stop) of the stream; there must be one."""
+        return Documents.joined(list(self.blocks(first, stop)))
 
-    def ids(self, rows: Ints) -> list[str]:
-        """Return the ids of the documents in `rows`."""
-        return [str(identifier) for identifier in self._ids.take(rows).to_pylist()]
+    def copy(self, documents: Documents, skipped: Ints, lengths: Ints, places: Ints, out: Ints) -> None:
+        """Copy `lengths` tokens of each document, from its token `skipped` on, to `out` at `places`."""
+        sources = documents.offset + skipped
+        for shard, here in _grouped(documents.shard):
+            gather(self._shard(shard).tokens, sources[here], places[here], lengths[here], out)
 
-    def _order(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return the rows of `epoch` in order, and where each document starts in the epoch."""
-        if epoch not in self._orders:
-            lengths = self._table[1]
-            order = shuffled(len(lengths), self.seed, self.name, epoch)
-            starts = np.cumsum(lengths[order]) - lengths[order]
-            while len(self._orders) >= EPOCHS_KEPT:
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch] = order, starts
-        return self._orders[epoch]
+    def labels(self, column: str, documents: Documents) -> list[str]:
+        """Return the values that `column` of the tables has for `documents`."""
+        read = self._read_values if column == "id" else self._values  # ids are 0.4 MB a group
+        found = np.empty(len(documents.row), object)
+        for shard, group, rows, here in self._row_groups(documents):
+            found[here] = read(column, shard, group).take(pa.array(rows)).to_pylist()
+        return list(found)
 
-    def _gather(self, offsets: Ints, lengths: Ints) -> npt.NDArray[Any]:
-        """Return the tokens of the slices [offset, offset + length) of the leaf's bins, one after another."""
-        bins = np.searchsorted(self._bounds, offsets, "right") - 1
-        used = np.unique(bins)
-        if len(used) == 1:
-            return self._bin(int(used[0]))[ramps(offsets - self._bounds[used[0]], lengths)]
-        tokens = np.empty(int(lengths.sum()), self._dtype)
-        places = np.cumsum(lengths) - lengths
-        for number in used:
-            here = bins == number
-            index = ramps(offsets[here] - self._bounds[number], lengths[here])
-            tokens[ramps(places[here], lengths[here])] = self._bin(int(number))[index]
-        return tokens
+    def tally(self, columns: Sequence[str], first: int, stop: int) -> dict[str, Counts]:
+        """Return, by column and value, [tokens, documents] of what lies at tokens [first, stop) of the stream.
 
-    def _bin(self, number: int) -> npt.NDArray[Any]:
-        if number not in self._bins:
-            file = self.folder / f"tokens-{number:05}.bin"
-            self._bins[number] = np.memmap(file, self._dtype, "r").view(np.ndarray)
-        return self._bins[number]
+        A document counts once per epoch in which some of it is read. Whole epochs come out of the index.
+        """
+        totals: dict[str, Counts] = {column: {} for column in columns}
+        if first == stop:
+            return totals
+        whole = range(-(-first // self.tokens), stop // self.tokens)
+        edges = [(first, whole[0] * self.tokens), (whole[-1] * self.tokens + self.tokens, stop)] if whole else []
+        for low, high in edges or [(first, stop)]:
+            for documents in self.blocks(low, high) if low < high else ():
+                self._count(documents, low, high, totals)
+        for column in columns if whole else ():
+            for value, counts in self.by[column].items():
+                add_counts(totals[column], value, [count * len(whole) for count in counts])
+        return totals
+
+    def _count(self, documents: Documents, first: int, stop: int, totals: dict[str, Counts]) -> None:
+        read = np.minimum(documents.start + documents.length, stop) - np.maximum(documents.start, first)
+        for shard, group, rows, here in self._row_groups(documents):
+            for column, sums in totals.items():
+                values = self._values(column, shard, group)
+                codes = values.indices.to_numpy()[rows]
+                tokens = np.bincount(codes, read[here]).astype(np.int64)  # fp64 counts exactly to 2^53
+                for code, number in enumerate(np.bincount(codes).tolist()):
+                    if number:
+                        add_counts(sums, values.dictionary[code].as_py(), [int(tokens[code]), number])
+
+    def _row_groups(self, documents: Documents) -> Iterator[tuple[int, int, Ints, Ints]]:
+        """Yield shard, row group, rows in the group, and places in `documents` of the documents of each group."""
+        local = documents.row - self._rows[documents.shard]
+        for key, here in _grouped(documents.shard << 32 | local // ROW_GROUP):
+            yield key >> 32, key & 0xFFFFFFFF, local[here] % ROW_GROUP, here
+
+    def _make_epoch(self, epoch: int) -> _Epoch:
+        order = EpochOrder(self.documents, self.seed, self.name, epoch)
+        tokens = [int(self._chunk_tokens[order.chunks_of(block)].sum()) for block in range(order.blocks)]
+        return _Epoch(order, np.cumsum([0, *tokens]))
+
+    def _make_block(self, epoch: int, block: int) -> Documents:
+        order, starts = self._epoch(epoch)
+        rows = order.rows_of(block)
+        edges = np.searchsorted(rows, self._rows).tolist()
+        shard, offset, length = (np.empty(len(rows), np.int64) for _ in range(3))
+        for place, (low, high) in enumerate(pairwise(edges)):
+            if low < high:
+                pair, local = self._shard(place), rows[low:high] - self._rows[place]
+                shard[low:high], offset[low:high], length[low:high] = place, pair.offsets(local), pair.lengths[local]
+        read = order.shuffle(block, len(rows))
+        length = length[read]
+        start = np.cumsum(length) - length + int(starts[block]) + epoch * self.tokens
+        return Documents(rows[read], np.full(len(rows), epoch), start, length, shard[read], offset[read])
 
     @cached_property
-    def _table(self) -> tuple[Ints, Ints]:
-        """Offset and length of each document."""
-        table = pq.read_table(self.folder / "documents.parquet", columns=["offset", "length"])
-        return table["offset"].to_numpy(), table["length"].to_numpy()
+    def _chunk_tokens(self) -> Ints:
+        """Tokens of each chunk of documents, the shards' pointers read at the chunks' edges only."""
+        edges = chunk_edges(self.documents)
+        before = np.full(len(edges), self.tokens)
+        bounds = np.searchsorted(edges, self._rows).tolist()
+        for place, (low, high) in enumerate(pairwise(bounds)):
+            if low < high:
+                local = edges[low:high] - self._rows[place]
+                before[low:high] = self._shard(place).offsets(local) + self._tokens[place]
+        return np.diff(before)
 
-    @cached_property
-    def _ids(self) -> Any:
-        return pq.read_table(self.folder / "documents.parquet", columns=["id"])["id"]
+    def _stem(self, kind: str, place: int) -> Path:
+        return self.folder / f"{kind}-{self._numbers[place]:05}"
+
+    def _open_shard(self, place: int) -> Pair:
+        return open_pair(self._stem("tokens", place))
+
+    def _read_footer(self, place: int) -> Any:
+        return pq.read_metadata(self._stem("documents", place).with_suffix(".parquet"))
+
+    def _read_values(self, column: str, place: int, group: int) -> Any:
+        """Return a column of a row group of a shard's table, as a dictionary but for the ids."""
+        file = self._stem("documents", place).with_suffix(".parquet")
+        repeated = [] if column == "id" else [column]
+        with pq.ParquetFile(file, metadata=self._footer(place), read_dictionary=repeated) as table:
+            return table.read_row_group(group, [column])[column].unify_dictionaries().combine_chunks()
+
+
+def _grouped(keys: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield each key with the places at which it stands."""
+    order = np.argsort(keys, kind="stable")
+    edges = np.flatnonzero(np.diff(keys[order], prepend=-1)).tolist()
+    for low, high in pairwise([*edges, len(order)]):
+        yield int(keys[order[low]]), order[low:high]

@@ -17,7 +17,8 @@ import numpy as np
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from llama3.tokens.deal import Deal, Ints
+from llama3.tokens.deal import Deal
+from llama3.tokens.kernels import Ints
 from llama3.tokens.mix import Leaf, leaf_shares
 
 

@@ -50,7 +50,7 @@ def domain_loss(domain: str) -> str:
 
 
 def share(domain: str) -> str:
-    """Share of the stage's tokens so far that are of the domain."""
+    """Share of the stage's tokens so far that are of the domain, or of its source in `domain/source`."""
     return f"data/share/{domain}"
 
 

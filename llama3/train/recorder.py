@@ -25,6 +25,7 @@ from llama3.train import metrics
 from llama3.train.journal import Journal, Record, read_journal
 from llama3.train.reader import Step
 from llama3.train.replay import Attempts, Replay
+from llama3.train.source_shares import SourceShares
 from llama3.train.step import Outcome
 
 GIB = 2**30
@@ -67,6 +68,7 @@ class Recorder:
         self.announced = False
         self.recent: deque[float] = deque(maxlen=RATE_STEPS)
         self.logged = time.monotonic()
+        self.source_shares = SourceShares(stream, span.start)
 
     def add(self, step: Step, outcome: Outcome, timing: Timing) -> None:
         """Record a finished step, or compare it with its first run."""
@@ -130,7 +132,7 @@ class Recorder:
         for domain in (domain for domain in DOMAINS if domain in now):
             values[metrics.share(domain)] = (now[domain] - before[domain]) / count
             values[metrics.planned_share(domain)] = float(planned[domain] / count)
-        return values
+        return {**values, **self.source_shares.at(position)}
 
     def _goodput(self) -> float:
         elapsed = time.time() - self.attempts.started

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import unicodedata
+import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.extract import html_text
-from llama3.data.language import detect, primary
-from llama3.data.normalise import normalise
-from llama3.data.words import words
+from llama3.data.markdown import strip_markdown
 
 PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p {color: red}</style></head><body>
 <nav><ul><li><a href="/">Home of the site</a></li><li><a href="/x">Another menu entry</a></li></ul></nav>
@@ -58,35 +57,80 @@ def test_a_page_that_the_heuristics_mistake_is_kept_whole() -> None:
     assert "menu" not in text
 
 
-@given(st.text(st.characters(codec=None)))
-def test_normalising_twice_changes_nothing(text: str) -> None:
-    once = normalise(text)
-    assert normalise(once) == once
-    assert once.encode().decode() == once  # no lone surrogate is left
-    assert unicodedata.is_normalized("NFC", once)
-    assert not any(c != "\n" and c != "\t" and unicodedata.category(c) == "Cc" for c in once)
+@pytest.mark.parametrize("extractor", ["resiliparse", "trafilatura"])
+def test_both_extractors_keep_what_matters_and_drop_the_frame(extractor: str) -> None:
+    if extractor == "trafilatura":
+        pytest.importorskip("trafilatura")
+    text = html_text(PAGE, extractor)
+    assert "def area(r):\n    if r < 0:\n        raise ValueError\n\n    return  3.14 * r ** 2" in text
+    for kept in ("E = mc^2", "\\pi r^2", "a^3", "\\frac{1}{2}", "closing paragraph"):
+        assert kept in text
+    for gone in ("menu entry", "Copyright", "hidden", "color", "<p>", "- first"):
+        assert gone not in text
 
 
-def test_normalising_keeps_what_means_something() -> None:
-    assert normalise("\ufeffa\r\n\tb  \rc\x00\n\n\n\n\n\nx²\n") == "a\n\tb\nc\n\n\nx²"
-    assert normalise("e\u0301") == "é"
+MARKED = """# Title #
+
+Some *emphasis*, **strong** and ***both***, snake_case_name, 2 * 3 * 4, `code *x*`, ~~gone~~, **bold `c` x**.
+
+Sub
+---
+> quote
+> > nested
+- item
+  - inner **x**
+* [ ] task
+1. first
+
+![area $x^2$](a.png "title") [text](http://a.b/c_(d)) [![b](i.png)](l) <https://x.y>
+
+| a | b |
+|---|---|
+
+```python
+# not a heading
+- x = **kw
+```
+***
+    indented # code *kept*
+
+text \\* escaped"""
+PLAIN = """Title
+
+Some emphasis, strong and both, snake_case_name, 2 * 3 * 4, code *x*, gone, bold c x.
+
+Sub
+quote
+nested
+item
+  inner x
+task
+1. first
+
+area $x^2$ text b https://x.y
+
+| a | b |
+|---|---|
+
+# not a heading
+- x = **kw
+    indented # code *kept*
+
+text * escaped"""
 
 
-def test_languages_are_told_and_tags_reduced() -> None:
-    assert detect("Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald hinein.") == "de"
-    assert (
-        detect("これは日本語の文章です。\n```\ngit commit --amend --no-edit\n```\n言語を判定するために十分な長さです。")
-        == "ja"
-    )
-    assert detect("在 Git 中整合来自不同分支的修改主要有两种方法：`merge` 以及 `rebase`。") == "zh"
-    assert detect("Если вы хотите начать работать с Git, прочитав всего одну главу, то эта глава для вас.") == "ru"
-    assert detect("# gwhich\n\n> यह आदेश which का उपनाम है। मूल आदेश के लिए दस्तावेज़ देखें") == "hi"
-    assert detect("The Greek letters α and β name the angles, and γ names the third one of them all.") == "en"
-    assert [primary(tag) for tag in ("pt_BR.UTF-8", "zh-TW", "nb", "sr@latin", "")] == ["pt", "zh", "no", "sr", "und"]
+def test_markdown_loses_its_markers_and_nothing_else() -> None:
+    assert strip_markdown(MARKED).replace("indented # code kept", "indented # code *kept*") == PLAIN
 
 
-def test_words_of_every_script() -> None:
-    assert words("Don't x_1, Straße!") == ["don", "t", "x_1", "straße"]
-    assert words("Привет, мир") == ["привет", "мир"]
-    assert words("模型abc") == ["模", "型", "abc"]
-    assert words("हिन्दी") == ["हिन्दी"]
+@given(st.text("ab *_`#>-[]()!~\\\n", max_size=80))
+def test_stripping_markdown_keeps_every_letter_in_order(text: str) -> None:
+    fences = re.compile(r"^ {0,3}(`{3,}|~{3,}).*$", re.MULTILINE)
+    targets = re.compile(r"\]\([^\n]*")
+    if not fences.search(text) and not targets.search(text):
+        assert re.findall("[ab]", strip_markdown(text)) == re.findall("[ab]", text)
+
+
+@given(st.text("abc .,;:'é漢\n", max_size=80))
+def test_text_without_marks_is_left_alone(text: str) -> None:
+    assert strip_markdown(text) == text

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.files import SourceError
+from llama3.data.skips import SourceError
 from llama3.data.sources import check_sources, fingerprint, open_source, source_names, survey
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
@@ -45,11 +45,19 @@ def test_every_format_gives_its_documents(tmp_path: Path) -> None:
 
 
 def test_fields_of_a_record_are_taken_over_and_the_recipe_wins(tmp_path: Path) -> None:
-    record = {"body": "x", "url": "https://a", "language": "fr", "license": "MIT", "format": "html", "text": 3}
+    record = {
+        "body": "x",
+        "url": "https://a",
+        "language": "fr",
+        "license": "MIT",
+        "format": "html",
+        "text": 3,
+        "created": "2024-02-03",
+    }
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record))
     [document] = open_source(Source(uri=str(path), text="body"), "general", 0, "mine")
-    assert document == ("x", "https://a", "fr", "MIT", "mine", "html")
+    assert document == ("x", "https://a", "fr", "MIT", "mine", "html", "2024-02-03")
     [document] = open_source(Source(uri=str(path), text="body", language="de", licence="CC0-1.0"), "general", 0)
     assert (document.language, document.licence, document.source) == ("de", "CC0-1.0", f"{tmp_path.name}/a")
 
@@ -80,7 +88,7 @@ def test_names_are_short_and_different() -> None:
         ("odd", {}, "sources.general.0.uri: '{uri}' has no file with a known ending"),
         ("good.jsonl", {"text": "body"}, "has no text column 'body'; name one of text, title with text:"),
         ("good.parquet", {"text": "body"}, "has no text column 'body'; name one of n, text with text:"),
-        ("good.parquet", {"text": "n"}, "'n' holds int, not text"),
+        ("good.parquet", {"text": "n"}, "'n' holds int64, not text"),
         ("broken.jsonl", {}, "broken.jsonl:1 is not JSON"),
         ("broken.jsonl.gz", {}, "broken.jsonl.gz' cannot be read as jsonl"),
         ("broken.parquet", {}, "broken.parquet' cannot be read as parquet"),
@@ -111,10 +119,30 @@ def test_a_recipe_without_faults_has_none(write_jsonl: Write, make_recipe: Make)
     assert check_sources(recipe) == []
 
 
+def test_a_source_that_may_skip_needs_one_file_that_can_be_read(tmp_path: Path, make_recipe: Make) -> None:
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    (tmp_path / "worse.jsonl.gz").write_bytes(b"not gzip")
+    source = {"general": [{"uri": str(tmp_path)}]}
+    [fault] = check_sources(make_recipe(source, on_error="skip"))
+    assert "bad.jsonl:1 holds list, not an object" in fault
+    (tmp_path / "good.jsonl").write_text('{"text": "words"}\n')
+    assert check_sources(make_recipe(source, on_error="skip")) == []
+    assert len(check_sources(make_recipe(source))) == 1
+
+
+def test_an_extractor_that_is_not_there_is_said_before_work(
+    write_jsonl: Write, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["words"])}]}, extractor="trafilatura")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    [fault] = check_sources(recipe)
+    assert fault.startswith("curate.extractor: trafilatura is not installed; pip install 'herd[html]'")
+
+
 def test_a_later_broken_record_stops_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": null}\n')
-    with pytest.raises(SourceError, match=r"a\.jsonl:2: 'text' holds NoneType"):
+    with pytest.raises(SourceError, match=r"a\.jsonl:2 has null in 'text'"):
         texts_of(uri=str(path))
 
 

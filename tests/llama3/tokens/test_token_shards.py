@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +11,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.tokens.shards import token_dtype, tokenise
+from llama3.tokens.kernels import frame
+from llama3.tokens.megatron import open_pair
+from llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenise
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
 TEXTS = {
-    "general": ["plain words", "hostile <|end_of_text|><|begin_of_text|> text", "third", "naïve — 東京 👩‍👩‍👧"],
+    "general": ["plain words", "hostile <|end_of_text|><|begin_of_text|> text", "third", "naïve — 東京 👩‍👩‍👧", ""],
     "math": ["2 + 2 = 4"] + [f"{number} squared is {number**2}" for number in range(600)],
     "code": ["def f():\n\treturn 1\n"],
     "multilingual": ["привет", "مرحبا"],
 }
+ASKED = recipe([stage("a", 80)])
 
 
 @pytest.fixture
@@ -27,62 +33,101 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer"
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    rows: dict[str, list[dict[str, Any]]] = {
+def rows() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {
         domain: [{"text": text, "source_index": number % 2} for number, text in enumerate(texts)]
         for domain, texts in TEXTS.items()
     }
-    rows["general"].append({"text": "kept for evaluation", "split": "held_out"})
-    return write_documents(tmp_path / "curated", rows)
+    found["general"].append({"text": "kept for evaluation", "split": "held_out"})
+    return found
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "curated", rows())
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """The same documents in three files for each domain."""
+    return write_documents(tmp_path / "parts", rows(), files=3)
+
+
+def tables(folder: Path, leaf: str) -> list[dict[str, Any]]:
+    return [row for file in sorted((folder / leaf).glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
 
 
 def read_back(folder: Path, leaf: str) -> list[list[int]]:
-    index = json.loads((folder / "tokens.json").read_text())
-    bins = sorted((folder / leaf).glob("tokens-*.bin"))
-    tokens = np.concatenate([np.fromfile(file, np.dtype(index["dtype"]).newbyteorder("<")) for file in bins])
-    rows = pq.read_table(folder / leaf / "documents.parquet").to_pylist()
-    return [tokens[row["offset"] : row["offset"] + row["length"]].tolist() for row in rows]
+    found = []
+    for file in sorted((folder / leaf).glob("*.parquet")):
+        stem = file.with_name(file.stem.replace("documents", "tokens"))
+        for row in pq.read_table(file).to_pylist():
+            found.append(open_pair(stem).tokens[row["offset"] : row["offset"] + row["length"]].tolist())
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*")}
 
 
 def test_documents_come_back_whole_in_order_and_only_for_training(
     documents: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    tokenise(recipe([stage("a", 80)]), documents, tokenizer, tmp_path / "tokens")
+    tokenise(ASKED, documents, tokenizer, tmp_path / "tokens")
     encoder = Tokenizer.load(tokenizer)
     for domain in TEXTS:
         table = pq.read_table(documents / "documents" / f"{domain}-00000.parquet").to_pylist()
         kept = [row for row in table if row["split"] == "train"]
-        rows = pq.read_table(tmp_path / "tokens" / domain / "documents.parquet").to_pylist()
-        assert [row["id"] for row in rows] == [row["id"] for row in kept]
-        assert [row["bytes"] for row in rows] == [len(row["text"].encode()) for row in kept]
+        written = tables(tmp_path / "tokens", domain)
+        carried = set(SCHEMA.names) & set(kept[0])
+        assert [{name: row[name] for name in carried} for row in written] == [
+            {name: row[name] for name in carried} for row in kept
+        ]
+        assert [row["bytes"] for row in written] == [len(row["text"].encode()) for row in kept]
         read = read_back(tmp_path / "tokens", domain)
         assert [encoder.decode(ids) for ids in read] == [row["text"] for row in kept]
         for ids in read:
             assert (ids[0], ids[-1]) == (encoder.begin, encoder.end)
-            assert max(ids[1:-1]) < len(encoder.base)
+            assert max(ids[1:-1], default=0) < len(encoder.base)
 
 
-def test_facts_and_index_count_what_is_there(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    facts = tokenise(recipe([stage("a", 80)]), documents, tokenizer, tmp_path / "tokens")
+def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+    facts = tokenise(ASKED, parts, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
+    languages: Counter[str] = Counter()
     for domain, texts in TEXTS.items():
-        tokens = sum(len(ids) for ids in read_back(tmp_path / "tokens", domain))
+        written = tables(tmp_path / "tokens", domain)
+        tokens = sum(row["length"] for row in written)
         counted = {"tokens": tokens, "documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         assert facts["leaves"][domain] == {name: facts[name][domain] for name in counted} == counted
-        assert index["leaves"][domain] == {"domain": domain, "shards": [tokens], **counted}
+        described = index["leaves"][domain]
+        assert {name: described[name] for name in counted} == counted
+        assert sum(described["shards"]["tokens"]) == tokens
+        assert sum(described["shards"]["documents"]) == len(texts)
+        for column, values in described["by"].items():
+            for value, counts in values.items():
+                lengths = [row["length"] for row in written if row[column] == value]
+                assert counts == [sum(lengths), len(lengths)]
+        by_source: Counter[str] = Counter()
+        for row in written:
+            by_source[row["source"]] += row["length"]
+            languages[row["language"]] += row["length"]
+        assert facts["sources"][domain] == by_source
+    assert facts["languages"] == languages
     assert (index["dtype"], index["rows"], index["begin"], index["end"]) == ("uint16", 556, 300, 301)
 
 
-def test_weighted_sources_are_leaves_of_their_own(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    asked = recipe([stage("a", 80)], weights={"general": [3, 1]})
-    facts = tokenise(asked, documents, tokenizer, tmp_path / "tokens")
-    assert list(facts["leaves"]) == ["general-0", "general-1", "math", "code", "multilingual"]
+def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+    asked = recipe([stage("a", 80)], weights={"general": [3, 1], "code": [1, 1]})
+    facts = tokenise(asked, parts, tokenizer, tmp_path / "tokens")
+    assert list(facts["leaves"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
     assert facts["tokens"]["general"] == sum(facts["leaves"][name]["tokens"] for name in ("general-0", "general-1"))
     encoder = Tokenizer.load(tokenizer)
-    for index in (0, 1):
-        read = {encoder.decode(ids) for ids in read_back(tmp_path / "tokens", f"general-{index}")}
-        assert read == set(TEXTS["general"][index::2])
+    for source in (0, 1):
+        read = {encoder.decode(ids) for ids in read_back(tmp_path / "tokens", f"general-{source}")}
+        assert read == set(TEXTS["general"][source::2])
+    assert facts["leaves"]["code-1"] == {"tokens": 0, "documents": 0, "bytes": 0}
+    assert not list((tmp_path / "tokens" / "code-1").glob("*.bin"))
 
 
 def test_document_of_an_unknown_source_is_refused(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
@@ -91,47 +136,76 @@ def test_document_of_an_unknown_source_is_refused(documents: Path, tokenizer: Pa
         tokenise(asked, documents, tokenizer, tmp_path / "tokens")
 
 
-def test_threads_and_repetition_change_no_byte(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    written = []
-    for threads in (1, 3):
-        folder = tmp_path / str(threads)
-        tokenise(recipe([stage("a", 80)]), documents, tokenizer, folder, threads=threads)
-        written.append({str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*")})
-    assert written[0] == written[1]
-    assert len(written[0]) == 9
+def backwards(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
+    for item in reversed(items):
+        work(job, item)
 
 
-def test_bins_are_bounded_and_documents_never_straddle_them(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
+def pooled(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda item: work(job, item), items))
+
+
+def test_threads_runner_and_repetition_change_no_byte(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    tokenise(ASKED, parts, tokenizer, whole)
+    expected = contents(whole)
+    assert len([name for name in expected if name.endswith("parquet")]) == 12
+    for name, more in (("threads", {"threads": 3}), ("backwards", {"runner": backwards}), ("pool", {"runner": pooled})):
+        tokenise(ASKED, parts, tokenizer, tmp_path / name, **more)
+        assert contents(tmp_path / name) == expected
+
+
+def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    tokenise(recipe([stage("a", 80)]), documents, tokenizer, whole)
-    tokenise(recipe([stage("a", 80)]), documents, tokenizer, cut, shard_tokens=200)
-    index = json.loads((cut / "tokens.json").read_text())["leaves"]["math"]
-    assert len(index["shards"]) > 10
-    assert max(index["shards"]) <= 200
-    assert [file.stat().st_size // 2 for file in sorted((cut / "math").glob("*.bin"))] == index["shards"]
-    edges = np.cumsum(index["shards"]).tolist()
-    rows = pq.read_table(cut / "math" / "documents.parquet").to_pylist()
-    assert all(
-        np.searchsorted(edges, row["offset"], "right")
-        == np.searchsorted(edges, row["offset"] + row["length"] - 1, "right")
-        for row in rows
-    )
-    assert read_back(cut, "math") == read_back(whole, "math")
+    facts = tokenise(ASKED, parts, tokenizer, whole)
+
+    def killed(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
+        for item in items[:5]:
+            work(job, item)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenise(ASKED, parts, tokenizer, cut, runner=killed)
+    assert not (cut / "tokens.json").exists()
+    half_done = cut / "general" / "documents-00001.parquet"
+    half_done.unlink()
+    half_done.with_name("tokens-00001.bin").write_bytes(b"cut sho")
+    seen: list[int] = []
+
+    def counting(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
+        seen.extend(items)
+        backwards(job, step, work, items)
+
+    assert tokenise(ASKED, parts, tokenizer, cut, runner=counting) == facts
+    assert seen == [1, *range(5, 12)]
+    assert contents(cut) == contents(whole)
 
 
-def test_dtype_goes_by_the_vocabulary(tmp_path: Path) -> None:
+def test_shards_follow_the_number_of_their_file(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+    for file in sorted((parts / "documents").glob("math-*.parquet")):
+        number = int(file.stem[-1])
+        file.rename(file.with_name(f"math-{(99_999, 100_000, 7)[number]:05}.parquet"))
+    tokenise(ASKED, parts, tokenizer, tmp_path / "tokens")
+    index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
+    assert index["leaves"]["math"]["shards"]["number"] == [7, 99_999, 100_000]
+    assert (tmp_path / "tokens" / "math" / "tokens-100000.idx").exists()
+
+
+def test_dtype_goes_by_the_vocabulary() -> None:
     def dtype(asked: str, rows: int) -> str:
         return token_dtype(recipe([stage("a", 80)], tokens={"dtype": asked}), rows).name
 
-    assert dtype("auto", 65_536) == "uint16"
-    assert dtype("auto", 65_537) == "uint32"
-    assert dtype("uint32", 300) == "uint32"
+    assert dtype("auto", 65_499) == "uint16"
+    assert dtype("auto", 65_500) == "int32"
+    assert dtype("uint16", 65_536) == "uint16"
+    assert dtype("uint32", 300) == "int32"
     with pytest.raises(ValueError, match=r"tokens\.dtype: uint16 holds 65,536 ids, the tokenizer has 65,537 rows"):
         dtype("uint16", 65_537)
 
 
 def test_wide_ids_are_stored_as_asked(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    tokenise(recipe([stage("a", 80)]), documents, tokenizer, tmp_path / "narrow")
+    tokenise(ASKED, documents, tokenizer, tmp_path / "narrow")
     tokenise(recipe([stage("a", 80)], tokens={"dtype": "uint32"}), documents, tokenizer, tmp_path / "wide")
     assert read_back(tmp_path / "narrow", "math") == read_back(tmp_path / "wide", "math")
     narrow, wide = ((tmp_path / name / "math" / "tokens-00000.bin").stat().st_size for name in ("narrow", "wide"))
@@ -141,4 +215,11 @@ def test_wide_ids_are_stored_as_asked(documents: Path, tokenizer: Path, tmp_path
 def test_missing_domain_is_named(tokenizer: Path, tmp_path: Path) -> None:
     folder = write_documents(tmp_path / "few", {"general": [{"text": "only this"}]})
     with pytest.raises(ValueError, match=r"sources\.math: .*holds no math-\*\.parquet"):
-        tokenise(recipe([stage("a", 80)]), folder, tokenizer, tmp_path / "tokens")
+        tokenise(ASKED, folder, tokenizer, tmp_path / "tokens")
+
+
+def test_frame_puts_chosen_texts_between_their_special_tokens() -> None:
+    ids, offsets = np.arange(10, 20, dtype=np.uint32), np.array([0, 3, 3, 7, 10])
+    out = np.empty(13, np.uint16)
+    frame(ids, offsets, np.array([1, 3, 2]), 1, 2, out)
+    assert out.tolist() == [1, 2, 1, 17, 18, 19, 2, 1, 13, 14, 15, 16, 2]

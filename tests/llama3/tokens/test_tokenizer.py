@@ -3,8 +3,11 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import tiktoken
 from hypothesis import given, settings
@@ -12,14 +15,8 @@ from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from llama3.tokens.tokenizer import (
-    PATTERN,
-    Tokenizer,
-    make_tokenizer,
-    special_tokens,
-    train_tokenizer,
-    use_tokenizer,
-)
+from llama3.tokens.tokenizer import Tokenizer, make_tokenizer, train_tokenizer, use_tokenizer
+from llama3.tokens.vocabulary import PATTERN, special_tokens
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
 TEXTS = [
@@ -30,6 +27,11 @@ TEXTS = [
 
 
 BYTES = [bytes([value]) for value in range(256)]
+
+
+@pytest.fixture(autouse=True)
+def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,18 @@ def test_endless_runs_of_one_character_are_encoded(small: Tokenizer, text: str) 
 
 def test_threads_do_not_change_ids(small: Tokenizer) -> None:
     texts = [text[start:] for text in TEXTS for start in range(20)]
-    assert small.encode_batch(texts, threads=3) == [small.encode(text) for text in texts]
+    expected = [small.encode(text) for text in texts]
+    assert [ids.tolist() for ids in small.encode_batch(texts)] == expected
+    assert [ids.tolist() for ids in small.encode_batch(texts, threads=3)] == expected
+
+
+def test_flat_ids_are_those_of_the_batch(small: Tokenizer) -> None:
+    for texts in (["", *TEXTS, ""], [], [""]):
+        ids, offsets = small.encode_flat(texts)
+        assert (ids.dtype, offsets.dtype) == (np.uint32, np.int64)
+        assert [ids[a:b].tolist() for a, b in pairwise(offsets.tolist())] == [small.encode(text) for text in texts]
+        in_arrow = small.encode_flat(pa.array(["cut off", *texts], pa.string())[1:])
+        assert all(map(np.array_equal, in_arrow, (ids, offsets)))
 
 
 def test_same_text_same_bytes(tmp_path: Path) -> None:
@@ -179,7 +192,7 @@ def lines(tokens: list[bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
-        (b'{"model": {"type": "BPE"}}', "line 1: .* is not 'base64 rank'"),
+        (b"[1, 2]", r"line 1: .* is not 'base64 rank'; .* tokenizer\.json"),
         (b"\x0a\x0e\x0a\x05<unk>\x15\x00", "is not 'base64 rank'"),
         (lines(BYTES[:-1]), "1 of 256 single bytes missing"),
         (lines([*BYTES, b"ab", b"ab"]), "1 tokens twice"),
@@ -230,3 +243,23 @@ def test_recipe_can_name_a_tokenizer(small: Tokenizer, tmp_path: Path) -> None:
     asked = recipe([stage("a", 80)], tokenizer={"use": str(tmp_path / "given" / "tokenizer.model")})
     facts = make_tokenizer(asked, documents, tmp_path / "tokenizer")
     assert facts["digest"] == small.digest == Tokenizer.load(tmp_path / "tokenizer").digest
+
+
+def test_facts_say_how_far_each_language_is_broken_up(tmp_path: Path) -> None:
+    """With single bytes for tokens every ratio can be counted by hand."""
+    Tokenizer(BYTES).save(tmp_path / "given")
+    held_out = {
+        "general": [{"text": "ab cd", "language": "en"}, {"text": "größe", "language": "de"}],
+        "math": [{"text": "1 + 1", "language": "en"}],
+        "code": [{"text": "x = 1", "language": "und"}],
+        "multilingual": [{"text": "東京", "language": "ja"}, {"text": "...", "language": "xx"}],
+    }
+    rows = {domain: [{**row, "split": "held_out"} for row in part] for domain, part in held_out.items()}
+    rows["general"].append({"text": "seen in training", "language": "fr"})
+    documents = write_documents(tmp_path / "curated", rows)
+    asked = recipe([stage("a", 80)], tokenizer={"use": str(tmp_path / "given" / "tokenizer.model")})
+    facts = make_tokenizer(asked, documents, tmp_path / "tokenizer")
+    assert facts["bytes_per_token"] == dict.fromkeys(("general", "math", "code", "multilingual"), 1.0)
+    assert facts["characters_per_token"] == {"general": 0.8333, "math": 1.0, "code": 1.0, "multilingual": 0.5556}
+    assert facts["characters_per_token_by_language"] == {"en": 1.0, "de": 0.7143, "ja": 0.3333, "xx": 1.0}
+    assert facts["tokens_per_word_by_language"] == {"en": 2.5, "de": 7.0, "ja": 3.0, "xx": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
-from llama3.tokens.mix import leaves_of
-from llama3.tokens.shards import LeafWriter
+from llama3.tokens.index import write_index
+from llama3.tokens.mix import Leaf, leaves_of
+from llama3.tokens.shards import write_shard
 from llama3.tokens.stream import TokenStream
 
 BASE = {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}
@@ -53,18 +54,85 @@ def recipe(
     )
 
 
-def write_shards(folder: Path, asked: Recipe, lengths: list[list[int]], shard_tokens: int = 97) -> Path:
-    """Write shards whose token says where it comes from: leaf x 1,000,000 + place in the leaf's bins."""
-    index: dict[str, Any] = {"dtype": "uint32", "end": END, "leaves": {}}
+def write_shards(
+    folder: Path,
+    asked: Recipe,
+    lengths: list[list[int]],
+    cuts: int = 3,
+    sources: Sequence[str] = ("s",),
+    dtype: str = "int32",
+) -> Path:
+    """Write shards whose token says where it comes from: leaf x 1,000,000 + place in the leaf's bins.
+
+    Leaf n has documents of `lengths[n % len(lengths)]` tokens, `cuts` of them in a shard; their sources, languages and
+    licences take turns.
+    """
     for number, leaf in enumerate(leaves_of(asked)):
-        documents = lengths[number % len(lengths)]
-        with LeafWriter(leaf, folder / leaf.name, np.dtype("<u4"), shard_tokens) as writer:
-            for row, length in enumerate(documents):
-                ids = [number * 1_000_000 + writer.tokens + place for place in range(length)]
-                writer.add({"id": f"{leaf.name}:{row}", "text": "", "source": "s", "language": "en"}, ids)
-        index["leaves"][leaf.name] = {"shards": writer.shards}
-    (folder / "tokens.json").write_text(json.dumps(index))
+        sizes = np.array(lengths[number % len(lengths)], np.int64)
+        tokens = (number * 1_000_000 + np.arange(sizes.sum())).astype(dtype)
+        ends = np.cumsum(sizes)
+        for shard, first in enumerate(range(0, len(sizes), cuts)):
+            rows = range(first, min(first + cuts, len(sizes)))
+            part = tokens[ends[rows[0]] - sizes[rows[0]] : ends[rows[-1]]]
+            write_shard(
+                folder / leaf.name, shard, [part], sizes[rows.start : rows.stop], documents(leaf, rows, sources)
+            )
+    return index(folder, asked, dtype)
+
+
+def index(folder: Path, asked: Recipe, dtype: str = "int32") -> Path:
+    """Write the index of the shards in `folder` and return it."""
+    vocabulary = {"rows": END + 1, "begin": BEGIN, "end": END, "tokenizer": "none"}
+    write_index(folder, {leaf.name: leaf.domain for leaf in leaves_of(asked)}, dtype, vocabulary)
     return folder
+
+
+def documents(leaf: Leaf, rows: range, sources: Sequence[str] = ("s",)) -> pa.Table:
+    """Return the tables' rows of the documents `rows` of a leaf."""
+    numbers = np.array(rows)
+    repeated = {
+        "source": np.array(sources)[numbers % len(sources)],
+        "language": np.array(["en", "de", "fr"])[numbers % 3],
+        "licence": np.array(["CC0", "MIT"])[numbers // 2 % 2],
+    }
+    return pa.table(
+        {
+            "id": [f"{leaf.name}:{row}" for row in rows],
+            "domain": [leaf.domain] * len(rows),
+            **{name: pa.array(values.tolist()) for name, values in repeated.items()},
+            "source_index": pa.array(numbers % len(sources), pa.int32()),
+            "quality": np.zeros(len(rows)),
+            "bytes": np.full(len(rows), 4),
+        }
+    )
+
+
+def synthetic_shards(
+    folder: Path,
+    asked: Recipe,
+    counts: Sequence[int],
+    mean: int,
+    shards: int = 4,
+    sources: Sequence[str] = ("s",),
+    hollow: bool = False,
+    dtype: str = "int32",
+) -> Path:
+    """Write shards of random tokens for measurements: `counts[n]` documents in leaf n, about `mean` tokens each.
+
+    Lengths are exponential, at least 2. With `hollow` the bins are holes of the right size: any number of documents
+    without the disk, and all tokens are 0. 100 Mtok/s.
+    """
+    random = np.random.default_rng(0)
+    for leaf, count in zip(leaves_of(asked), counts, strict=True):
+        for shard in range(shards):
+            rows = range(shard * count // shards, (shard + 1) * count // shards)
+            sizes = 2 + random.exponential(mean - 2, len(rows)).astype(np.int64)
+            tokens = [] if hollow else [random.integers(0, 2**15, sizes.sum(), dtype)]
+            write_shard(folder / leaf.name, shard, tokens, sizes, documents(leaf, rows, sources))
+            if hollow:
+                with (folder / leaf.name / f"tokens-{shard:05}.bin").open("r+b") as file:
+                    file.truncate(int(sizes.sum()) * np.dtype(dtype).itemsize)
+    return index(folder, asked, dtype)
 
 
 def stream(folder: Path, asked: Recipe, lengths: list[list[int]] | None = None) -> TokenStream:
@@ -77,8 +145,8 @@ LENGTHS = [[3, 11, 2, 40, 7, 5], [9, 2, 2, 13, 4, 4, 6], [30], [2] * 15]
 """Documents of each leaf: short ones, one longer than a unit, a leaf of a single document."""
 
 
-def write_documents(folder: Path, documents: dict[str, list[dict[str, Any]]]) -> Path:
-    """Write curated documents: by domain, `text` and optionally `split` and `source_index`."""
+def write_documents(folder: Path, documents: dict[str, list[dict[str, Any]]], files: int = 1) -> Path:
+    """Write curated documents: by domain, `text` and optionally `split` and `source_index`; so many files each."""
     (folder / "documents").mkdir(parents=True)
     for domain, rows in documents.items():
         table = [
@@ -87,14 +155,18 @@ def write_documents(folder: Path, documents: dict[str, list[dict[str, Any]]]) ->
                 "domain": domain,
                 "source": f"{domain}/{row.get('source_index', 0)}",
                 "source_index": 0,
-                "language": "en",
+                "language": ("en", "de")[len(row["text"]) % 2],
                 "url": "",
                 "licence": "unknown",
+                "quality": 0.5,
                 "split": "train",
                 **row,
             }
             for row in rows
         ]
         table.sort(key=lambda row: str(row["id"]))
-        pq.write_table(pa.Table.from_pylist(table), folder / "documents" / f"{domain}-00000.parquet")
+        for file in range(files):
+            part = table[file * len(table) // files : (file + 1) * len(table) // files]
+            schema = pa.Table.from_pylist(table).schema
+            pq.write_table(pa.Table.from_pylist(part, schema), folder / "documents" / f"{domain}-{file:05}.parquet")
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import numpy as np
 from llama3.recipe.load import load_recipe, to_yaml
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
+from llama3.tokens.index import write_index
 from llama3.tokens.mix import leaves_of
-from llama3.tokens.shards import LeafWriter
+from llama3.tokens.shards import write_shard
 from llama3.train.job import TrainJob
 from llama3.train.journal import Record, read_journal
+from tests.llama3.tokens.token_samples import documents
 
 ROWS, BEGIN, END = 512, 256, 257
 STEP = 256
@@ -54,17 +55,16 @@ def stages(steps: int) -> list[dict[str, Any]]:
 
 def write_tokens(folder: Path, asked: Recipe) -> Path:
     """Write shards of documents that count up in strides, so that there is something to learn."""
-    leaves = {}
     for number, leaf in enumerate(leaves_of(asked)):
-        with LeafWriter(leaf, folder / leaf.name, np.dtype("<u2"), 2**20) as writer:
-            for row in range(40):
-                length, stride = 5 + (row * 7 + number) % 33, 1 + (row + number) % 5
-                text = [(row * 11 + number * 50 + stride * place) % 256 for place in range(length)]
-                document = {"id": f"{leaf.name}:{row}", "text": "", "source": "s", "language": "en"}
-                writer.add(document, [BEGIN, *text, END])
-        leaves[leaf.name] = {"domain": leaf.domain, "shards": writer.shards, "tokens": writer.tokens}
-    index = {"dtype": "uint16", "rows": ROWS, "begin": BEGIN, "end": END, "leaves": leaves}
-    (folder / "tokens.json").write_text(json.dumps(index))
+        texts = []
+        for row in range(40):
+            length, stride = 5 + (row * 7 + number) % 33, 1 + (row + number) % 5
+            text = [(row * 11 + number * 50 + stride * place) % 256 for place in range(length)]
+            texts.append(np.array([BEGIN, *text, END], np.uint16))
+        lengths = np.array([len(text) for text in texts])
+        write_shard(folder / leaf.name, 0, texts, lengths, documents(leaf, range(40)))
+    vocabulary = {"rows": ROWS, "begin": BEGIN, "end": END, "tokenizer": "none"}
+    write_index(folder, {leaf.name: leaf.domain for leaf in leaves_of(asked)}, "uint16", vocabulary)
     return folder
 
 

@@ -1,0 +1,135 @@
+"""The command group `herd bench`: measure what the parts of herd cost on this machine, beside their peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from llama3.bench.rows import Row
+    from llama3.bench.session import Session
+
+bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
+out = Console(highlight=False)
+problems = Console(stderr=True, highlight=False, soft_wrap=True)
+SHARED = Path(__file__).parents[2] / "shared"
+PeersOption = Annotated[
+    str,
+    typer.Option(envvar="HERD_BENCH_PEERS", help="Python that has the peers; default: this one.", show_default=False),
+]
+
+
+@bench.command()
+def data(
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: minhash,lines/exact")] = "",
+    size: Annotated[
+        Literal["small", "full"], typer.Option(help="About 4 MB of text (a minute or two), or 43 MB.")
+    ] = "small",
+    out_: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    peers: PeersOption = "",
+    peer_mb: Annotated[float, typer.Option(help="Give the peers the first MB of the text only; 0: all.")] = 0,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of jsonl files; default: shared prose, or what is installed.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tiktoken tokenizer.model; default: shared, or trained here.")
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")] = None,
+) -> None:
+    """Data production: pipeline, near-duplicates, lines, filters, tokens, mix, stream, memory. CPU time, one core."""
+    from llama3.bench.measure import peer_versions
+    from llama3.bench.session import Session, Settings
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        settings = Settings(
+            folder=_empty(work) if work else Path(temporary),
+            size=size,
+            only=tuple(filter(None, only.split(","))),
+            peers=peers or sys.executable,
+            peer_bytes=int(peer_mb * 1e6),
+            corpus=corpus or _shared("corpora/general"),
+            tokenizer=tokenizer or _shared("tokenizer/tokenizer.model"),
+        )
+        try:
+            versions = peer_versions(settings.peers)
+            session = Session(settings)
+            rows = _measure(session, quiet=json_)
+        except ValueError as error:
+            problems.print(f"[red]error[/]  {escape(str(error))}")
+            raise typer.Exit(2) from None
+        _tell(session, rows, versions, json_, out_)
+
+
+def _measure(session: Session, quiet: bool) -> list[Row]:
+    """Return the rows, naming each on standard error as it is measured."""
+    from llama3.bench.data import data_rows
+
+    rows = []
+    for row in data_rows(session):
+        rows.append(row)
+        if not quiet:
+            problems.print(f"[dim]{row.name}[/]")
+    return rows
+
+
+def _tell(session: Session, rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
+    from llama3.bench.rows import report
+
+    made = report(rows, session.described, versions)
+    text = json.dumps(made, indent=1)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    if as_json:
+        print(text)
+        return
+    out.print(_table(rows))
+    out.print(_about(made))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    from llama3.bench.rows import number
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "value", "unit", "target", "ok", ""):
+        table.add_column(column, justify="right" if column in ("value", "target") else "left", no_wrap=column == "name")
+    verdicts = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    for row in rows:
+        value = "-" if row.value is None else number(row.value)
+        table.add_row(row.name, value, row.unit, row.target, verdicts[row.ok], escape(row.note))
+    return table
+
+
+def _about(made: dict[str, Any]) -> str:
+    """Return a line on where and on what this was measured."""
+    machine, corpus = made["machine"], made["corpus"]
+    peers = ", ".join(f"{name} {version}" for name, version in made["peers"].items() if name != "numpy")
+    text = f"; {corpus['documents']:,} documents, {corpus['mb']} MB" if corpus else ""
+    return f"{machine['cpu']}, {machine['cores']} cores{text}; peers: {peers or 'none'}; {made['date']}"
+
+
+def _shared(name: str) -> Path | None:
+    """Return a file or folder of the shared data, if it is there."""
+    path = Path(os.environ.get("HERD_SHARED", SHARED)) / name
+    return path if path.exists() else None
+
+
+def _empty(folder: Path) -> Path:
+    """Return `folder`, made if need be. Raises typer.BadParameter if something is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise typer.BadParameter(f"{folder} is not empty; give another", param_hint="--work")
+    return folder.absolute()

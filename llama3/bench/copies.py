@@ -1,0 +1,72 @@
+"""Rows about the whole pipeline, near-duplicates and lines: cost beside the peers, and whether the result is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from llama3.bench.measure import Cost
+from llama3.bench.pairs import near_pairs, precision, recall
+from llama3.bench.plain import without_common_lines
+from llama3.bench.rows import Row, measured
+from llama3.bench.session import ALPHABETIC, SHINGLE, Session, texts_of
+
+MAX_COPIES, MIN_CHARS = 6, 8
+
+
+def pipeline(run: Session, name: str) -> Row:
+    """Jsonl, filters, MinHash, tokens."""
+    folder = str(run.inputs.tokenizer)
+    ours = run.cost("ours.pipeline", "jsonl", tokenizer=folder, alphabetic=ALPHABETIC)
+    whole = f"{folder}/tokenizer.json"
+    peer = run.cost("peers.datatrove_pipeline", "jsonl", tokenizer=whole, alphabetic=ALPHABETIC)
+    return run.ratio(name, ours, peer)
+
+
+def near_datatrove(run: Session, name: str) -> Row:
+    return run.ratio(name, run.cost("ours.minhash"), run.cost("peers.datatrove_minhash"))
+
+
+def near_datasketch(run: Session, name: str) -> Row:
+    return run.ratio(name, run.cost("ours.minhash"), run.cost("peers.datasketch_near"))
+
+
+def near_recall(run: Session, name: str) -> Row:
+    """Of all pairs that are alike, how many end in one cluster."""
+    texts = texts_of(run.inputs.near.shard)
+    found = run.cost("ours.near_quality", on="near").facts
+    cluster = [str(row) for row in range(len(texts))]
+    for row, label in zip(found["rows"], found["clusters"], strict=True):
+        cluster[row] = label
+    share, pairs = recall(near_pairs(texts, SHINGLE), cluster, 0.8)
+    return measured(name, share, f"{pairs:,} true pairs in {len(texts):,} documents", pairs=pairs)
+
+
+def near_precision(run: Session, name: str) -> Row:
+    """Of the pairs that verification let through, how many are alike."""
+    texts = texts_of(run.inputs.near.shard)
+    found = [(one, other) for one, other in run.cost("ours.near_quality", on="near").facts["pairs"]]
+    share, pairs = precision(texts, found, SHINGLE, 0.7)
+    return measured(name, share, f"{pairs:,} verified pairs", pairs=pairs)
+
+
+def _our_lines(run: Session) -> Cost:
+    return run.cost("ours.lines", max_copies=MAX_COPIES, min_chars=MIN_CHARS)
+
+
+def lines_by_sentence(run: Session, name: str) -> Row:
+    return run.ratio(name, _our_lines(run), run.cost("peers.datatrove_sentences"))
+
+
+def lines_by_line(run: Session, name: str) -> Row:
+    return run.ratio(name, _our_lines(run), run.cost("peers.datatrove_lines"))
+
+
+def lines_exact(run: Session, name: str) -> Row:
+    """Of all documents, how many are what plain Python makes of them."""
+    ours = _our_lines(run)
+    wanted = without_common_lines(texts_of(run.inputs.ours.shard), MAX_COPIES, MIN_CHARS)
+    found = texts_of(Path(ours.facts["documents"]))
+    equal = [one == other for one, other in zip(found, wanted, strict=True)]
+    return measured(name, 100 * float(np.mean(equal)), f"{ours.facts['lines']:,} lines removed")

@@ -1,0 +1,53 @@
+"""The rows of `herd bench data`: what data production costs here, beside datatrove, datasketch and two tokenizers.
+
+Both sides of a ratio are measured in the same run, on the same machine, one after the other, on the same documents and
+thresholds; where they cannot do the same thing, the module of the measured side says what differs. What this gives up:
+nothing here runs on more than one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llama3.bench import copies, streams, texts
+from llama3.bench.measure import NotMeasured
+from llama3.bench.rows import TARGETS, Row, failed, not_measured
+from llama3.bench.session import Session
+
+MEASURES: dict[str, Callable[[Session, str], Row]] = {
+    "pipeline/datatrove": copies.pipeline,
+    "minhash/datatrove": copies.near_datatrove,
+    "minhash/datasketch": copies.near_datasketch,
+    "minhash/recall": copies.near_recall,
+    "minhash/precision": copies.near_precision,
+    "lines/datatrove": copies.lines_by_sentence,
+    "lines/datatrove-lines": copies.lines_by_line,
+    "lines/exact": copies.lines_exact,
+    "filters/datatrove": texts.filters_cost,
+    "filters/exact": texts.filters_exact,
+    "filters/agreement": texts.filters_agreement,
+    "tokens/huggingface": texts.tokens_huggingface,
+    "tokens/tiktoken": texts.tokens_tiktoken,
+    "tokens/equal": texts.tokens_equal,
+    "mix/documents": streams.mix,
+    "stream/rate": streams.stream,
+    "memory/peak": streams.memory,
+}
+
+
+def data_rows(run: Session) -> Iterator[Row]:
+    """Yield the wanted rows as they are measured; what a missing library or an error prevents says so.
+
+    Raises ValueError if the user asked for a row that there is not.
+    """
+    known = {*MEASURES, *(name.split("/")[0] for name in MEASURES)}
+    unknown = [name for name in run.settings.only if name not in known]
+    if unknown:
+        raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(MEASURES)}")
+    for name in filter(run.wanted, TARGETS):
+        try:
+            yield MEASURES[name](run, name)
+        except NotMeasured as error:
+            yield not_measured(name, str(error))
+        except RuntimeError as error:
+            yield failed(name, str(error).splitlines()[-1])

@@ -1,0 +1,31 @@
+"""What our near-duplicate removal found, for the comparison with the true pairs. Not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from llama3.bench.ours.minhash import work as remove
+from llama3.bench.ours.setup import one_shard
+from llama3.data.stars import verdict_files
+
+
+def work(source: Path, folder: Path) -> dict[str, Any]:
+    """Return the cluster (id of the kept document) of each clustered row, and the verified pairs of rows."""
+    remove(source, folder)
+    job = one_shard(source, folder, {})
+    clusters = pa.concat_tables([pq.read_table(file) for file in job.files("near/clusters")])
+    pairs = set()
+    for file in verdict_files(job):
+        alike = pq.read_table(file).filter(pc.field("alike"))
+        ends = zip(alike["centre"].to_pylist(), alike["row"].to_pylist(), strict=True)
+        pairs |= {(min(pair), max(pair)) for pair in ends}
+    return {
+        "rows": clusters["row"].to_pylist(),
+        "clusters": clusters["cluster"].to_pylist(),
+        "pairs": sorted(pairs),
+    }

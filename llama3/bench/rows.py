@@ -1,0 +1,157 @@
+"""Rows of a benchmark: a measured value beside its target, and the report that holds them.
+
+A row whose library is missing says "not measured" and neither meets nor misses its target: a benchmark without its
+peers still gives our own numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from llama3.bench.measure import Cost
+
+LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The bound of a row, and what it is counted in."""
+
+    bound: float | None
+    """None: shown for what it is."""
+    unit: str
+    kind: Literal["at least", "at most"] = "at least"
+
+    def met(self, value: float) -> bool | None:
+        """Return whether `value` keeps the bound, if there is one."""
+        if self.bound is None:
+            return None
+        return value >= self.bound if self.kind == "at least" else value <= self.bound
+
+    def __str__(self) -> str:
+        return "" if self.bound is None else f"{'>=' if self.kind == 'at least' else '<='} {number(self.bound)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `value` None: not measured, for the reason in `note`."""
+
+    name: str
+    value: float | None
+    unit: str
+    target: str
+    ok: bool | None
+    note: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the value was made from: CPU seconds, bytes, documents of either side."""
+
+
+TARGETS: Mapping[str, Target] = {
+    "pipeline/datatrove": Target(50, "x less CPU"),
+    "minhash/datatrove": Target(150, "x less CPU"),
+    "minhash/datasketch": Target(15, "x less CPU"),
+    "minhash/recall": Target(0.995, "of pairs, J >= 0.8"),
+    "minhash/precision": Target(0.99, "of verified pairs, J >= 0.7"),
+    "lines/datatrove": Target(100, "x less CPU"),
+    "lines/datatrove-lines": Target(None, "x less CPU"),
+    "lines/exact": Target(100, "% equal"),
+    "filters/datatrove": Target(60, "x less CPU"),
+    "filters/exact": Target(100, "% equal"),
+    "filters/agreement": Target(97, "% agree"),
+    "tokens/huggingface": Target(20, "x less CPU"),
+    "tokens/tiktoken": Target(5, "x less CPU"),
+    "tokens/equal": Target(100, "% equal"),
+    "mix/documents": Target(15, "CPU s", "at most"),
+    "stream/rate": Target(200, "M tokens/s"),
+    "memory/peak": Target(100, "% of the limit", "at most"),
+}
+"""Every row of `herd bench data`, in the order of the table."""
+
+
+def measured(name: str, value: float, note: str = "", **detail: Any) -> Row:
+    """Return the row `name` with its value."""
+    target = TARGETS[name]
+    return Row(name, value, target.unit, str(target), target.met(value), note, detail)
+
+
+def not_measured(name: str, why: str) -> Row:
+    """Return the row `name` without a value."""
+    target = TARGETS[name]
+    return Row(name, None, target.unit, str(target), None, f"not measured: {why}")
+
+
+def failed(name: str, why: str) -> Row:
+    """Return the row `name` of a measurement that broke down."""
+    target = TARGETS[name]
+    return Row(name, None, target.unit, str(target), False, f"failed: {why}")
+
+
+def ratio(name: str, ours: Cost, peer: Cost, ours_bytes: int, peer_bytes: int) -> Row:
+    """Return the row `name`: CPU time per byte of the peer over ours."""
+    value = (peer.cpu_s / peer_bytes) / (ours.cpu_s / ours_bytes)
+    note = f"{ours.cpu_s:.2f} s against {peer.cpu_s:.2f} s"
+    if ours_bytes != peer_bytes:
+        note += f", per byte: {ours_bytes / 1e6:.1f} MB against {peer_bytes / 1e6:.1f} MB"
+    sides = {"ours": (ours, ours_bytes), "peer": (peer, peer_bytes)}
+    return measured(name, value, note, **{side: _side(cost, size) for side, (cost, size) in sides.items()})
+
+
+def _side(cost: Cost, size: int) -> dict[str, Any]:
+    return {
+        "cpu_s": round(cost.cpu_s, 4),
+        "mb_per_cpu_s": round(size / 1e6 / cost.cpu_s, 3),
+        "bytes": size,
+        "peak_mb": round(cost.peak_bytes / 1e6),
+        "facts": {key: fact for key, fact in cost.facts.items() if not isinstance(fact, list)},
+    }
+
+
+def report(rows: Sequence[Row], corpus: Mapping[str, Any], peers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rows with what a reader must know about them: date, machine, versions, corpus. JSON-ready."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **installed(LIBRARIES)},
+        "peers": dict(peers),
+        "corpus": dict(corpus),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor's name and the number of its cores."""
+    return {"cpu": _processor(), "cores": os.cpu_count(), "system": platform.system()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those of `names` that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def number(value: float) -> str:
+    """Return `value` as people write it: three digits or, above a thousand, all before the point."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}" if abs(value) < 1 else f"{value:.3g}"

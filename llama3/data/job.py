@@ -1,0 +1,140 @@
+"""A curation job: its shards, its folder of half-done work, and the order in which steps drop documents.
+
+Every step has one shape. *Map* reads a shard and writes one file; *reduce* reads one range of a hash out of all those
+files and writes one file; a file that exists is done, so a killed job goes on where it stopped, and any runner (a loop,
+threads, a cluster) may do the items in any order. Files are written under another name and renamed. What this gives up:
+a reducer opens every mapper's file, so a job has thousands of shards, not millions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import Domain
+from storage.duck import session
+
+ROW_BITS = 32
+DROPS = ("filter", "url", "exact", "near", "contaminated", "topic")
+"""Steps that drop documents, in order; a document's outcome is the first that drops it."""
+DROP_SCHEMA = pa.schema({"row": pa.int64(), "outcome": pa.string(), "kept": pa.string()})
+"""What a dropping step writes, ordered by row; `kept`: id of the document that stays in its place, if there is one."""
+ROW_GROUP = 8192
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents of one domain: `text` and `attributes` are Parquet with the same rows in the same order."""
+
+    number: int
+    domain: Domain
+    text: Path
+    attributes: Path
+    documents: int
+    bytes: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Half-open range of the column `row` in this shard."""
+        return self.number << ROW_BITS, (self.number + 1) << ROW_BITS
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a work item needs to know; pickled to workers."""
+
+    recipe: Recipe
+    shards: tuple[Shard, ...]
+    folder: Path
+    """Where steps leave their files."""
+    parts: int = 1
+    """Ranges of a hash that are reduced separately; no result depends on it."""
+    memory: str = "1GiB"
+    """DuckDB's memory in one work item."""
+    threads: int = 1
+
+    def file(self, step: str, item: int) -> Path:
+        """Return the file that item `item` of `step` writes."""
+        return self.folder / step / f"{item:05}.parquet"
+
+    def files(self, step: str) -> list[str]:
+        """Return the files that `step` has written, in order."""
+        return [str(path) for path in sorted((self.folder / step).glob("[0-9]*.parquet"))]
+
+    @contextmanager
+    def session(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Open a DuckDB session within the job's memory; it spills inside the job's folder."""
+        with session(self.folder / "spill" / str(os.getpid()), self.memory, self.threads) as connection:
+            yield connection
+
+    def survivors(self, shard: Shard, before: str, columns: str = "*") -> str:
+        """Return SQL for `columns` of the attributes of `shard` that no step before `before` has dropped.
+
+        `before` is one of DROPS, or "end" for what is left after all of them. Includes `row`. Unordered.
+        """
+        earlier = DROPS if before == "end" else DROPS[: DROPS.index(before)]
+        files = [file for step in earlier for file in self.files(f"{step}/drop")]
+        attributes = f"SELECT {columns} FROM read_parquet({quoted(str(shard.attributes))})"
+        if not files:
+            return attributes
+        low, high = shard.rows
+        gone = f'SELECT "row" FROM read_parquet({listed(files)}) WHERE "row" >= {low} AND "row" < {high}'
+        return f'{attributes} WHERE "row" NOT IN ({gone})'
+
+
+Work = Callable[[Any, int], None]
+"""Does one item of a step of a job; a function of a module, so that it pickles."""
+Runner = Callable[[Any, str, Work, Sequence[int]], None]
+"""Does `items` of a step, in any order, and returns when all are done; raises what an item raised."""
+
+
+def run(runner: Runner, job: Any, step: str, work: Work, items: Sequence[int]) -> None:
+    """Do those `items` of `step` whose file is not there yet."""
+    (job.folder / step).mkdir(parents=True, exist_ok=True)
+    runner(job, step, work, [item for item in items if not job.file(step, item).exists()])
+
+
+def in_turn(job: Any, step: str, work: Work, items: Sequence[int]) -> None:
+    """The runner that does one item after another in this process."""
+    for item in items:
+        work(job, item)
+
+
+def write_table(table: pa.Table, path: Path, row_group: int = ROW_GROUP) -> None:
+    """Write `table` whole or not at all; the bytes depend on the table alone."""
+    with replacing(path) as part:
+        pq.write_table(table.combine_chunks(), part, compression="zstd", row_group_size=row_group)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name to write to that becomes `path` when the block ends well.
+
+    A killed process leaves a truncated file under the name that it writes to, so that is never the final one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def quoted(text: str) -> str:
+    """Return `text` as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def listed(files: Sequence[str]) -> str:
+    """Return `files` as an SQL list of strings."""
+    return "[" + ", ".join(map(quoted, files)) + "]"

@@ -1,0 +1,199 @@
+"""Counts of hashed words in texts, and what is computed from them: divergence, word lists, linear classifiers.
+
+A text becomes word hashes (`words.py`), the hashes become buckets by their lowest bits, and two words that share a
+bucket count as one: with 2^20 buckets that hardly ever decides anything, and a table of fixed size needs no dictionary
+that would depend on the order of documents. All sums run over a text from its first word to its last, in float64, so
+a result depends on the text alone and not on threads or on the texts beside it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from llama3.data.kernels.words import find_words, mixed
+
+Floats = NDArray[np.float64]
+Weights = NDArray[np.float32]
+PIECE = 8192
+"""Bytes of a long text that a classifier reads: so many at the beginning and as many around the middle."""
+_CHAIN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def room(size: int) -> tuple[Offsets, Offsets, Hashes]:
+    """Return the arrays that `find_words` fills, for a text of at most `size` bytes."""
+    return np.empty(size + 1, np.int64), np.empty(size + 1, np.int64), np.empty(size + 1, np.uint64)
+
+
+def longest(offsets: Offsets) -> int:
+    """Return the bytes of the longest text."""
+    return int(np.diff(offsets).max(initial=0))
+
+
+@njit(cache=True, nogil=True)
+def chained(before: np.uint64, word: np.uint64) -> np.uint64:
+    """Return the hash of a run of words: that of the run `before`, then `word`. The order of words counts."""
+    return np.uint64(mixed(before * _CHAIN ^ word))
+
+
+@njit(cache=True, nogil=True)
+def add_counts(
+    data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, counts: NDArray[np.int64]
+) -> None:
+    """Add the words of all texts to `counts`, int64[power of two]."""
+    mask = np.uint64(len(counts) - 1)
+    for text in range(len(offsets) - 1):
+        for word in range(find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)):
+            counts[np.int64(hashes[word] & mask)] += 1
+
+
+@njit(cache=True, nogil=True)
+def measure_divergence(
+    data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, log_shares: Floats, out: Floats,
+    sizes: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Write for each text the KL divergence of its words from exp(`log_shares`), nats per word, and its word count.
+
+    sum over buckets of c/n ln(c/n / q): c of the n words of the text lie in a bucket to which `log_shares` gives ln q.
+    """
+    mask = np.uint64(len(log_shares) - 1)
+    counts = np.zeros(len(log_shares), np.int32)
+    for text in range(len(offsets) - 1):
+        size = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+        for word in range(size):
+            counts[np.int64(hashes[word] & mask)] += 1
+        total = 0.0
+        for word in range(size):
+            bucket = np.int64(hashes[word] & mask)
+            count = counts[bucket]
+            if count:
+                counts[bucket] = 0
+                total += count * (math.log(count) - log_shares[bucket])
+        out[text] = total / size - math.log(size) if size else 0.0
+        sizes[text] = size
+
+
+@njit(cache=True, nogil=True)
+def holds(table: Hashes, marks: NDArray[np.bool_], value: np.uint64) -> bool:
+    """Return whether sorted `table` holds `value`; `marks` tells for its lowest 16 bits that none of it does."""
+    if not marks[np.int64(value & np.uint64(0xFFFF))]:
+        return False
+    at = np.searchsorted(table, value)
+    return bool(at < len(table) and table[at] == value)
+
+
+@njit(cache=True, nogil=True)
+def count_phrases(
+    data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, phrases: Hashes,
+    phrase_marks: NDArray[np.bool_], openings: Hashes, opening_marks: NDArray[np.bool_], out: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Write how many `phrases` stand in each text: the longest one at each word, and the search goes on behind it.
+
+    `phrases` are sorted hashes by `chained`; `openings` those of every shorter run with which a phrase begins.
+    """
+    for text in range(len(offsets) - 1):
+        size = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+        found, word = 0, 0
+        while word < size:
+            run, last, after = hashes[word], word, 0
+            while True:
+                if holds(phrases, phrase_marks, run):
+                    after = last + 1
+                last += 1
+                if last == size or not holds(openings, opening_marks, run):
+                    break
+                run = chained(run, hashes[last])
+            found += after > 0
+            word = max(after, word + 1)
+        out[text] = found
+
+
+@njit(cache=True, nogil=True)
+def character_start(data: Bytes, at: np.int64) -> np.int64:
+    """Return the first byte from `at` on that begins a character."""
+    while at < len(data) and data[at] & np.uint8(0xC0) == np.uint8(0x80):
+        at += 1
+    return np.int64(at)
+
+
+@njit(cache=True, nogil=True)
+def find_features(
+    data: Bytes, start: int, stop: int, starts: Offsets, stops: Offsets, hashes: Hashes, features: NDArray[np.int64],
+    mask: np.uint64,
+) -> int:  # fmt: skip
+    """Write the buckets of the words and word pairs of a text, and return how many there are.
+
+    Of a text longer than two pieces, the first and the middle one count. `features` has room for two per word.
+    """
+    if stop - start <= 2 * PIECE:
+        words = find_words(data, start, stop, starts, stops, hashes)
+    else:
+        words = find_words(data, start, character_start(data, start + PIECE), starts, stops, hashes)
+        middle = max(start + PIECE, (start + stop - PIECE) // 2)
+        low, high = character_start(data, middle), character_start(data, middle + PIECE)
+        words += find_words(data, low, high, starts[words:], stops[words:], hashes[words:])
+    for word in range(words):
+        features[2 * word] = np.int64(hashes[word] & mask)
+        if word:
+            features[2 * word - 1] = np.int64(chained(hashes[word - 1], hashes[word]) & mask)
+    return max(2 * words - 1, 0)
+
+
+@njit(cache=True, nogil=True)
+def to_probabilities(features: NDArray[np.int64], size: int, weights: Weights, out: Floats) -> None:
+    """Write the softmax of the mean of the rows of `weights` that `features[:size]` names."""
+    out[:] = 0.0
+    for place in range(size):
+        row = features[place]
+        for label in range(len(out)):
+            out[label] += weights[row, label]
+    high = -np.inf
+    for label in range(len(out)):
+        out[label] = out[label] / size if size else 0.0
+        high = max(high, out[label])
+    total = 0.0
+    for label in range(len(out)):
+        out[label] = math.exp(out[label] - high)
+        total += out[label]
+    for label in range(len(out)):
+        out[label] /= total
+
+
+@njit(cache=True, nogil=True)
+def classify(
+    data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, weights: Weights, out: Floats
+) -> None:
+    """Write the probability of each label for each text: float64[texts, labels]."""
+    mask = np.uint64(len(weights) - 1)
+    features = np.empty(2 * len(hashes), np.int64)
+    for text in range(len(offsets) - 1):
+        size = find_features(data, offsets[text], offsets[text + 1], starts, stops, hashes, features, mask)
+        to_probabilities(features, size, weights, out[text])
+
+
+@njit(cache=True, nogil=True)
+def learn(
+    data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, labels: NDArray[np.int64],
+    importance: Floats, order: NDArray[np.int64], rate: float, last_rate: float, weights: Weights,
+) -> None:  # fmt: skip
+    """Go once over the texts in `order`, one step of gradient descent on the cross-entropy for each.
+
+    `importance` float64[labels] scales the steps of a label; the rate falls linearly from `rate` to `last_rate`.
+    """
+    mask = np.uint64(len(weights) - 1)
+    features = np.empty(2 * len(hashes), np.int64)
+    slope = np.empty(weights.shape[1], np.float64)
+    for turn in range(len(order)):
+        text = order[turn]
+        size = find_features(data, offsets[text], offsets[text + 1], starts, stops, hashes, features, mask)
+        to_probabilities(features, size, weights, slope)
+        slope[labels[text]] -= 1.0
+        slope *= importance[labels[text]] * (rate + (last_rate - rate) * turn / len(order))
+        for place in range(size):
+            row = features[place]
+            for label in range(len(slope)):
+                weights[row, label] -= np.float32(slope[label])

@@ -1,0 +1,121 @@
+"""The words of a text as byte ranges and 64-bit hashes: the fast form of `llama3/data/words.py`.
+
+Hashes are ours (FNV-1a over the lower-case bytes, then mixed): they go into files, so no library may change them.
+Text is valid UTF-8, as Arrow guarantees. ASCII takes a short path without branches:
+350 to 600 MB/s on one core, 350 MB/s for other scripts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from llama3.data.words import ALONE, JOINED
+
+NONE, WITH_OTHERS, BY_ITSELF = 0, 1, 2
+_FIRST_PLANE = 1 << 16
+
+
+def _classes() -> Bytes:
+    table = np.zeros(_FIRST_PLANE, np.uint8)
+    for kind, ranges in ((WITH_OTHERS, JOINED), (BY_ITSELF, ALONE)):
+        for low, high in ranges:
+            table[low : min(high + 1, _FIRST_PLANE)] = kind
+    return table
+
+
+CLASSES = _classes()
+"""Class of every code point below 2^16; all above form words with their neighbours."""
+_FOLDED = np.array([ord(chr(byte).lower()) if CLASSES[byte] and byte < 0x80 else 0 for byte in range(256)], np.uint8)
+"""Lower-case form of the ASCII characters that belong to words; 0 for every other byte."""
+_SEED = np.uint64(0xCBF29CE484222325)
+_PRIME = np.uint64(0x100000001B3)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = 2**64 - 1
+
+
+@njit(cache=True, nogil=True)
+def mixed(value: np.uint64) -> np.uint64:
+    """Return `value` with every bit spread over all 64 (the finaliser of SplitMix64; a bijection)."""
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def code_point(data: Bytes, at: int) -> tuple[int, int]:
+    """Return the code point that starts at byte `at` of UTF-8 text, and its length in bytes."""
+    lead: Any = np.int64(data[at])
+    if lead < 0x80:
+        return lead, 1
+    if lead < 0xE0:
+        return (lead & 0x1F) << 6 | (np.int64(data[at + 1]) & 0x3F), 2
+    if lead < 0xF0:
+        middle = (np.int64(data[at + 1]) & 0x3F) << 6
+        return (lead & 0x0F) << 12 | middle | (np.int64(data[at + 2]) & 0x3F), 3
+    upper = (lead & 0x07) << 18 | (np.int64(data[at + 1]) & 0x3F) << 12
+    return upper | (np.int64(data[at + 2]) & 0x3F) << 6 | (np.int64(data[at + 3]) & 0x3F), 4
+
+
+@njit(cache=True, nogil=True)
+def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
+    """Write first byte, end and hash of each word of `data[start:stop]` and return how many there are.
+
+    The three arrays must have room for (stop - start + 1) // 2 words: a character of one byte that is a word ends at
+    one that is not, and a script without spaces takes three bytes a character.
+    """
+    count, at, inside = 0, start, False
+    begin, state = start, _SEED
+    while at < stop:
+        # No branch depends on where words end: predicting that, wrongly once a word, would take half of the time.
+        while at < stop and data[at] < np.uint8(0x80):
+            folded = _FOLDED[data[at]]
+            starts[count], stops[count], hashes[count] = begin, at, state
+            count += inside and folded == 0
+            begin, state = (begin, state) if inside else (at, _SEED)
+            inside = folded != 0
+            state = (state ^ np.uint64(folded)) * _PRIME
+            at += 1
+        if at == stop:
+            break
+        kind, width = _beyond_ascii(data, at)
+        if inside and kind != WITH_OTHERS:
+            starts[count], stops[count], hashes[count] = begin, at, state
+            count, inside = count + 1, False
+        if not inside:
+            begin, state = at, _SEED
+        for place in range(at, at + width):
+            state = (state ^ np.uint64(data[place])) * _PRIME
+        at += width
+        inside = kind == WITH_OTHERS
+        if kind == BY_ITSELF:
+            starts[count], stops[count], hashes[count] = begin, at, state
+            count += 1
+    if inside:
+        starts[count], stops[count], hashes[count] = begin, stop, state
+        count += 1
+    for word in range(count):
+        hashes[word] = mixed(hashes[word])
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _beyond_ascii(data: Bytes, at: int) -> tuple[int, int]:
+    """Return the class of the character that starts at byte `at`, and its length in bytes."""
+    point, width = code_point(data, at)
+    kind: Any = np.int64(CLASSES[point]) if point < _FIRST_PLANE else WITH_OTHERS
+    return kind, width
+
+
+def word_hash(word: str) -> int:
+    """Return the hash that `find_words` gives to `word` (one word, in lower case): the plain form, for small tables."""
+    state = int(_SEED)
+    for byte in word.encode():
+        state = ((state ^ byte) * int(_PRIME)) & _MASK
+    state = ((state ^ state >> 30) * int(_MIX_1)) & _MASK
+    state = ((state ^ state >> 27) * int(_MIX_2)) & _MASK
+    return state ^ state >> 31

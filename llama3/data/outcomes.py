@@ -1,0 +1,34 @@
+"""What can become of a document, in words: the outcomes of every step with one sentence each."""
+
+from __future__ import annotations
+
+from llama3.data.filters import OUTCOMES as FILTERED
+
+EXPLAINED: dict[str, str] = {
+    "kept": "Trained on.",
+    "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
+    "over_limit": "Would not fit under the source's limit.",
+    "truncated_file": "In a file that ends too early; what came before the break was read.",
+    "bad_json": "A line that is no JSON object.",
+    "bad_utf8": "A line that is not UTF-8.",
+    "no_text_field": "A record without the text field.",
+    "null_text": "A record whose text is null.",
+    "not_text": "A record whose text is no string.",
+    "empty": "Nothing is left after extraction and normalisation.",
+    "line_too_long": "A line longer than the reader takes.",
+    "vanished": "In a file that went away or changed while it was read.",
+    **FILTERED,
+    "old_version": "Another version of the same URL is newer.",
+    "exact_duplicate": "The same text stands elsewhere in its domain.",
+    "near_duplicate": "Nearly the same text stands elsewhere in its domain and language.",
+    "contaminated": "Contains an example of an evaluation set.",
+    "topic_cap": "Its topic has more text than the recipe allows.",
+    "emptied": "Too short once the lines that many documents share were removed.",
+}
+
+
+def explain(outcome: str) -> str:
+    """Return what `outcome` means; scores are explained by their name."""
+    if outcome.startswith("score_"):
+        return f"Scored below the least {outcome.removeprefix('score_').replace('_', ' ')} that the recipe asks for."
+    return EXPLAINED[outcome]

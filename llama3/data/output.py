@@ -1,0 +1,153 @@
+"""Curated documents: what is left after all drops, without lines and personal data that go, in the order of ids.
+
+Ids are hashes, so equal ranges of ids are equal amounts of text: file k of a domain holds range k, whatever shards the
+documents were read into. Shards are sorted by id, so a range touches a few row groups of each. What this gives up:
+every file looks into every shard of its domain, which is fine for thousands of shards.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from llama3.data.job import Job, Runner, Shard, quoted, replacing, run, write_table
+from llama3.data.lines import strip_lines
+from llama3.data.redact import redact
+from llama3.data.split import threshold
+from llama3.recipe.section import Domain
+
+STEP = "written"
+SHARD_BYTES = 64_000_000
+"""Text per document file."""
+SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "text": pa.string(),
+        "domain": pa.string(),
+        "source": pa.string(),
+        "source_index": pa.int32(),
+        "language": pa.string(),
+        "url": pa.string(),
+        "licence": pa.string(),
+        "date": pa.string(),
+        "topic": pa.string(),
+        "quality": pa.float64(),
+        "split": pa.string(),
+    }
+)
+"""`source` is a name out of `sources.source_names`, `source_index` its place in the recipe's list of the domain;
+`quality` the first score of the recipe, or 0; `split` is `train` or `held_out`."""
+WRITTEN = pa.schema(
+    {"row": pa.int64(), "outcome": pa.string(), "bytes": pa.int64(), "lines": pa.int64(), "redacted": pa.int64()}
+)
+"""What became of each surviving document: kept, held_out or emptied; bytes written, lines removed, redactions."""
+_REPEATING = ["domain", "source", "language", "licence", "date", "topic", "split"]
+_CARRIED = ("row", "id", "domain", "source", "source_index", "language", "url", "licence", "date", "topic")
+_ID_SPAN = 16**8
+
+
+class OutputFile(NamedTuple):
+    """File `number` of `files` of a domain."""
+
+    domain: Domain
+    number: int
+    files: int
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """Least id in the file, and the bound above which ids are in the next one."""
+        low, high = (place * _ID_SPAN // self.files for place in (self.number, self.number + 1))
+        return f"{low:08x}", f"{high:08x}" if high < _ID_SPAN else "g"
+
+    @property
+    def name(self) -> str:
+        return f"{self.domain}-{self.number:05}.parquet"
+
+
+def write_documents(runner: Runner, job: Job) -> list[str]:
+    """Write the documents that no step dropped into `job.folder/documents` and return the names of the files."""
+    plan = job.file("output/plan", 0)
+    if not plan.exists():
+        rows = [file._asdict() for file in _plan(job)]
+        write_table(pa.Table.from_pylist(rows), plan)
+    files = planned(job)
+    run(runner, job, STEP, write_file, range(len(files)))
+    return [file.name for file in files]
+
+
+def planned(job: Job) -> list[OutputFile]:
+    """Return the files of documents that the job writes, in order."""
+    return [OutputFile(**row) for row in pq.read_table(job.file("output/plan", 0)).to_pylist()]
+
+
+def _plan(job: Job) -> list[OutputFile]:
+    """Cut every domain's ids so that a file has about SHARD_BYTES, counted before lines go."""
+    sizes: dict[Domain, int] = dict.fromkeys(job.recipe.sources, 0)
+    with job.session() as connection:
+        for shard in job.shards:
+            query = f"SELECT coalesce(sum(bytes), 0)::BIGINT FROM ({job.survivors(shard, 'end', 'bytes')})"
+            row = connection.execute(query).fetchone()
+            assert row is not None
+            sizes[shard.domain] += row[0]
+    counts = {domain: max(1, -(-size // SHARD_BYTES)) for domain, size in sizes.items()}
+    return [OutputFile(domain, number, files) for domain, files in counts.items() for number in range(files)]
+
+
+def write_file(job: Job, item: int) -> None:
+    """Write one file of documents, then its rows of `written`."""
+    file = planned(job)[item]
+    with job.session() as connection:
+        tables = [
+            connection.sql(_surviving(job, shard, file)).to_arrow_table()
+            for shard in job.shards
+            if shard.domain == file.domain
+        ]
+    documents = pa.concat_tables(tables).combine_chunks() if tables else pa.table({})
+    documents = documents.sort_by([(name, "ascending") for name in ("id", "url", "row")])
+    documents, written = _finished(job, documents)
+    with replacing(job.folder / "documents" / file.name) as part:
+        pq.write_table(
+            documents, part, compression="zstd", compression_level=3, row_group_size=1024, use_dictionary=_REPEATING
+        )
+    write_table(written.sort_by("row"), job.file(STEP, item))
+
+
+def _surviving(job: Job, shard: Shard, file: OutputFile) -> str:
+    low, high = file.ids
+    survivors = job.survivors(shard, "end", ", ".join(['"row"', "id", "topic", "rank"]))
+    return f"""SELECT text.*, kept.topic, kept.rank AS quality FROM read_parquet({quoted(str(shard.text))}) AS text
+        JOIN (SELECT * FROM ({survivors}) WHERE id >= '{low}' AND id < '{high}') AS kept USING ("row")
+        WHERE text.id >= '{low}' AND text.id < '{high}'"""
+
+
+def _finished(job: Job, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """Return the documents as they are trained on, and the rows of `written` for all that came in."""
+    curate = job.recipe.curate
+    texts, lines, _ = strip_lines(job, documents["text"], documents["domain"], documents["language"], documents["id"])
+    texts, redacted = redact(texts, curate.redact)
+    lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)
+    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False)
+    least = np.array([_least(job, *pair) for pair in zip(*_pairs(documents), strict=True)], np.int64)
+    emptied = (lengths < np.maximum(least, 1)) & (np.asarray(lines) > 0)
+    held_out = documents["draw"].to_numpy() < np.uint64(threshold(curate.held_out))
+    outcome = np.where(emptied, "emptied", np.where(held_out, "held_out", "kept"))
+    written = pa.table(
+        [documents["row"], pa.array(outcome, pa.string()), pa.array(sizes), pa.array(lines), pa.array(redacted)],
+        schema=WRITTEN,
+    )
+    split = pa.array(np.where(held_out, "held_out", "train"), pa.string())
+    whole = documents.drop_columns(["text"]).append_column("text", texts).append_column("split", split)
+    return whole.filter(pa.array(~emptied)).select(SCHEMA.names).cast(SCHEMA), written
+
+
+def _pairs(documents: pa.Table) -> tuple[list[str], list[str]]:
+    return documents["domain"].to_pylist(), documents["language"].to_pylist()
+
+
+def _least(job: Job, domain: str, language: str) -> int:
+    """Return the fewest characters that a document of `domain` in `language` may have."""
+    return job.recipe.curate.quality_of(domain, language).min_chars or 0

@@ -1,0 +1,70 @@
+"""What decides an id: the cutting pattern, the ranked byte strings, the 256 special tokens after them.
+
+The tiktoken file format is here too: one line per token, base64 of its bytes, a blank, its rank. What this gives up:
+only plain ranked byte-level BPE is a vocabulary; SentencePiece and WordPiece are not.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from llama3.recipe.section import SPECIAL_TOKENS
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where text is cut before any merge (meta-llama/llama-models, models/llama3/tokenizer.py)."""
+PLACES = {
+    "<|begin_of_text|>": 0,
+    "<|end_of_text|>": 1,
+    "<|finetune_right_pad_id|>": 4,
+    "<|start_header_id|>": 6,
+    "<|end_header_id|>": 7,
+    "<|eom_id|>": 8,
+    "<|eot_id|>": 9,
+    "<|python_tag|>": 10,
+}
+"""Special tokens with a meaning, counted from the end of the base vocabulary (Llama 3.1 tokenizer)."""
+
+
+def special_tokens() -> list[str]:
+    """Return the names of the 256 special tokens in the order of their ids."""
+    named = {place: name for name, place in PLACES.items()}
+    free = (f"<|reserved_special_token_{number}|>" for number in range(SPECIAL_TOKENS))
+    return [named.get(place) or next(free) for place in range(SPECIAL_TOKENS)]
+
+
+def tiktoken_bytes(base: Sequence[bytes]) -> bytes:
+    """Return the tiktoken file of the vocabulary `base` (token of every rank)."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(base))
+
+
+def parse_tiktoken(data: bytes, name: str) -> list[bytes]:
+    """Return the token of every rank in the tiktoken file `data`. Raises ValueError, with `name`, if it is none."""
+    base = []
+    for number, line in enumerate(filter(None, data.splitlines())):
+        try:
+            token, rank = line.split()
+            base.append(base64.b64decode(token, validate=True))
+            in_order = int(rank) == number
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer.use: {name}, line {number + 1}: {line[:40]!r} is not 'base64 rank'; "
+                "give a tiktoken tokenizer.model or a Hugging Face tokenizer.json, or train: {vocab: ...}"
+            ) from error
+        if not in_order:
+            raise ValueError(f"tokenizer.use: {name}, line {number + 1}: rank {int(rank)} where {number} is due")
+    return checked(base, name)
+
+
+def checked(base: list[bytes], name: str) -> list[bytes]:
+    """Return `base`. Raises ValueError unless it has every single byte and no token twice."""
+    missing = 256 - len({token for token in base if len(token) == 1})
+    if missing or len(set(base)) != len(base):
+        raise ValueError(
+            f"tokenizer.use: {name}: {missing} of 256 single bytes missing, {len(base) - len(set(base))} tokens twice; "
+            "the file is damaged or no byte-level BPE"
+        )
+    return base

@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llama3.data import files as files_module
+from llama3.data import records
+from llama3.data.collect import CollectJob, collect, collect_item, plan_items, shards_of
+from llama3.data.dates import iso_date
+from llama3.data.skips import SourceError
+from llama3.data.split import document_id, draw
+from llama3.recipe.schema import Recipe
+
+Make = Callable[..., Recipe]
+Row = dict[str, Any]
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return [row for shard in shards_of(folder) for row in pq.read_table(shard.path).to_pylist()]
+
+
+def skipped_of(folder: Path) -> list[Row]:
+    return list(pq.read_table(folder / "skipped.parquet").to_pylist())
+
+
+def reasons_of(folder: Path) -> dict[str, str]:
+    """Return reason -> place without the folder."""
+    return {row["reason"]: row["place"].split("/")[-1] for row in skipped_of(folder)}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = [*(folder / "text").iterdir(), folder / "skipped.parquet"]
+    return {path.name: path.read_bytes() for path in sorted(found)}
+
+
+def texts(count: int, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choices(["una", "dos", "tres", "é", "漢", "line\n", "a\r\n"], k=30)) + str(i) for i in range(count)
+    ]
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_rows_have_the_promised_shape_and_order(tmp_path: Path, make_recipe: Make) -> None:
+    found = [{"text": text, "url": f"https://a/{i}", "date": "2024-01-02"} for i, text in enumerate(texts(50))]
+    write(tmp_path / "in/a.jsonl.gz", [*found, found[0]])
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in"), "language": "es-MX", "licence": "MIT"}]})
+    facts = collect(recipe, tmp_path / "out")
+    [shard] = shards_of(tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
+    assert shard.path.name == "general-00000-0000.parquet"
+    assert [row["row"] for row in rows] == [(shard.number << 32) + i for i in range(51)]
+    keys = [(row["id"], row["url"], row["date"]) for row in rows]
+    assert keys == sorted(keys)
+    assert {row["text"] for row in rows} == {text.replace("\r\n", "\n").replace(" \n", "\n") for text in texts(50)}
+    for row in rows:
+        assert row["id"] == document_id(row["text"], "general")
+        assert row["draw"] == draw(row["text"])
+        assert row["bytes"] == len(row["text"].encode())
+        assert (row["domain"], row["source_index"], row["language"]) == ("general", 0, "es")
+        assert (row["licence"], row["date"]) == ("MIT", "2024-01-02")
+    total = sum(row["bytes"] for row in rows)
+    assert facts == {"documents": {"general": 51}, "bytes": {"general": total}, "skipped": []}
+    assert json.loads(json.dumps(facts)) == facts
+    assert (shard.documents, shard.bytes) == (51, total)
+    assert document_id("x", "general") != document_id("x", "code")
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("small", [True, False])
+def test_documents_are_the_same_however_they_lie_in_files(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, count: int, small: bool
+) -> None:
+    found = [{"text": text, "url": f"https://a/{i}"} for i, text in enumerate([*texts(300), "", " \n", "Ã©tÃ©"])]
+    random.Random(count).shuffle(found)
+    for i in range(count):
+        part = found[i::count]
+        if i % 3 == 2:
+            columns = {name: [row[name] for row in part] for name in ("text", "url")}
+            (tmp_path / "in").mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), tmp_path / f"in/{i}.parquet", row_group_size=7)
+        else:
+            write(tmp_path / f"in/{i}.jsonl{'.gz' * (i % 2)}", part)
+    if small:
+        monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", sum(f.size for f in _files(tmp_path)) // 4)
+        monkeypatch.setattr("llama3.data.shard_writer.SHARD_BYTES", 4000)
+        monkeypatch.setattr("llama3.data.sources.read_source.__defaults__", (None, 1500))
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
+    facts = collect(recipe, tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
+    assert len({row["row"] for row in rows}) == len(rows) == 301
+    assert len(shards_of(tmp_path / "out")) > 1 or not small
+    told = sorted((row["id"], row["url"], row["text"], row["language"], row["draw"]) for row in rows)
+    assert {text for _, url, text, _, _ in told if url == "https://a/302"} == {"été"}
+    reference = _reference(tmp_path / "reference", make_recipe, found)
+    assert told == reference
+    [empty] = facts["skipped"]
+    assert (empty["reason"], empty["documents"], empty["bytes"]) == ("empty", 2, 2)
+
+
+def _files(folder: Path) -> list[files_module.File]:
+    from llama3.recipe.data import Source
+
+    return files_module.source_files(Source(uri=str(folder / "in")))
+
+
+def _reference(folder: Path, make_recipe: Make, found: list[Row]) -> list[tuple[Any, ...]]:
+    path = write(folder / "all.jsonl", sorted(found, key=lambda row: row["url"]))
+    collect(make_recipe({"general": [{"uri": str(path)}]}), folder / "out")
+    rows = rows_of(folder / "out")
+    return sorted((row["id"], row["url"], row["text"], row["language"], row["draw"]) for row in rows)
+
+
+PACKED = gzip.compress(b"".join(b'{"text": "document %d"}\n' % i for i in range(5000)))
+BAD_LINES = {
+    "bad_json": b'{"text": "cut',
+    "bad_utf8": b'{"text": "\xff\xfe"}',
+    "no_text_field": b'{"body": "x"}',
+    "null_text": b'{"text": null}',
+    "not_text": b'{"text": [1]}',
+    "line_too_long": b'{"text": "' + b"x" * 3_000_000 + b'"}',
+}
+SAID = {
+    "bad_json": "is not JSON",
+    "bad_utf8": "is not UTF-8",
+    "no_text_field": "has no text column 'text'; name one of body with text:",
+    "null_text": "has null in 'text'",
+    "not_text": "'text' holds list, not text; name another field with text:",
+    "line_too_long": "is longer than",
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_stops_the_run_or_is_counted(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(records, "MAX_LINE", 2_000_000)
+    path = tmp_path / "in/a.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"text": "first"}\n\n' + BAD_LINES[reason] + b'\n{"text": "last"}')
+    source = {"general": [{"uri": str(path)}]}
+    with pytest.raises(SourceError) as caught:
+        collect(make_recipe(source), tmp_path / "fail")
+    assert str(caught.value).startswith(f"{path}:3 {SAID[reason]}")
+    assert str(caught.value).endswith(", or set curate.on_error: skip")
+    assert not (tmp_path / "fail/skipped.parquet").exists()
+    facts = collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    assert sorted(row["text"] for row in rows_of(tmp_path / "skip")) == ["first", "last"]
+    [skipped] = skipped_of(tmp_path / "skip")
+    assert skipped == {
+        "domain": "general", "source": "in/a", "place": f"{path}:3", "reason": reason, "documents": 1,
+        "bytes": len(BAD_LINES[reason]),
+    }  # fmt: skip
+    assert [line["reason"] for line in facts["skipped"]] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason", "read"),
+    [
+        ("a.jsonl.gz", PACKED[: len(PACKED) // 2], "truncated_file", 1000),
+        ("a.jsonl.gz", PACKED[:-4], "truncated_file", 5000),
+        ("a.jsonl.gz", PACKED + b"garbage", "truncated_file", 5000),
+        ("a.jsonl.zst", pa.compress(gzip.decompress(PACKED), codec="zstd", asbytes=True)[:-9], "truncated_file", 0),
+        ("a.txt.gz", PACKED[:-4], "truncated_file", 0),
+        ("a.txt", b"caf\xe9", "bad_utf8", 0),
+        ("a.md", b"x" * 400, "line_too_long", 0),
+        ("a.parquet", b"PAR1 and no more", "truncated_file", 0),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_stops_the_run_or_is_counted(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, reason: str, read: int
+) -> None:
+    monkeypatch.setattr(records, "MAX_LINE", 300 if name == "a.md" else 10**6)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    write(tmp_path / "in/z.jsonl", [{"text": "good"}])
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    with pytest.raises(SourceError, match=f"{name}.* or set curate.on_error: skip"):
+        collect(make_recipe(source), tmp_path / "fail")
+    collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    assert reasons_of(tmp_path / "skip") == {reason: name}
+    assert sum(row["documents"] for row in skipped_of(tmp_path / "skip")) == 1
+    found = [row["text"] for row in rows_of(tmp_path / "skip")]
+    assert "good" in found
+    assert len(found) > read
+    assert set(found) <= {"good", *(f"document {i}" for i in range(5000))}
+
+
+def test_bad_rows_of_parquet_are_told_by_number(tmp_path: Path, make_recipe: Make) -> None:
+    path = tmp_path / "a.parquet"
+    data = pa.array([b"one", None, b"\xff", b"four"], pa.binary())
+    broken = pa.Array.from_buffers(pa.string(), 4, data.buffers())
+    pq.write_table(pa.table({"text": broken, "url": ["a", "b", "c", None], "date": [1, 2, 3, 1_700_000_000]}), path)
+    source = {"general": [{"uri": str(path)}]}
+    with pytest.raises(SourceError, match=r"a\.parquet:2 is a row whose text is null"):
+        collect(make_recipe(source), tmp_path / "fail")
+    collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    assert reasons_of(tmp_path / "skip") == {"null_text": "a.parquet:2", "bad_utf8": "a.parquet:3"}
+    told = {row["text"]: (row["url"], row["date"]) for row in rows_of(tmp_path / "skip")}
+    assert told == {"one": ("a", ""), "four": (f"{path}:4", "2023-11-14T22:13:20Z")}
+
+
+def test_shards_may_differ_in_their_columns(tmp_path: Path, make_recipe: Make) -> None:
+    (tmp_path / "in").mkdir()
+    moment = datetime(2024, 5, 6, 7, tzinfo=UTC)
+    tables: dict[str, Row] = {
+        "a": {"text": ["a"], "url": ["u"], "language": [3], "format": ["html"]},
+        "b": {
+            "text": pa.array(["b"]).dictionary_encode(),
+            "date": pa.array([moment], pa.timestamp("ns", "Asia/Tokyo")),
+        },
+        "c": {"text": pa.array(["c"], pa.large_string()), "license": ["MIT"], "url": [{"nested": 1}]},
+        "d": {"words": ["d", "d"]},
+        "e": {"text": [1, 2, 3]},
+        "f": {"text": pa.array([None], pa.null())},
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / f"in/{name}.parquet")
+    source = {"general": [{"uri": str(tmp_path / "in"), "language": "en"}]}
+    collect(make_recipe(source, on_error="skip"), tmp_path / "out")
+    told = {row["text"]: (row["url"].split("/")[-1], row["licence"], row["date"]) for row in rows_of(tmp_path / "out")}
+    assert told == {
+        "a": ("u", "unknown", ""),
+        "b": ("b.parquet:1", "unknown", "2024-05-06T07:00:00Z"),
+        "c": ("c.parquet:1", "MIT", ""),
+    }
+    counted = {(row["place"].split("/")[-1], row["reason"]): row["documents"] for row in skipped_of(tmp_path / "out")}
+    assert counted == {
+        ("d.parquet", "no_text_field"): 2, ("e.parquet", "not_text"): 3, ("f.parquet:1", "null_text"): 1,
+    }  # fmt: skip
+
+
+def test_markup_goes_and_broken_decoding_is_repaired(tmp_path: Path, make_recipe: Make) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.html").write_bytes("<meta charset=latin1><p>caf\xe9 <b>au lait</b></p>".encode("latin-1"))
+    (tmp_path / "in/b.md").write_text("# Head\n\nsome *words* and [a link](http://x)")
+    (tmp_path / "in/c.txt").write_text("l’été, # no *markdown*".encode().decode("latin-1"))
+    write(tmp_path / "in/d.jsonl", [{"text": "<p>one</p>", "format": "html"}, {"text": "*two*", "format": "markdown"}])
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    collect(make_recipe(source), tmp_path / "out")
+    assert {row["text"] for row in rows_of(tmp_path / "out")} == {
+        "café au lait", "Head\n\nsome words and a link", "l’été, # no *markdown*", "one", "two",
+    }  # fmt: skip
+    collect(make_recipe(source, repair=False), tmp_path / "left")
+    assert "l’été, # no *markdown*" not in {row["text"] for row in rows_of(tmp_path / "left")}
+
+
+def test_what_orjson_refuses_is_still_read(tmp_path: Path, make_recipe: Make) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "mark"}\r\n{"text": "half \\ud83d pair", "url": "u\\udc00"}\n'
+        b'{"text": "nan", "score": NaN}'
+    )
+    collect(make_recipe({"general": [{"uri": str(path)}]}), tmp_path / "out")
+    assert {row["text"] for row in rows_of(tmp_path / "out")} == {"mark", "half  pair", "nan"}
+    assert "u" in {row["url"] for row in rows_of(tmp_path / "out")}
+    deep = tmp_path / "deep.jsonl"
+    deep.write_bytes(b"[" * 100_000)
+    with pytest.raises(SourceError, match=r"deep\.jsonl:1 is not JSON"):
+        collect(make_recipe({"general": [{"uri": str(deep)}]}), tmp_path / "deep")
+
+
+@pytest.mark.parametrize("change", ["gone", "longer", "other"])
+def test_a_file_that_changes_after_it_was_listed_is_not_read(tmp_path: Path, make_recipe: Make, change: str) -> None:
+    path = write(tmp_path / "in/a.jsonl", [{"text": "old"}])
+    write(tmp_path / "in/b.jsonl", [{"text": "stays"}])
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    recipe = make_recipe(source, on_error="skip")
+    job = CollectJob(recipe, tmp_path / "out", tuple(plan_items(recipe)))
+    if change == "gone":
+        path.unlink()
+    else:
+        write(path, [{"text": "new" if change == "other" else "much longer"}])
+    collect_item(pickle.loads(pickle.dumps(job)), 0)
+    [row] = rows_of(tmp_path / "out")
+    assert row["text"] == "stays"
+    listed = pq.read_table(job.file("items", 0)).to_pylist()
+    assert [(line["reason"], line["documents"]) for line in listed] == [("", 1), ("vanished", 1)]
+    strict = CollectJob(make_recipe(source), tmp_path / "strict", job.items)
+    with pytest.raises(SourceError, match=r"a\.jsonl' went away or changed since it was listed"):
+        collect_item(strict, 0)
+
+
+def test_what_is_over_a_limit_is_counted(tmp_path: Path, make_recipe: Make) -> None:
+    write(tmp_path / "in/a.jsonl", [{"text": "a" * 400}, {"text": "b" * 700}])
+    write(tmp_path / "in/b.jsonl", [{"text": "c" * 500}, {"text": "d" * 99}, {"text": "e"}])
+    sources = {"general": [{"uri": str(tmp_path / "in"), "limit": "1 kB"}, {"uri": str(tmp_path / "in/b.jsonl")}]}
+    collect(make_recipe(sources), tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
+    assert sorted((row["source_index"], row["text"][0]) for row in rows) == [
+        (0, "a"), (0, "c"), (0, "d"), (1, "c"), (1, "d"), (1, "e"),
+    ]  # fmt: skip
+    [over] = skipped_of(tmp_path / "out")
+    assert (over["place"], over["reason"], over["documents"], over["bytes"]) == ("", "over_limit", 1, 700)
+
+
+def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1)
+    for i in range(4):
+        write(tmp_path / f"in/{i}.jsonl", [{"text": text} for text in texts(20, seed=i)])
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
+    collect(recipe, tmp_path / "whole")
+    asked: list[list[int]] = []
+
+    def stopping(job: Any, step: str, work: Any, items: Any) -> None:
+        asked.append(list(items))
+        for item in list(reversed(items))[:2]:
+            work(job, item)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            collect(recipe, tmp_path / "out", stopping)
+    assert asked == [[0, 1, 2, 3], [0, 1]]
+    collect(recipe, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    write(tmp_path / "in/0.jsonl", [{"text": "another"}])
+    collect(recipe, tmp_path / "out")
+    assert len(rows_of(tmp_path / "out")) == 61
+    assert "another" in {row["text"] for row in rows_of(tmp_path / "out")}
+
+
+def test_many_faults_of_a_kind_are_counted_without_all_their_names(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama3.data.skips.MOST_NAMED", 3)
+    path = write(tmp_path / "a.jsonl", [{"text": None}] * 10)
+    collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip"), tmp_path / "out")
+    counted = {row["place"]: row["documents"] for row in skipped_of(tmp_path / "out")}
+    assert counted == {str(path): 7, **{f"{path}:{i}": 1 for i in (1, 2, 3)}}
+
+
+@pytest.mark.parametrize(
+    ("value", "iso"),
+    [
+        ("2023-05-01", "2023-05-01"), ("2023-05-01T10:00:00Z", "2023-05-01T10:00:00Z"), ("20230501", "2023-05-01"),
+        ("2023-05-01T10:00:00.5+02:00", "2023-05-01T08:00:00Z"), ("20230501123456", "2023-05-01T12:34:56Z"),
+        ("2023/05/01", "2023-05-01"), ("Mon, 01 May 2023 10:00:00 GMT", "2023-05-01T10:00:00Z"),
+        (1682935200, "2023-05-01T10:00:00Z"), (1682935200123, "2023-05-01T10:00:00Z"), (2023, ""), (True, ""),
+        ("2023-02-31", ""), ("yesterday", ""), ("", ""), (None, ""), (float("nan"), ""), ({"a": 1}, ""),
+    ],
+)  # fmt: skip
+def test_dates_have_one_spelling(value: object, iso: str) -> None:
+    assert iso_date(value) == iso
+
+
+LONG = """
+import resource, sys
+from pathlib import Path
+from llama3.data.collect import collect
+from llama3.recipe.load import parse_recipe
+import json
+recipe = parse_recipe(json.loads(sys.argv[1]), "test")
+facts = collect(recipe, Path(sys.argv[2]))
+print(facts["bytes"]["general"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_a_line_of_200_mb_fits_into_a_gibibyte(tmp_path: Path, make_recipe: Make) -> None:
+    parts = [b'{"text": "short"}\n{"text": "', b"some words \\n" * 83_334, b'end"}\n{"text": "short too"}\n']
+    begin, middle, end = map(gzip.compress, parts)
+    (tmp_path / "a.jsonl.gz").write_bytes(begin + middle * 200 + end)
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "a.jsonl.gz"), "language": "en"}]})
+    command = [sys.executable, "-c", LONG, recipe.model_dump_json(exclude_none=True), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    size, peak = map(int, done.stdout.split())
+    assert size > 180_000_000
+    assert peak < 1024 * 1024  # in KiB

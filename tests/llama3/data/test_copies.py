@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llama3.data.copies import map_exact, map_url, reduce_exact, reduce_url
+from llama3.data.job import Job, in_turn, run
+from tests.llama3.data.shard_samples import attributes, dropped_rows, make_job
+
+PAGE = "https://example.org/page"
+Document = dict[str, Any]
+CASES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "text": st.sampled_from("abc"),
+            "url": st.sampled_from([PAGE, "https://example.org/other", "shelf/page.txt"]),
+            "date": st.sampled_from(["", "2023-01-02", "2024-01-01"]),
+            "rank": st.sampled_from([0.0, 0.25, 1.0]),
+            "language": st.sampled_from(["en", "de"]),
+            "domain": st.sampled_from(["general", "math"]),
+            "source_index": st.integers(0, 2),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def outcomes(job: Job) -> list[tuple[Any, ...]]:
+    """Run both steps and return every document with its outcome and the one kept, in an order without rows."""
+    for step, mapper, reducer in (("url", map_url, reduce_url), ("exact", map_exact, reduce_exact)):
+        run(in_turn, job, f"{step}/map", mapper, range(len(job.shards)))
+        run(in_turn, job, f"{step}/drop", reducer, range(job.parts))
+    dropped = dropped_rows(job, "url") | dropped_rows(job, "exact")
+    return sorted(
+        (*(document[name] for name in ("id", "url", "date", "rank", "language", "source_index")), *dropped.get(row, ()))
+        for row, document in attributes(job).items()
+    )
+
+
+def kept(documents: list[Document]) -> list[tuple[Any, ...]]:
+    """Return what the two steps keep, in plain Python."""
+
+    def better(document: Document) -> tuple[Any, ...]:
+        newest = tuple(-ord(char) for char in f"{document['date']:0<10}")
+        identity = (
+            document["id"],
+            document["url"],
+            document["source_index"],
+            document["licence"],
+            document["language"],
+        )
+        return -document["rank"], newest, *identity
+
+    def first(documents: list[Document], group: tuple[str, ...], newest: bool) -> list[Document]:
+        groups: dict[tuple[str, ...], list[Document]] = {}
+        for document in documents:
+            groups.setdefault(tuple(document[name] for name in group), []).append(document)
+        latest = max if newest else (lambda dates: "")
+        chosen = []
+        for members in groups.values():
+            date = latest(member["date"] for member in members)
+            chosen.append(min((one for one in members if not newest or one["date"] == date), key=better))
+        return chosen
+
+    pages = [document for document in documents if "://" in document["url"]]
+    rest = [document for document in documents if "://" not in document["url"]]
+    left = rest + first(pages, ("domain", "language", "url"), newest=True)
+    names = ("id", "url", "date", "rank", "language", "source_index")
+    return sorted(tuple(one[name] for name in names) for one in first(left, ("domain", "id"), newest=False))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CASES, st.randoms(use_true_random=False), st.sampled_from([(2, 3), (4, 1), (1, 7)]))
+def test_kept_as_in_plain_python_and_for_any_shards(
+    tmp_path_factory: Any, documents: list[Document], random: Any, cut: tuple[int, int]
+) -> None:
+    job = make_job(tmp_path_factory.mktemp("one"), documents)
+    found = outcomes(job)
+    assert [one[:6] for one in found if len(one) == 6] == kept(list(attributes(job).values()))
+    shuffled = random.sample(documents, len(documents))
+    assert outcomes(make_job(tmp_path_factory.mktemp("cut"), shuffled, *cut)) == found
+
+
+def drops(folder: Path, documents: list[Document]) -> dict[str, tuple[str, str]]:
+    """Return licence (here the name of a document) -> (outcome, licence of the one kept)."""
+    job = make_job(folder, documents)
+    outcomes(job)
+    rows = attributes(job)
+    names = {document["id"]: document["licence"] for document in rows.values()}
+    dropped = dropped_rows(job, "url") | dropped_rows(job, "exact")
+    return {rows[row]["licence"]: (outcome, names[str(one)]) for row, (outcome, one) in dropped.items()}
+
+
+def test_the_newest_version_of_a_url_stays(tmp_path: Path) -> None:
+    documents = [
+        {"licence": "old", "text": "first draft", "url": PAGE, "date": "2022-05-01", "rank": 0.9},
+        {"licence": "new", "text": "final", "url": PAGE, "date": "2024-05-01", "rank": 0.1},
+        {"licence": "undated", "text": "who knows", "url": PAGE, "date": "", "rank": 1.0},
+        {"licence": "german", "text": "erster", "url": PAGE, "date": "2020-01-01", "language": "de"},
+        {"licence": "math", "text": "1 + 1", "url": PAGE, "date": "2020-01-01", "domain": "math"},
+    ]
+    assert drops(tmp_path, documents) == {"old": ("old_version", "new"), "undated": ("old_version", "new")}
+
+
+def test_a_path_is_no_url(tmp_path: Path) -> None:
+    documents = [{"licence": name, "text": name, "url": "doc/readme.txt"} for name in "ab"]
+    assert drops(tmp_path, documents) == {}
+
+
+def test_a_dropped_version_is_no_exact_copy_any_more(tmp_path: Path) -> None:
+    documents = [
+        {"licence": "old", "text": "same", "url": PAGE, "date": "2022-05-01", "rank": 1.0},
+        {"licence": "new", "text": "other", "url": PAGE, "date": "2024-05-01"},
+        {"licence": "copy", "text": "same", "url": "shelf/copy.txt"},
+    ]
+    assert drops(tmp_path, documents) == {"old": ("old_version", "new")}
+
+
+def test_exact_copies_whatever_their_language_but_in_one_domain(tmp_path: Path) -> None:
+    documents = [
+        {"licence": "b", "text": "same", "url": "shelf/b", "rank": 0.5},
+        {"licence": "a", "text": "same", "url": "shelf/a", "rank": 0.5, "language": "de"},
+        {"licence": "math", "text": "same", "url": "shelf/a", "domain": "math"},
+    ]
+    job = make_job(tmp_path, documents)
+    assert [one for one in outcomes(job) if len(one) > 6] == [
+        (one["id"], "shelf/b", "", 0.5, "en", 0, "exact_duplicate", one["id"])
+        for one in attributes(job).values()
+        if one["url"] == "shelf/b"
+    ]
+
+
+def test_files_are_ordered_and_the_same_again(tmp_path: Path) -> None:
+    documents = [{"text": "same", "url": f"shelf/{i}"} for i in range(50)]
+    files = []
+    for name in ("one", "two"):
+        job = make_job(tmp_path / name, documents, shards=3)
+        outcomes(job)
+        files.append(job.file("exact/drop", 0))
+    rows = pq.read_table(files[0])["row"].to_pylist()
+    assert rows == sorted(rows)
+    assert len(rows) == 49
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.data.redact import redact, redact_text
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("write to jane.doe+x@mail.corp.co.uk, or bob@x.org.", "write to email@example.com, or email@example.com."),
+        ("mailto:a_b@uni.edu?x <o'neil@irish.ie>", "mailto:email@example.com?x <email@example.com>"),
+        ("Joe.Blow@ACME.COM", "email@example.com"),
+        (f"{'x' * 64}@a.org", "email@example.com"),
+    ],
+)
+def test_mail_addresses_become_one_that_nobody_has(text: str, becomes: str) -> None:
+    assert redact_text(text, "email") == (becomes, becomes.count("email@"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["git@github.com:a/b.git", "x@self.weight @decorator a@b pkg@1.2.3", "you@example.org", "a@b.com@c.org", "@"],
+)
+def test_what_is_nobodys_mail_stays(text: str) -> None:
+    assert redact_text(text, "email") == (text, 0)
+
+
+def test_public_addresses_become_one_for_documentation() -> None:
+    assert redact_text("ping 93.184.216.34.", "ip") == ("ping 192.0.2.1.", 1)
+    assert redact_text("http://93.184.216.34:80/24 (8.8.18.8)", "ip") == ("http://192.0.2.1:80/24 (192.0.2.1)", 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1.2.3.4567", "v93.1.2.3", "version 93.184.21.3", "==93.184.216.34", "section 12.3.4.50", "1.3.6.1.4.1.99",
+        "93.184.216.34-rc", "256.1.1.1", "1.2.3.4", "192.168.1.1 127.0.0.1 10.0.0.1 224.0.0.1 172.20.3.4 203.0.113.77",
+    ],
+)  # fmt: skip
+def test_versions_and_addresses_of_nobody_stay(text: str) -> None:
+    assert redact_text(text, "ip") == (text, 0)
+
+
+def test_a_column_is_redacted_and_counted() -> None:
+    texts = pa.chunked_array([["a@b.org 93.184.216.34 c@d.org", "nothing"], [None, "e@f.org"]], pa.large_string())
+    found, counts = redact(texts, ["email", "ip"])
+    assert found.to_pylist() == ["email@example.com 192.0.2.1 email@example.com", "nothing", None, "email@example.com"]
+    assert counts.tolist() == [3, 0, 0, 1]
+    assert found.type == texts.type
+    assert redact(texts, ["ip"])[1].tolist() == [1, 0, 0, 0]
+    assert redact(texts, [])[0] is texts
+
+
+@given(st.text("ab1289.@-_ \n", max_size=60), st.sampled_from(["email", "ip"]))
+@settings(max_examples=200, deadline=None)
+def test_redacting_twice_changes_nothing(text: str, kind: str) -> None:
+    once, _ = redact_text(text, kind)
+    assert redact_text(once, kind) == (once, 0)
+
+
+@given(
+    st.text("ab .,@\n", max_size=60), st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8})?@[a-z]{1,8}\.(org|de)", fullmatch=True)
+)
+def test_an_address_between_blanks_never_stays(text: str, address: str) -> None:
+    if not address.endswith("@example.org") and not address.startswith("git@"):
+        found, count = redact_text(f"{text} {address} {text}", "email")
+        assert f" {address} " not in found
+        assert count >= 1

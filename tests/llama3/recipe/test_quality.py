@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from llama3.recipe.curation import Curate
+from llama3.recipe.quality import PUBLISHED, Quality
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rule_set_fills_in_its_published_bounds(name: str) -> None:
+    rules = Quality.model_validate({"rules": [name]})
+    assert {field: getattr(rules, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_written_bound_wins_and_null_switches_one_off() -> None:
+    rules = Quality.model_validate({"rules": ["gopher"], "min_words": 20, "max_words": None})
+    assert (rules.min_words, rules.max_words, rules.min_mean_word) == (20, None, 3)
+
+
+def test_rules_survive_being_written_and_read() -> None:
+    rules = Quality.model_validate({"rules": ["gopher", "repetition"], "max_words": None})
+    assert Quality.model_validate_json(rules.model_dump_json()) == rules
+
+
+def test_override_changes_its_fields_alone() -> None:
+    curate = Curate.model_validate(
+        {"quality": {"rules": ["gopher"], "min_words": 20}, "quality_for": {"code": {"max_braces": 5}, "zh": {}}}
+    )
+    code = curate.quality_of("code", "en")
+    assert (code.max_braces, code.min_words, code.max_words) == (5, 20, 100_000)
+    assert curate.quality_of("general", "zh") == curate.quality
+
+
+def test_override_may_name_a_rule_set() -> None:
+    """Its bounds once lost against the defaults that the base had written out for every field."""
+    curate = Curate.model_validate(
+        {"quality": {"max_duplicate_lines": 0.5}, "quality_for": {"fr": {"rules": ["repetition"]}}}
+    )
+    assert curate.quality_of("multilingual", "fr").max_duplicate_lines == 0.3
+    assert curate.quality_of("multilingual", "fr").max_duplicate_grams[5] == 0.15
+    assert curate.quality_of("multilingual", "de").max_duplicate_lines == 0.5
+
+
+def test_language_wins_over_its_domain() -> None:
+    overrides = {"multilingual": {"min_chars": 50, "min_words": 9}, "zh": {"min_chars": 30}}
+    rules = Curate.model_validate({"quality_for": overrides}).quality_of("multilingual", "zh")
+    assert (rules.min_chars, rules.min_words) == (30, 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rules": ["gofer"]}, "gopher"),
+        ({"max_top_gram": {5: 0.1}}, "max_top_gram: 5 words; write 2 to 4"),
+        ({"max_duplicate_grams": {4: 0.1}}, "write 5 to 10"),
+        ({"max_duplicate_lines": 30}, "less than or equal to 1"),
+        ({"min_chars": 500, "max_chars": 50}, "min_chars 500 is above max_chars 50"),
+        ({"max_duplicate_line": 0.3}, "max_duplicate_line"),
+    ],
+)
+def test_mistake_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Quality.model_validate(given)

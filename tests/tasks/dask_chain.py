@@ -1,0 +1,38 @@
+"""The curation of a small corpus on a local Dask cluster, inside a Prefect flow: a process of its own for its test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prefect import flow, task
+
+from llama3.data.annotate import annotate
+from llama3.data.collect import collect
+from llama3.data.curate import curate
+from llama3.recipe.load import load_recipe
+from tasks.launch import Cluster
+from tasks.runners import data_runner
+
+
+@task
+def curate_on_dask(recipe_path: Path, folder: Path) -> None:
+    """Run the three data steps with two Dask workers and leave the curated documents in `folder`/out."""
+    recipe = load_recipe(recipe_path)
+    collected, annotated, scratch, out = (folder / name for name in ("collected", "annotated", "curated", "out"))
+    for path in (collected, annotated, scratch, out):
+        path.mkdir(parents=True)
+    with data_runner(Cluster(data="dask", data_workers=2)) as runner:
+        collect(recipe, collected, runner)
+        annotate(recipe, collected, annotated, runner)
+        curate(recipe, collected, annotated, out, scratch, runner, parts=3)
+
+
+@flow
+def on_dask(recipe_path: Path, folder: Path) -> None:
+    """Prefect needs a flow around its tasks."""
+    curate_on_dask(recipe_path, folder)
+
+
+if __name__ == "__main__":
+    on_dask(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llama3.data.annotate import annotate
+from llama3.data.collect import collect
+from llama3.data.curate import curate
+from llama3.data.job import in_turn
+from llama3.recipe.load import load_recipe
+from tasks.launch import Cluster
+from tasks.runners import data_runner, item_memory
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def write_recipe(folder: Path, checkout: Path) -> Path:
+    """Write a recipe over 3 files of text with copies, and return its path."""
+    data = yaml.safe_load((checkout / "recipes" / "quickstart.yaml").read_text())
+    for file in range(3):
+        sentences = [f"Sentence number {n} of file {file} says that {n * 7 + file} is the answer." for n in range(400)]
+        texts = [" ".join(sentences[n : n + 6]) for n in range(0, 390, 2)] + ["The same page, word for word. " * 9] * 3
+        lines = [json.dumps({"text": text, "url": f"https://h{n % 50}.org/{n}"}) for n, text in enumerate(texts)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines))
+    share = {"general": "100%"}
+    data |= {"sources": {"general": [{"uri": str(folder / "*.jsonl")}]}, "mix": {"base": share, "annealing": share}}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> None:
+    recipe_path = write_recipe(tmp_path, checkout)
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": str(checkout),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tasks.dask_chain", str(recipe_path), str(tmp_path / "dask")],
+        env=environment, cwd=checkout, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    recipe, here = load_recipe(recipe_path), tmp_path / "here"
+    collected, annotated, scratch, out = (here / name for name in ("collected", "annotated", "curated", "out"))
+    for path in (collected, annotated, scratch, out):
+        path.mkdir(parents=True)
+    collect(recipe, collected, in_turn)
+    annotate(recipe, collected, annotated, in_turn)
+    curate(recipe, collected, annotated, out, scratch, in_turn)
+    assert contents(out) == contents(tmp_path / "dask" / "out")
+
+
+def test_threads_do_every_item_once_and_pass_errors_on() -> None:
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def work(job: Any, item: int) -> None:
+        if item == 7 and job == "bad":
+            raise ValueError("item 7")
+        with lock:
+            seen.append(item)
+
+    for threads in (1, 3):
+        seen.clear()
+        with data_runner(Cluster(threads=threads)) as runner:
+            runner("good", "step", work, range(20))  # type: ignore[arg-type]
+            assert sorted(seen) == list(range(20))
+            with pytest.raises(ValueError, match="item 7"):
+                runner("bad", "step", work, range(20))  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prefect_ray", None)
+    with pytest.raises(ValueError, match=r"cluster\.data: ray needs prefect-ray"), data_runner(Cluster(data="ray")):
+        pass
+
+
+def test_items_share_the_memory_of_the_machine() -> None:
+    assert item_memory(Cluster(threads=2, memory="2GiB")) == f"{2**30}B"
+    assert item_memory(Cluster(threads=2, memory="2GiB", data="dask")) == f"{2**31}B"
