@@ -18,6 +18,7 @@ import typer
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
+from flows.bench import bench
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from llama3.recipe.load import load_recipe
 from tasks.launch import Cluster, TrainingFailed
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder for artifacts, runs and the MLflow file.")
 ]

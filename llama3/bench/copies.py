@@ -9,10 +9,11 @@ import numpy as np
 from llama3.bench.measure import Cost
 from llama3.bench.pairs import near_pairs, precision, recall
 from llama3.bench.plain import without_common_lines
-from llama3.bench.rows import Row, measured
+from llama3.bench.rows import Row, measured, number
 from llama3.bench.session import ALPHABETIC, SHINGLE, Session, texts_of
 
 MAX_COPIES, MIN_CHARS = 6, 8
+BANDS, ROWS = 14, 8
 
 
 def pipeline(run: Session, name: str) -> Row:
@@ -33,14 +34,16 @@ def near_datasketch(run: Session, name: str) -> Row:
 
 
 def near_recall(run: Session, name: str) -> Row:
-    """Of all pairs that are alike, how many end in one cluster."""
+    """Of all pairs that are alike, how many end in one cluster; and how many would share a band, by expectation."""
     texts = texts_of(run.inputs.near.shard)
-    found = run.cost("ours.near_quality", on="near").facts
-    cluster = [str(row) for row in range(len(texts))]
-    for row, label in zip(found["rows"], found["clusters"], strict=True):
-        cluster[row] = label
-    share, pairs = recall(near_pairs(texts, SHINGLE), cluster, 0.8)
-    return measured(name, share, f"{pairs:,} true pairs in {len(texts):,} documents", pairs=pairs)
+    clusters = run.cost("ours.near_quality", on="near").facts["clusters"]
+    true = near_pairs(texts, SHINGLE)
+    share, pairs = recall(true, clusters, 0.8)
+    unlike, others = recall({pair: score for pair, score in true.items() if score < 1}, clusters, 0.8)
+    expected = float(np.mean([1 - (1 - score**ROWS) ** BANDS for score in true.values() if score >= 0.8] or [1]))
+    note = f"{pairs:,} pairs in {len(texts):,} documents; of {others:,} with J < 1 {number(unlike)}"
+    note += f"; bands alone would find {number(expected)}"
+    return measured(name, share, note, pairs=pairs, recall_below_1=unlike, pairs_below_1=others, bands_alone=expected)
 
 
 def near_precision(run: Session, name: str) -> Row:

@@ -1,8 +1,9 @@
 """Hash ranges: how a step that looks at all documents is cut into pieces that one process can hold.
 
-A mapper writes its rows sorted by a 64-bit key, in small row groups; a reducer of range p reads from every mapper's
-file the row groups that overlap it (Parquet keeps the least and greatest key of each). So there is one file per shard and
-step, not one per shard and range, and the number of ranges can change between two starts of the same job.
+A mapper writes its rows sorted by a 64-bit key, in small row groups; a reducer of range p reads from each mapper's file
+the row groups that overlap it (Parquet keeps the least and greatest key of each). So there is one file per shard and
+step, not one per shard and range. The result does not depend on the number of ranges, but a job that is gone on with
+must keep it: what a reducer left is taken for the same range.
 """
 
 from __future__ import annotations

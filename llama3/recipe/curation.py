@@ -14,7 +14,6 @@ from llama3.recipe.quality import Quality
 from llama3.recipe.section import DOMAINS, Domain, Section
 from llama3.recipe.units import Share
 
-
 _WEB: list[Domain] = ["general", "multilingual"]
 _GENERAL: list[Domain] = ["general"]
 
@@ -28,9 +27,10 @@ class Dedup(Section):
     """Two documents whose word shingles overlap at least this much are one; 1 keeps all but exact copies."""
     shingle: int = Field(default=5, ge=1)
     """Words per shingle."""
-    bands: int = Field(default=14, ge=1, le=64)
-    """MinHash bands; more bands find more candidate pairs."""
-    rows: int = Field(default=8, ge=1, le=64)
+    bands: int = Field(default=20, ge=1, le=64)
+    """MinHash bands; more bands find more candidate pairs. 20 x 6 finds 99.8 % of pairs at Jaccard 0.8, where the usual
+    14 x 8 finds 92 %; what it finds too much is verified away."""
+    rows: int = Field(default=6, ge=1, le=64)
     """Hashes per band; more rows find fewer candidate pairs."""
 
 
@@ -112,7 +112,7 @@ class Curate(Section):
     """How raw documents become training documents."""
 
     on_error: Literal["fail", "skip"] = "fail"
-    """What an unreadable file, line or document does: end the run before anything is written, or be skipped, counted."""
+    """What an unreadable file, line or document does: end the run before anything is written, or be counted."""
     extractor: Literal["resiliparse", "trafilatura"] = "resiliparse"
     """HTML to text: fast, or some ten times slower and more precise about what is boilerplate."""
     repair: bool = True

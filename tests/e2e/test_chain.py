@@ -73,6 +73,8 @@ def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
     children = mlflow.search_runs([run.mlflow_experiment], f"tags.`mlflow.parentRunId` = '{run.mlflow_run}'")
     stages = {child.data.tags["stage"] for child in children}
     assert {
+        "collect",
+        "annotate",
         "curate",
         "tokenizer",
         "tokenise",
@@ -123,7 +125,9 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
     herd("rerun", "tiny-1", "--from", "main")
     first, again = record(herd, "tiny-1"), record(herd, "tiny-4")
     assert again.rerun_of == "tiny-1"
-    assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {"curate", "tokenise", "ramp"}
+    assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {
+        "collect", "annotate", "curate", "tokenise", "ramp",
+    }  # fmt: skip
     store = Store(herd.root)
     for stage in ("main", "anneal"):
         assert again.steps[stage].outcome == "made"

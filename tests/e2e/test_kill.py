@@ -60,7 +60,7 @@ def bytes_made(root: Path, run: str) -> dict[str, str]:
     record, store = Runs(root).find(run), Store(root)
     made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
     digests = {}
-    for step in ("curate", "tokenizer", "tokenise"):
+    for step in ("collect", "annotate", "curate", "tokenizer", "tokenise"):
         digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
     for stage in ("ramp", "main", "anneal"):
         digests[stage] = made[stage].facts["model_sha256"]
@@ -74,7 +74,7 @@ def undisturbed(herd: Herd) -> dict[str, str]:
 
 def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
     """Give a new root some artifacts of the undisturbed run, so that a test begins where it matters."""
-    for pattern in ("curated/*", "tokenizer/*", "tokens/*", *patterns):
+    for pattern in ("collected/*", "annotated/*", "curated/*", "tokenizer/*", "tokens/*", *patterns):
         for path in herd.root.glob(pattern):
             shutil.copytree(path, root / path.relative_to(herd.root))
 
@@ -82,7 +82,8 @@ def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [
-        lambda: any((again.root / ".staging").glob("*/*")),
+        lambda: any((again.root / "work").glob("collect-*/text/*")),
+        lambda: any((again.root / "work").glob("curate-*/exact/*/*")),
         lambda: (again.root / "tokens").exists() and journal_lines(again.root, "main") >= 6,
         lambda: any((again.root / "work").glob("main-*/checkpoints/*")),
         lambda: any((again.root / "work").glob("anneal-*/result*")),

@@ -32,6 +32,8 @@ def test_a_remote_root_is_refused() -> None:
 
 def test_steps_are_named_in_order() -> None:
     assert step_names(load_recipe(Path("recipes/quickstart.yaml"))) == [
+        "collect",
+        "annotate",
         "curate",
         "tokenizer",
         "tokenise",

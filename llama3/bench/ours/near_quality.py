@@ -15,7 +15,7 @@ from llama3.data.stars import verdict_files
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
-    """Return the cluster (id of the kept document) of each clustered row, and the verified pairs of rows."""
+    """Return the cluster of each row, named by the document that stays, and the verified pairs of rows."""
     remove(source, folder)
     job = one_shard(source, folder, {})
     clusters = pa.concat_tables([pq.read_table(file) for file in job.files("near/clusters")])
@@ -24,8 +24,9 @@ def work(source: Path, folder: Path) -> dict[str, Any]:
         alike = pq.read_table(file).filter(pc.field("alike"))
         ends = zip(alike["centre"].to_pylist(), alike["row"].to_pylist(), strict=True)
         pairs |= {(min(pair), max(pair)) for pair in ends}
+    clustered = dict(zip(clusters["id"].to_pylist(), clusters["cluster"].to_pylist(), strict=True))
+    ids = pq.read_table(source, columns=["id"])["id"].to_pylist()  # exact copies share their id
     return {
-        "rows": clusters["row"].to_pylist(),
-        "clusters": clusters["cluster"].to_pylist(),
+        "clusters": [clustered.get(one, one) for one in ids],
         "pairs": sorted(pairs),
     }

@@ -76,5 +76,5 @@ def write_attributes(job: Job, documents: pa.Table, **columns: Any) -> None:
 
 
 def write_kept(documents: pa.Table, path: Path) -> None:
-    """Write documents as the curation job does: zstd, and no dictionary for what does not repeat."""
-    pq.write_table(documents, path, compression="zstd", use_dictionary=_REPEATING)
+    """Write documents without compression, as the peers do."""
+    pq.write_table(documents, path, compression="none", use_dictionary=_REPEATING)

@@ -22,6 +22,7 @@ from llama3.bench.corpus import (
     write_jsonl,
     write_shard,
 )
+from llama3.bench.inputs import make_large
 
 NOUNS = ("river", "engine", "letter", "garden", "market", "window", "teacher", "island", "question", "mountain")
 
@@ -106,3 +107,14 @@ def test_texts_come_from_jsonl_plain_and_packed_but_not_from_html(tmp_path: Path
 def test_a_folder_without_jsonl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--corpus: .* holds no \.jsonl"):
         list(read_texts(tmp_path))
+
+
+def test_a_large_corpus_has_no_copies_that_the_small_one_had_not(tmp_path: Path) -> None:
+    pages = make_pages(TEXTS, 60_000)
+    write_jsonl(pages, tmp_path / "small.jsonl")
+    size = make_large(tmp_path / "large", tmp_path / "small.jsonl", 500_000)
+    rows = [json.loads(line) for file in sorted((tmp_path / "large").iterdir()) for line in file.open()]
+    assert size == sum(len(row["text"].encode()) for row in rows) >= 500_000
+    rounds = len(rows) // len(pages)
+    assert len({row["text"] for row in rows}) == rounds * len({page.text for page in pages})
+    assert len({row["url"] for row in rows}) == rounds * len({page.url for page in pages})

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from llama3.bench.corpus import Page, plant, write_jsonl, write_shard
@@ -76,14 +75,10 @@ def test_of_alike_documents_one_stays(shard: Path, tmp_path: Path) -> None:
 def test_what_near_quality_says_agrees_with_the_true_pairs(shard: Path, tmp_path: Path) -> None:
     texts = texts_of(shard)
     found = near_quality.work(shard, tmp_path)
-    cluster = [str(row) for row in range(len(texts))]
-    for row, label in zip(found["rows"], found["clusters"], strict=True):
-        cluster[row] = label
-    ids = pq.read_table(shard, columns=["id"])["id"].to_pylist()
-    unlike = {one: place for place, one in reversed(list(enumerate(ids)))}
-    true = {pair: score for pair, score in near_pairs(texts, 5).items() if {*pair} <= set(unlike.values())}
-    assert recall(true, cluster, 0.85)[0] > 0.9
-    assert all(true.get(tuple(pair), 1) >= 0.7 for pair in found["pairs"])
+    true = near_pairs(texts, 5)
+    assert recall(true, found["clusters"], 0.85)[0] > 0.9
+    assert found["pairs"]
+    assert all(true[tuple(pair)] >= 0.8 for pair in found["pairs"])
 
 
 def test_filters_give_an_outcome_for_every_document_in_its_order(shard: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
     for number, (files, threads, parts) in enumerate(((1, 1, 1), (4, 2, 3), (16, 2, 1))):
         monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
         random.Random(number).shuffle(every)
-        source = tmp_path / f"in{number}" / "web"
+        source = tmp_path / f"in{number}" / "a" / "web"
         source.mkdir(parents=True)
         for file in range(files):
             lines = [json.dumps(one) + "\n" for one in every[file::files]]
