@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -27,13 +28,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_recipe(folder: Path, checkout: Path) -> Path:
     """Write a recipe over 3 files of text with copies, and return its path."""
     data = yaml.safe_load((checkout / "recipes" / "quickstart.yaml").read_text())
+    rng = random.Random(1)
+    vocabulary = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(3000)]
+    texts = [" ".join(rng.choices(vocabulary, k=80)) for _ in range(300)]
+    texts += [f"{text} {text[:9]}" for text in texts[:40]]
     for file in range(3):
-        sentences = [f"Sentence number {n} of file {file} says that {n * 7 + file} is the answer." for n in range(400)]
-        texts = [" ".join(sentences[n : n + 6]) for n in range(0, 390, 2)] + ["The same page, word for word. " * 9] * 3
-        lines = [json.dumps({"text": text, "url": f"https://h{n % 50}.org/{n}"}) for n, text in enumerate(texts)]
+        lines = [
+            json.dumps({"text": text, "url": f"https://h.org/{n % 330}"})
+            for n, text in enumerate(texts)
+            if n % 3 == file
+        ]
         (folder / f"{file}.jsonl").write_text("\n".join(lines))
     share = {"general": "100%"}
-    data |= {"sources": {"general": [{"uri": str(folder / "*.jsonl")}]}, "mix": {"base": share, "annealing": share}}
+    data |= {
+        "sources": {"general": [{"uri": str(folder / "*.jsonl"), "language": "en"}]},
+        "mix": {"base": share, "annealing": share},
+    }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
