@@ -11,9 +11,10 @@ from llama3.bench.pairs import near_pairs, precision, recall
 from llama3.bench.plain import without_common_lines
 from llama3.bench.rows import Row, measured, number
 from llama3.bench.session import ALPHABETIC, SHINGLE, Session, texts_of
+from llama3.recipe.curation import Dedup
 
 MAX_COPIES, MIN_CHARS = 6, 8
-BANDS, ROWS = 14, 8
+DEFAULT = Dedup()
 
 
 def pipeline(run: Session, name: str) -> Row:
@@ -25,12 +26,18 @@ def pipeline(run: Session, name: str) -> Row:
     return run.ratio(name, ours, peer)
 
 
+def minhash_datatrove(run: Session, name: str) -> Row:
+    """Signatures and candidates: what both sides do; ours verifies after that."""
+    return run.ratio(name, run.cost("ours.candidates"), run.cost("peers.datatrove_candidates"))
+
+
+def minhash_datasketch(run: Session, name: str) -> Row:
+    return run.ratio(name, run.cost("ours.candidates"), run.cost("peers.datasketch_near"))
+
+
 def near_datatrove(run: Session, name: str) -> Row:
+    """From documents to the documents that stay; ours verified, with the bands that find more."""
     return run.ratio(name, run.cost("ours.minhash"), run.cost("peers.datatrove_minhash"))
-
-
-def near_datasketch(run: Session, name: str) -> Row:
-    return run.ratio(name, run.cost("ours.minhash"), run.cost("peers.datasketch_near"))
 
 
 def near_recall(run: Session, name: str) -> Row:
@@ -40,9 +47,11 @@ def near_recall(run: Session, name: str) -> Row:
     true = near_pairs(texts, SHINGLE)
     share, pairs = recall(true, clusters, 0.8)
     unlike, others = recall({pair: score for pair, score in true.items() if score < 1}, clusters, 0.8)
-    expected = float(np.mean([1 - (1 - score**ROWS) ** BANDS for score in true.values() if score >= 0.8] or [1]))
+    expected = float(
+        np.mean([1 - (1 - score**DEFAULT.rows) ** DEFAULT.bands for score in true.values() if score >= 0.8] or [1])
+    )
     note = f"{pairs:,} pairs in {len(texts):,} documents; of {others:,} with J < 1 {number(unlike)}"
-    note += f"; bands alone would find {number(expected)}"
+    note += f"; {DEFAULT.bands} bands of {DEFAULT.rows} alone would find {number(expected)}"
     return measured(name, share, note, pairs=pairs, recall_below_1=unlike, pairs_below_1=others, bands_alone=expected)
 
 

@@ -16,10 +16,11 @@ from llama3.bench.session import Session
 
 MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "pipeline/datatrove": copies.pipeline,
-    "minhash/datatrove": copies.near_datatrove,
-    "minhash/datasketch": copies.near_datasketch,
-    "minhash/recall": copies.near_recall,
-    "minhash/precision": copies.near_precision,
+    "minhash/datatrove": copies.minhash_datatrove,
+    "minhash/datasketch": copies.minhash_datasketch,
+    "near/datatrove": copies.near_datatrove,
+    "near/recall": copies.near_recall,
+    "near/precision": copies.near_precision,
     "lines/datatrove": copies.lines_by_sentence,
     "lines/datatrove-lines": copies.lines_by_line,
     "lines/exact": copies.lines_exact,

@@ -23,6 +23,8 @@ from llama3.recipe.section import Domain
 STEP = "written"
 SHARD_BYTES = 64_000_000
 """Text per document file."""
+PIECES = 8
+"""Ranges of ids in which a file is made, one after the other: memory holds one of them."""
 SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -57,10 +59,11 @@ class OutputFile(NamedTuple):
     number: int
     files: int
 
-    @property
-    def ids(self) -> tuple[str, str]:
-        """Least id in the file, and the bound above which ids are in the next one."""
-        low, high = (place * _ID_SPAN // self.files for place in (self.number, self.number + 1))
+    def ids(self, piece: int) -> tuple[str, str]:
+        """Return the least id of a piece of the file, and the bound above which ids are in the next one."""
+        pieces = self.files * PIECES
+        place = self.number * PIECES + piece
+        low, high = place * _ID_SPAN // pieces, (place + 1) * _ID_SPAN // pieces
         return f"{low:08x}", f"{high:08x}" if high < _ID_SPAN else "g"
 
     @property
@@ -86,7 +89,7 @@ def planned(job: Job) -> list[OutputFile]:
 
 def _plan(job: Job) -> list[OutputFile]:
     """Cut every domain's ids so that a file has about SHARD_BYTES, counted before lines go."""
-    sizes: dict[Domain, int] = dict.fromkeys(job.recipe.sources, 0)
+    sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
     with job.session() as connection:
         for shard in job.shards:
             query = f"SELECT coalesce(sum(bytes), 0)::BIGINT FROM ({job.survivors(shard, 'end', 'bytes')})"
@@ -99,25 +102,25 @@ def _plan(job: Job) -> list[OutputFile]:
 
 def write_file(job: Job, item: int) -> None:
     """Write one file of documents, then its rows of `written`."""
-    file = planned(job)[item]
-    with job.session() as connection:
-        tables = [
-            connection.sql(_surviving(job, shard, file)).to_arrow_table()
-            for shard in job.shards
-            if shard.domain == file.domain
-        ]
-    documents = pa.concat_tables(tables).combine_chunks() if tables else pa.table({})
-    documents = documents.sort_by([(name, "ascending") for name in ("id", "url", "row")])
-    documents, written = _finished(job, documents)
-    with replacing(job.folder / "documents" / file.name) as part:
-        pq.write_table(
-            documents, part, compression="zstd", compression_level=3, row_group_size=1024, use_dictionary=_REPEATING
-        )
-    write_table(written.sort_by("row"), job.file(STEP, item))
+    file, written = planned(job)[item], [WRITTEN.empty_table()]
+    options = {"compression": "zstd", "compression_level": 3, "use_dictionary": _REPEATING}
+    with (
+        replacing(job.folder / "documents" / file.name) as part,
+        pq.ParquetWriter(part, SCHEMA, **options) as writer,
+        job.session() as connection,
+    ):
+        for ids in map(file.ids, range(PIECES)):
+            queries = [_surviving(job, shard, ids) for shard in job.shards if shard.domain == file.domain]
+            tables = [connection.sql(query).to_arrow_table() for query in queries]
+            found = pa.concat_tables(tables).sort_by([(name, "ascending") for name in ("id", "url", "row")])
+            documents, fates = _finished(job, found.combine_chunks())
+            writer.write_table(documents.combine_chunks(), row_group_size=1024)
+            written.append(fates)
+    write_table(pa.concat_tables(written).sort_by("row"), job.file(STEP, item))
 
 
-def _surviving(job: Job, shard: Shard, file: OutputFile) -> str:
-    low, high = file.ids
+def _surviving(job: Job, shard: Shard, ids: tuple[str, str]) -> str:
+    low, high = ids
     survivors = job.survivors(shard, "end", ", ".join(['"row"', "id", "topic", "rank"]))
     return f"""SELECT text.*, kept.topic, kept.rank AS quality FROM read_parquet({quoted(str(shard.text))}) AS text
         JOIN (SELECT * FROM ({survivors}) WHERE id >= '{low}' AND id < '{high}') AS kept USING ("row")

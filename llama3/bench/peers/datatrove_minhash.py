@@ -18,11 +18,17 @@ CONFIG = MinhashConfig(
 )
 
 
-def find_clusters(source: Path, folder: Path) -> str:
-    """Run the first three stages over `source` and return the folder that says what is to go."""
-    signatures, buckets, remove = (str(folder / name) for name in ("signatures", "buckets", "remove"))
+def find_pairs(source: Path, folder: Path) -> str:
+    """Run the first two stages over `source` and return the folder of the pairs that share a bucket."""
+    signatures, buckets = str(folder / "signatures"), str(folder / "buckets")
     run_steps([reader(source), MinhashDedupSignature(signatures, config=CONFIG)], folder, "signatures")
     run_steps([MinhashDedupBuckets(signatures, buckets, config=CONFIG)], folder, "buckets", BANDS)
+    return buckets
+
+
+def find_clusters(source: Path, folder: Path) -> str:
+    """Run the first three stages over `source` and return the folder that says what is to go."""
+    buckets, remove = find_pairs(source, folder), str(folder / "remove")
     run_steps([MinhashDedupCluster(buckets, remove, config=CONFIG)], folder, "clusters")
     return remove
 

@@ -83,13 +83,13 @@ def tally_lines(data: Bytes, start: int, stop: int, tally: Offsets) -> None:
 def _add_line(data: Bytes, line: Line, table: Hashes, tally: Offsets) -> None:
     """Count a line that is not blank."""
     ellipsis = ends_with_ellipsis(data, line)
-    punctuated = traits_at(data, line.last) & (END | WIDE_END | QUOTE) != 0
+    end = traits_at(data, line.last)
     tally[Tally.LINES] += 1
     tally[Tally.BULLETS] += traits_at(data, line.first) & LIST_MARK != 0
     tally[Tally.ELLIPSIS_LINES] += ellipsis
-    tally[Tally.PUNCTUATED] += punctuated
+    tally[Tally.PUNCTUATED] += end & (END | WIDE_END) != 0
     tally[Tally.SHORT] += line.chars <= SHORT_LINE
-    if punctuated and not ellipsis and line.words >= SENTENCE_WORDS:
+    if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis and line.words >= SENTENCE_WORDS:
         tally[Tally.SENTENCES] += line.inner_ends + 1
     if _seen(table, line.hash):
         tally[Tally.REPEATED_LINES] += 1

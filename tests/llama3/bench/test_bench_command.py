@@ -61,9 +61,9 @@ def test_rows_are_json_and_go_to_a_file_too(herd: typer.Typer, tmp_path: Path) -
 
 
 def test_only_takes_rows_and_groups(herd: typer.Typer) -> None:
-    rows = json.loads(call(herd, "--json", "--only", "lines,minhash/recall").stdout)["rows"]
+    rows = json.loads(call(herd, "--json", "--only", "lines,near/recall").stdout)["rows"]
     assert [row["name"] for row in rows] == [
-        "minhash/recall", "lines/datatrove", "lines/datatrove-lines", "lines/exact",
+        "near/recall", "lines/datatrove", "lines/datatrove-lines", "lines/exact",
     ]  # fmt: skip
 
 

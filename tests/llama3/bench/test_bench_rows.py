@@ -36,7 +36,7 @@ def test_a_ratio_is_cpu_time_per_byte() -> None:
 
 
 def test_a_row_that_misses_its_target_says_so() -> None:
-    assert measured("minhash/recall", 0.99).ok is False
+    assert measured("near/recall", 0.99).ok is False
 
 
 def test_a_row_without_its_library_neither_meets_nor_misses() -> None:

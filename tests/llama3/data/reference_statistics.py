@@ -69,7 +69,7 @@ def _line_statistics(text: str) -> dict[str, float]:
     stripped = [line.strip(BLANKS) for line in lines]
     repeated, repeated_chars = _repeated(lines)
     repeated_paragraphs, repeated_paragraph_chars = _repeated(paragraphs)
-    ends = tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES)
+    ends = tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS)
     return {
         "bullet_lines": _share(sum(line.startswith(tuple(LIST_MARKS)) for line in stripped), len(lines)),
         "ellipsis_lines": _share(sum(line.endswith(ELLIPSES) for line in stripped), len(lines)),
