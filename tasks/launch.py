@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from llama3.recipe.units import Bytes
 
 PR_SET_PDEATHSIG = 1
 SHUTDOWN_S = 15
@@ -33,7 +35,7 @@ class Cluster(BaseModel):
     micro_batch: int = Field(default=16, ge=1)
     """Sequences per forward pass and process; a smaller number needs less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    memory: str = "2GiB"
+    memory: str = "1GiB"
     """Memory for DuckDB while data is curated, shared by its threads."""
     data: Literal["threads", "dask", "ray"] = "threads"
     """What works on the shards of data steps: threads here, or a cluster that sees the root under the same path."""
@@ -41,6 +43,12 @@ class Cluster(BaseModel):
     """Address of the Dask scheduler or Ray head; empty starts a local cluster."""
     data_workers: int = Field(default=2, ge=1)
     """Workers of that cluster; a step is cut into a few batches for each."""
+
+    @field_validator("memory")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        Bytes.parse(value)
+        return value
 
 
 class TrainingFailed(RuntimeError):

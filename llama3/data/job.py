@@ -102,6 +102,7 @@ def run(runner: Runner, job: Any, step: str, work: Work, items: Sequence[int]) -
     """Do those `items` of `step` whose file is not there yet."""
     (job.folder / step).mkdir(parents=True, exist_ok=True)
     runner(job, step, work, [item for item in items if not job.file(step, item).exists()])
+    pa.default_memory_pool().release_unused()  # else each step's peak stays with the process
 
 
 def in_turn(job: Any, step: str, work: Work, items: Sequence[int]) -> None:

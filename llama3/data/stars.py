@@ -35,7 +35,7 @@ SETS = "near/sets"
 """Step whose rows are (key, row, shingles), key = keys(row)."""
 ROUNDS = 8
 """A bucket is compared against at most so many centres."""
-PART_BYTES = 128 << 20
+PART_BYTES = 32 << 20
 """Bands or shingle sets in one part of a round; where there are more, rounds are cut into more parts than the job."""
 SETS_PER_GROUP = 64
 """A row group of sets is half a megabyte of usual documents, so that a part reads little of what it does not want."""
