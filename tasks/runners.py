@@ -48,6 +48,9 @@ def _threads(count: int) -> Runner:
         return in_turn
 
     def runner(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
+        if len(items) < 2:
+            in_turn(job, step, work, items)
+            return
         with ThreadPoolExecutor(count, thread_name_prefix=step) as pool:
             for future in [pool.submit(work, job, item) for item in items]:
                 future.result()

@@ -20,7 +20,7 @@ WARM_UP = 4_000
 LIMIT = Bytes.parse("1.25GiB")
 """Memory that the process of the memory row may take; its corpus is four times as large."""
 DUCKDB_SHARE = 10
-"""DuckDB gets so much less than the whole process: libraries take 350 MB, the tokenizer 300, a shard and its tokens some 400."""
+"""DuckDB gets so much less than the whole process: libraries take 350 MB, the tokenizer 300, a shard some 400."""
 
 
 def mix(run: Session, name: str) -> Row:

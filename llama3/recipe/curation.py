@@ -129,7 +129,8 @@ class Curate(Section):
     quality_for: dict[str, dict[str, Any]] = Field(
         default_factory=lambda: {"code": {"max_symbol_chars": 0.8, "max_duplicate_lines": 0.75}}
     )
-    """Domain or two-letter language -> fields of `quality` that differ there; a language wins over its domain."""
+    """Domain or two-letter language -> fields of `quality` that differ there; a language wins over its domain. Naming
+    `rules` there takes these sets instead of those of `quality`."""
     dirty_words: list[str] = Field(default_factory=list)
     """Files of words, one a line, counted in every document; `quality.max_dirty_words` bounds the count."""
     scores: list[Score] = Field(default_factory=list)

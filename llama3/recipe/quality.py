@@ -124,5 +124,11 @@ class Quality(Section):
         return self
 
     def changed(self, fields: dict[str, Any]) -> Quality:
-        """Return these rules with other values in `fields`, checked again; `rules` in it adds published bounds."""
-        return Quality.model_validate({**self.model_dump(), **published(fields.get("rules")), **fields})
+        """Return these rules with other values in `fields`, checked again.
+
+        `rules` in it stand in the place of the old ones: bounds that only those gave go back to their defaults.
+        """
+        kept = self.model_dump()
+        if "rules" in fields:
+            kept = {name: value for name, value in kept.items() if published(self.rules).get(name, ...) != value}
+        return Quality.model_validate({**kept, **published(fields.get("rules", [])), **fields})

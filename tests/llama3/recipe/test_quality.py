@@ -62,3 +62,13 @@ def test_language_wins_over_its_domain() -> None:
 def test_mistake_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Quality.model_validate(given)
+
+
+def test_rules_of_an_override_stand_in_the_place_of_the_base_s() -> None:
+    base = Quality(rules=["gopher", "fineweb"], min_words=70)
+    code = base.changed({"rules": ["repetition"]})
+    assert (code.min_stop_words, code.min_punctuated_lines) == (None, None)
+    assert code.min_words == 70, "written, not published"
+    assert code.max_duplicate_grams == Quality(rules=["repetition"]).max_duplicate_grams
+    assert base.changed({"rules": []}).max_short_lines is None
+    assert base.changed({"max_words": 9000}).min_stop_words == 2
