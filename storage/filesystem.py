@@ -79,11 +79,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def changed(info: dict[str, Any]) -> str:
+    """Return what in a file's `info` changes with its content: its time, or the object store's tag."""
+    return str(info.get("mtime") or info.get("ETag") or info.get("LastModified") or info.get("blob_id") or "")
+
+
 def state(uri: str) -> list[list[object]]:
-    """Return uri, size and what changes with the content (time, or the object store's tag) of each file of `uri`."""
-    found = []
-    for name in glob(uri):
-        info = filesystem_of(name).info(name)
-        changed = info.get("mtime") or info.get("ETag") or info.get("LastModified") or ""
-        found.append([name, info["size"], str(changed)])
-    return found
+    """Return uri, size and what changes with the content of each file of `uri`."""
+    infos = [(name, filesystem_of(name).info(name)) for name in glob(uri)]
+    return [[name, info["size"], changed(info)] for name, info in infos]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from llama3.recipe.data import Source
-from storage.filesystem import filesystem_of, is_local, local_path
+from storage.filesystem import changed, filesystem_of, is_local, local_path
 
 _zlib: Any = zlib
 with suppress(ImportError):
@@ -59,7 +59,7 @@ def source_files(source: Source) -> list[File]:
     for uri, info in listing(source.uri):
         kind = file_format(uri) if source.format == "auto" else source.format
         if kind is not None:
-            found.append(File(uri, kind, int(info["size"] or 0), _changed(info)))
+            found.append(File(uri, kind, int(info["size"] or 0), changed(info)))
     return found
 
 
@@ -91,7 +91,7 @@ def as_listed(file: File) -> bool:
         info = filesystem_of(file.uri).info(_path(file.uri))
     except FileNotFoundError:
         return False
-    return (int(info["size"] or 0), _changed(info)) == (file.size, file.changed)
+    return (int(info["size"] or 0), changed(info)) == (file.size, file.changed)
 
 
 def packing(uri: str) -> str | None:
@@ -175,10 +175,6 @@ def _inflated(raw: Any) -> Iterator[bytes]:
         yield member.flush()
         if not member.eof:
             raise EOFError("it ends too early")
-
-
-def _changed(info: dict[str, Any]) -> str:
-    return str(info.get("mtime") or info.get("ETag") or info.get("LastModified") or info.get("blob_id") or "")
 
 
 def _path(uri: str) -> str:

@@ -60,10 +60,15 @@ def source_names(sources: list[Source]) -> list[str]:
     return names
 
 
-def open_source(source: Source, domain: Domain, seed: int, name: str | None = None) -> Iterator[Document]:
-    """Yield the documents of `source` within its limit. Raises SourceError where a file cannot be read."""
+def open_source(
+    source: Source, domain: Domain, seed: int, name: str | None = None, fail: bool = True
+) -> Iterator[Document]:
+    """Yield the documents of `source` within its limit.
+
+    Raises SourceError where a file cannot be read, unless `fail` is off: then what cannot be read is left out.
+    """
     name = name or source_names([source])[0]
-    for batch in read_source(source, domain, seed, Skips()):
+    for batch in read_source(source, domain, seed, Skips(fail)):
         yield from batch.documents(name)
 
 
@@ -124,7 +129,7 @@ def check_sources(recipe: Recipe) -> list[str]:
 
 def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
     """Return how much text each domain has now; remote sources count nothing unless `remote` asks to read them."""
-    return [_survey(domain, sources, recipe.seed, remote) for domain, sources in recipe.sources.items()]
+    return [_survey(domain, recipe, remote) for domain in recipe.sources]
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -190,14 +195,14 @@ def _why_nothing(source: Source) -> str:
     return "matches no file; correct the path (it is relative to where herd runs)"
 
 
-def _survey(domain: Domain, sources: list[Source], seed: int, remote: bool) -> DomainSurvey:
+def _survey(domain: Domain, recipe: Recipe, remote: bool) -> DomainSurvey:
     documents, size, generated, complete = 0, 0, 0, True
-    for source in sources:
+    for source in recipe.sources[domain]:
         if source.uri != INSTALLED and not is_local(source.uri) and not remote:
             complete = False
             continue
         read = 0
-        for document in open_source(source, domain, seed):
+        for document in open_source(source, domain, recipe.seed, fail=recipe.curate.on_error == "fail"):
             if read >= SURVEYED:
                 complete = False
                 break

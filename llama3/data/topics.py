@@ -44,10 +44,6 @@ def cap_topics(runner: Runner, job: Job) -> None:
     topics = job.recipe.curate.topics
     if topics is None or not topics.caps:
         return
-    if set(topics.caps) == set(topics.seeds) and sum(topics.caps.values()) <= 1:
-        raise ValueError(
-            f"curate.topics.caps: caps on all topics sum to {_percent(sum(topics.caps.values()))}; {_REMEDY}"
-        )
     run(
         runner, job, _MAP, map_topics, [item for item, shard in enumerate(job.shards) if shard.domain in topics.domains]
     )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llama3.data.kernels.arrow import Hashes, text_buffers
 from llama3.data.kernels.histogram import chained, count_phrases, longest, room
 from llama3.data.kernels.words import find_words
-from storage.filesystem import filesystem_of, glob, is_local, local_path
+from storage.filesystem import changed, filesystem_of, glob, is_local, local_path
 
 FIELD = "curate.dirty_words"
 MOST_WORDS = 16
@@ -96,7 +96,7 @@ def _matches(pattern: str) -> list[str]:
 def _stamp(path: str) -> str:
     """Return what changes with a file, so that every batch of documents may ask for the list without reading it."""
     info = filesystem_of(path).info(str(local_path(path)) if is_local(path) else path)
-    return f"{info['size']} {info.get('mtime') or info.get('ETag') or info.get('LastModified') or ''}"
+    return f"{info['size']} {changed(info)}"
 
 
 @lru_cache(maxsize=4)

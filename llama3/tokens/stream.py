@@ -106,10 +106,13 @@ class TokenStream:
 
     def planned_sources(self, start: int, stop: int) -> dict[str, Fraction]:
         """Return the same by source ("domain/source"); a domain's pooled sources get what their tokens weigh."""
-        asked, of_domain = {}, self.planned(start, stop)
+        asked: dict[str, Fraction] = {}
+        of_domain = self.planned(start, stop)
         for leaf, stream in zip(self.leaves, self._streams, strict=True):
             for name, (tokens, _) in stream.by["source"].items():
-                asked[f"{leaf.domain}/{name}"] = of_domain[leaf.domain] * leaf.weight * Fraction(tokens, stream.tokens)
+                share = leaf.weight * Fraction(tokens, stream.tokens)
+                known = asked.get(f"{leaf.domain}/{name}", Fraction(0))
+                asked[f"{leaf.domain}/{name}"] = known + of_domain[leaf.domain] * share
         return asked
 
     def realised(self, position: int) -> dict[Domain, int]:

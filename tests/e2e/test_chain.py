@@ -105,6 +105,22 @@ def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
         assert text in markdown
 
 
+def test_the_data_page_shows_where_documents_went(herd: Herd) -> None:
+    html = (herd.root / "runs" / "tiny-1" / "data.html").read_text()
+    for text in ("Step by step", "What became of the documents", "held out", "tokens per word", "Samples", "<svg"):
+        assert text in html
+    assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(['"]?http""", html), "the page needs nothing else"
+
+
+def test_inspect_names_the_documents_behind_tokens(herd: Herd) -> None:
+    printed = herd("inspect", "tiny-1", "--tokens", "16Ki:48Ki", "--limit", "3")
+    shares = dict(re.findall(r"^(general|math|code|multilingual) +[\d,]+ +([\d.]+)%", printed, re.MULTILINE))
+    assert shares.keys() == {"general", "math", "code", "multilingual"}
+    assert float(shares["general"]) == pytest.approx(50, abs=1)
+    assert "the first 3 stretches" in printed
+    assert "--tokens: '5' is no span" in herd("inspect", "tiny-1", "--tokens", "5", status=2)
+
+
 def test_a_second_run_reuses_everything(herd: Herd) -> None:
     printed = herd("run", herd.recipe, server=False)
     second = record(herd, "tiny-2")

@@ -167,3 +167,12 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(write_jsonl: Wr
     assert fingerprint(recipe) != before
     without = make_recipe({"math": [{"uri": "installed", "system": False}]})
     assert fingerprint(without) != before
+
+
+def test_a_survey_reads_past_what_the_recipe_skips(make_recipe: Make, write_jsonl: Write) -> None:
+    path = Path(write_jsonl("a.jsonl", ["one", "two"]))
+    path.write_text(path.read_text() + "no json\n")
+    (found,) = survey(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip"))
+    assert (found.documents, found.complete) == (2, True)
+    with pytest.raises(SourceError, match=r"a\.jsonl:3"):
+        survey(make_recipe({"general": [{"uri": str(path)}]}))

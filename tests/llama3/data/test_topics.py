@@ -105,12 +105,9 @@ def test_without_caps_nothing_is_written(tmp_path: Path) -> None:
     assert not (job.folder / "topic").exists()
 
 
-def test_caps_that_leave_nothing_are_refused_before_work(tmp_path: Path) -> None:
-    caps = {"art": "40%", "sport": "30%", "science": "30%"}
-    job = make_job(tmp_path, documents("art", 5), recipe=recipe(caps))
-    with pytest.raises(ValueError, match=r"curate\.topics\.caps: caps on all topics sum to 100\.0%; leave a topic out"):
-        cap_topics(in_turn, job)
-    assert not (job.folder / "topic").exists()
+def test_caps_that_leave_nothing_are_refused_with_the_recipe() -> None:
+    with pytest.raises(ValueError, match="every topic is capped and the caps sum to 100% or less"):
+        recipe({"art": "40%", "sport": "30%", "science": "30%"})
 
 
 def test_drops_do_not_depend_on_shards_order_or_threads(tmp_path: Path) -> None:
