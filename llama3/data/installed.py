@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llama3.data.document import GENERATED, Document
+from llama3.data.document import GENERATED, Document, format_of
 from llama3.data.installed_files import Found, distributions, licences, package_files, spread, system_files
 from llama3.data.language import primary
 from llama3.data.manual_pages import manual_text
@@ -143,8 +143,7 @@ def _documents(domain: Domain, name: str, system: bool) -> Iterator[Document]:
         for number, (text, language) in enumerate(_read(file, domain)):
             if text.strip():
                 url = file.name if number == 0 else f"{file.name}#{number}"
-                html = file.ending == ".html"
-                yield Document(text, url, language, licence, name, "html" if html else "text")
+                yield Document(text, url, language, licence, name, format_of(file.ending[1:]))
 
 
 def _licence(file: Found, known: dict[str, str]) -> str:
