@@ -38,7 +38,7 @@ def make_report(root: Path, run: str) -> Path:
     write_atomic(page, _render("report.html", data, _figures(data)))
     write_atomic(page.with_suffix(".md"), _render("report.md", data, []))
     if data.page is not None:
-        write_atomic(page.with_name("data.html"), _render_data(data.page))
+        write_atomic(page.with_name("data.html"), render_data(data.page))
     return page
 
 
@@ -62,7 +62,8 @@ def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]]) ->
     return _environment(name).get_template(name).render(data=data, figures=figures)
 
 
-def _render_data(page: DataPage) -> str:
+def render_data(page: DataPage) -> str:
+    """Return the data page as HTML."""
     note = "Documents by size, powers of two: filled those that are kept, in outline all that were read."
     figures = [("Lengths", "lengths", note, data_plots.lengths(page))] if page.lengths else []
     return _environment("data.html").get_template("data.html").render(page=page, figures=figures)
