@@ -1,10 +1,10 @@
-"""What can become of a document, in words: the outcomes of every step with one sentence each."""
+"""What can become of a document, in words: one sentence for each outcome; those of the rules stand beside the rules."""
 
 from __future__ import annotations
 
-from llama3.data.filters import OUTCOMES as FILTERED
+from llama3.data.filters import explanation
 
-EXPLAINED: dict[str, str] = {
+EXPLAINED = {
     "kept": "Trained on.",
     "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
     "over_limit": "Would not fit under the source's limit.",
@@ -17,7 +17,6 @@ EXPLAINED: dict[str, str] = {
     "empty": "Nothing is left after extraction and normalisation.",
     "line_too_long": "A line longer than the reader takes.",
     "vanished": "In a file that went away or changed while it was read.",
-    **FILTERED,
     "old_version": "Another version of the same URL is newer.",
     "exact_duplicate": "The same text stands elsewhere in its domain.",
     "near_duplicate": "Nearly the same text stands elsewhere in its domain and language.",
@@ -28,7 +27,5 @@ EXPLAINED: dict[str, str] = {
 
 
 def explain(outcome: str) -> str:
-    """Return what `outcome` means; scores are explained by their name."""
-    if outcome.startswith("score_"):
-        return f"Scored below the least {outcome.removeprefix('score_').replace('_', ' ')} that the recipe asks for."
-    return EXPLAINED[outcome]
+    """Return what `outcome` of any step means."""
+    return EXPLAINED.get(outcome) or explanation(outcome)
