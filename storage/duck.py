@@ -44,6 +44,7 @@ def _opened(spill: Path, memory: str, threads: int) -> duckdb.DuckDBPyConnection
         },
     )
     connection.execute("SET enable_progress_bar = false")
+    connection.execute("SET parquet_metadata_cache = true")  # a step asks the same files many times
     return connection
 
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.job import Job, Runner, Shard, quoted, replacing, run, write_table
+from llama3.data.job import Job, Runner, listed, replacing, run, write_table
 from llama3.data.lines import strip_lines
 from llama3.data.redact import redact
 from llama3.data.split import threshold
 from llama3.recipe.section import Domain
 
-STEP = "written"
+STEP, ALIVE = "written", "output/alive"
 SHARD_BYTES = 64_000_000
 """Text per document file."""
 PIECES = 8
@@ -73,6 +73,7 @@ class OutputFile(NamedTuple):
 
 def write_documents(runner: Runner, job: Job) -> list[str]:
     """Write the documents that no step dropped into `job.folder/documents` and return the names of the files."""
+    run(runner, job, ALIVE, list_alive, range(len(job.shards)))
     plan = job.file("output/plan", 0)
     if not plan.exists():
         rows = [file._asdict() for file in _plan(job)]
@@ -87,15 +88,19 @@ def planned(job: Job) -> list[OutputFile]:
     return [OutputFile(**row) for row in pq.read_table(job.file("output/plan", 0)).to_pylist()]
 
 
+def list_alive(job: Job, item: int) -> None:
+    """List the documents of shard `item` that no step dropped, in the order of their ids."""
+    survivors = job.survivors(job.shards[item], "end", '"row", id, topic, rank AS quality, bytes')
+    with job.session() as connection:
+        table = connection.sql(f'SELECT * FROM ({survivors}) ORDER BY id, "row"').to_arrow_table()
+    write_table(table, job.file(ALIVE, item), row_group=1024)
+
+
 def _plan(job: Job) -> list[OutputFile]:
     """Cut every domain's ids so that a file has about SHARD_BYTES, counted before lines go."""
     sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
-    with job.session() as connection:
-        for shard in job.shards:
-            query = f"SELECT coalesce(sum(bytes), 0)::BIGINT FROM ({job.survivors(shard, 'end', 'bytes')})"
-            row = connection.execute(query).fetchone()
-            assert row is not None
-            sizes[shard.domain] += row[0]
+    for item, shard in enumerate(job.shards):
+        sizes[shard.domain] += pc.sum(pq.read_table(job.file(ALIVE, item), columns=["bytes"])["bytes"]).as_py() or 0
     counts = {domain: max(1, -(-size // SHARD_BYTES)) for domain, size in sizes.items()}
     return [OutputFile(domain, number, files) for domain, files in counts.items() for number in range(files)]
 
@@ -110,21 +115,22 @@ def write_file(job: Job, item: int) -> None:
         job.session() as connection,
     ):
         for ids in map(file.ids, range(PIECES)):
-            queries = [_surviving(job, shard, ids) for shard in job.shards if shard.domain == file.domain]
-            tables = [connection.sql(query).to_arrow_table() for query in queries]
-            found = pa.concat_tables(tables).sort_by([(name, "ascending") for name in ("id", "url", "row")])
+            found = connection.sql(_surviving(job, file.domain, ids)).to_arrow_table()
             documents, fates = _finished(job, found.combine_chunks())
             writer.write_table(documents.combine_chunks(), row_group_size=1024)
             written.append(fates)
     write_table(pa.concat_tables(written).sort_by("row"), job.file(STEP, item))
 
 
-def _surviving(job: Job, shard: Shard, ids: tuple[str, str]) -> str:
-    low, high = ids
-    survivors = job.survivors(shard, "end", ", ".join(['"row"', "id", "topic", "rank"]))
-    return f"""SELECT text.*, kept.topic, kept.rank AS quality FROM read_parquet({quoted(str(shard.text))}) AS text
-        JOIN (SELECT * FROM ({survivors}) WHERE id >= '{low}' AND id < '{high}') AS kept USING ("row")
-        WHERE text.id >= '{low}' AND text.id < '{high}'"""
+def _surviving(job: Job, domain: Domain, ids: tuple[str, str]) -> str:
+    """Return SQL for the surviving documents of `domain` in a range of ids, in their order."""
+    items = [item for item, shard in enumerate(job.shards) if shard.domain == domain]
+    texts = listed([str(job.shards[item].text) for item in items])
+    alive = listed([str(job.file(ALIVE, item)) for item in items])
+    here = f"WHERE id >= '{ids[0]}' AND id < '{ids[1]}'"
+    return f"""SELECT text.*, alive.topic, alive.quality FROM (FROM read_parquet({texts}) {here}) AS text
+        JOIN (SELECT "row" AS place, topic, quality FROM read_parquet({alive}) {here}) AS alive ON place = "row"
+        ORDER BY id, url, "row" """
 
 
 def _finished(job: Job, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
