@@ -43,6 +43,8 @@ class Cost:
     wall_s: float
     peak_bytes: int
     facts: dict[str, Any]
+    repeats: int = 1
+    """How often it was done; CPU and wall time are those of the median."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def _side(cost: Cost, size: int) -> dict[str, Any]:
         "mb_per_cpu_s": round(size / 1e6 / cost.cpu_s, 3),
         "bytes": size,
         "peak_mb": round(cost.peak_bytes / 1e6),
+        "repeats": cost.repeats,
         "facts": {key: fact for key, fact in cost.facts.items() if not isinstance(fact, list)},
     }
 
