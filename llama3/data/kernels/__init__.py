@@ -1,8 +1,8 @@
 """Compiled kernels; their machine code is kept under a digest of all their sources.
 
 numba keeps code by the time stamp of the file that holds a kernel, and does not see that one it calls in another file
-has changed: a new rule in one file was ignored by a loop in another. With the digest in the folder's name old code is not
-found. The folder lies beside the sources, or in the user's cache where those cannot be written.
+has changed: a new rule in one file was ignored by a loop in another. With the digest in the folder's name, old code is
+not found. The folder lies beside the sources, or in the user's cache where those cannot be written.
 """
 
 from __future__ import annotations
