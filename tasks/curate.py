@@ -105,10 +105,10 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
 
 def measured(curation: Curate) -> dict[str, Any]:
     """Return what of the `curate` section decides attributes: everything but thresholds."""
-    dedup, topics = curation.dedup, curation.topics
+    dedup, lines, topics = curation.dedup, curation.lines, curation.topics
     return {
         "bands": {"shingle": dedup.shingle, "bands": dedup.bands, "rows": dedup.rows},
-        "lines": {"min_chars": curation.lines.min_chars, "domains": curation.lines.domains},
+        "lines": lines.model_dump(mode="json", include={"min_chars", "domains"}) if lines.max_copies else None,
         "scores": [score.model_dump(mode="json", exclude={"min"}) for score in curation.scores],
         "topics": topics.model_dump(mode="json", exclude={"caps"}) if topics else None,
         "dirty_words": curation.dirty_words,

@@ -98,7 +98,7 @@ def _attributes(job: Job, domain: Domain, documents: pa.Table) -> pa.Table:
         table = table.append_column(name, column)
     scores = score_texts(curate, job.folder / MODELS, domain, texts)
     derived = {
-        "lines": line_hashes(texts if domain in curate.lines.domains else _blank(texts), curate.lines.min_chars),
+        "lines": line_hashes(texts if _counts_lines(curate, domain) else _blank(texts), curate.lines.min_chars),
         "bands": band_hashes(texts, curate.dedup),
         **scores,
         "topic": pa.array(topic_texts(curate, job.folder / MODELS, domain, texts), pa.string()),
@@ -109,6 +109,10 @@ def _attributes(job: Job, domain: Domain, documents: pa.Table) -> pa.Table:
     for name, values in derived.items():
         table = table.append_column(name, values if isinstance(values, pa.Array) else pa.array(values))
     return table
+
+
+def _counts_lines(curate: Curate, domain: Domain) -> bool:
+    return curate.lines.max_copies is not None and domain in curate.lines.domains
 
 
 def _blank(texts: pa.ChunkedArray) -> pa.Array:

@@ -7,12 +7,13 @@ every file looks into every shard of its domain, which is fine for thousands of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from llama3.data.job import Job, Runner, listed, replacing, run, write_table
 from llama3.data.lines import strip_lines
@@ -116,7 +117,7 @@ def write_file(job: Job, item: int) -> None:
     ):
         for ids in map(file.ids, range(PIECES)):
             found = connection.sql(_surviving(job, file.domain, ids)).to_arrow_table()
-            documents, fates = _finished(job, found.combine_chunks())
+            documents, fates = _finished(job, file.domain, found.combine_chunks())
             writer.write_table(documents.combine_chunks(), row_group_size=1024)
             written.append(fates)
     write_table(pa.concat_tables(written).sort_by("row"), job.file(STEP, item))
@@ -133,10 +134,10 @@ def _surviving(job: Job, domain: Domain, ids: tuple[str, str]) -> str:
         ORDER BY id, url, "row" """
 
 
-def _finished(job: Job, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
+def _finished(job: Job, domain: Domain, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Return the documents as they are trained on, and the rows of `written` for all that came in."""
     curate = job.recipe.curate
-    texts, lines, _ = strip_lines(job, documents["text"], documents["domain"], documents["language"], documents["id"])
+    texts, lines = _stripped(job, domain, documents)
     texts, redacted = redact(texts, curate.redact)
     lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)
     sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False)
@@ -151,6 +152,15 @@ def _finished(job: Job, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
     split = pa.array(np.where(held_out, "held_out", "train"), pa.string())
     whole = documents.drop_columns(["text"]).append_column("text", texts).append_column("split", split)
     return whole.filter(pa.array(~emptied)).select(SCHEMA.names).cast(SCHEMA), written
+
+
+def _stripped(job: Job, domain: Domain, documents: pa.Table) -> tuple[Any, NDArray[np.int64]]:
+    """Return the texts without the lines that go in `domain`, and how many went of each."""
+    rules = job.recipe.curate.lines
+    if domain not in rules.domains or (rules.max_copies is None and rules.max_repeated_grams is None):
+        return documents["text"], np.zeros(len(documents), np.int64)
+    stripped = strip_lines(job, *(documents[name] for name in ("text", "domain", "language", "id")))
+    return stripped.texts, stripped.lines
 
 
 def _pairs(documents: pa.Table) -> tuple[list[str], list[str]]:

@@ -24,7 +24,7 @@ def work(source: Path, folder: Path, tokenizer: str, alphabetic: float) -> dict[
     """Write token shards of the documents that stay. Returns counts and CPU seconds by stage."""
     rules: dict[str, Any] = {
         "repair": False,
-        "dedup": {"url": "all"},
+        "dedup": {"url": "all", "bands": 14, "rows": 8},
         "lines": {"max_copies": None},
         "quality": quality(["repetition", "gopher"], alphabetic),
     }
