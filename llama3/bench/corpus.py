@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from llama3.data.installed import installed_documents
 from llama3.data.job import ROW_GROUP
+from llama3.data.normalise import normalise
 from llama3.data.split import document_id, draw
 from llama3.recipe.section import Domain
 
@@ -67,10 +68,11 @@ class Page:
 def make_pages(texts: Iterable[str], size: int, seed: int = SEED) -> list[Page]:
     """Return documents of about `size` bytes of text, made from `texts` by `seed`, in an order of chance.
 
-    Fewer where `texts` end before; no text is used twice.
+    Fewer where `texts` end before; no text is used twice. Both sides get them normalised: a peer that takes a blank at
+    the end of a line for its end sees no punctuation there.
     """
     chance = random.Random(seed)
-    pieces = [piece for text in texts for piece in cut(text, chance)]
+    pieces = [piece for text in texts for piece in cut(normalise(text), chance)]
     chance.shuffle(pieces)
     taken, total = [], 0
     for piece in pieces:
