@@ -14,8 +14,6 @@ from pathlib import Path
 
 import duckdb
 
-from storage.filesystem import filesystem_of, is_local
-
 
 @contextmanager
 def session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -76,13 +74,3 @@ def reused_session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Itera
         yield connection
     finally:
         connection.close()
-
-
-def register(connection: duckdb.DuckDBPyConnection, uri: str) -> None:
-    """Let `connection` read `uri` if it is remote (s3://, hf://, ...)."""
-    if is_local(uri):
-        return
-    filesystem = filesystem_of(uri)
-    protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
-    if not any(connection.filesystem_is_registered(protocol) for protocol in protocols):
-        connection.register_filesystem(filesystem)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from llama3.data.curate import FINDINGS
+from llama3.data.ledger import KEPT
 from llama3.data.outcomes import explain
 from llama3.recipe.section import DOMAINS
 from storage.artifact import Artifact
@@ -124,7 +125,7 @@ def _funnel(ledger: list[Row], bytes_per_token: dict[str, float]) -> list[Funnel
     documents, size = sum(line["documents"] for line in ledger), sum(line["bytes"] for line in ledger)
     steps = []
     for step in STEPS:
-        gone = [line for line in ledger if line["step"] == step and line["outcome"] not in ("kept", "held_out")]
+        gone = [line for line in ledger if line["step"] == step and line["outcome"] not in KEPT]
         dropped, dropped_bytes = sum(line["documents"] for line in gone), sum(line["bytes"] for line in gone)
         if dropped:
             tokens = [line["bytes"] / bytes_per_token[line["domain"]] for line in gone if bytes_per_token]
@@ -142,7 +143,7 @@ def _sources(ledger: list[Row]) -> list[Row]:
         row = sources.setdefault(
             key, {"domain": key[0], "source": key[1], "read": 0, "read_bytes": 0, "kept": 0, "kept_bytes": 0}
         )
-        kept = line["outcome"] in ("kept", "held_out")
+        kept = line["outcome"] in KEPT
         row["read"] += line["documents"]
         row["read_bytes"] += line["bytes"]
         row["kept"] += line["documents"] * kept
@@ -155,7 +156,7 @@ def _samples(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
     for row in rows:
         found.setdefault(row["domain"], {}).setdefault(row["outcome"], []).append(row)
     return {
-        domain: dict(sorted(found[domain].items(), key=lambda item: (item[0] not in ("kept", "held_out"), item[0])))
+        domain: dict(sorted(found[domain].items(), key=lambda item: (item[0] not in KEPT, item[0])))
         for domain in DOMAINS
         if domain in found
     }

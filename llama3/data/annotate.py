@@ -7,8 +7,6 @@ the text's size, mostly line hashes and bands).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from llama3.data.statistics import document_statistics
 from llama3.data.vocabulary import count_words_in, read_words
 from llama3.recipe.curation import Curate
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS, Domain
+from llama3.recipe.section import Domain
 
 STEP = "attributes"
 MODELS = "models"
@@ -69,26 +67,11 @@ def bounds_divergence(curate: Curate) -> bool:
 def annotate_shard(job: Job, item: int) -> None:
     """Write the attributes of shard `item`: the columns of its documents but the text, and what is derived from it."""
     shard = job.shards[item]
-    file, writer = pq.ParquetFile(shard.text), None
-    with replacing(job.file(STEP, item)) as part, _closing() as open_writers:
+    file = pq.ParquetFile(shard.text)
+    schema = _attributes(job, shard.domain, file.schema_arrow.empty_table()).schema
+    with replacing(job.file(STEP, item)) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for batch in file.iter_batches(_BATCH):
-            table = _attributes(job, shard.domain, pa.Table.from_batches([batch]))
-            if writer is None:
-                writer = pq.ParquetWriter(part, table.schema, compression="zstd")
-                open_writers.append(writer)
-            writer.write_table(table)
-        if writer is None:
-            pq.write_table(_attributes(job, shard.domain, file.schema_arrow.empty_table()), part)
-
-
-@contextmanager
-def _closing() -> Iterator[list[pq.ParquetWriter]]:
-    writers: list[pq.ParquetWriter] = []
-    try:
-        yield writers
-    finally:
-        for writer in writers:
-            writer.close()
+            writer.write_table(_attributes(job, shard.domain, pa.Table.from_batches([batch])))
 
 
 def _attributes(job: Job, domain: Domain, documents: pa.Table) -> pa.Table:
@@ -126,7 +109,7 @@ def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 def _divergence(job: Job, domain: Domain, documents: pa.Table) -> Any:
     """Return each document's divergence from the words of its domain and language; 0 where nothing bounds it."""
     result = np.zeros(documents.num_rows)
-    if not bounds_divergence(job.recipe.curate) or domain not in DOMAINS:
+    if not bounds_divergence(job.recipe.curate):
         return result
     languages = documents["language"].to_numpy(zero_copy_only=False)
     for language in np.unique(languages):

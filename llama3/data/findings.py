@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from llama3.data.job import Job, Runner, Shard, listed, quoted, run, write_table
-from llama3.data.ledger import fates
+from llama3.data.ledger import KEPT, fates
 
 SAMPLES = "samples"
 LENGTHS = "lengths"
@@ -67,7 +67,7 @@ def count_lengths(job: Job, item: int) -> None:
     with job.session() as connection:
         table = connection.sql(
             f"""SELECT domain, language, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes,
-                outcome IN ('kept', 'held_out') AS kept, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
+                outcome IN {KEPT} AS kept, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
             FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
         ).to_arrow_table()
     write_table(table, job.file(LENGTHS, item))

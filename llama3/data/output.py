@@ -49,7 +49,6 @@ WRITTEN = pa.schema(
 )
 """What became of each surviving document: kept, held_out or emptied; bytes written, lines removed, redactions."""
 _REPEATING = ["domain", "source", "language", "licence", "date", "topic", "split"]
-_CARRIED = ("row", "id", "domain", "source", "source_index", "language", "url", "licence", "date", "topic")
 _ID_SPAN = 16**8
 
 

@@ -40,7 +40,7 @@ ITEM_BITS = 12
 """An item has at most 2^12 shards, 260 GB of text."""
 _ROW_GROUP = 1024
 _REPEATING = ["domain", "source", "source_index", "language", "licence", "date"]
-_ORDER = ("id", "url", "date", "source_index", "licence", "language")
+ORDER = ("id", "url", "date", "source_index", "licence", "language")
 
 
 class ShardWriter:
@@ -73,7 +73,7 @@ class ShardWriter:
         name = f"{self._domain}-{self._item:05}-{place:04}.parquet"
         table = pa.concat_tables(self._tables)
         self._tables, self._size = [], 0
-        table = table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in _ORDER]))
+        table = table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in ORDER]))
         pa.default_memory_pool().release_unused()  # it keeps what it freed, and a text may be 200 MB
         first = (self._item << ITEM_BITS | place) << ROW_BITS
         table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows, dtype=np.int64)))

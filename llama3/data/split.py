@@ -11,9 +11,6 @@ from fractions import Fraction
 from hashlib import blake2b
 from typing import Any
 
-HELD_OUT = "held_out"
-TRAIN = "train"
-
 
 def draw_and_id(text: Any, domain: bytes) -> tuple[int, str]:
     """Return the draw of a text in UTF-8 (bytes or a view of them) and its id in `domain`, 32 hex digits of BLAKE2b."""

@@ -16,26 +16,11 @@ import pyarrow.parquet as pq
 
 from llama3.data.job import ROW_BITS, Job, Shard
 from llama3.data.kernels.shingles import band_hashes
+from llama3.data.shard_writer import ORDER
+from llama3.data.shard_writer import SCHEMA as TEXT
 from llama3.recipe.curation import Curate
 from llama3.recipe.section import DOMAINS
 
-TEXT = pa.schema(
-    {
-        "row": pa.int64(),
-        "id": pa.string(),
-        "text": pa.string(),
-        "domain": pa.string(),
-        "source": pa.string(),
-        "source_index": pa.int32(),
-        "language": pa.string(),
-        "url": pa.string(),
-        "licence": pa.string(),
-        "date": pa.string(),
-        "bytes": pa.int64(),
-        "draw": pa.uint64(),
-    }
-)
-ORDER = ("id", "url", "date", "source_index", "licence", "language")
 DERIVED: dict[str, Any] = {"lines": [], "topic": "", "divergence": 0.0, "dirty_words": 0, "rank": 0.0}
 """What annotation would say of a document that says nothing else; its bands are computed."""
 LINES = pa.large_list(pa.uint64())
