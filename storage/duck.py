@@ -1,8 +1,7 @@
 """DuckDB sessions with bounded memory that spill to a folder of ours.
 
 DuckDB's default is 80 % of the machine and a spill folder beside the current directory; a curation step that runs
-beside a trainer must take neither. Remote files are read through fsspec (the httpfs extension cannot be installed
-where there is no network), so the file systems are registered on first need.
+beside a trainer must take neither.
 """
 
 from __future__ import annotations
@@ -13,20 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
-
-
-@contextmanager
-def session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open an in-memory DuckDB that uses at most `memory` (DuckDB size text) and spills into `spill`.
-
-    Row order is not preserved inside queries (that costs memory): every result whose order matters needs ORDER BY
-    over columns of the data.
-    """
-    connection = _opened(spill, memory, threads)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _opened(spill: Path, memory: str, threads: int) -> duckdb.DuckDBPyConnection:
@@ -57,10 +42,12 @@ _kept = _Kept()
 
 
 @contextmanager
-def reused_session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Do as `session` does on a database that the thread keeps for the next call with the same arguments.
+def session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a connection to an in-memory DuckDB of at most `memory` (DuckDB size text) that spills into `spill`.
 
-    Opening one takes 10 to 15 ms, as much as a small step. Tables must be temporary ones: they go with the connection.
+    The thread keeps the database for the next call with the same arguments: opening one takes 10 to 15 ms, as much as
+    a small step. Tables must be temporary ones, which go with the connection. Row order is not preserved inside
+    queries (that costs memory): every result whose order matters needs ORDER BY over columns of the data.
     """
     settings = (str(spill), memory, threads)
     if _kept.settings != settings or not spill.is_dir():

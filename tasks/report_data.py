@@ -90,8 +90,8 @@ def collect(root: Path, name: str) -> ReportData:
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false")
         series = _series(connection, trained)
-        ledger = _ledger(connection, made["curate"].path) if "curate" in made else {}
     evaluations = _evaluations(made)
+    page = data_page(name, made["curate"], made.get("tokenizer")) if "curate" in made else None
     return ReportData(
         record=record,
         recipe=recipe,
@@ -99,8 +99,8 @@ def collect(root: Path, name: str) -> ReportData:
         stages=[_stage_row(recipe, record, stage, artifact, series) for stage, artifact in trained.items()],
         series=series,
         mix=_mix(series, trained),
-        ledger=ledger,
-        page=data_page(name, made["curate"], made.get("tokenizer")) if "curate" in made else None,
+        ledger=_ledger(page),
+        page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
         samples=_samples(evaluations.get(recipe.stages[-1].name)),
         decision=_decision(runs.place(name)),
@@ -135,19 +135,14 @@ def _mix(series: dict[str, Series], trained: dict[str, Artifact]) -> list[MixRow
     return rows
 
 
-def _ledger(connection: duckdb.DuckDBPyConnection, curated: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    rows = connection.execute(
-        """
-        SELECT outcome, domain, sum(documents)::BIGINT, sum(bytes)::BIGINT FROM read_parquet(?)
-        GROUP BY outcome, domain
-        ORDER BY CASE outcome WHEN 'kept' THEN 0 WHEN 'held_out' THEN 1 ELSE 2 END, outcome, domain
-        """,
-        [str(curated / "ledger.parquet")],
-    ).fetchall()
-    table: dict[str, dict[str, tuple[int, int]]] = {}
-    for outcome, domain, documents, size in rows:
-        table.setdefault(outcome, {})[domain] = (documents, size)
-    return table
+def _ledger(page: DataPage | None) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the outcomes by name; what is kept comes first."""
+    outcomes = sorted(page.outcomes if page else [], key=lambda outcome: (*_first(outcome.name), outcome.name))
+    return {outcome.name: outcome.domains for outcome in outcomes}
+
+
+def _first(name: str) -> tuple[bool, bool]:
+    return name != "kept", name != "held_out"
 
 
 def _stage_row(

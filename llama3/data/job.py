@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from storage.duck import reused_session
+from storage.duck import session
 
 ROW_BITS = 32
 DROPS = ("filter", "url", "exact", "near", "contaminated", "topic")
@@ -74,7 +74,7 @@ class Job:
     def session(self) -> Iterator[duckdb.DuckDBPyConnection]:
         """Open a DuckDB session within the job's memory; it spills inside the job's folder."""
         spill = self.folder / "spill" / str(os.getpid())
-        with reused_session(spill, self.memory, self.threads) as connection:
+        with session(spill, self.memory, self.threads) as connection:
             yield connection
 
     def survivors(self, shard: Shard, before: str, columns: str = "*") -> str:
