@@ -40,16 +40,21 @@ def _filesystem(protocol: str, pid: int) -> Any:
 
 def glob(uri: str) -> list[str]:
     """Return the files that `uri` names, sorted: a file itself, a folder's files at any depth, or a glob's matches."""
-    filesystem = filesystem_of(uri)
-    path = str(local_path(uri)) if is_local(uri) else uri
+    return [name for name, _ in listing(uri)]
+
+
+def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the same files, each with what the file system says of it; in few requests."""
+    filesystem, path = filesystem_of(uri), str(local_path(uri)) if is_local(uri) else uri
     if any(mark in path for mark in "*?["):
-        found = filesystem.glob(path)
+        found = filesystem.glob(path, detail=True)
     elif filesystem.isdir(path):
-        found = filesystem.find(path)
+        found = filesystem.find(path, detail=True)
     else:
-        found = [path] if filesystem.exists(path) else []
+        found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
     prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
-    return sorted(name if name.startswith(prefix) else prefix + name for name in map(str, found))
+    named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in found.items())
+    return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -86,5 +91,4 @@ def changed(info: dict[str, Any]) -> str:
 
 def state(uri: str) -> list[list[object]]:
     """Return uri, size and what changes with the content of each file of `uri`."""
-    infos = [(name, filesystem_of(name).info(name)) for name in glob(uri)]
-    return [[name, info["size"], changed(info)] for name, info in infos]
+    return [[name, info["size"], changed(info)] for name, info in listing(uri)]

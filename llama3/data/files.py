@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from llama3.recipe.data import Source
-from storage.filesystem import changed, filesystem_of, is_local, local_path
+from storage.filesystem import changed, filesystem_of, is_local, listing, local_path
 
 _zlib: Any = zlib
 with suppress(ImportError):
@@ -61,20 +61,6 @@ def source_files(source: Source) -> list[File]:
         if kind is not None:
             found.append(File(uri, kind, int(info["size"] or 0), changed(info)))
     return found
-
-
-def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return (uri, what the file system says of it) of the files that `uri` names, sorted; in few requests."""
-    filesystem, path = filesystem_of(uri), _path(uri)
-    if any(mark in path for mark in "*?["):
-        found = filesystem.glob(path, detail=True)
-    elif filesystem.isdir(path):
-        found = filesystem.find(path, detail=True)
-    else:
-        found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
-    prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
-    named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in found.items())
-    return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
 
 def file_format(uri: str) -> str | None:
