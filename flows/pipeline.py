@@ -13,6 +13,7 @@ from flows.parameters import PipelineParameters
 from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import Tokens
+from tasks.advance import advance
 from tasks.curate import annotate_documents, collect_documents, curate_documents
 from tasks.evaluate import evaluate_model, evaluated_stages
 from tasks.promote import promote_model
@@ -42,12 +43,15 @@ def run_chain(context: Context) -> Decision:
     curated = curate_documents(context, collected, annotate_documents(context, collected))
     tokenizer = prepare_tokenizer(context, curated)
     tokens = tokenise_documents(context, curated, tokenizer)
-    checkpoint = evaluation = before = None
-    for span in Schedule(context.recipe).spans:
+    checkpoint = evaluation = before = began = None
+    for span in Schedule(context.recipe).trained:
         _announce(context, before, span)
+        began = checkpoint if span.begins_stage else began
         checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint)
-        if span.name in evaluated_stages(context.recipe):
-            evaluation = evaluate_model(context, span.name, checkpoint, curated)
+        if span.stage.advance:
+            advance(context, span.name, checkpoint, began, curated)
+        if span.ends_stage and span.stage.name in evaluated_stages(context.recipe):
+            evaluation = evaluate_model(context, span.stage.name, checkpoint, curated)
         before = span
     assert checkpoint is not None
     assert evaluation is not None

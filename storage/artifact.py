@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -22,16 +21,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from storage.digests import FileDigest, digest_file, digest_folder
 from storage.filesystem import sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 STAGING = ".staging"
 DAMAGED = ".damaged"
-
-
-class FileEntry(BaseModel):
-    bytes: int
-    sha256: str
 
 
 class Manifest(BaseModel):
@@ -51,7 +46,7 @@ class Manifest(BaseModel):
     code: str
     created: str
     seconds: float
-    files: dict[str, FileEntry]
+    files: dict[str, FileDigest]
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,7 @@ class Store:
             code=code,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             seconds=round(seconds, 3),
-            files=_entries(folder),
+            files=digest_folder(folder, sync=True),
         )
         write_atomic(folder / MANIFEST, manifest.model_dump_json(indent=1))
         place = self._place(design)
@@ -233,18 +228,7 @@ def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str,
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _entries(folder: Path) -> dict[str, FileEntry]:
-    entries = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            entry = FileEntry(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-            os.fsync(file.fileno())
-        entries[path.relative_to(folder).as_posix()] = entry
-    return entries
+    return digest_file(path).sha256
 
 
 def _short(value: object) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 
 from llama3.train import metrics
+from llama3.train.attempt import Outcome
 from llama3.train.journal import Record, read_journal
 from tasks.console import ProgressLine
 from tasks.launch import Launch
@@ -20,6 +21,10 @@ from tasks.step import Context
 from tasks.tracking import Point
 
 POLL_S = 0.5
+WATCH_S = 0.05
+"""Between two looks at the launcher: part of every restart."""
+HUNG = 124
+"""Status of an attempt that was stopped because nothing came any more."""
 SEND_INTERVAL_S = 5.0
 POINTS_PER_SERIES = 2000
 
@@ -30,27 +35,46 @@ class Follower:
     def __init__(self, context: Context, runs: list[str], journal: Path, steps: int, line: ProgressLine) -> None:
         self.context, self.runs, self.journal, self.line = context, runs, journal, line
         self.stride = max(1, steps // POINTS_PER_SERIES)
-        self.position = -1
+        self.position = self.began = -1
+        self.heard = time.monotonic()
         self.steps_seen = 0
         self.unsent: list[Point] = []
         self.last_sent = time.monotonic()
         self.warned = False
 
-    def follow(self, launch: Launch, start: int, report: Callable[[float], None]) -> int:
-        """Follow until the trainer ends and return its exit status; stops the trainer if interrupted.
+    def follow(self, launch: Launch, start: int, silence_s: float, report: Callable[[float], None]) -> Outcome:
+        """Follow until the trainer ends and return how; stops the trainer if interrupted.
 
-        `start` is the stage's first position; `report` is told the position from time to time.
+        `start` is the stage's first position; `report` is told the position from time to time. An attempt that has
+        recorded a step and then none for `silence_s` is stopped: one process alone has no peer to time out.
         """
+        self.began, self.heard = self.position, time.monotonic()
         try:
-            while (status := launch.poll()) is None:
+            while (outcome := launch.poll()) is None:
                 self._take(start, report)
-                time.sleep(POLL_S)
+                if self._silent(silence_s, launch):
+                    launch.stop()
+                    outcome = Outcome(status=HUNG, words=f"no step for {silence_s:,.0f} s; it was stopped")
+                    break
+                self._await(launch)
         except BaseException:
             launch.stop()
             raise
         self._take(start, report)
         self.send()
-        return status
+        return outcome
+
+    def _await(self, launch: Launch) -> None:
+        """Sleep until the next look at the journal, or until the trainer has ended."""
+        until = time.monotonic() + POLL_S
+        while time.monotonic() < until and launch.poll() is None:
+            time.sleep(WATCH_S)
+
+    def _silent(self, silence_s: float, launch: Launch) -> bool:
+        """Return whether steps came and then stopped; the start-up is watched by the processes themselves."""
+        if self.position == self.began or launch.waits():
+            self.heard = time.monotonic()
+        return time.monotonic() - self.heard > silence_s
 
     def _take(self, start: int, report: Callable[[float], None]) -> None:
         records = read_journal(self.journal, after=self.position)
@@ -60,7 +84,7 @@ class Follower:
                 self.unsent += points_of(record)
         if records:
             last = records[-1]
-            self.position = last.position
+            self.position, self.heard = last.position, time.monotonic()
             values = last.metrics
             self.line.update(last.position - start, values.get(metrics.LOSS), values.get(metrics.TOKENS_PER_S))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:

@@ -1,113 +1,216 @@
-"""Start the trainer as processes of its own, and make sure that none outlives its supervisor.
+"""Start the trainer on whatever the deployment names, and say how it ended. Here: the contract, and this machine.
 
-Each attempt is a fresh launch of torch's elastic launcher with a store of its own: in-job restarts with gloo fail on
-stale addresses (9 of 9 fresh launches recovered, 3 of 12 in-job restarts did). The trainer's output goes to a file,
-never to a pipe, so it cannot block or die with whoever reads it. What this gives up: a restart costs a start-up.
+Each attempt is a fresh launch: ranks, port and store are new (in-job restarts with gloo fail on stale addresses: 9 of
+9 fresh launches recovered, 3 of 12 in-job restarts did). On this machine the agent that forks the ranks lives through
+all attempts of a stage, so a restart pays no import. Output goes to files, never to a pipe, so the trainer cannot block
+or die with whoever reads it. What this gives up: a failure stops all ranks, also those that could have gone on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from llama3.recipe.schedule import StageSpan
+from llama3.train.attempt import Attempt, Outcome, last_lines
+from llama3.train.launch import GRACE_S, die_with_parent
+from tasks.cluster import Cluster, load_cluster
 
-from llama3.recipe.units import Bytes
-
-PR_SET_PDEATHSIG = 1
-SHUTDOWN_S = 15
-
-
-class Cluster(BaseModel):
-    """Where a run works. Nothing here changes what is made, only how fast."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    processes: int = Field(default=1, ge=1)
-    """Data-parallel trainer processes on this machine."""
-    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
-    """Processor threads for the whole run; trainer processes share them."""
-    micro_batch: int = Field(default=16, ge=1)
-    """Sequences per forward pass and process; a smaller number needs less memory."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    memory: str = "1GiB"
-    """Memory for DuckDB while data is curated, shared by its threads."""
-    data: Literal["threads", "dask", "ray"] = "threads"
-    """What works on the shards of data steps: threads here, or a cluster that sees the root under the same path."""
-    data_address: str = ""
-    """Address of the Dask scheduler or Ray head; empty starts a local cluster."""
-    data_workers: int = Field(default=2, ge=1)
-    """Workers of that cluster; a step is cut into a few batches for each."""
-
-    @field_validator("memory")
-    @classmethod
-    def _size(cls, value: str) -> str:
-        Bytes.parse(value)
-        return value
+__all__ = ["Cluster", "load_cluster"]
+SHUTDOWN_S = GRACE_S + 5
+AGENT_DIED = -signal.SIGKILL
 
 
 class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""
 
 
-class Launch:
+class Launch(Protocol):
     """A trainer that was started and may still run."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self.log = process, log
+    def poll(self) -> Outcome | None:
+        """Return how it ended, or None while it waits or runs."""
+        ...
 
-    def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
-        return self.process.poll()
+    def waits(self) -> bool:
+        """Return whether it waits in a queue, so that no step can be expected."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the trainer to save and leave; see to it that nothing is left after the grace."""
+        ...
+
+
+class Launcher(Protocol):
+    """What can start the trainer."""
+
+    def capacity(self) -> int:
+        """Return how many processes could be started now, at most as many as were asked for."""
+        ...
+
+    def start(self, job: Path, processes: int, logs: Path) -> Launch:
+        """Start `processes` ranks for the job file `job`, each with its own log in the folder `logs`."""
+        ...
+
+
+@contextmanager
+def launcher_of(cluster: Cluster, name: str) -> Iterator[Launcher]:
+    """Yield the launcher that `cluster` asks for; `name` tells its jobs from those of others.
+
+    Raises ValueError if its commands are missing here.
+    """
+    match cluster.launcher:
+        case "local":
+            with LocalLauncher(cluster) as local:
+                yield local
+        case "slurm":
+            from tasks.slurm import SlurmLauncher
+
+            yield SlurmLauncher(cluster, name)
+        case "kubernetes":
+            from tasks.kubernetes import KubernetesLauncher
+
+            yield KubernetesLauncher(cluster, name)
+
+
+def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
+    """Return how many processes to start when `capacity` are there: whole copies of the model that split each batch.
+
+    tp, cp and pp stay as they are and dp shrinks; the stream is a function of the position, so the same data follow.
+    Raises TrainingFailed if not even one copy fits.
+    """
+    copy, replicas = cluster.layout.model_parallel, cluster.layout.replicas
+    for dp in range(min(capacity, cluster.processes) // copy, 0, -1):
+        if dp % replicas == 0 and all(part.batch % (part.seq * dp) == 0 for part in span.segments):
+            return dp * copy
+    raise TrainingFailed(
+        f"stage {span.name}: {capacity} of {cluster.processes} processes are there, and the layout needs "
+        f"{copy * replicas} or a multiple that splits the batch; bring nodes back, or make cluster.layout smaller"
+    )
+
+
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Return the variables that every trainer process gets, on whichever machine."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's would start in the agent, before the fork
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def agent_command(processes: int, per_node: int) -> str:
+    """Return the shell command of a node's agent, but for the node's number and where rank 0 is.
+
+    What may hold a blank comes from `agent_variables`, so that it stands nowhere in quotes inside quotes.
+    """
+    counts = f"--processes {processes} --per-node {per_node}"
+    return f'exec "$HERD_PYTHON" -m llama3.train.launch "$HERD_JOB" --logs "$HERD_LOGS" {counts}'
+
+
+def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
+    """Return the variables that `agent_command` reads."""
+    return {"HERD_PYTHON": python, "HERD_JOB": str(job), "HERD_LOGS": str(logs)}
+
+
+class LocalLauncher:
+    """Ranks on this machine, forked from one agent that lives as long as the launcher."""
+
+    def __init__(self, cluster: Cluster, capacity: Callable[[], int] | None = None) -> None:
+        """`capacity` says how many processes this machine can run now; by default its GPUs, if it has any."""
+        self.cluster = cluster
+        self.capacity = capacity or self._present
+        self.agent: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalLauncher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the agent; ranks that still run are asked to save."""
+        if self.agent is not None:
+            _end(self.agent)
+
+    def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
+        """Start `processes` ranks on this machine."""
+        attempt = Attempt(job=job, logs=logs, processes=processes)
+        logs.mkdir(parents=True, exist_ok=True)
+        if self.agent is None or self.agent.poll() is not None:
+            self.agent = self._agent(logs.parent / "agent.log")
+        attempt.outcome.unlink(missing_ok=True)
+        assert self.agent.stdin is not None
+        self.agent.stdin.write(attempt.model_dump_json().encode() + b"\n")
+        self.agent.stdin.flush()
+        return LocalLaunch(attempt, self.agent, logs.parent / "agent.log")
+
+    def _agent(self, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "llama3.train.launch", "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **trainer_environment(self.cluster.process_threads)},
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+
+    def _present(self) -> int:
+        gpus = 0 if self.cluster.device == "cpu" else visible_gpus()
+        if not gpus and self.cluster.device != "cuda":
+            return self.cluster.processes  # processors take any number of processes
+        return min(gpus, self.cluster.processes)
+
+
+class LocalLaunch:
+    """One attempt on this machine."""
+
+    def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes], log: Path) -> None:
+        self.attempt, self.agent, self.log = attempt, agent, log
+
+    def poll(self) -> Outcome | None:
+        """Return how it ended, or None while it runs."""
+        gone = self.agent.poll() is not None  # asked first: the outcome is written before the agent leaves
+        if self.attempt.outcome.exists():
+            return Outcome.model_validate_json(self.attempt.outcome.read_text())
+        if gone:
+            words = f"the agent ended with status {self.agent.returncode}; the end of {self.log}:\n"
+            return Outcome(status=AGENT_DIED, words=words + last_lines(self.log))
+        return None
+
+    def waits(self) -> bool:
+        """Nothing waits here: there is no queue."""
+        return False
 
     def stop(self) -> None:
         """Ask the trainer to save and leave; kill what is left after the grace."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(SHUTDOWN_S + 5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def last_words(self, lines: int = 12) -> str:
-        """Return the end of the trainer's log: why it died."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        _end(self.agent)
 
 
-def launch_local(job: Path, cluster: Cluster, log: Path) -> Launch:
-    """Start `cluster.processes` trainers on this machine for the job file `job`; output is appended to `log`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(cluster.processes), "--max-restarts", "0"]
-    command += ["-m", "llama3.train.main", str(job)]
-    threads = max(1, cluster.threads // cluster.processes)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
-    }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-    return Launch(process, log)
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """End an agent and its ranks, whether it works or waits for work."""
+    assert agent.stdin is not None
+    with suppress(BrokenPipeError):
+        agent.stdin.close()
+    agent.terminate()
+    try:
+        agent.wait(SHUTDOWN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
 
 
-def _die_with_parent() -> None:
-    """Have the kernel send SIGTERM to the launcher when the supervisor dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def visible_gpus() -> int:
+    """Return how many GPUs a process here could use, as the driver's tool counts them; torch would start CUDA."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))

@@ -1,8 +1,8 @@
 """One training stage as a tracked step: launch the trainer, follow its journal, commit what it made.
 
-The trainer is a process that knows neither Prefect nor MLflow. Here its journal is read, shown, and sent to MLflow in
-batches; when it dies, it is started again as a fresh launch that resumes from its newest good checkpoint, as long as
-every attempt gets further than the one before.
+The trainer is processes that know neither Prefect nor MLflow. Here their journal is read, shown, and sent to MLflow in
+batches; when one dies or hangs, all are started again as a fresh launch that resumes from the newest good checkpoint,
+on as many processes as are there, as long as attempts get further. How each attempt ended is a file beside its logs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import pyarrow.parquet as parquet
 from prefect import task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from rich.markup import escape
 
 from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.attempt import Outcome
 from llama3.train.job import TrainJob
+from llama3.train.main import TERMINATED
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
 from storage.filesystem import write_atomic
 from tasks.follow import Follower, send_series
-from tasks.launch import TrainingFailed, launch_local
+from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launcher_of
 from tasks.step import Context, ensure
 
 VERSION = 1
+SILENCE = 2
+"""So many timeouts without a step are a hang; after one, the processes notice each other's."""
 LAST_STEPS = 16
 """The loss at a stage's end is the mean of so many steps; a single batch is a few documents."""
 
@@ -87,7 +92,9 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.device,
-        threads=max(1, cluster.threads // cluster.processes),
+        threads=cluster.process_threads,
+        timeout_s=cluster.timeout_s,
+        layout=cluster.layout,
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
@@ -95,28 +102,57 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
 
 
 def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> None:
-    """Run the trainer until the stage is complete. Raises TrainingFailed when an attempt gets no further."""
-    log = context.folder / "logs" / f"{span.name}.log"
+    """Run the trainer until the stage is complete. Raises TrainingFailed when attempts get no further."""
     artifact = create_progress_artifact(0.0, key=f"{context.record.name}-{span.name}", description=f"stage {span.name}")
-    furthest = -1
-    with context.console.progress(span.name, span.tokens) as line:
+
+    def report(tokens_done: float) -> None:
+        update_progress_artifact(artifact, 100.0 * tokens_done / span.tokens)  # type: ignore[arg-type]
+
+    with context.console.progress(span.name, span.tokens) as line, launcher_of(context.cluster, job.parent.name) as by:
         follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line)
-
-        def report(tokens_done: float) -> None:
-            update_progress_artifact(artifact, 100.0 * tokens_done / span.tokens)  # type: ignore[arg-type]
-
+        attempts = Attempts(context, span, by)
         while True:
-            launch = launch_local(job, context.cluster, log)
-            status = follower.follow(launch, span.start, report)
-            if status == 0:
+            before = follower.position
+            launch = attempts.start(job)
+            outcome = follower.follow(launch, span.start, SILENCE * context.cluster.timeout_s, report)
+            if outcome.status == 0:
                 report(span.tokens)
                 return
-            if follower.position <= furthest:
-                raise TrainingFailed(
-                    f"stage {span.name}: the trainer ended with status {status} ({log}):\n{launch.last_words()}"
-                )
-            furthest = follower.position
-            context.console.say(f"  [yellow]{span.name}: the trainer died (status {status}); starting it again[/]")
+            attempts.ended(outcome, progress=follower.position > before)
+
+
+class Attempts:
+    """The attempts at one stage: how many processes each gets, where its logs are, and when it is time to give up."""
+
+    def __init__(self, context: Context, span: StageSpan, launcher: Launcher) -> None:
+        self.context, self.span, self.launcher = context, span, launcher
+        self.logs = context.folder / "logs" / span.name
+        self.fruitless = 0
+
+    def start(self, job: Path) -> Launch:
+        """Start the next attempt on the processes that are there. Raises TrainingFailed if they are too few."""
+        asked = self.context.cluster.processes
+        processes = fitting(self.span, self.context.cluster, self.launcher.capacity())
+        if processes != asked:
+            self._say(f"starts on {processes} processes instead of {asked}; the data stay the same")
+        self.folder = self.logs / f"attempt-{len(list(self.logs.glob('attempt-*'))) + 1}"
+        return self.launcher.start(job, processes, self.folder)
+
+    def ended(self, outcome: Outcome, progress: bool) -> None:
+        """Take note of an attempt that left the stage unfinished. Raises TrainingFailed when it was one too many."""
+        self.fruitless = 0 if progress else self.fruitless + 1
+        if self.fruitless >= self.context.cluster.attempts:
+            raise TrainingFailed(
+                f"stage {self.span.name}: the trainer ended with status {outcome.status} and no new step, "
+                f"{self.fruitless} time(s) in a row ({self.folder}):\n{outcome.words}"
+            )
+        how = "was told to stop" if outcome.status == TERMINATED else f"died (status {outcome.status})"
+        self._say(f"the trainer {how}; starting it again")
+        for words in outcome.words.splitlines()[:1]:
+            self._say(words)
+
+    def _say(self, text: str) -> None:
+        self.context.console.say(f"  [yellow]{self.span.name}: {escape(text)}[/]")
 
 
 def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:

@@ -1,53 +1,50 @@
 """Grouped-query attention that never crosses a document boundary.
 
-Documents share a sequence, so the mask is causal and block diagonal (Llama 3, section 3.2). It is a dense boolean
-[B, 1, S, S]: exact and the same on every backend, and what it gives up is memory and time at long sequences, where a
-variable-length kernel reads only the blocks. A batch of one document per sequence needs no mask; on CPU the causal
-kernel then gives the same bits as the masked one.
-
-Shapes: B batch, S sequence, D model, H query heads, K key/value heads, E features of a head.
+Shapes: B batch, S sequence, T keys, D model, H query heads, K key/value heads, E features of a head.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from llama3.model.documents import Visible
+from llama3.model.exchange import Exchange
+from llama3.model.linear import Linear
 from llama3.model.rope import rotate
 
 
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """Return bool [B, 1, S, S]: whether the query (third axis) may read the key: same document, not later."""
-    seq = documents_BS.shape[1]
-    same = documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)
-    causal = torch.ones(seq, seq, dtype=torch.bool, device=documents_BS.device).tril()
-    return (same & causal).unsqueeze(1)
+def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: Visible) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v over what is visible, [B, S, H, E]."""
+    out_BHSE = F.scaled_dot_product_attention(
+        q_BSHE.transpose(1, 2),
+        k_BTKE.transpose(1, 2),
+        v_BTKE.transpose(1, 2),
+        attn_mask=visible.mask,
+        is_causal=visible.mask is None,
+        enable_gqa=True,
+    )
+    return out_BHSE.transpose(1, 2)
 
 
 class Attention(nn.Module):
     """Projections without biases around scaled dot-product attention."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, dim: int, heads: int, kv_heads: int, exchange: Exchange) -> None:
         super().__init__()
         self.head_dim = dim // heads
-        self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.o = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.exchange = exchange
+        self.q = Linear(dim, heads * self.head_dim)
+        self.k = Linear(dim, kv_heads * self.head_dim)
+        self.v = Linear(dim, kv_heads * self.head_dim)
+        self.o = Linear(heads * self.head_dim, dim)
 
-    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """Return [B, S, D]; `table` is the rotary one, `mask` as from `document_mask` or None for plain causal."""
+    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], visible: Visible) -> Tensor:
+        """Return [B, S, D], a partial sum if heads are cut; `table` is the rotary one of the queries here."""
         q_BSHE, k_BSKE, v_BSKE = (
             project(x_BSD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
         )
-        out_BHSE = F.scaled_dot_product_attention(
-            rotate(q_BSHE, table).transpose(1, 2),
-            rotate(k_BSKE, table).transpose(1, 2),
-            v_BSKE.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
-        mixed: Tensor = self.o(out_BHSE.transpose(1, 2).flatten(2))
+        k_BTKE, v_BTKE = self.exchange.keys(rotate(k_BSKE, table), v_BSKE)
+        out_BSHE = attend(rotate(q_BSHE, table), k_BTKE, v_BTKE, visible)
+        mixed: Tensor = self.o(out_BSHE.flatten(2))
         return mixed

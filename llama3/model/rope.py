@@ -3,24 +3,48 @@
 Features i and i + E/2 of a head form one rotated pair, the layout of Hugging Face checkpoints; Meta's own files
 interleave the pairs, so a writer of that format permutes the rows of q and k. Positions count from the start of the
 sequence and not of the document: scores depend on differences only, so a document gives the same result anywhere.
-The table is computed anew in every forward pass, in float64: it is S x E/2 numbers for all layers, and a stored one
-would be a buffer to move, shard and keep out of checkpoints.
+Llama 3.1 slows the low frequencies, so that a model of 8,192 positions learns to read 131,072 (`RopeScaling`). The
+table is computed anew in every forward pass, in float64: it is S x E/2 numbers for all layers, and a stored one would
+be a buffer to move, shard and keep out of checkpoints.
 
 Shapes: B batch, S sequence, N heads, E features of a head.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from llama3.recipe.schema import RopeScaling
 
-def rotation(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [S, 1, E/2] of the angles position x theta^(-2i/E), in the dtype and device of `like`."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim
-    positions = torch.arange(seq, dtype=torch.float64, device=like.device)
-    angles = torch.outer(positions, theta**-exponents).unsqueeze(1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+def rotation(
+    positions_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [S, 1, E/2] of the angles position x frequency, in `dtype`, where `positions_S` is.
+
+    Positions are int64 and need not be consecutive: a part of a sequence passes its own.
+    """
+    angles = torch.outer(positions_S.double(), frequencies(head_dim, theta, scaling, positions_S.device)).unsqueeze(1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu") -> Tensor:
+    """Return the angle in radians that each pair of features turns per position [E/2], float64.
+
+    Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s is how far the turns within
+    the original length, original x f / 2 pi, lie between low_freq_factor (s = 0) and high_freq_factor (s = 1).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    plain = theta**-exponents
+    if scaling is None:
+        return plain
+    turns = scaling.original * plain / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x_BSNE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,19 +1,26 @@
 """The Llama 3 transformer: RMSNorm, grouped-query attention with rotary positions, SwiGLU, no biases (Table 3).
 
-It knows nothing of processes or devices: sharding wraps it from outside. Layers stand in a dictionary, so that a part
-of them keeps the parameter names of the whole. There is no cache of keys and values: generation runs the whole sequence
-again for each token.
+It knows nothing of processes or devices: sharding wraps it from outside, and where a cut model talks to its other parts
+it calls its `exchange`. Layers stand in a dictionary, so that a part of them, a pipeline stage, keeps the parameter
+names of the whole. There is no cache of keys and values: generation runs the whole sequence again for each token.
 
 Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V vocabulary rows.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from llama3.model.attention import Attention, document_mask
+from llama3.model.attention import Attention
+from llama3.model.documents import Visible, visible
+from llama3.model.exchange import Alone, Exchange
+from llama3.model.linear import Linear, RMSNorm, mine
 from llama3.model.loss import token_nats
 from llama3.model.rope import rotation
 from llama3.recipe.schema import Model
@@ -24,11 +31,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, ffn, bias=False)
-        self.up = nn.Linear(dim, ffn, bias=False)
-        self.down = nn.Linear(ffn, dim, bias=False)
+        self.gate = Linear(dim, ffn)
+        self.up = Linear(dim, ffn)
+        self.down = Linear(ffn, dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return [B, S, D], a partial sum if the hidden features are cut."""
         out_BSD: Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
         return out_BSD
 
@@ -36,47 +44,121 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each on the normed residual stream and added to it."""
 
-    def __init__(self, spec: Model) -> None:
+    def __init__(self, spec: Model, exchange: Exchange) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(spec.dim, spec.norm_eps)
-        self.attention = Attention(spec.dim, spec.heads, spec.kv_heads)
-        self.ffn_norm = nn.RMSNorm(spec.dim, spec.norm_eps)
+        self.exchange = exchange
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps, exchange)
+        self.attention = Attention(spec.dim, spec.heads, spec.kv_heads, exchange)
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps, exchange)
         self.ffn = FeedForward(spec.dim, spec.ffn)
 
-    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), table, mask)
-        out_BSD: Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
+    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], seen: Visible) -> Tensor:
+        gather, scatter = self.exchange.gather, self.exchange.scatter
+        x_BSD = x_BSD + scatter(self.attention(gather(self.attention_norm(x_BSD)), table, seen))
+        out_BSD: Tensor = x_BSD + scatter(self.ffn(gather(self.ffn_norm(x_BSD))))
         return out_BSD
 
 
 class Transformer(nn.Module):
-    """Token ids to logits, or to the likelihood of targets; weights are as torch leaves them (see `initial`)."""
+    """Token ids to logits, or to the likelihood of targets, or a part of that way (a pipeline stage).
 
-    def __init__(self, spec: Model, rows: int) -> None:
-        """Make a model of shape `spec` with `rows` embedding rows (base and special tokens)."""
+    Weights are as torch leaves them (see `initial`).
+    """
+
+    def __init__(
+        self,
+        spec: Model,
+        rows: int,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Make a model of shape `spec` with `rows` embedding rows (base and special tokens).
+
+        A part has only `layers`, the embedding if it is `first`, norm and output if it is `last`.
+        """
         super().__init__()
         self.spec = spec
         self.rows = rows
+        self.exchange: Exchange = exchange or Alone()
+        self.compute: torch.dtype | None = None
+        """Type of the residual stream and of products; None: that of the weights."""
+        self.z_loss = 0.0
+        self.recompute = "none"
+        layers = range(spec.layers) if layers is None else layers
         # nn.Embedding() draws normal weights, which on the meta device imports torch's compiler (0.6 s)
-        self.embedding = nn.Embedding(rows, spec.dim, _weight=torch.empty(rows, spec.dim))
-        self.layers = nn.ModuleDict({str(index): Block(spec) for index in range(spec.layers)})
-        self.norm = nn.RMSNorm(spec.dim, spec.norm_eps)
-        self.output = None if spec.tied_embeddings else nn.Linear(spec.dim, rows, bias=False)
+        self.embedding = nn.Embedding(rows, spec.dim, _weight=torch.empty(rows, spec.dim)) if first else None
+        self.layers = nn.ModuleDict({str(index): Block(spec, self.exchange) for index in layers})
+        self.norm = RMSNorm(spec.dim, spec.norm_eps, self.exchange) if last else None
+        self.output = Linear(spec.dim, rows) if last and not spec.tied_embeddings else None
 
-    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None, targets_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents_BS: Tensor | None = None, targets_BS: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] or, with targets, nats per token [B, S] (fp32, 0 where the target is -100).
 
-        `documents_BS` numbers the document of each token; positions of one number read each other. None says that
-        each sequence is one document, which takes a faster attention kernel.
+        `x` is token ids [B, S], or what the part before returned. `documents_BS` numbers the document of each token of
+        the whole sequences; tokens of one number read each other. None says that each sequence is one document, which
+        takes a faster attention kernel. A part that is not the last returns its residual stream.
         """
-        x_BSD = self.embedding(tokens_BS)
+        queries, keys = self.exchange.positions(
+            self.exchange.sequence(x.shape[1], whole=self.embedding is not None), x.device
+        )
+        x_BSD = x if self.embedding is None else self._embed(x)
         spec = self.spec
-        table = rotation(tokens_BS.shape[1], spec.dim // spec.heads, spec.rope_theta, x_BSD)
-        mask = None if documents_BS is None else document_mask(documents_BS)
+        wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        table = rotation(queries, spec.dim // spec.heads, spec.rope_theta, spec.rope_scaling, wide)
+        seen = visible(documents_BS, queries, keys)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, table, mask)
-        hidden_BSD = self.norm(x_BSD)
-        weight_VD = self.embedding.weight if self.output is None else self.output.weight
+            x_BSD = self._run(block, x_BSD, table, seen)
+        return x_BSD if self.norm is None else self._finish(x_BSD, targets_BS)
+
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
+        assert self.embedding is not None
+        weight_VD = mine(self.embedding.weight)
+        if len(weight_VD) == self.rows:
+            x_BSD = F.embedding(tokens_BS, weight_VD)
+        else:  # my rows of the table: every token is found by one process, and the others add zero
+            index_BS = tokens_BS - self.exchange.first_row(len(weight_VD))
+            absent_BS = (index_BS < 0) | (index_BS >= len(weight_VD))
+            x_BSD = F.embedding(index_BS.masked_fill(absent_BS, 0), weight_VD)
+            x_BSD = x_BSD.masked_fill(absent_BS.unsqueeze(-1), 0)
+        return self.exchange.scatter(x_BSD.to(self.compute or x_BSD.dtype))
+
+    def _run(self, block: nn.Module, *arguments: Any) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            out_BSD: Tensor = block(*arguments)
+            return out_BSD
+        keep = partial(_saving_products) if self.recompute == "selective" else None
+        more = {"context_fn": keep} if keep else {}
+        out_BSD = checkpoint(block, *arguments, use_reentrant=False, **more)
+        return out_BSD
+
+    def _finish(self, x_BSD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        assert self.norm is not None
+        hidden_BSD = self.exchange.gather(self.norm(x_BSD))
+        holder = self.embedding if self.output is None else self.output
+        assert holder is not None
+        weight_VD = mine(holder.weight)
         if targets_BS is None:
-            return F.linear(hidden_BSD, weight_VD)
-        return token_nats(hidden_BSD, weight_VD, targets_BS)
+            return F.linear(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
+        return token_nats(hidden_BSD, weight_VD, targets_BS, self.z_loss, self.exchange)
+
+
+def _saving_products() -> Any:
+    """Return contexts that keep the results of matrix products and attention and compute the rest again."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = {
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

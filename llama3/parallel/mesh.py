@@ -1,7 +1,8 @@
-"""The processes that train together: who I am, which device is mine, and the few sums that we share.
+"""The processes that train together: who I am on each axis, which device is mine, and the few sums that we share.
 
-Data parallel only for now, so the mesh has one axis. A single process makes no process group: every sum is then the
-value itself, and nothing of `torch.distributed` needs to be imported or agreed on.
+Ranks are laid out [dp, pp, cp, tp], tp innermost: ranks that talk most are neighbours (Llama 3, section 3.3.2). A
+single process makes no process group: every sum is then the value itself, and nothing of `torch.distributed` needs
+to be imported or agreed on. What this gives up: one layout for the whole model; experts or encoders would need more.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from llama3.parallel.layout import Layout
+
 T = TypeVar("T")
+
+
+class Axis(NamedTuple):
+    """My place on one axis of the mesh; `group` is None when I am alone on it."""
+
+    rank: int
+    size: int
+    group: Any = None
 
 
 @dataclass(frozen=True)
@@ -26,12 +37,36 @@ class World:
     rank: int
     size: int
     device: torch.device
+    layout: Layout = field(default_factory=Layout)
     mesh: Any = None
+    shards: Any = None
+    """The mesh over which FSDP cuts weights: dp and cp together, under replicas if there are any."""
 
     @property
     def leads(self) -> bool:
         """Whether this process writes what is written once."""
         return self.rank == 0
+
+    @property
+    def first_of_copy(self) -> bool:
+        """Whether this process counts what its tensor-parallel peers hold too."""
+        return self.axis("tp").rank == 0
+
+    def axis(self, name: Literal["dp", "pp", "cp", "tp"]) -> Axis:
+        """Return my place on an axis."""
+        if self.mesh is None:
+            return Axis(0, 1)
+        if name == "dp":  # no group: nothing is exchanged on it but gradients, by FSDP
+            inner = self.mesh["shard"]
+            rank = self.mesh["replica"].get_local_rank() * inner.size() + inner.get_local_rank()
+            return Axis(rank, self.mesh["replica"].size() * inner.size())
+        axis = self.mesh[name]
+        return Axis(axis.get_local_rank(), axis.size(), axis.get_group() if axis.size() > 1 else None)
+
+    @property
+    def tensor_mesh(self) -> Any:
+        """The mesh over which tensor parallelism cuts weights."""
+        return self.mesh["tp"]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all processes, in place; on every process the same bits."""
@@ -62,25 +97,38 @@ class World:
 
 
 @contextmanager
-def joined(device: str, timeout_s: int) -> Iterator[World]:
-    """Join the processes that torchrun started (its environment variables), or be alone without them.
+def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False) -> Iterator[World]:
+    """Join the processes that the launcher started (its environment variables), or be alone without them.
 
-    `device` is cpu, cuda or auto. A process that waits longer than `timeout_s` for another raises RuntimeError.
+    `device` is cpu, cuda or auto. `meshed` makes a mesh even for one process, so that it takes the same path as many.
+    A process that waits longer than `timeout_s` for another raises RuntimeError. Raises ValueError if `layout` does not
+    fit the number of processes.
     """
+    layout = layout or Layout()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    layout.dp(size)
     mine = _device(device)
-    if size == 1:
-        yield World(0, 1, mine)
+    if size == 1 and not meshed:
+        yield World(0, 1, mine, layout)
         return
     backend = "nccl" if mine.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    own: dict[str, Any] = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(mine.type, (size,), mesh_dim_names=("dp",))
-        yield World(rank, size, mine, mesh)
+        yield World(rank, size, mine, layout, *make_meshes(mine.type, layout, size))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:
+    """Return the mesh of all processes and that of FSDP; also on the fake process group, for any number of them."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    shards = layout.dp(size) // layout.replicas
+    shape = (layout.replicas, shards, layout.pp, layout.cp, layout.tp)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard", "pp", "cp", "tp"))
+    inner = mesh["shard", "cp"]._flatten("fsdp")
+    return mesh, DeviceMesh._concatenate([mesh["replica"], inner]) if layout.replicas > 1 else inner
 
 
 def _device(name: str) -> torch.device:
@@ -100,6 +148,6 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered on every process (all must call it); a plain one as it is."""
+    """Return a sharded tensor gathered on its mesh (all processes of it must call it); a plain one as it is."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full

@@ -11,12 +11,14 @@ from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.recipe.units import Tokens
 
 if TYPE_CHECKING:
-    from llama3.recipe.schema import Recipe, Stage
+    from llama3.recipe.schema import Recipe
+    from llama3.recipe.stage import Stage
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError, one line per fault, if the parts of `recipe` contradict each other."""
-    faults = [*_stage_faults(recipe), *_reference_faults(recipe), *_vocabulary_faults(recipe)]
+    faults = [*_stage_faults(recipe), *_advance_faults(recipe), *_reference_faults(recipe)]
+    faults += [*_vocabulary_faults(recipe), *_start_faults(recipe)]
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -42,7 +44,7 @@ def _stage_faults(recipe: Recipe) -> list[str]:
     faults, position, batch = [], 0, None
     for index, stage in enumerate(recipe.stages):
         at = f"stages.{index} ({stage.name})"
-        end = stage.until if stage.until is not None else position + (stage.length or 0)
+        end = stage.end(position)
         if end <= position:
             faults.append(
                 f"{at}.until: {Tokens(end)} is not after {Tokens(position)}, where the stage before it ends; "
@@ -69,6 +71,31 @@ def _shape_faults(recipe: Recipe, stage: Stage, at: str, batch: Tokens | None) -
             whole = max(1, round(batch / seq)) * seq
             faults.append(f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}")
     return faults
+
+
+def _advance_faults(recipe: Recipe) -> list[str]:
+    faults = []
+    first = recipe.stages[0]
+    if "short-context" in first.advance:
+        faults.append(
+            f"stages.{first.name}.advance: short-context compares with the stage before, and there is none; "
+            "leave it out or put a stage before this one"
+        )
+    whole = [stage.name for stage in recipe.stages]
+    names = [name for stage in recipe.stages for name in stage.parts]
+    for name in sorted(set(names)):
+        if names.count(name) > max(1, whole.count(name)):
+            faults.append(f"stages: two steps are called {name!r}; list a sequence length once, or rename a stage")
+    return faults
+
+
+def _start_faults(recipe: Recipe) -> list[str]:
+    if recipe.start is None or recipe.tokenizer.use is not None:
+        return []
+    return [
+        f"start: weights from {recipe.start.origin} read the ids of their own tokenizer; "
+        "write tokenizer: {use: path/to/its/tokenizer.model} in place of train"
+    ]
 
 
 def _reference_faults(recipe: Recipe) -> list[str]:

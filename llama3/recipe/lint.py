@@ -21,7 +21,9 @@ def lint(recipe: Recipe) -> list[str]:
     return [
         *_warmup(recipe, schedule),
         *(warning for span in schedule.spans for warning in _few_steps(span)),
-        *_cosine(recipe, schedule),
+        *(_decay(recipe, schedule) if recipe.lr.wsd else _fall(recipe, schedule)),
+        *_rope(recipe),
+        *_replay(recipe),
         *_unit(recipe),
         *_order(schedule),
     ]
@@ -58,20 +60,61 @@ def _few_steps(span: StageSpan) -> Iterator[str]:
     )
 
 
-def _cosine(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
-    over = recipe.lr.cosine.over
+def _fall(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
+    """Warn where a cosine or a line does not end with the stages that follow it."""
+    rule, over = recipe.lr.rule, recipe.lr.fall.over
+    what = "cosine" if rule == "cosine" else "line"
     end = schedule.steps if over.unit == "steps" else schedule.tokens
     unit = "step" if over.unit == "steps" else "token"
-    scheduled = [span for span in schedule.spans if span.stage.lr is None]
+    following = [span for span in schedule.spans if span.stage.lr is None]
     if end < over.amount * 0.99:
         last = schedule.spans[-1].start if schedule.spans[-1].stage.lr else schedule.tokens
-        rate = schedule._scheduled(last)
+        rate = schedule.scheduled(last)
         yield (
-            f"lr.cosine.over: the cosine ends at {unit} {tokens(over.amount)}, the tokens before it, at {unit} "
-            f"{tokens(end)}: the rate comes down to {rate:.2g}, not to {recipe.lr.cosine.to:g}"
+            f"lr.{rule}.over: the {what} ends at {unit} {tokens(over.amount)}, the tokens before it, at {unit} "
+            f"{tokens(end)}: the rate comes down to {rate:.2g}, not to {recipe.lr.to:g}"
         )
-    elif scheduled and over.amount < _reach(scheduled[-1], schedule, over.unit) * 0.9:
-        yield f"lr.cosine.over: the cosine ends at {unit} {tokens(over.amount)}, long before the stages that follow it"
+    elif following and over.amount < _reach(following[-1], schedule, over.unit) * 0.9:
+        yield f"lr.{rule}.over: the {what} ends at {unit} {tokens(over.amount)}, long before the stages that follow it"
+
+
+def _decay(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
+    """Warn where the decay of a WSD schedule has no room, or leaves nothing to the stage behind it."""
+    assert recipe.lr.wsd is not None
+    decay, warmup = recipe.lr.wsd.decay, recipe.lr.warmup
+    step, position = schedule.fall
+    end, unit = (step, "step") if decay.unit == "steps" else (position, "token")
+    begin = end - decay.amount
+    if begin < 0 or (warmup.unit == decay.unit and begin < warmup.amount):
+        yield (
+            f"lr.wsd.decay: {decay} before {unit} {tokens(end)} begin inside the warm-up of {warmup}: "
+            "the rate has no stable part and never reaches its peak, or jumps down from it"
+        )
+    elif decay.unit == "steps" and decay.amount < FEW_STEPS:
+        yield f"lr.wsd.decay: {decay} are few for a learning rate to come down in"
+    behind = [span.name for span in schedule.spans if span.start >= position]
+    if behind and recipe.lr.to == 0:
+        yield f"lr.wsd.to: the decay ends at 0 before stage {behind[0]}, which then starts from a rate of 0"
+
+
+def _rope(recipe: Recipe) -> Iterator[str]:
+    scaling, longest = recipe.model.rope_scaling, max(max(stage.lengths) for stage in recipe.stages)
+    if scaling is not None and longest > scaling.factor * scaling.original:
+        yield (
+            f"model.rope_scaling: factor {scaling.factor:g} stretches {scaling.original} positions to "
+            f"{scaling.factor * scaling.original:.0f}, less than sequence {longest}"
+        )
+
+
+def _replay(recipe: Recipe) -> Iterator[str]:
+    """Warn where continued pretraining draws all tokens from one source: nothing then replays what was known."""
+    shares = recipe.mix[recipe.stages[0].mix]
+    domains = [domain for domain, share in shares.items() if share]
+    if recipe.start is not None and len(domains) == 1 and len(recipe.sources[domains[0]]) == 1:
+        yield (
+            f"start: every token comes from sources.{domains[0]}.0: without text like that of the first training "
+            "the model forgets what it knew; add such a source, with half of the tokens, say"
+        )
 
 
 def _reach(span: StageSpan, schedule: Schedule, unit: str) -> int:

@@ -12,9 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from llama3.recipe.schema import LearningRate, Recipe, Stage
+from llama3.recipe.rates import LearningRate
+from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
+from llama3.recipe.stage import Stage
 from llama3.recipe.units import Span
+
+SAMPLES = 64
+"""Steps of a segment, besides its first and last, that stand for its learning rates where two recipes are compared."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,39 @@ class Segment:
 
 @dataclass(frozen=True)
 class StageSpan:
-    """A stage laid out on the axis of positions."""
+    """A stage laid out on the axis of positions, or the part of one that is trained between two gates."""
 
     stage: Stage
     segments: tuple[Segment, ...]
     shares: dict[Domain, Fraction]
+    part: int | None = None
+    """Which of the stage's parts it is; None: the whole stage."""
 
     @property
     def name(self) -> str:
-        return self.stage.name
+        return self.stage.name if self.part is None else self.stage.parts[self.part]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Sequence lengths, in order."""
+        return [segment.seq for segment in self.segments]
+
+    @property
+    def begins_stage(self) -> bool:
+        return not self.part
+
+    @property
+    def ends_stage(self) -> bool:
+        return self.part is None or self.part == len(self.stage.parts) - 1
+
+    @property
+    def parts(self) -> tuple[StageSpan, ...]:
+        """What is trained as a step of its own: the whole stage, or each sequence length where gates lie between."""
+        if self.part is not None or len(self.stage.parts) == 1:
+            return (self,)
+        return tuple(
+            StageSpan(self.stage, (segment,), self.shares, number) for number, segment in enumerate(self.segments)
+        )
 
     @property
     def start(self) -> int:
@@ -77,6 +106,16 @@ class Schedule:
     def __init__(self, recipe: Recipe) -> None:
         self.rate = recipe.lr
         self.spans = tuple(_lay_out(recipe))
+        """One per stage of the recipe."""
+        following = [span for span in self.spans if span.stage.lr is None] or self.spans
+        last = following[-1].segments[-1]
+        self.fall = (last.first_step + last.steps, last.end)
+        """Step and position at which a decay (wsd) ends: the end of the last stage without a rule of its own."""
+
+    @property
+    def trained(self) -> list[StageSpan]:
+        """The spans that are trained as steps of their own, in order: stages, or their parts between gates."""
+        return [part for span in self.spans for part in span.parts]
 
     @property
     def tokens(self) -> int:
@@ -91,8 +130,8 @@ class Schedule:
         return [segment for span in self.spans for segment in span.segments]
 
     def span(self, stage: str) -> StageSpan:
-        """Return the span of the stage called `stage`. Raises KeyError."""
-        for span in self.spans:
+        """Return the span of the stage, or of the part of a stage, called `stage`. Raises KeyError."""
+        for span in [*self.trained, *self.spans]:
             if span.name == stage:
                 return span
         raise KeyError(stage)
@@ -121,42 +160,76 @@ class Schedule:
             if position < span.end and span.stage.lr is not None:
                 if position < span.start:
                     break
-                begin = self._scheduled(span.start)
+                begin = self.scheduled(span.start)
                 end = begin if span.stage.lr.end is None else span.stage.lr.end
                 return begin + (end - begin) * (position - span.start) / span.tokens
-        return self._scheduled(position)
+        return self.scheduled(position)
 
-    def _scheduled(self, position: int) -> float:
-        return scheduled_rate(self.rate, self.step_at(position), position)
+    def rates(self, start: int, stop: int) -> list[tuple[int, float]]:
+        """Return positions of steps in [start, stop) and their learning rates, enough to tell two schedules apart.
+
+        Of each segment the first step, the last and up to SAMPLES between: a rate has few parameters, so two that agree
+        there agree everywhere. Equal lists are what makes two recipes train alike, however `lr` is written.
+        """
+        found: dict[int, float] = {}
+        for segment in self.segments:
+            first = max(0, -(-(start - segment.start) // segment.batch))
+            steps = min(segment.steps, -(-(stop - segment.start) // segment.batch)) - first
+            for number in range(SAMPLES + 1) if steps > 0 else ():
+                position = segment.start + (first + number * (steps - 1) // SAMPLES) * segment.batch
+                found[position] = self.lr_at(position)
+        return sorted(found.items())
+
+    def scheduled(self, position: int) -> float:
+        """Return the rate that the run's schedule has at `position`, whatever the stage there says."""
+        return scheduled_rate(self.rate, self.step_at(position), position, self.fall)
 
 
-def scheduled_rate(rate: LearningRate, step: int, position: int) -> float:
-    """Return warm-up and cosine at `step` / `position` (each length says which of the two it counts).
+def scheduled_rate(rate: LearningRate, step: int, position: int, fall: tuple[int, int]) -> float:
+    """Return the learning rate at `step` / `position` (each length says which of the two it counts).
 
-    The first step already has a rate above zero (warm-up counts the step about to be taken), as published code does.
+    `fall` is the step and position at which the decay of a WSD schedule ends. The first step already has a rate above
+    zero (warm-up counts the step about to be taken), as published code does.
     """
-
-    def progress(span: Span, ahead: int) -> float:
-        done = step + ahead if span.unit == "steps" else position
-        return done / span.amount if span.amount else 1.0
-
-    warm = progress(rate.warmup, 1)
+    warm = _progress(rate.warmup, step + 1, position)
     if warm < 1:
         return rate.peak * warm
-    warmup_share = rate.warmup.amount / rate.cosine.over.amount if rate.warmup.unit == rate.cosine.over.unit else 0.0
-    done = (progress(rate.cosine.over, 0) - warmup_share) / (1 - warmup_share)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
-    return rate.cosine.to + (rate.peak - rate.cosine.to) * cosine
+    left = _left_of_decay(rate, step, position, fall) if rate.wsd else _left_of_fall(rate, step, position)
+    return rate.to + (rate.peak - rate.to) * left
+
+
+def _progress(span: Span, step: int, position: int) -> float:
+    done = step if span.unit == "steps" else position
+    return done / span.amount if span.amount else 1.0
+
+
+def _left_of_fall(rate: LearningRate, step: int, position: int) -> float:
+    """Return how much of the way from `to` to the peak is left on the cosine or line that follows the warm-up."""
+    over = rate.fall.over
+    warmup_share = rate.warmup.amount / over.amount if rate.warmup.unit == over.unit else 0.0
+    done = (_progress(over, step, position) - warmup_share) / (1 - warmup_share)
+    done = min(max(done, 0.0), 1.0)
+    return 1 - done if rate.linear else 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _left_of_decay(rate: LearningRate, step: int, position: int, fall: tuple[int, int]) -> float:
+    """Return how much of the way from `to` to the peak is left: all of it before the last `decay` of the run."""
+    assert rate.wsd is not None
+    decay = rate.wsd.decay
+    to_go = fall[0] - step if decay.unit == "steps" else fall[1] - position
+    done = min(max(1 - to_go / decay.amount, 0.0), 1.0)
+    return 1 - (math.sqrt(done) if rate.wsd.shape == "sqrt" else done)
 
 
 def _lay_out(recipe: Recipe) -> Iterator[StageSpan]:
     position, step, batch = 0, 0, 0
     for stage in recipe.stages:
         batch = stage.batch or batch
-        end = stage.until if stage.until is not None else position + (stage.length or 0)
+        end = stage.end(position)
         segments = []
         for index, seq in enumerate(stage.lengths):
-            asked = (end - position) // (len(stage.lengths) - index)
+            own = stage.length[index] if isinstance(stage.length, list) else None
+            asked = own if own is not None else (end - position) // (len(stage.lengths) - index)
             steps = max(1, round(Fraction(asked, batch)))
             segments.append(Segment(stage.name, position, steps, step, seq, batch, asked))
             position, step = segments[-1].end, step + steps

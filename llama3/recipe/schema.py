@@ -7,22 +7,41 @@ never changes what is made. Attribute docstrings become field descriptions in th
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from llama3.recipe.checks import check_recipe
 from llama3.recipe.curation import Curate
 from llama3.recipe.data import Source, Tokenizer, TokenShards
 from llama3.recipe.presets import PRESETS
-from llama3.recipe.rules import GateRule, StageRate
-from llama3.recipe.section import Domain, Section
-from llama3.recipe.units import Cadence, Share, Span, Tokens
+from llama3.recipe.rates import LearningRate, Rate
+from llama3.recipe.rules import GateRule
+from llama3.recipe.section import Domain, Name, Section
+from llama3.recipe.stage import Stage
+from llama3.recipe.units import Cadence, Share, Tokens
 
-NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
-Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
-Rate = Annotated[float, PlainSerializer(float)]
+
+class RopeScaling(Section):
+    """Rotary frequencies stretched to longer sequences by the rule of Llama 3.1 (`original` is what it was trained on).
+
+    A feature that turns more than `high_freq_factor` times within `original` positions keeps its frequency, one that
+    turns less than `low_freq_factor` times is slowed by `factor`, those in between are blended.
+    """
+
+    factor: float = Field(default=8, gt=1)
+    low_freq_factor: float = Field(default=1, gt=0)
+    high_freq_factor: float = Field(default=4, gt=0)
+    original: int = Field(default=8192, ge=2)
+    """Sequence length of the model before it was stretched."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor:g} must be above low_freq_factor {self.low_freq_factor:g}"
+            )
+        return self
 
 
 class Model(Section):
@@ -39,7 +58,9 @@ class Model(Section):
     max_seq: int = Field(ge=2)
     """Longest sequence that the rotary embedding is meant for."""
     tied_embeddings: bool = False
-    rope_theta: float = 500_000.0
+    rope_theta: float = Field(default=500_000.0, gt=1)
+    rope_scaling: RopeScaling | None = None
+    """Stretched rotary frequencies; the published 3.1 models use factor 8 (`rope_scaling: {}`), 3.2 factor 32."""
     norm_eps: float = 1e-5
 
     @model_validator(mode="before")
@@ -61,76 +82,59 @@ class Model(Section):
         return self
 
 
-class Cosine(Section):
-    to: Rate = Field(ge=0)
-    """Learning rate at the end of the cosine."""
-    over: Span
-    """Where the cosine ends, counted from the start of the run."""
-
-
-class LearningRate(Section):
-    """Linear warm-up from zero, then a cosine."""
-
-    peak: Rate = Field(gt=0)
-    warmup: Span
-    cosine: Cosine
-
-
 class Optimizer(Section):
     """AdamW and gradient clipping."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Rate = 1e-8
     weight_decay: float = 0.1
-    """Applied to matrices, not to norms (decoupled, times the learning rate)."""
+    """Of the matrices of the blocks and the output (decoupled, times the learning rate)."""
+    decay_norms: bool = False
+    """Also decay the weights of norms."""
+    decay_embeddings: bool = False
+    """Also decay the embedding table (which is the output matrix as well where the two are tied)."""
     clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm."""
 
 
-class Stage(Section):
-    """A span of positions with its own sequence length, batch, mix and learning-rate rule."""
+class Spikes(Section):
+    """What happens when the loss or the gradient norm jumps.
 
-    name: Name
-    until: Tokens | None = None
-    """Position at which the stage ends; or `for`."""
-    length: Tokens | None = Field(default=None, alias="for")
-    """Tokens that the stage trains on; or `until`."""
-    seq: int | list[int]
-    """Sequence length; a list splits the stage into equal parts, one per length."""
-    batch: Tokens | None = None
-    """Tokens per optimizer step; left out, as in the stage before."""
-    mix: str
-    """Name of an entry under `mix`."""
-    lr: StageRate | None = None
-    """`linear to 0`, `constant`, or left out: the run's schedule."""
-    average: int | None = Field(default=None, ge=2)
-    """Average the weights of this many checkpoints spread over the stage (`last 8` or 8)."""
+    A step is a spike when either lies more than `sigma` standard deviations above its mean over the last `window`
+    steps. Every spike is logged with the documents of its batch.
+    """
+
+    policy: Literal["off", "stop", "skip", "rollback"] = "off"
+    """`stop` ends the run; `skip` leaves this batch's update out; `rollback` goes back to the newest checkpoint before
+    the spike and leaves out the batches around it (PaLM, arXiv 2204.02311, section 5.1); `off` does not look."""
+    sigma: float = Field(default=6, gt=0)
+    """Standard deviations above the mean that make a spike."""
+    window: int = Field(default=128, ge=8)
+    """Steps of history for mean and deviation; until so many are trained, nothing is a spike."""
+    around: int = Field(default=32, ge=0)
+    """`rollback` only: batches left out before the spike and as many after it, besides the spike's own."""
+    most: int = Field(default=8, ge=1)
+    """Spikes in one stage after which the run stops, whatever the policy."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+
+class Start(Section):
+    """Continued pretraining: weights from elsewhere, a fresh optimizer, and the recipe's own warm-up from zero.
+
+    Positions count from 0. What the weights knew is forgotten without *replay*: keep text like their first training's
+    in the mix; half of the tokens kept nearly all of it in e-Llama (arXiv 2501.09706).
+    """
+
+    origin: str = Field(alias="from", min_length=1)
+    """Folder or URI of the weights; its shape must be that of `model`."""
+    format: Literal["hf", "meta", "herd"] = "hf"
+    """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `herd`: a model folder of ours."""
 
     model_config = ConfigDict(populate_by_name=True)
-
-    @field_validator("average", mode="before")
-    @classmethod
-    def _last(cls, value: object) -> object:
-        match = re.fullmatch(r"last (\d+)", value) if isinstance(value, str) else None
-        return int(match[1]) if match else value
-
-    @field_validator("seq")
-    @classmethod
-    def _positive(cls, value: int | list[int]) -> int | list[int]:
-        if not value or min(value if isinstance(value, list) else [value]) < 2:
-            raise ValueError("every sequence length must be at least 2")
-        return value
-
-    @model_validator(mode="after")
-    def _one_end(self) -> Self:
-        if (self.until is None) == (self.length is None):
-            raise ValueError(f"stage {self.name}: write either until: or for:")
-        return self
-
-    @property
-    def lengths(self) -> list[int]:
-        """Sequence lengths of the stage's parts."""
-        return self.seq if isinstance(self.seq, list) else [self.seq]
 
 
 class Keep(Section):
@@ -153,6 +157,8 @@ class Evaluate(Section):
     """Held-out documents per domain to score."""
     questions: int = Field(default=100, ge=2)
     """Questions per multiple-choice task."""
+    needles: int = Field(default=55, ge=11)
+    """Sentences that the `needle` gate of a long-context stage hides, spread over eleven depths."""
     tasks: list[str] = Field(default_factory=list)
     """JSON-lines files of further multiple-choice tasks (`query`, `choices`, `gold`)."""
 
@@ -171,8 +177,9 @@ class Recipe(Section):
     """Family name: runs are called name-1, name-2, ...; also the MLflow experiment and registered model."""
     seed: int = 0
     """Of initial weights, document order and generated problems."""
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Number format of matrix products; weights, gradients and sums stay at least fp32."""
+    compute: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    """Number format of matrix products; weights, gradients and sums stay at least fp32. `fp8`: those of the blocks in
+    float8 on GPUs that have it, the rest in bf16; refused elsewhere."""
     sources: dict[Domain, list[Source]]
     """One list per domain: general, math, code, multilingual."""
     curate: Curate = Curate()
@@ -183,9 +190,16 @@ class Recipe(Section):
     model: Model
     lr: LearningRate
     optimizer: Optimizer = Optimizer()
+    z_loss: float = Field(default=0, ge=0)
+    """Coefficient of log(Z)^2, Z the sum under the softmax, added to the loss; 1e-4 in PaLM, 0 in Llama 3."""
+    start: Start | None = None
+    """Weights to go on from; left out, they are drawn from `seed`."""
     stages: list[Stage] = Field(min_length=1)
     """What is trained, in order; one continuous run over one token stream."""
     checkpoint: Checkpoint = Checkpoint()
+    spikes: Spikes = Spikes()
+    non_finite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite: `stop` ends the run, `skip` leaves its update out."""
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 
 Domain = Literal["general", "math", "code", "multilingual"]
 DOMAINS: tuple[Domain, ...] = ("general", "math", "code", "multilingual")

@@ -1,76 +1,45 @@
-"""Checkpoints of a stage: saved whole or not at all, verified before use, loadable on any number of processes.
+"""Checkpoints of a stage: saved whole or not at all while training goes on, verified before use, on any layout.
 
-Each process writes its shards as safetensors through torch.distributed.checkpoint, so nothing is ever unpickled and
-loading reshards. A save builds a hidden folder, puts every file on the disk, writes the manifest last, and one rename
-commits. What this gives up: training stands still meanwhile, and the folder must be on a disk that all processes share.
+A step waits only for a copy of the state to host memory; a thread writes it (see `saving`), and the commit is the last
+thing that happens (`shelf`, `remote`). A save that fails costs nothing but itself: the one before stays, training goes
+on, and after a few failures in a row the next save raises, on every process at the same step. Nothing is ever
+unpickled, and loading reshards. What this gives up: host memory for one more copy of the state, and the tokens since
+the last commit if the machine dies while the next one is being written.
 """
 
 from __future__ import annotations
 
-import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from llama3.parallel.mesh import World
 from llama3.recipe.schema import Keep
-from llama3.train.manifest import Damaged, FileDigest, Manifest, digest_file
-from llama3.train.state import TrainState
-from storage.filesystem import sync_folder
+from llama3.train.agree import led
+from llama3.train.manifest import Damaged, Manifest
+from llama3.train.remote import RemoteShelf
+from llama3.train.saving import Background, Savable, Saved, describe, own_group, plain_errors, write
+from llama3.train.shelf import LocalShelf, Place, Shelf
+from llama3.train.snapshot import Snapshot
 
-SAVING, DELETING, DAMAGED = ".saving", ".deleting", ".damaged"
-DIGITS = 18
-"""Positions are written with this many digits, so that names sort as numbers."""
-
-
-def save_state(folder: Path, state: TrainState, stage: str, world: World) -> None:
-    """Write `state` into the new folder `folder`, manifest last. Raises RuntimeError if it cannot be written."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    if world.leads:
-        folder.mkdir(parents=True)
-    world.wait()
-    with _plain_errors(f"{folder}: cannot be written"):
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(state.tensors(), storage_writer=writer, no_dist=world.size == 1)
-    files = _digests(folder, world)
-    if world.leads:
-        Manifest(
-            stage=stage,
-            position=state.position,
-            averaged=state.averaged,
-            model=state.model.spec.model_dump(mode="json"),
-            rows=state.model.rows,
-            processes=world.size,
-            files=files,
-        ).write(folder)
-    world.wait()
+THREADS = 4
+"""Files that each process writes or reads at the same time."""
+TOLERATED = 3
+"""Failed saves in a row after which training ends: a disk that is full now is often emptied by somebody."""
+TIMEOUT_S = 3600.0
+"""How long a process whose part is written waits for the slowest."""
 
 
-def load_state(folder: Path, manifest: Manifest, state: TrainState, world: World, average: bool = True) -> None:
-    """Read the checkpoint that `manifest` (verified) describes into `state`, its running average only if `average`.
-
-    Raises ValueError if it is of another model.
-    """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    mine = (state.model.spec.model_dump(mode="json", exclude={"preset"}), state.model.rows)
-    theirs = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
-    if mine != theirs:
-        raise ValueError(f"{folder}: holds a model of shape {theirs}, the recipe asks {mine}; train that stage again")
-    state.make_average(manifest.averaged if average else 0)
-    with _plain_errors(f"{folder}: cannot be loaded"):
-        load(state.tensors(), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
-    state.position = manifest.position
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be saved; the ones before are untouched."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a stage can go on from: the newest checkpoint that verifies, and why newer ones were passed over."""
+    """What a stage goes on from: the newest checkpoint that verifies, and why newer ones were passed over."""
 
     path: Path | None
     manifest: Manifest | None
@@ -78,54 +47,207 @@ class Found:
 
 
 class Checkpoints:
-    """The folder `checkpoints` of a stage."""
+    """The checkpoints of a stage in `folder`, or at `uri` (then `folder` is only for what is on its way)."""
 
-    def __init__(self, folder: Path, keep: Keep, world: World) -> None:
-        self.folder, self.keep, self.world = folder, keep, world
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        keep: Keep,
+        world: World,
+        *,
+        uri: str | None = None,
+        threads: int = THREADS,
+        tolerated: int = TOLERATED,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Open the place; every process must do so at the same point. `say` is told of saves that failed."""
+        self.keep, self.world, self.threads, self.tolerated, self.say = keep, world, threads, tolerated, say
+        self.attempt = world.from_leader(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
+        self.shelf: Shelf = RemoteShelf(uri, folder, self.attempt) if uri else LocalShelf(folder)
+        self.snapshot, self.group = Snapshot(), own_group(world, TIMEOUT_S)
+        self.failures: list[str] = []
+        """What went wrong in the saves since the last that succeeded."""
+        self._planner: object = None
+        self._running: Background[Saved] | None = None
+        self._done: list[Saved] = []
+        self._saves = 0
 
-    def newest(self) -> Found:
-        """Return where to go on. Damaged checkpoints are moved aside as `.damaged-<position>` for whoever asks why."""
-        return self.world.from_leader(self._newest() if self.world.leads else Found(None, None, ()))
+    def prepare(self, state: Savable) -> None:
+        """Take the memory for a copy of `state` now, rather than while the first save blocks a step."""
+        self.snapshot.prepare(state.tensors())
 
-    def save(self, state: TrainState, stage: str) -> Path:
-        """Commit a checkpoint of `state` and delete those that the recipe does not keep."""
-        final = self.folder / f"{state.position:0{DIGITS}}"
-        building = self.folder / f"{SAVING}-{final.name}"
-        save_state(building, state, stage, self.world)
-        if self.world.leads:
-            building.rename(final)
-            sync_folder(self.folder)
-            self._delete(kept(self.positions(), self.keep))
-        self.world.wait()
-        return final
+    def begin(self, state: Savable, stage: str) -> float:
+        """Copy `state` and start writing it; return the seconds that this took. Waits for the save before.
+
+        Every process calls it at the same step. Raises SaveFailed if the last saves have all failed.
+        """
+        began = time.perf_counter()
+        self._wait()
+        self._give_up()
+        waited = time.perf_counter() - began
+        manifest = describe(state, stage, self.world, self.attempt)
+        changed = self.snapshot.take(state.tensors())
+        blocked = time.perf_counter() - began - waited
+        self._saves += 1
+        cost = Saved(state.position, 0, blocked, waited, 0.0)
+        self._running = Background(lambda: self._save(manifest, changed, cost, began + waited))
+        return waited + blocked
+
+    def poll(self) -> list[Saved]:
+        """Return what was committed since the last call; never waits, so a loop may ask after each step."""
+        if self._running is not None and self._running.done:
+            self._wait()
+        done, self._done = self._done, []
+        return done
+
+    def finish(self) -> list[Saved]:
+        """Wait for the save in progress; return as `poll` does. Raises SaveFailed as `begin` does."""
+        self._wait()
+        self._give_up()
+        return self.poll()
+
+    def save(self, state: Savable, stage: str) -> Saved:
+        """Save `state` and wait for the commit. Raises SaveFailed if this one fails."""
+        self.begin(state, stage)
+        self._wait()
+        if self.failures:
+            raise SaveFailed(self.failures[-1])
+        return self._done.pop()
+
+    def resume(self, state: Savable, before: int | None = None) -> Found:
+        """Load the newest good checkpoint into `state`; every process calls it. Damaged ones are set aside.
+
+        With `before`, those past that position are deleted: the run takes another way from there. Raises ValueError
+        if one of them is pinned, or if the checkpoint is of another model.
+        """
+        self._wait()
+        self.shelf.clean(self.world)
+        if before is not None:
+            led(self.world, lambda: self._forget_after(before))
+        skipped: list[str] = []
+        for place in reversed(led(self.world, self.shelf.places)):
+            try:
+                return self._load(place, state, skipped)
+            except Damaged as damage:
+                skipped.append(str(damage))
+                led(self.world, lambda place=place: self.shelf.set_aside(place, skipped[-1]))  # type: ignore[misc]
+        return Found(None, None, tuple(skipped))
 
     def positions(self) -> list[int]:
         """Return the positions of all committed checkpoints, in order."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        return sorted({place.position for place in self.shelf.places()})
 
-    def _newest(self) -> Found:
-        for left in [*self.folder.glob(f"{SAVING}-*"), *self.folder.glob(f"{DELETING}-*")]:
-            shutil.rmtree(left)
-        skipped: list[str] = []
-        for position in reversed(self.positions()):
-            path = self.folder / f"{position:0{DIGITS}}"
+    def pin(self, position: int, reason: str) -> None:
+        """Keep the checkpoint at `position` until `unpin` is called with the same reason; one process calls it."""
+        self.shelf.pins.add(position, reason)
+
+    def unpin(self, position: int, reason: str) -> None:
+        """Take that pin away."""
+        self.shelf.pins.remove(position, reason)
+
+    def _load(self, place: Place, state: Savable, skipped: list[str]) -> Found:
+        reason = f"loading, attempt {self.attempt}"
+        if self.world.leads:
+            self.shelf.pins.add(place.position, reason, seconds=86_400)
+        try:
+            path, manifest = self.shelf.fetch(place, self.world)
             try:
-                return Found(path, Manifest.verified(path), tuple(skipped))
-            except Damaged as error:
-                skipped.append(str(error))
-                self._move(path, DAMAGED)
-        return Found(None, None, tuple(skipped))
+                load_state(path, manifest, state, self.world, threads=self.threads)
+            finally:
+                self.shelf.release(path)
+            return Found(path, manifest, tuple(skipped))
+        finally:
+            if self.world.leads:
+                self.shelf.pins.remove(place.position, reason)
 
-    def _delete(self, keep: set[int]) -> None:
-        for position in set(self.positions()) - keep:
-            shutil.rmtree(self._move(self.folder / f"{position:0{DIGITS}}", DELETING))
+    def _save(self, manifest: Manifest, changed: bool, cost: Saved, began: float) -> Saved:
+        """What the thread does: wait for the copy, write, commit, delete what the recipe does not keep."""
+        from llama3.train.writer import Planner, Writer
 
-    def _move(self, path: Path, mark: str) -> Path:
-        """Rename, so that no reader sees a folder that loses its files one by one."""
-        aside = path.with_name(f"{mark}-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        return path.rename(aside)
+        if not isinstance(self._planner, Planner):
+            self._planner = Planner()
+        if changed:
+            self._planner.forget()
+        on_device = self.snapshot.wait()
+        self._planner.parts = self.snapshot.parts
+        building = self.shelf.building(manifest.position, self._saves)
+        writer = Writer(
+            building,
+            self.world.rank,
+            self.threads,
+            start=lambda: self.shelf.start(building),
+            stored=lambda path: self.shelf.stored(building, path),
+            commit=lambda files: self.shelf.commit(building, manifest.model_copy(update={"files": files})),
+        )
+        committed = False
+        try:
+            write(self.snapshot.shapes, self._planner, writer, self.world, self.group)
+            committed = True
+        finally:
+            self.shelf.settle(building, committed, self.world.leads)
+        total = time.perf_counter() - began
+        if self.world.leads:
+            self._prune()
+        size = sum(digest.bytes for digest in writer.written.values())
+        return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
+
+    def _wait(self) -> None:
+        """Wait for the save in progress and note how it ended."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            self._done.append(running.result())
+            self.failures = []
+        except Exception as error:
+            self.failures.append(str(error))
+            if self.world.leads:
+                self.say(f"checkpoint failed, {len(self.failures)} in a row: {error}")
+
+    def _give_up(self) -> None:
+        if len(self.failures) >= self.tolerated:
+            raise SaveFailed(f"{len(self.failures)} checkpoints in a row could not be saved; {self.failures[-1]}")
+
+    def _prune(self) -> None:
+        """Delete what is not kept; a checkpoint too many is no reason to call the save failed."""
+        try:
+            places = self.shelf.places()
+            positions = sorted({place.position for place in places})
+            keep = kept(positions, self.keep) | self.shelf.pins.all().keys()
+            newest = {place.position: place for place in places}
+            for place in places:
+                if place.position not in keep or newest[place.position] != place:
+                    self.shelf.delete(place)
+        except Exception as error:
+            self.say(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
+
+    def _forget_after(self, position: int) -> None:
+        pinned = self.shelf.pins.all()
+        for place in self.shelf.places():
+            if place.position > position:
+                if place.position in pinned:
+                    reasons = ", ".join(pinned[place.position])
+                    raise ValueError(f"going back to {position}: checkpoint {place.position} is pinned ({reasons})")
+                self.shelf.delete(place)
+
+
+def load_state(
+    folder: Path, manifest: Manifest, state: Savable, world: World, average: bool = True, threads: int = THREADS
+) -> None:
+    """Read the checkpoint that `manifest` (verified) describes into `state`, its running average only if `average`.
+
+    Every process calls it, and reads only what it holds. Raises ValueError if it is of another model.
+    """
+    from llama3.train.loading import load
+
+    mine = (state.spec.model_dump(mode="json", exclude={"preset"}), state.rows)
+    theirs = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
+    if mine != theirs:
+        raise ValueError(f"{folder}: holds a model of shape {theirs}, the recipe asks {mine}; train that stage again")
+    state.make_average(manifest.averaged if average else 0)
+    with plain_errors(f"{folder}: cannot be loaded"):
+        load(folder, state.tensors(), world, threads)
+    state.position = manifest.position
 
 
 def kept(positions: list[int], keep: Keep) -> set[int]:
@@ -137,25 +259,3 @@ def kept(positions: list[int], keep: Keep) -> set[int]:
     for position in positions:
         first.setdefault(position // keep.every, position)
     return newest | {position for milestone, position in first.items() if milestone}
-
-
-def _digests(folder: Path, world: World) -> dict[str, FileDigest]:
-    """Return the digests of all files of `folder`; each process reads its share of them."""
-    world.wait()
-    paths = sorted(path for path in folder.iterdir() if path.is_file())
-    mine = {path.name: digest_file(path) for path in paths[world.rank :: world.size]}
-    return {name: digest for part in world.gathered(mine) for name, digest in part.items()}
-
-
-@contextmanager
-def _plain_errors(what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which `except Exception` does not catch, into RuntimeError."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            reasons = "; ".join(f"process {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
-            raise RuntimeError(f"{what}: {reasons}") from error

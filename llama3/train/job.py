@@ -7,11 +7,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llama3.parallel.layout import Layout
+
 
 class TrainJob(BaseModel):
     """The job file of `python -m llama3.train.main JOB.json`.
 
-    `recipe`, `stage`, `tokens` and `parent` decide what is made; the rest only where and how fast.
+    `recipe`, `stage`, `tokens`, `parent` and `start` decide what is made; the rest only where and how fast.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -24,14 +26,21 @@ class TrainJob(BaseModel):
     """Folder of the token shards."""
     parent: Path | None = None
     """Training state (`result/state`) of the stage before; None for the first stage."""
+    start: Path | None = None
+    """Model folder whose weights the first stage goes on from; None: initial weights."""
     work: Path
     """Folder of this stage: journal, checkpoints and, at the end, `result`."""
+    checkpoints: str | None = None
+    """URI under which checkpoints are kept instead of in `work` (s3://...)."""
+    layout: Layout = Layout()
+    """How the model is cut over the processes."""
     micro_batch: int = Field(default=8, ge=1)
     """Sequences per forward pass and process."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     threads: int = Field(default=1, ge=1)
     """Processor threads of each process."""
     deterministic: bool = False
-    """Refuse operations that may differ from run to run (matters on GPUs; on CPU there are none)."""
+    """Same bits on any number of data-parallel processes: one sequence at a time, gradients summed in fp64, and no
+    operation that may differ from run to run. Costs speed; tensor and context parallelism still regroup sums."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for the others before it gives up."""

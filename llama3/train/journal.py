@@ -3,16 +3,20 @@
 It is the truth about what was trained; trackers are fed from it. A line is written by one call, so a killed process
 leaves whole lines and at most one torn one at the end, which readers skip and the next writer cuts off. It reaches the
 disk before each checkpoint and not at every step: a power cut may lose lines, but none that a checkpoint builds on.
+
+After a rollback the same positions are trained again, so a line can take back others: a rewind to a position voids
+every record after that position which stands before the rewind in the file. Readers return what still holds, one record
+a position, ascending; the void ones stay in the file, for whoever asks why.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 FIRST_READ = 2**16
 
@@ -28,12 +32,27 @@ class Record:
     metrics: Mapping[str, float]
 
     def line(self) -> bytes:
-        fields = {"time": self.time, "position": self.position, "metrics": self.metrics}
-        return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        return _line({"time": self.time, "position": self.position, "metrics": self.metrics})
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Training went back; records before this line and after `position` are void."""
+
+    time: float
+    position: int
+    until: int
+    """The batches from `position` to here are passed over from now on."""
+
+    def line(self) -> bytes:
+        return _line({"time": self.time, "position": self.position, "rewind": {"until": self.until}})
+
+
+Entry = Record | Rewind
 
 
 def read_journal(path: Path, after: int = -1) -> list[Record]:
-    """Return the records of `path` with positions above `after`, in order; none if there is no file.
+    """Return the records of `path` that hold, with positions above `after`, in order; none if there is no file.
 
     Reads from the end, so following a long journal costs only what is new. Raises ValueError for a broken line that is
     not the last.
@@ -45,20 +64,51 @@ def read_journal(path: Path, after: int = -1) -> list[Record]:
         while True:
             start = max(0, end - size)
             file.seek(start)
-            records = _parse(path, file.read(end - start), whole=start == 0)
-            if start == 0 or (records and records[0].position <= after):
-                return [record for record in records if record.position > after]
+            entries = _parse(path, file.read(end - start), whole=start == 0)
+            # A record before the first entry lies before it, or a rewind between them has made it void.
+            if start == 0 or (entries and entries[0].position <= after):
+                return [record for record in holding(entries) if record.position > after]
             size *= 4
 
 
-def _parse(path: Path, data: bytes, whole: bool) -> list[Record]:
-    *lines, _ = data.split(b"\n")  # what follows the last newline is torn, or nothing
-    try:
-        return [Record(**json.loads(line)) for line in (lines if whole else lines[1:])]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path}: a line is not a record ({error}); move the file away to start the stage anew"
-        ) from None
+def read_rewinds(path: Path) -> list[Rewind]:
+    """Return all rewinds of `path`, oldest first."""
+    entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
+    return [entry for entry in entries if isinstance(entry, Rewind)]
+
+
+def holding(entries: Iterable[Entry]) -> list[Record]:
+    """Return the records that no later rewind has made void."""
+    records: list[Record] = []
+    for entry in entries:
+        if isinstance(entry, Record):
+            records.append(entry)
+            continue
+        while records and records[-1].position > entry.position:
+            records.pop()
+    return records
+
+
+class Tail:
+    """Reads what is added to a journal, each line once, rewinds too: for those who follow a trainer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new(self) -> list[Entry]:
+        """Return the whole lines that came since the call before, as they stand in the file.
+
+        Raises ValueError for a broken one.
+        """
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        return _parse(self.path, data, whole=True)
 
 
 class Journal:
@@ -75,9 +125,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
 
-    def add(self, record: Record) -> None:
-        """Append one record. Raises OSError if it was not written whole (disk full)."""
-        line = record.line()
+    def add(self, entry: Entry) -> None:
+        """Append one record or rewind. Raises OSError if it was not written whole (disk full)."""
+        line = entry.line()
         if os.write(self._handle, line) != len(line):
             raise OSError(f"{self.path}: the disk took only part of a line; make room and start again")
 
@@ -91,7 +141,7 @@ class Journal:
 
 
 def to_parquet(journal: Path, path: Path) -> None:
-    """Write the journal as a table with columns time (s), position (tokens), key, value."""
+    """Write the records that hold as a table with columns time (s), position (tokens), key, value."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,3 +153,23 @@ def to_parquet(journal: Path, path: Path) -> None:
         pa.table([pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)], list(types)),
         path,
     )
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _parse(path: Path, data: bytes, whole: bool) -> list[Entry]:
+    *lines, _ = data.split(b"\n")  # what follows the last newline is torn, or nothing
+    try:
+        return [_entry(json.loads(line)) for line in (lines if whole else lines[1:])]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: a line is not a record ({error}); move the file away to start the stage anew"
+        ) from None
+
+
+def _entry(fields: Any) -> Entry:
+    if "rewind" in fields:
+        return Rewind(fields["time"], fields["position"], **fields["rewind"])
+    return Record(**fields)

@@ -60,7 +60,7 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     torch.set_num_threads(job.threads)
     if job.deterministic:
         torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
-    with joined(job.device, job.timeout_s) as world:
+    with joined(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
         return Trainer(job, recipe, world, stop).run()
 
 

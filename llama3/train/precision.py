@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -15,21 +14,20 @@ EXACT_ENOUGH = 1e-3
 
 @dataclass(frozen=True)
 class Precision:
-    """`master` is the type of weights, gradients and optimizer state; products run in bf16 if `bf16`."""
+    """`master` is the type of weights, gradients and optimizer state; activations and products are in `compute`."""
 
     master: torch.dtype
-    bf16: bool
+    compute: torch.dtype | None = None
+    """None: as the weights."""
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device) -> Precision:
         """Return the formats that `recipe.compute` names, and set torch's fp32 products accordingly."""
         if recipe.compute == "fp32" and device.type == "cpu":
             _fast_fp32()
-        return cls(torch.float64 if recipe.compute == "fp64" else torch.float32, recipe.compute == "bf16")
-
-    def products(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context of a forward pass."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
+        if recipe.compute == "fp64":
+            return cls(torch.float64)
+        return cls(torch.float32, torch.bfloat16 if recipe.compute == "bf16" else None)
 
 
 def _fast_fp32() -> None:

@@ -1,6 +1,8 @@
-"""This process's sequences of every step, read by a thread one step ahead.
+"""This process's share of every step, read by a thread one step ahead.
 
-Reading is a hundredth of a step, and hidden; the thread asks in the order of positions, so nothing depends on it.
+Data-parallel processes take equal, contiguous runs of sequences; context-parallel ones take their chunks of each;
+tensor- and pipeline-parallel ones all read the same. Reading is a hundredth of a step, and hidden; the thread asks in
+the order of positions, so nothing depends on it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from llama3.parallel.mesh import World
 from llama3.recipe.schedule import StageSpan
 from llama3.tokens.batch import Batch, Batches
 
@@ -24,6 +30,17 @@ class Step:
     @property
     def end(self) -> int:
         return self.start + self.batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process trains on in one step, on its device. B sequences, S of their tokens, L whole length."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    domains_BS: Tensor
+    documents_BS: Tensor | None
+    """Document number of every token of the whole sequences [B, L]; None if each sequence is one document."""
 
 
 def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
@@ -42,12 +59,13 @@ def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
             yield Step(start, segment.seq, segment.batch)
 
 
-def read_ahead(batches: Batches, steps: Iterator[Step], rank: int, size: int) -> Iterator[tuple[Step, Batch]]:
-    """Yield each step with the sequences of process `rank` of `size`: equal, contiguous shares of the batch."""
+def read_ahead(batches: Batches, steps: Iterator[Step], world: World) -> Iterator[tuple[Step, Share]]:
+    """Yield each step with this process's share of it."""
+    dp = world.axis("dp")
 
-    def read(step: Step) -> tuple[Step, Batch]:
-        count = step.batch // step.seq // size
-        return step, batches.sequences(step.start, step.seq, rank * count, count)
+    def read(step: Step) -> tuple[Step, Share]:
+        count = step.batch // step.seq // dp.size
+        return step, share_of(batches.sequences(step.start, step.seq, dp.rank * count, count), world)
 
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         ahead = None
@@ -57,3 +75,23 @@ def read_ahead(batches: Batches, steps: Iterator[Step], rank: int, size: int) ->
                 yield ready.result()
         if ahead is not None:
             yield ahead.result()
+
+
+def share_of(batch: Batch, world: World) -> Share:
+    """Return the tokens of `batch` that a context-parallel process holds, on its device."""
+    context = world.axis("cp")
+    documents = _on(world.device, batch.documents_BS) if batch.documents_BS.any() else None  # numbered from 0
+    columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
+    if context.size > 1:
+        from llama3.parallel.exchange import held_positions
+
+        here = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
+        columns = [column[:, here] for column in columns]
+    return Share(*(_on(world.device, column) for column in columns), documents)
+
+
+def _on(device: torch.device, column: Tensor) -> Tensor:
+    """Copy to the device without waiting for it."""
+    if device.type == "cpu":
+        return column
+    return column.pin_memory().to(device, non_blocking=True)

@@ -1,127 +1,129 @@
 """What the leading process writes down after each step: a journal line, and now and then a line of log.
 
-Steps that the journal has already are compared and not written again (see `replay`). Speed is measured here, from whole
-steps on the wall clock; a device whose peak is not in the table gets no utilisation rather than a guessed one.
+Steps that the journal has already are compared and not written again (see `replay`). A rollback makes the journal's
+records after it void and is itself a line of it. A number that is not finite is left out: the step it belongs to is
+marked as skipped, and `incidents` has it in words.
 """
 
 from __future__ import annotations
 
-import resource
+import math
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
-import torch
-
-from llama3.model.flops import flops_per_token
-from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.section import DOMAINS
+from llama3.recipe.section import DOMAINS, Domain
 from llama3.recipe.units import tokens as readable
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
-from llama3.train.journal import Journal, Record, read_journal
+from llama3.train.journal import Journal, Record, Rewind, read_journal, read_rewinds
+from llama3.train.meter import Meter, Timing
 from llama3.train.reader import Step
 from llama3.train.replay import Attempts, Replay
+from llama3.train.skips import Skip, Skips
 from llama3.train.source_shares import SourceShares
-from llama3.train.step import Outcome
+from llama3.train.spikes import Found
 
-GIB = 2**30
 LOG_EVERY_S = 5.0
-RATE_STEPS = 20
-"""Steps whose speed foretells the time that remains."""
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-}
-"""Dense bf16 FLOP/s by the name that the driver gives (NVIDIA data sheets; sparse figures are twice these)."""
+__all__ = ["Finished", "Recorder", "Timing", "log"]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds."""
+class Finished(Found, Protocol):
+    """What the host has read of a step that ended."""
 
-    step: float
-    data_wait: float
-    checkpoint: float | None
-    """Of the checkpoint saved since the step before, if one was."""
+    @property
+    def domain_loss(self) -> Mapping[Domain, float]: ...
 
 
 class Recorder:
     """Journal, replay and speed of one stage; made by the leading process only."""
 
     def __init__(
-        self, work: Path, span: StageSpan, stream: TokenStream, model: Transformer, world: World, position: int
+        self, work: Path, span: StageSpan, stream: TokenStream, rows: int, world: World, position: int, skips: Skips
     ) -> None:
-        """Open the journal of `work` and count this attempt, which goes on from `position`."""
-        self.span, self.stream, self.model, self.world = span, stream, model, world
+        """Open the journal of `work` and count this attempt, which goes on from `position` past `skips`."""
+        self.span, self.stream, self.skips = span, stream, skips
         self.schedule = Schedule(stream.recipe)
+        self.meter = Meter(stream.recipe, rows, world, span.end)
         self.journal = Journal(work / "journal.jsonl")
-        earlier = read_journal(self.journal.path)
-        self.replay = Replay(earlier, position)
+        for skip in skips.spans[len(read_rewinds(self.journal.path)) :]:  # killed between the two files
+            self._add_rewind(skip)
         self.attempts = Attempts(work / "attempts.jsonl", world.size)
-        self.useful_s = sum(record.metrics[metrics.STEP_S] for record in earlier)
-        self.announced = False
-        self.recent: deque[float] = deque(maxlen=RATE_STEPS)
         self.logged = time.monotonic()
-        self.source_shares = SourceShares(stream, span.start)
+        self._go_on_from(position)
+        log(self.meter.described())
 
-    def add(self, step: Step, outcome: Outcome, timing: Timing) -> None:
-        """Record a finished step, or compare it with its first run."""
-        self.recent.append(step.batch / timing.step)
-        values = {**self._training(step, outcome), **self._speed(step, timing), **self._memory()}
-        known = self.replay.knows(Record(time.time(), step.end, values))
-        if not known:
-            self.useful_s += timing.step
-            values |= {metrics.GOODPUT: self._goodput(), **self._data(step.end)}
-            if not self.announced:
-                self.announced = True
-                values |= self.replay.metrics(self.attempts.restarts)
-            self.journal.add(Record(time.time(), step.end, values))
-        self._log(step, outcome, again=known)
+    def add(self, step: Step, found: Finished, timing: Timing, more: Mapping[str, float] | None = None) -> None:
+        """Record a finished step with `more` metrics, or compare it with its first run."""
+        values = self._plan(step)
+        values |= {metrics.LOSS: found.loss, metrics.GRAD_NORM: found.grad_norm, metrics.SPIKE_SCORE: found.score}
+        values |= {metrics.domain_loss(domain): loss for domain, loss in found.domain_loss.items()}
+        if found.skipped:
+            values |= self._skip(step)
+        values = {key: value for key, value in values.items() if math.isfinite(value)}
+        values |= {**self.meter.speed(step, timing), **self.meter.memory(), **(more or {})}
+        again = self._enter(step, values, 0.0 if found.skipped else timing.step)
+        self._log(step, found, again)
 
-    def _training(self, step: Step, outcome: Outcome) -> dict[str, float]:
+    def pass_over(self, step: Step) -> None:
+        """Record a step whose batch is not trained on, because of a rollback."""
+        self._enter(step, self._plan(step) | self._skip(step), 0.0)
+
+    def rewind(self, skip: Skip, position: int, trained_to: int) -> None:
+        """Note that training went back from `trained_to` to the checkpoint at `position`, to pass over `skip`.
+
+        The records after `skip.start` are void from here on; those between `position` and it are replayed.
+        """
+        self.skips = self.skips.plus(skip)
+        self._add_rewind(skip)
+        self._go_on_from(position, trained_to)
+
+    def _go_on_from(self, position: int, trained_to: int | None = None) -> None:
+        records = read_journal(self.journal.path)
+        self.replay = Replay(records, position, trained_to)
+        kept = [record.metrics for record in records if metrics.SKIPPED not in record.metrics]
+        self.useful_s = sum(values[metrics.STEP_S] for values in kept)
+        before = [record.metrics for record in records if record.position <= position]
+        self.skipped_tokens = sum(values[metrics.BATCH_TOKENS] for values in before if metrics.SKIPPED in values)
+        self.source_shares = SourceShares(self.stream, self.span.start)
+        self.announced = False
+
+    def _add_rewind(self, skip: Skip) -> None:
+        self.journal.add(Rewind(time.time(), skip.start, skip.end))
+        self.journal.sync()
+
+    def _enter(self, step: Step, values: dict[str, float], useful_s: float) -> bool:
+        """Write or compare one record; return whether the journal has it already."""
+        if self.replay.knows(Record(time.time(), step.end, values)):
+            return True
+        self.useful_s += useful_s
+        values |= {metrics.GOODPUT: self._goodput(), **self._data(step.end)}
+        if not self.announced:
+            self.announced = True
+            values |= self._announcement()
+        self.journal.add(Record(time.time(), step.end, values))
+        return False
+
+    def _announcement(self) -> dict[str, float]:
+        """Return what the first new record of an attempt, or after a rollback, says besides."""
+        first = self.meter.first_step_s
+        told = {} if first is None else {metrics.FIRST_STEP_S: first}
+        return told | self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
+
+    def _plan(self, step: Step) -> dict[str, float]:
         return {
-            metrics.LOSS: outcome.loss,
-            metrics.GRAD_NORM: outcome.grad_norm,
             metrics.LEARNING_RATE: self.schedule.lr_at(step.start),
             metrics.BATCH_TOKENS: step.batch,
             metrics.SEQ_LEN: step.seq,
             metrics.STEP: self.schedule.step_at(step.end),
-            **{metrics.domain_loss(domain): loss for domain, loss in outcome.domain_loss.items()},
         }
 
-    def _speed(self, step: Step, timing: Timing) -> dict[str, float]:
-        per_device = step.batch / timing.step / self.world.size
-        flops = flops_per_token(self.model.spec, self.model.rows, step.seq).causal * per_device
-        values = {
-            metrics.TOKENS_PER_S: step.batch / timing.step,
-            metrics.TOKENS_PER_S_PER_DEVICE: per_device,
-            metrics.TFLOPS_PER_DEVICE: flops / 1e12,
-            metrics.STEP_S: timing.step,
-            metrics.DATA_WAIT_S: timing.data_wait,
-            metrics.REMAINING_S: (self.span.end - step.end) * len(self.recent) / sum(self.recent),
-        }
-        if timing.checkpoint is not None:
-            values[metrics.CHECKPOINT_S] = timing.checkpoint
-        if (peak := self._peak()) is not None:
-            values[metrics.MFU] = flops / peak
-        return values
-
-    def _peak(self) -> float | None:
-        if self.world.device.type != "cuda" or self.stream.recipe.compute != "bf16":
-            return None
-        return PEAKS.get(torch.cuda.get_device_name(self.world.device))
-
-    def _memory(self) -> dict[str, float]:
-        values = {metrics.HOST_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
-        if self.world.device.type == "cuda":
-            values[metrics.DEVICE_GIB] = torch.cuda.max_memory_allocated(self.world.device) / GIB
-        return values
+    def _skip(self, step: Step) -> dict[str, float]:
+        self.skipped_tokens += step.batch
+        return {metrics.SKIPPED: 1.0, metrics.SKIPPED_TOKENS: self.skipped_tokens}
 
     def _data(self, position: int) -> dict[str, float]:
         """Return the shares of the stage's tokens so far, asked and had, and epochs since the start of the run."""
@@ -138,14 +140,13 @@ class Recorder:
         elapsed = time.time() - self.attempts.started
         return min(1.0, self.useful_s / elapsed) if elapsed > 0 else 1.0
 
-    def _log(self, step: Step, outcome: Outcome, again: bool) -> None:
+    def _log(self, step: Step, found: Finished, again: bool) -> None:
         if time.monotonic() - self.logged < LOG_EVERY_S and step.end < self.span.end:
             return
         self.logged = time.monotonic()
-        rate = sum(self.recent) / len(self.recent)
         log(
-            f"position {readable(step.end)} of {readable(self.span.end)}, loss {outcome.loss:.4f}, "
-            f"{rate:,.0f} tokens/s{' (again)' if again else ''}"
+            f"position {readable(step.end)} of {readable(self.span.end)}, loss {found.loss:.4f}, "
+            f"{self.meter.tokens_per_s:,.0f} tokens/s{' (again)' if again else ''}"
         )
 
 

@@ -1,47 +1,83 @@
 """Everything that training carries from step to step: weights, optimizer moments, running average, position.
 
-All of it is named tensors and three numbers, so that it can be saved and loaded on any number of processes.
+All of it is named tensors and three numbers, so that it can be saved and loaded under any layout. A process holds its
+part: some layers if there is a pipeline, slices of matrices, shards.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping
 
-from llama3.model.initial import build
+import torch
+from torch import Tensor, nn
+
+from llama3.model.initial import empty, initial_value
 from llama3.model.transformer import Transformer
-from llama3.parallel.mesh import World, whole
+from llama3.parallel.mesh import World
 from llama3.recipe.schedule import StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train.optimizer import adamw
+from llama3.train.precision import Precision
 
 
 class TrainState:
     """Weights and optimizer of one stage, at `position`."""
 
-    def __init__(self, recipe: Recipe, rows: int, dtype: torch.dtype, world: World, position: int) -> None:
-        """Make the state with which a run starts; the weights depend on the recipe's model and seed only."""
-        self.model: Transformer = _build(recipe, rows, dtype, world)
-        self.optimizer = adamw(self.model, recipe.optimizer)
+    def __init__(
+        self, recipe: Recipe, rows: int, precision: Precision, world: World, position: int, exact: bool = False
+    ) -> None:
+        """Make room for weights and moments; the weights hold nothing yet (see `reset`, `fill` and `load_state`).
+
+        `exact` sums gradients in fp64, so that they do not depend on the number of data-parallel processes.
+        """
+        self.spec, self.rows = recipe.model, rows
+        self.parts: Mapping[int, Transformer] = _build(recipe, rows, precision, world, exact)
+        """This process's pipeline stages by number; one, with number 0, without a pipeline."""
+        for part in self.parts.values():
+            part.z_loss = recipe.z_loss
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for part in self.parts.values() for name, parameter in part.named_parameters()
+        }
+        self.optimizer = adamw(self.parameters, recipe.optimizer)
         self.position = position
         self.sum: dict[str, Tensor] = {}
         """Running sum of the weights at the positions averaged so far, in the weights' own precision."""
         self.averaged = 0
         """How many that were."""
 
+    def reset(self, recipe: Recipe, position: int, world: World) -> None:
+        """Take the state with which a run starts: weights that depend on the recipe's model and seed only."""
+        self.fill(lambda name, shape: initial_value(recipe.model, recipe.seed, name, shape), world)
+        for moments in self.optimizer.state.values():
+            for value in moments.values():
+                value.zero_()
+        self.make_average(0)
+        self.position = position
+
+    def fill(self, value: Callable[[str, torch.Size], Tensor], world: World) -> None:
+        """Set every weight to this process's share of `value(name, global shape)`."""
+        if world.mesh is None:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(value(name, parameter.shape))
+            return
+        from llama3.parallel.build import fill
+
+        fill(self.parts.values(), value, world)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; writing into them changes the state."""
-        named = dict(self.model.named_parameters())
-        found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        for name, parameter in named.items():
+        found = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
             found |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
         return found | {f"average.{name}": value for name, value in self.sum.items()}
 
     def make_average(self, averaged: int) -> None:
         """Make room for an average over `averaged` positions that is about to be loaded."""
         self.averaged = averaged
+        self.sum = {}
         if averaged:
-            self.sum = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.model.named_parameters()}
+            self.sum = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
 
     def add_to_average(self) -> None:
         """Count the present weights into the average."""
@@ -49,15 +85,9 @@ class TrainState:
             self.make_average(1)
             self.averaged = 0
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.parameters.items():
                 self.sum[name].add_(parameter)
         self.averaged += 1
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the whole weights, averaged if the stage averages; every process must call it."""
-        if self.averaged:
-            return {name: whole(value) / self.averaged for name, value in self.sum.items()}
-        return {name: whole(parameter.detach()) for name, parameter in self.model.named_parameters()}
 
 
 def average_positions(span: StageSpan) -> list[int]:
@@ -79,9 +109,14 @@ def _position_after(span: StageSpan, steps: int) -> int:
     raise AssertionError("more steps than the stage has")
 
 
-def _build(recipe: Recipe, rows: int, dtype: torch.dtype, world: World) -> Transformer:
-    if world.size == 1:
-        return build(recipe.model, rows, recipe.seed, dtype, world.device)
-    from llama3.parallel.fsdp import build_sharded  # 0.7 s of imports that one process does not need
+def _build(recipe: Recipe, rows: int, precision: Precision, world: World, exact: bool) -> Mapping[int, Transformer]:
+    if world.mesh is None:
+        model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
+        model.compute, model.recompute = precision.compute, world.layout.recompute
+        return {0: model}
+    from llama3.parallel.build import empty_parts  # 0.7 s of imports that one process does not need
 
-    return build_sharded(recipe.model, rows, recipe.seed, dtype, world)
+    parts = empty_parts(recipe.model, rows, world, precision.master, precision.compute, exact)
+    for part in parts.values():
+        part.to_empty(device=world.device)
+    return parts

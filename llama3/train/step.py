@@ -1,16 +1,16 @@
-"""One optimizer step: gradients of the mean loss over the batch, summed over micro-batches and processes.
+"""One optimizer step: gradients of the summed nats of the batch, then one update by their mean.
 
 The loss of a batch is the sum of nats over all its targets divided by their number, on whatever number of processes and
-micro-batches; so the count of targets is agreed on first. Everything else that processes must agree on (loss, gradient
-norm, whether to stop or save) goes into one more sum, so there is one host synchronisation at each end of a step.
+micro-batches. Gradients are taken of the sum, and everything that processes must agree on (nats, targets, gradient
+norm, whether to stop or save) goes into one small sum; the division, clipping and the decision to pass over a bad step
+happen on the device. So nothing in a step waits for the host: its numbers are read while the next step runs.
 
-Shapes: B sequences, S sequence length, D domains.
+Shapes: B sequences, S sequence length (this process's part of it), D domains.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,71 +19,85 @@ from llama3.model.loss import NO_TARGET
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
 from llama3.recipe.section import DOMAINS, Domain
-from llama3.tokens.batch import Batch
-from llama3.train.optimizer import squared_norm
-from llama3.train.precision import Precision
+from llama3.train.reader import Share
+
+FLAGS = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step found, on the device; the same on every process."""
+
+    tally_D2: Tensor
+    """fp64: sum of nats and number of targets of each domain."""
+    targets: Tensor
+    loss: Tensor
+    """Nats per target, fp64."""
+    grad_norm: Tensor
+    """Of the mean loss, before clipping, fp64."""
+    flags: Tensor
+    """How many processes want to stop, to save."""
+
+    @classmethod
+    def of(cls, shared: Tensor) -> Measured:
+        """Unpack the sum over processes that `gather` made."""
+        tally_D2 = shared[: 2 * len(DOMAINS)].view(-1, 2)
+        nats, targets = tally_D2.sum(0).unbind()
+        targets = targets.clamp(min=1)
+        return cls(tally_D2, targets, nats / targets, shared[-FLAGS - 1].sqrt() / targets, shared[-FLAGS:])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step found before the weights are changed; the same on every process."""
+    """The same on the host."""
 
     loss: float
-    """Nats per target."""
     grad_norm: float
     domain_loss: dict[Domain, float]
-    """Of the domains that the batch has targets of."""
     stop: bool
     save: bool
+    skipped: bool = False
+    """Whether the weights were left as they were, because the step was bad."""
+    score: float = 0.0
+    """Standard deviations above the mean of the steps before (see `spikes`)."""
+
+    @classmethod
+    def read(cls, measured: Measured, skipped: Tensor, score: Tensor) -> Outcome:
+        """Wait for the step and read its numbers."""
+        single = [measured.loss, measured.grad_norm, skipped, score]
+        numbers = torch.cat([measured.tally_D2.flatten(), measured.flags, torch.stack([n.double() for n in single])])
+        *tally, stop, save, loss, norm, skip, high = numbers.tolist()
+        domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
+        by_domain = {domain: nats / count for domain, nats, count in domains if count}
+        return cls(loss, norm, by_domain, stop > 0, save > 0, skip > 0, high)
 
 
-def take_gradients(
-    model: Transformer, batch: Batch, micro_batch: int, precision: Precision, world: World, stop: bool, save: bool
-) -> Outcome:
-    """Leave the gradients of the batch in `model` and return what the step found.
+def accumulate(model: Transformer, share: Share, micro_batch: int) -> Tensor:
+    """Add the gradients of this process's share to `model`; return nats per token [B, S]."""
+    from llama3.parallel.fsdp import last_micro_batch
 
-    `batch` is this process's share; `stop` holds if any process says so, `save` likewise.
-    """
-    targets = world.sum((batch.targets_BS != NO_TARGET).sum().to(world.device))
-    tally_D2 = _backward(model, batch, micro_batch, precision, world.device, max(1, int(targets)))
-    flags = torch.tensor([stop, save], dtype=torch.float64, device=world.device)
-    shared = torch.cat([tally_D2.flatten(), squared_norm(model).view(1), flags])
-    *tally, squares, stops, saves = world.sum(shared).tolist()
-    domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
-    return Outcome(
-        loss=sum(tally[0::2]) / max(1.0, sum(tally[1::2])),
-        grad_norm=squares**0.5,
-        domain_loss={domain: nats / count for domain, nats, count in domains if count},
-        stop=stops > 0,
-        save=saves > 0,
-    )
-
-
-def _backward(
-    model: Transformer, batch: Batch, micro_batch: int, precision: Precision, device: torch.device, targets: int
-) -> Tensor:
-    """Accumulate gradients; return fp64 [D, 2]: sum of nats and number of targets of each domain."""
-    tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=device)
-    sequences = len(batch.tokens_BS)
+    nats = []
+    sequences = len(share.tokens_BS)
     for first in range(0, sequences, micro_batch):
         part = slice(first, first + micro_batch)
-        _mark_last(model, first + micro_batch >= sequences)
-        documents = batch.documents_BS[part]  # numbered from 0: without a 1, each sequence is one document
-        targets_BS = batch.targets_BS[part].to(device)
-        with precision.products(device):
-            nats_BS = model(
-                batch.tokens_BS[part].to(device), documents.to(device) if documents.any() else None, targets_BS
-            )
-        (nats_BS.sum() / targets).backward()
-        rows = torch.stack([nats_BS.detach().double().flatten(), (targets_BS != NO_TARGET).double().flatten()], 1)
-        tally_D2.index_add_(0, batch.domains_BS[part].to(device).flatten(), rows)
+        last_micro_batch(model, first + micro_batch >= sequences)
+        documents = None if share.documents_BS is None else share.documents_BS[part]
+        nats_BS = model(share.tokens_BS[part], documents, share.targets_BS[part])
+        nats_BS.sum().backward()
+        nats.append(nats_BS.detach())
+    return torch.cat(nats)
+
+
+def tally(nats_BS: Tensor | None, share: Share, world: World) -> Tensor:
+    """Return fp64 [D, 2]: nats and targets of each domain in this process's share, if it is the one that counts them."""
+    tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
+    if nats_BS is not None and world.first_of_copy:
+        rows = torch.stack([nats_BS.double().flatten(), (share.targets_BS != NO_TARGET).double().flatten()], 1)
+        tally_D2.index_add_(0, share.domains_BS.flatten(), rows)
     return tally_D2
 
 
-def _mark_last(model: Transformer, last: bool) -> None:
-    """Have a sharded model reduce its gradients once, after the last micro-batch."""
-    sharded: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-    if sharded is not None:
-        sharded.set_requires_gradient_sync(last)
-        sharded.set_reshard_after_backward(last)
-        sharded.set_is_last_backward(last)
+def agree(tally_D2: Tensor, squares: Tensor, stop: bool, save: bool, world: World) -> Measured:
+    """Sum over all processes what each found; `stop` and `save` hold if any process says so."""
+    flags = torch.tensor([stop, save], dtype=torch.float64).to(world.device, non_blocking=True)
+    return Measured.of(world.sum(torch.cat([tally_D2.flatten(), squares.view(1), flags])))

@@ -1,42 +1,54 @@
 """The training loop of one stage: from the newest good checkpoint (or the stage before) to a committed result.
 
 A stage that was killed at any moment and started again gives the same bits as one that was not, on the same number of
-processes: all state is in the checkpoint, and the data are a function of the position. A loss or gradient that is not a
-number ends the attempt before it reaches the weights; nothing is skipped silently.
+processes: all state is in the checkpoint, and the data are a function of the position. The loop hands a step to the
+device and then looks at the step before it: journal, verdict, whether to save. A bad step (see `spikes`) has changed
+nothing by then, so going on, going back and stopping are all still possible.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
-from llama3.model.files import save_model
 from llama3.parallel.mesh import World
-from llama3.recipe.checks import check_batches
-from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Cadence
-from llama3.tokens.batch import Batch, Batches
-from llama3.tokens.stream import TokenStream
-from llama3.train.checkpoint import Checkpoints, load_state, save_state
+from llama3.tokens.batch import Batches
+from llama3.train.batch_documents import told, write_incident
+from llama3.train.engine import Engine, Pending
+from llama3.train.finish import commit_result
 from llama3.train.job import TrainJob
-from llama3.train.journal import to_parquet
-from llama3.train.manifest import Manifest
-from llama3.train.optimizer import clip
-from llama3.train.precision import Precision
-from llama3.train.reader import Step, read_ahead, steps_from
+from llama3.train.journal import read_journal
+from llama3.train.opening import begin, open_stage
+from llama3.train.reader import Share, Step, read_ahead, steps_from
 from llama3.train.recorder import Recorder, Timing, log
-from llama3.train.state import TrainState, average_positions
-from llama3.train.step import Outcome, take_gradients
-from storage.filesystem import sync_folder
+from llama3.train.skips import Skips
+from llama3.train.spikes import Judge, SpikeGuard, Verdict, history
+from llama3.train.state import average_positions
+from llama3.train.step import Outcome
 
 
-class NotFinite(FloatingPointError):
-    """Loss or gradient is infinite or not a number; the text names the position."""
+class Stopped(FloatingPointError):
+    """The recipe ends the run at a bad step; the text names position, reason and the file with its documents."""
+
+
+class RollBack(Exception):
+    """Training goes back to before a spike; `verdict` says which batches it passes over then."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The step that the device works on, and how long its data were waited for."""
+
+    pending: Pending
+    waited_s: float
 
 
 class Trainer:
@@ -47,129 +59,134 @@ class Trainer:
 
         Raises ValueError if the job's parts do not fit each other.
         """
-        check_batches(recipe, world.size)
         self.job, self.recipe, self.world, self.stop = job, recipe, world, stop
+        opened = open_stage(job, recipe, world)
+        self.span, self.stream, self.state, self.checkpoints = opened.span, opened.stream, opened.state, opened.checkpoints
         self.schedule = Schedule(recipe)
-        self.span = self._span(job.stage)
-        self.stream = TokenStream(job.tokens, recipe)
-        self.precision = Precision.of(recipe, world.device)
-        rows = int(json.loads((job.tokens / "tokens.json").read_text())["rows"])
-        self.state = TrainState(recipe, rows, self.precision.master, world, self.span.start)
-        self.checkpoints = Checkpoints(job.work / "checkpoints", recipe.checkpoint.keep, world)
-        origin = self._go_on()
-        self.due = Due(recipe.checkpoint.every, self.state.position)
+        self.skips = world.from_leader(Skips.read(job.work) if world.leads else Skips())
         self.average_at = set(average_positions(self.span))
         self.recorder: Recorder | None = None
-        self.checkpoint_s: float | None = None
         if world.leads:
-            self.recorder = Recorder(job.work, self.span, self.stream, self.state.model, world, self.state.position)
-            log(
-                f"stage {job.stage}: position {self.state.position} of {self.span.start} to {self.span.end}, "
-                f"from {origin}; {world.size} process(es), {job.threads} thread(s) each, {world.device.type}, "
-                f"{recipe.compute}"
-            )
+            rows, position = self.state.rows, self.state.position
+            self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips)
+            log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {opened.origin}")
+        self._take_up()
 
     def run(self) -> bool:
         """Train to the end of the stage and commit `result`; return False if told to stop before.
 
-        Raises NotFinite.
+        Raises Stopped at a bad step, if the recipe says so.
         """
-        steps = steps_from(self.span, self.state.position)
-        began = time.perf_counter()
-        for step, batch in read_ahead(Batches(self.stream), steps, self.world.rank, self.world.size):
+        while True:
+            try:
+                done = self._train()
+                break
+            except RollBack as back:
+                self._go_back(back.verdict)
+        self.checkpoints.finish()
+        if done:
+            commit_result(self.job, self.recipe, self.state, self.world, self.recorder)
+        return done
+
+    def _take_up(self) -> None:
+        """Begin to judge and to save from where the state stands: at the start, and after going back."""
+        position, window = self.state.position, self.recipe.spikes.window
+        records = read_journal(self.job.work / "journal.jsonl") if self.world.leads else []
+        past = self.world.from_leader(history(records, position, window))
+        guard = SpikeGuard(self.recipe.spikes, self.world.device)
+        guard.restore(past)
+        self.judge = Judge(self.recipe, self.span, past, self.skips)
+        self.engine = Engine(self.state, self.recipe, self.job, self.world, guard)
+        self.due = Due(self.recipe.checkpoint.every, position)
+        self.blocked_s: float | None = None
+        self.ahead: Ahead | None = None
+
+    def _train(self) -> bool:
+        """Train to the end of the stage; return False if told to stop before."""
+        self.settled = began = time.perf_counter()
+        for step, share in read_ahead(Batches(self.stream), steps_from(self.span, self.state.position), self.world):
             waited = time.perf_counter() - began
-            outcome = self._step(step, batch)
-            self._record(step, outcome, Timing(time.perf_counter() - began, waited, self.checkpoint_s))
-            self.checkpoint_s = None
-            if step.end < self.span.end and (outcome.stop or outcome.save):
+            asked = self._pass_over(step) if self.skips.covers(step.start) else self._take(step, share, waited)
+            stop = any(outcome.stop for outcome in asked)
+            if step.end < self.span.end and (stop or self.due.passed(step.end) or any(out.save for out in asked)):
+                self._settle()
                 self._save()
-                if outcome.stop:
+                if stop:
                     return False
             began = time.perf_counter()
-        self._finish()
+        self._settle()
         return True
 
-    def _span(self, stage: str) -> StageSpan:
-        try:
-            return self.schedule.span(stage)
-        except KeyError:
-            known = ", ".join(span.name for span in self.schedule.spans)
-            raise ValueError(f"stage: {stage!r} is not in the recipe; its stages are {known}") from None
+    def _take(self, step: Step, share: Share, waited_s: float) -> list[Outcome]:
+        """Hand a step to the device; return the outcome of the step before, if it was not known yet."""
+        save = self.world.leads and self.due.late()
+        pending = self.engine.take(step, share, self.schedule.lr_at(step.start), self.stop(), save)
+        self._count(step)
+        before = self._settle()
+        self.ahead = Ahead(pending, waited_s)
+        return before
 
-    def _go_on(self) -> str:
-        """Load the newest good checkpoint, or the stage before; return where from, in words."""
-        found = self.checkpoints.newest()
-        for reason in found.skipped if self.world.leads else ():
-            log(f"checkpoint passed over: {reason}")
-        if found.path is not None and found.manifest is not None:
-            load_state(found.path, found.manifest, self.state, self.world)
-            return f"checkpoint {found.path.name}"
-        if self.job.parent is None:
-            if self.span.start:
-                raise ValueError(f"parent: stage {self.span.name} starts at {self.span.start}; name the stage before")
-            return f"initial weights of seed {self.recipe.seed}"
-        self._load_parent(self.job.parent)
-        return f"{self.job.parent}"
-
-    def _load_parent(self, parent: Path) -> None:
-        manifest = self.world.from_leader(Manifest.verified(parent) if self.world.leads else None)
-        assert manifest is not None
-        if manifest.position != self.span.start:
-            raise ValueError(
-                f"parent: {parent} ends at {manifest.position}, stage {self.span.name} starts at {self.span.start}; "
-                "name the state of the stage before"
-            )
-        load_state(parent, manifest, self.state, self.world, average=False)
-
-    def _step(self, step: Step, batch: Batch) -> Outcome:
-        state = self.state
-        save = self.world.leads and self.due.at(step.end)
-        outcome = take_gradients(
-            state.model, batch, self.job.micro_batch, self.precision, self.world, self.stop(), save
-        )
-        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
-            raise NotFinite(
-                f"position {step.start}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; nothing of this step "
-                "is kept. Look at its documents, or lower lr.peak"
-            )
-        clip(state.model, outcome.grad_norm, self.recipe.optimizer.clip)
-        for group in state.optimizer.param_groups:
-            group["lr"] = self.schedule.lr_at(step.start)
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.position = step.end
-        if step.end in self.average_at:
-            state.add_to_average()
-        return outcome
-
-    def _record(self, step: Step, outcome: Outcome, timing: Timing) -> None:
+    def _pass_over(self, step: Step) -> list[Outcome]:
+        before = self._settle()
+        self.state.position = step.end
+        self._count(step)
         if self.recorder is not None:
+            self.recorder.pass_over(step)
+        return before
+
+    def _count(self, step: Step) -> None:
+        if step.end in self.average_at:
+            self.state.add_to_average()
+
+    def _settle(self) -> list[Outcome]:
+        """Wait for the step that the device works on, if any, and draw the consequences. Returns its outcome."""
+        if self.ahead is None:
+            return []
+        ahead, self.ahead = self.ahead, None
+        outcome, step = ahead.pending.read(), ahead.pending.step
+        now = time.perf_counter()
+        verdict = self.judge.judge(step, outcome)
+        if verdict.kind in ("go on", "skipped") and self.recorder is not None:
+            written = [saved.total_s for saved in self.checkpoints.poll()]
+            timing = Timing(now - self.settled, ahead.waited_s, self.blocked_s, written[-1] if written else None)
             self.recorder.add(step, outcome, timing)
+            self.blocked_s = None
+        self.settled = now
+        if verdict.kind != "go on":
+            self._bad(step, outcome, verdict)
+        return [outcome]
+
+    def _bad(self, step: Step, outcome: Outcome, verdict: Verdict) -> None:
+        """Write down a bad step and its documents, and end or go back if the verdict says so."""
+        line = ""
+        if self.world.leads:
+            incident = write_incident(self.job.work, self.job.tokens, self.recipe, step, outcome, verdict)
+            line = told(step, verdict, incident)
+            log(line)
+        if verdict.kind == "stop":
+            raise Stopped(self.world.from_leader(line))
+        if verdict.kind == "roll back":
+            raise RollBack(verdict)
+
+    def _go_back(self, verdict: Verdict) -> None:
+        """Load the newest checkpoint before the batches to be passed over, and go on from there past them."""
+        assert verdict.skip is not None
+        self.ahead, trained_to = None, self.state.position
+        self.skips = self.skips.plus(verdict.skip)
+        if self.world.leads:
+            self.skips.write(self.job.work)
+        if self.checkpoints.resume(self.state, before=verdict.skip.start).path is None:
+            begin(self.state, self.job, self.recipe, self.span, self.world)
+        if self.recorder is not None:
+            self.recorder.rewind(verdict.skip, self.state.position, trained_to)
+        self._take_up()
 
     def _save(self) -> None:
-        began = time.perf_counter()
+        """Begin to write a checkpoint of the state, whose journal is on the disk first."""
         if self.recorder is not None:
             self.recorder.journal.sync()
-        self.checkpoints.save(self.state, self.span.name)
+        self.blocked_s = self.checkpoints.begin(self.state, self.span.name)
         self.due.saved(self.state.position)
-        self.checkpoint_s = time.perf_counter() - began
-
-    def _finish(self) -> None:
-        """Commit `result`: built beside its place, renamed when whole."""
-        building, work = self.job.work / ".result", self.job.work
-        if self.world.leads:
-            shutil.rmtree(building, ignore_errors=True)
-        self.world.wait()
-        save_state(building / "state", self.state, self.span.name, self.world)
-        weights = self.state.weights()
-        if self.recorder is not None:
-            save_model(building / "model", self.recipe.model, self.state.model.rows, weights)
-            self.recorder.journal.sync()
-            to_parquet(self.recorder.journal.path, building / "metrics.parquet")
-            sync_folder(building)
-            building.rename(work / "result")
-            sync_folder(work)
-        self.world.wait()
 
 
 class Due:
@@ -183,8 +200,12 @@ class Due:
         """Count from here."""
         self.position, self.time = position, time.monotonic()
 
-    def at(self, position: int) -> bool:
-        """Return whether a checkpoint is due at `position`, now."""
+    def passed(self, position: int) -> bool:
+        """Return whether a checkpoint is due at `position` by tokens: known to every process alike."""
         if self.every.unit == "seconds":
-            return time.monotonic() - self.time >= self.every.amount
+            return False
         return position // self.every.amount > self.position // self.every.amount
+
+    def late(self) -> bool:
+        """Return whether one is due by this process's clock."""
+        return self.every.unit == "seconds" and time.monotonic() - self.time >= self.every.amount

@@ -44,9 +44,26 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
         ("lr.warmup=20", "write 8000 steps"),
         ("name=Quick Start", "name: 'Quick Start'"),
         ("stages.late.seq=3", "there is no element 'late'"),
+        ("stages.main.advance=[neddle]", "'neddle' is not a gate; the gates are short-context, needle"),
+        ("stages.main.advance={needle: better}", "needle: 'better' is not a rule of this gate; write 'at least 0.9'"),
+        ("stages.main.advance={short-context: at least 1}", "not a rule of this gate; write 'no worse than 1%'"),
+        ("stages.ramp-1.advance=[short-context]", "ramp-1.advance: short-context compares with the stage before"),
+        ("stages.anneal={name: anneal, for: 1M, seq: [64, 128], mix: base, average: 2, advance: needle}",
+         "average cannot go over several sequence lengths with gates"),
+        ("stages.anneal={name: x, for: [1M, 2M], seq: [64, 128, 256], mix: base}", "for: has 2 lengths and seq: 3"),
+        ("stages.anneal={name: x, for: 1M, seq: [64, 64], mix: base, advance: needle}", "two steps are called 'x-64'"),
+        ("lr.linear={to: 0, over: 1M}", r"write exactly one of cosine, linear and wsd .* not \['cosine', 'linear'\]"),
+        ("lr.cosine=null", "write exactly one of cosine, linear and wsd after the warm-up, not none"),
+        ("lr.cosine.over=80 steps", "cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
+        ("lr.cosine.over=0 steps", "cosine.over: 0 steps is no length"),
+        ("start={from: x}", "start: weights from x read the ids of their own tokenizer; write tokenizer: {use"),
+        ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta' or 'herd'"),
+        ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
+        ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
+        ("compute=fp16", "compute: 'fp16'"),
         ("seed", "write field.subfield=value"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_names_field_value_and_remedy(override: str, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
         load_recipe(QUICKSTART, [override])
@@ -85,6 +102,23 @@ def test_overrides_reach_stages_by_name_and_number() -> None:
     by_number = load_recipe(QUICKSTART, ["stages.2.until=2M", "stages.3.average=2"])
     assert by_name == by_number
     assert by_name.stages[2].until == 2_000_000
+
+
+def test_gates_are_filled_in_however_they_are_written() -> None:
+    def gates(text: str) -> dict[str, str]:
+        stage = load_recipe(QUICKSTART, [f"stages.main.advance={text}"]).stages[2]
+        return {gate: str(rule) for gate, rule in stage.advance.items()}
+
+    usual = {"short-context": "no worse than 1%", "needle": "at least 0.9"}
+    assert gates("[short-context, needle]") == gates("{short-context: null, needle: null}") == usual
+    assert gates("[short-context, {needle: at least 0.8}]") == usual | {"needle": "at least 0.8"}
+    assert gates("needle") == {"needle": "at least 0.9"}
+    assert gates("null") == {}
+
+
+def test_off_is_a_policy_though_yaml_reads_it_as_false(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(to_yaml(load_recipe(QUICKSTART, ["spikes.policy=off"])))
+    assert load_recipe(tmp_path / "r.yaml").spikes.policy == "off"
 
 
 def test_a_preset_can_be_overridden_number_by_number() -> None:

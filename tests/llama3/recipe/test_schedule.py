@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from llama3.recipe.lint import lint
 from llama3.recipe.load import load_recipe
-from llama3.recipe.schedule import Schedule
+from llama3.recipe.rates import LearningRate
+from llama3.recipe.schedule import Schedule, scheduled_rate
 from llama3.recipe.schema import Recipe
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
@@ -58,6 +61,7 @@ def test_the_published_schedule() -> None:
     schedule = Schedule(PUBLISHED)
     shapes = [(part.stage, part.seq, part.batch) for part in schedule.segments]
     assert shapes[:3] == [("ramp-4k", 4096, 2**22), ("ramp-8k", 8192, 2**23), ("main", 8192, 2**24)]
+    assert [span.name for span in schedule.trained[2:5]] == ["main", "long-16384", "long-32768"]
     assert [part.seq for part in schedule.segments[3:]] == [16384, 32768, 49152, 65536, 98304, 131072, 131072]
     assert [span.steps for span in schedule.spans] == [60, 342_101, 711_083, 50_863, 2]
     assert schedule.spans[1].start == 60 * 2**22
@@ -86,6 +90,102 @@ def test_the_cosine_ends_at_its_floor() -> None:
     assert schedule.lr_at(schedule.spans[3].start) == pytest.approx(8e-7)
 
 
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_cosine_is_the_one_that_recipes_were_always_trained_with(path: Path) -> None:
+    """To the last bit: a resumed run must take the very rates of the journal."""
+    recipe = load_recipe(path)
+    schedule, rate = Schedule(recipe), recipe.lr
+    cosine = rate.cosine
+    assert cosine is not None
+    for position, found in schedule.rates(0, schedule.spans[0].end):
+        step = schedule.step_at(position)
+        warm = ((step + 1) if rate.warmup.unit == "steps" else position) / rate.warmup.amount
+        share = rate.warmup.amount / cosine.over.amount if rate.warmup.unit == cosine.over.unit else 0.0
+        done = ((step if cosine.over.unit == "steps" else position) / cosine.over.amount - share) / (1 - share)
+        half = 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+        assert found == (rate.peak * warm if warm < 1 else cosine.to + (rate.peak - cosine.to) * half)
+
+
+def with_rate(rate: str, *more: str) -> Recipe:
+    return load_recipe(Path("recipes/quickstart.yaml"), ["lr.cosine=null", rate, *more])
+
+
+def test_a_line_falls_evenly_from_the_warm_up_to_its_end() -> None:
+    recipe = with_rate("lr.linear={to: 2e-4, over: 480 steps}")
+    begin = LearningRate.model_validate(recipe.lr.model_dump())
+    found = [scheduled_rate(begin, step, 0, (0, 0)) for step in (39, 79, 80, 280, 480, 900)]
+    assert found == pytest.approx([1e-3, 2e-3, 2e-3, 1.1e-3, 2e-4, 2e-4])
+
+
+@pytest.mark.parametrize(("shape", "half"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_wsd_holds_the_peak_and_decays_at_the_end(shape: str, half: float, unit: str) -> None:
+    """The annealing stage has a rule of its own, so the decay ends with the stage before it."""
+    decay = "100 steps" if unit == "steps" else f"{100 * 2048} tokens"
+    schedule = Schedule(with_rate(f"lr.wsd={{to: 2e-4, decay: {decay}, shape: {shape}}}"))
+    main, anneal = schedule.spans[2:]
+    end = main.end
+
+    def before_the_end(steps: int) -> float:
+        return schedule.lr_at(end - steps * 2048)
+
+    assert schedule.lr_at(schedule.spans[0].start) == pytest.approx(2e-3 / 80)
+    assert {before_the_end(steps) for steps in (100, 101, 200)} == {2e-3}
+    assert before_the_end(50) == pytest.approx(2e-4 + 1.8e-3 * half)
+    assert 2e-4 < before_the_end(1) < before_the_end(2) < before_the_end(99) < 2e-3
+    assert schedule.lr_at(anneal.start) == pytest.approx(2e-4)
+    assert schedule.lr_at(anneal.start + anneal.steps // 2 * 2048) == pytest.approx(1e-4)
+
+
+def test_a_longer_wsd_run_begins_like_a_shorter_one() -> None:
+    words = "lr.wsd={to: 0, decay: 50 steps}", "stages.anneal.lr=null"
+    short, longer = (Schedule(with_rate(*words, f"stages.anneal.for={size}")) for size in ("400K", "800K"))
+    decay = short.tokens - 50 * 2048
+    assert short.rates(0, decay) == [pair for pair in longer.rates(0, decay) if pair in short.rates(0, decay)] != []
+    assert all(rate == short.lr_at(position) for position, rate in longer.rates(0, decay))
+    assert short.lr_at(decay + 2048) < longer.lr_at(decay + 2048) == 2e-3
+
+
+@given(recipes(), st.data())
+def test_rates_name_steps_of_a_range_and_its_ends(recipe: Recipe, data: st.DataObject) -> None:
+    schedule = Schedule(recipe)
+    stop = data.draw(st.integers(1, schedule.tokens))
+    found = schedule.rates(0, stop)
+    last = max(part.start + step * part.batch for part in schedule.segments for step in (0, part.steps - 1)
+               if part.start + step * part.batch < stop)  # fmt: skip
+    assert found[0][0] == 0
+    assert last <= found[-1][0] < stop
+    for position, rate in found:
+        part = schedule.segment_at(position)
+        assert (position - part.start) % part.batch == 0
+        assert rate == schedule.lr_at(position)
+
+
+@given(recipes())
+def test_gates_change_neither_positions_nor_rates(recipe: Recipe) -> None:
+    data = recipe.model_dump(mode="json", by_alias=True)
+    for stage in data["stages"]:
+        lengths = stage["seq"] if isinstance(stage["seq"], list) else []
+        stage["advance"] = ["needle"] if len(set(lengths)) == len(lengths) else []
+    plain, gated = Schedule(recipe), Schedule(Recipe.model_validate(data))
+    assert gated.segments == plain.segments
+    assert gated.rates(0, gated.tokens) == plain.rates(0, plain.tokens)
+    assert [(span.start, span.end) for span in plain.trained] == [(span.start, span.end) for span in plain.spans]
+    assert [segment for span in gated.trained for segment in span.segments] == plain.segments
+    for span in gated.trained:
+        assert gated.span(span.name) == span
+        assert span.part is None or span.name == f"{span.stage.name}-{span.lengths[0]}"
+    assert [span.begins_stage for span in gated.trained].count(True) == len(gated.spans)
+    assert [span.stage for span in gated.trained if span.ends_stage] == [span.stage for span in gated.spans]
+
+
+def test_each_length_may_have_its_own_number_of_tokens() -> None:
+    stage = "stages.anneal={name: long, for: [20Ki, 40Ki, 10Ki], seq: [256, 512, 1024], mix: base, batch: 2Ki}"
+    long = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stage, "evaluate={}"])).spans[-1]
+    assert [part.tokens for part in long.segments] == [20 * 1024, 40 * 1024, 10 * 1024]
+    assert long.tokens == 70 * 1024
+
+
 def test_the_published_numbers_earn_three_warnings() -> None:
     warnings = lint(PUBLISHED)
     assert len(warnings) == 3
@@ -97,3 +197,37 @@ def test_the_published_numbers_earn_three_warnings() -> None:
 
 def test_the_quickstart_earns_none() -> None:
     assert lint(QUICKSTART) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        (["lr.cosine=null", "lr.linear={to: 0, over: 2M}"], "lr.linear.over: the line ends at token 2M, the tokens be"),
+        (
+            ["lr.cosine=null", "lr.linear={to: 0, over: 200K}"],
+            "lr.linear.over: the line ends at token 200K, long before",
+        ),
+        (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 5 steps}"], "lr.wsd.decay: 5 steps are few"),
+        (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 2M}"], r"lr.wsd.decay: 2M before token .* inside the warm-up"),
+        (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 600 steps}"], "600 steps before step .* inside the warm-up"),
+        (["lr.cosine=null", "lr.wsd={to: 0, decay: 90 steps}"], "the decay ends at 0 before stage anneal"),
+        (
+            ["model.rope_scaling={factor: 2, original: 128}"],
+            "factor 2 stretches 128 positions to 256, less than .* 512",
+        ),
+        (
+            ["start={from: x}", "tokenizer={use: t}", "mix.base={code: 100%}"],
+            "start: every token comes from sources.code.0",
+        ),
+    ],
+)
+def test_what_is_odd_is_told(changes: list[str], warning: str) -> None:
+    warnings = lint(load_recipe(Path("recipes/quickstart.yaml"), changes))
+    assert any(re.search(warning, text) for text in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    "rate", ["lr.linear={to: 2e-4, over: 1M}", "lr.wsd={to: 2e-4, decay: 90 steps}", "lr.wsd={to: 2e-4, decay: 100K}"]
+)
+def test_what_is_usual_is_not(rate: str) -> None:
+    assert lint(with_rate(rate)) == []

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.train import journal as module
-from llama3.train.journal import Journal, Record, read_journal, to_parquet
+from llama3.train.journal import Entry, Journal, Record, Rewind, Tail, read_journal, read_rewinds, to_parquet
 from llama3.train.replay import Attempts, Replay
 
 
@@ -70,6 +70,60 @@ def test_reading_from_the_end_finds_the_same(
         assert read_journal(path, after * 100) == [record(step) for step in range(1, count + 1) if step > after]
 
 
+def histories() -> st.SearchStrategy[list[Entry]]:
+    """Return journals as a trainer writes them: steps one after the other, and now and then back to one of them."""
+
+    def play(back: list[int | None]) -> list[Entry]:
+        entries: list[Entry] = []
+        step = 0
+        for number, steps in enumerate(back):
+            if steps is None:
+                step += 1
+                entries.append(Record(1000.0 + number, step * 100, {"train/loss": float(number)}))
+            else:
+                step = max(0, step - steps)
+                entries.append(Rewind(1000.0 + number, step * 100, step * 100 + 300))
+        return entries
+
+    return st.lists(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 6)), max_size=40).map(play)
+
+
+@settings(max_examples=50, deadline=None)
+@given(entries=histories(), after=st.integers(-1, 40), block=st.integers(1, 600), seen=st.lists(st.integers(0, 40)))
+def test_later_truth_replaces_the_earlier(
+    entries: list[Entry], after: int, block: int, seen: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("j") / "journal.jsonl"
+    tail, told = Tail(path), []
+    with Journal(path) as journal:
+        for number, entry in enumerate(entries):
+            journal.add(entry)
+            if number in seen:
+                told += tail.new()
+    assert told + tail.new() == entries
+    truth: dict[int, Record] = {}
+    for entry in entries:
+        if isinstance(entry, Record):
+            truth[entry.position] = entry
+        else:
+            truth = {position: record for position, record in truth.items() if position <= entry.position}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FIRST_READ", block)
+        assert read_journal(path, after * 100) == [r for position, r in truth.items() if position > after * 100]
+    assert read_rewinds(path) == [entry for entry in entries if isinstance(entry, Rewind)]
+
+
+def test_a_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = Tail(path)
+    assert tail.new() == []
+    line = record(1).line()
+    path.write_bytes(line[:10])
+    assert tail.new() == []
+    path.write_bytes(line)
+    assert tail.new() == [record(1)]
+
+
 def test_a_number_that_is_none_cannot_be_written(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal, pytest.raises(ValueError, match="JSON"):
         journal.add(record(1, float("nan")))
@@ -97,8 +151,20 @@ def test_replay_knows_old_steps_and_measures_them() -> None:
         "recovery/lost_tokens": 300.0,
         "recovery/replay_max_abs_diff": 0.25,
     }
+    assert replay.metrics(0, 1)["recovery/rollbacks"] == 1.0
     assert Replay([], 0).metrics(0) == {}
     assert Replay([], 0).metrics(1) == {"recovery/restarts": 1.0, "recovery/lost_tokens": 0.0}
+
+
+def test_a_step_that_was_good_once_and_bad_once_is_a_difference() -> None:
+    bad = Record(1.0, 300, {"train/skipped": 1.0})
+    for first, second in ((bad, record(3)), (record(3), bad)):
+        replay = Replay([first], 200)
+        assert replay.knows(second)
+        assert replay.largest == 1.5
+    replay = Replay([bad], 200)
+    assert replay.knows(bad)
+    assert replay.largest == 0.0
 
 
 def test_attempts_count_starts_and_survive_a_torn_line(tmp_path: Path) -> None:

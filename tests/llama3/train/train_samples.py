@@ -42,6 +42,7 @@ def recipe(**changes: Any) -> Recipe:
             {"name": "main", "for": f"{12 * STEP} tokens", "seq": 16, "batch": f"{STEP} tokens", "mix": "base"},
             {"name": "anneal", "for": f"{8 * STEP} tokens", "seq": [16, 32], "mix": "base", "lr": "linear to 0"},
         ],
+        "optimizer": {"decay_embeddings": True},  # as when the golden losses were recorded
         "checkpoint": {"every": f"{3 * STEP} tokens", "keep": {"last": 2}},
     }
     data["stages"][1]["average"] = "last 3"
@@ -96,12 +97,15 @@ def initial_digest(path: Path) -> str:
     """Return a digest of the weights that all processes together start with."""
     import torch
 
-    from llama3.parallel.mesh import joined
+    from llama3.parallel.mesh import joined, whole
+    from llama3.train.precision import Precision
     from llama3.train.state import TrainState
 
     asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
     with joined("cpu", 30) as world:
-        weights = TrainState(asked, ROWS, torch.float32, world, 0).weights()
+        state = TrainState(asked, ROWS, Precision(torch.float32), world, 0)
+        state.reset(asked, 0, world)
+        weights = {name: whole(parameter.detach()) for name, parameter in state.parameters.items()}
     return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 

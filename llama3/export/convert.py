@@ -1,0 +1,103 @@
+"""A model folder of one format as a folder of another, tokenizer included, one parameter at a time.
+
+The target appears whole or not at all: it is built beside itself and renamed. Memory holds one file of weights (5 GB),
+but for Meta's `.pth`, which holds all. Shapes, names and settings are checked before anything is written. What this
+gives up: folders are local; copy what is elsewhere to this machine first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from llama3.export.hf import open_hugging_face, write_hugging_face
+from llama3.export.meta import open_meta, write_meta
+from llama3.export.names import Source, parameters
+from llama3.model.files import open_model, save_model
+from llama3.recipe.schema import Model
+from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
+from storage.filesystem import sync_folder
+
+Format = Literal["herd", "hf", "meta"]
+Target = Literal["herd", "hf", "meta", "meta-safetensors"]
+Number = Literal["bf16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OPEN: dict[Format, Callable[[Path], Source]] = {"herd": open_model, "hf": open_hugging_face, "meta": open_meta}
+TOKENIZERS = {"herd": MODEL_FILE, "hf": "tokenizer.json", "meta": MODEL_FILE}
+
+
+def convert(
+    source: Path, source_format: Format, target: Path, target_format: Target, dtype: Number | None = None
+) -> Model:
+    """Write the model in folder `source` as the new folder `target`; return its shape.
+
+    Numbers stay as stored unless `dtype` is given. A tokenizer beside the weights goes with them. Raises ValueError,
+    with what to do, if the source is no Llama 3, the tokenizer does not fit it, or the target exists.
+    """
+    model = open_source(source, source_format)
+    tokenizer = _tokenizer(source, source_format, model.rows)
+    with building(target) as folder:
+        _write(folder, target_format, model, tokenizer, DTYPES[dtype] if dtype else None)
+    return model.spec
+
+
+def open_source(folder: Path, form: Format) -> Source:
+    """Return the model in `folder`, to read one parameter at a time. Raises ValueError if it is not of that format."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: is not a folder; name the folder of a model on this machine")
+    if form not in OPEN:
+        raise ValueError(f"format {form!r} is unknown; choose {', '.join(OPEN)}")
+    return OPEN[form](folder)
+
+
+@contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `target` if the block ends well. Raises ValueError if `target` has files in it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target}: exists already; name a new folder")
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if target.exists():
+        target.rmdir()
+    os.replace(part, target)
+    sync_folder(target.parent)
+
+
+def _write(folder: Path, form: Target, model: Source, tokenizer: Tokenizer | None, dtype: torch.dtype | None) -> None:
+    match form:
+        case "herd":
+            save_model(folder, model.spec, model.rows, ((name.ours, value) for name, value in parameters(model, dtype)))
+            if tokenizer is not None:
+                tokenizer.save(folder)
+        case "hf":
+            write_hugging_face(folder, model, tokenizer, dtype)
+        case "meta" | "meta-safetensors":
+            write_meta(folder, model, tokenizer, dtype, pickled=form == "meta")
+        case _:
+            raise ValueError(f"format {form!r} is unknown; choose herd, hf, meta or meta-safetensors")
+
+
+def _tokenizer(folder: Path, form: Format, rows: int) -> Tokenizer | None:
+    """Return the tokenizer in `folder`, or None if there is none. Raises ValueError if it is not the model's."""
+    path = folder / TOKENIZERS[form]
+    if not path.exists():
+        return None
+    tokenizer = use_tokenizer(path)
+    if tokenizer.rows != rows:
+        raise ValueError(
+            f"{path}: has {tokenizer.rows} ids, the model {rows} embedding rows; put the tokenizer of the model there, "
+            "or take the file away to convert the weights alone"
+        )
+    return tokenizer

@@ -1,0 +1,84 @@
+"""Build this process's part of a model: its layers, cut by tensor parallelism, sharded by FSDP, with initial weights.
+
+Weights are a function of seed and name, so each process draws the whole of one matrix at a time and keeps its part;
+no process ever holds the model, and every layout starts from the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from llama3.model.exchange import Alone
+from llama3.model.initial import initial_value
+from llama3.model.transformer import Transformer
+from llama3.parallel.exchange import Exchange
+from llama3.parallel.fsdp import shard
+from llama3.parallel.mesh import World, local
+from llama3.parallel.schedule import split_layers
+from llama3.parallel.tensor import cut, placement
+from llama3.recipe.schema import Model
+
+Value = Callable[[str, torch.Size], Tensor]
+"""Returns the whole value of the parameter of a name and global shape."""
+
+
+def empty_parts(
+    spec: Model, rows: int, world: World, master: torch.dtype, compute: torch.dtype | None, exact: bool = False
+) -> dict[int, Transformer]:
+    """Return this process's pipeline stages by number, cut and sharded, on the meta device."""
+    layout = world.layout
+    ranges = split_layers(spec.layers, layout.stages)
+    mine = range(world.axis("pp").rank, layout.stages, layout.pp)
+    parts = {}
+    for stage in mine:
+        first, last = stage == 0, stage == layout.stages - 1
+        with torch.device("meta"):
+            exchange = Alone() if world.mesh is None else Exchange(world)
+            model = Transformer(spec, rows, ranges[stage], first, last, exchange).to(master)
+        model.compute, model.recompute = compute, layout.recompute
+        if layout.tp > 1:
+            cut(model, world.tensor_mesh)
+        if layout.compile:
+            for block in model.layers.values():
+                block.compile()
+        if world.mesh is not None:
+            shard(model, world, compute, exact)
+        parts[stage] = model
+    return parts
+
+
+def build_parts(
+    spec: Model, rows: int, seed: int, world: World, master: torch.dtype, compute: torch.dtype | None, exact: bool = False
+) -> dict[int, Transformer]:
+    """Return this process's pipeline stages with the initial weights of `seed`."""
+    parts = empty_parts(spec, rows, world, master, compute, exact)
+    for model in parts.values():
+        model.to_empty(device=world.device)
+    fill(parts.values(), lambda name, shape: initial_value(spec, seed, name, shape), world)
+    return parts
+
+
+def fill(parts: Iterable[Transformer], value: Value, world: World) -> None:
+    """Set every parameter of `parts` to this process's share of its value."""
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                share = my_share(value(name, parameter.shape), name, world)
+                local(parameter).copy_(share.to(parameter.dtype))
+
+
+def my_share(whole: Tensor, name: str, world: World) -> Tensor:
+    """Return what this process holds of the parameter `name`: cut by tensor parallelism first, by FSDP then."""
+    if world.mesh is None:
+        return whole
+    tensor, shards = world.axis("tp"), world.shards["fsdp"]
+    where = placement(name)
+    if tensor.size > 1 and isinstance(where, Shard):
+        whole = whole.chunk(tensor.size, where.dim)[tensor.rank]
+    pieces = whole.chunk(shards.size())
+    rank = shards.get_local_rank()
+    return pieces[rank] if rank < len(pieces) else whole[:0]

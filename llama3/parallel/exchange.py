@@ -1,0 +1,116 @@
+"""The exchange of a cut model over process groups: tensor parallelism with sequence parallelism, context parallelism.
+
+Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds its part of the tokens; `gather`
+and `scatter` go from there to all tokens and back, so that a layer sends the bytes of two all-reduces in four halves
+and norms are not computed twice. Context parallel (Llama 3, section 3.3.2): a sequence is cut in 2 x cp chunks, process
+i holds chunks i and 2 x cp - 1 - i, which evens out the causal half, and keys and values are gathered: they are small
+under grouped-query attention, and any document mask works. Collectives are torch's functional ones, which compile.
+What this gives up: keys and values of the whole sequence stand in memory for one layer at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama3.parallel import collectives
+from llama3.parallel.mesh import World
+
+
+class Exchange:
+    """Fills the seam of `llama3.model.exchange` for one process of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.tensor, self.context = world.axis("tp"), world.axis("cp")
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_Gather, x_BSD, 1, self.tensor.group)
+
+    def scatter(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_Scatter, x_BSD, 1, self.tensor.group)
+
+    def shared(self, weight: Tensor) -> Tensor:
+        return weight if self.tensor.size == 1 else _call(_Shared, weight, self.tensor.group)
+
+    def first_row(self, rows: int) -> int:
+        return rows * self.tensor.rank
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x if self.tensor.size == 1 else collectives.all_reduce(x, "max", self.tensor.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        return x if self.tensor.size == 1 else collectives.all_reduce(x, "sum", self.tensor.group)
+
+    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.context.size == 1:
+            return k, v
+        both = _call(_Gather, torch.cat([k, v], dim=-1), 1, self.context.group)
+        k_all, v_all = both.chunk(2, dim=-1)
+        return k_all, v_all
+
+    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.context.size == 1:
+            positions = torch.arange(seq, device=device)
+            return positions, positions
+        parts = [held_positions(seq, rank, self.context.size).to(device) for rank in range(self.context.size)]
+        return parts[self.context.rank], torch.cat(parts)
+
+    def sequence(self, tokens: int, whole: bool) -> int:
+        return tokens * self.context.size * (1 if whole else self.tensor.size)
+
+
+def held_positions(seq: int, rank: int, size: int) -> Tensor:
+    """Return the positions of a sequence of `seq` tokens that context-parallel process `rank` of `size` holds (int64).
+
+    Head and tail chunk pairs: process 0 of 2 holds chunks 0 and 3 of four.
+    """
+    if size == 1:
+        return torch.arange(seq)
+    chunks = torch.arange(seq).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def _call(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of all processes joined along `dim`; gradients are summed over processes and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.place = dim, group
+        return collectives.all_gather(part, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.reduce_scatter(gradients[0], *ctx.place), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sum over processes, of which each keeps its part along `dim`; gradients are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.place = dim, group
+        return collectives.reduce_scatter(partial, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_gather(gradients[0], *ctx.place), None, None
+
+
+class _Shared(torch.autograd.Function):
+    """The same weight on every process; its gradient is the sum over their tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_reduce(gradients[0], "sum", ctx.group), None

@@ -1,0 +1,238 @@
+"""Memory of every process by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
+
+A layout is chosen by what fits, and trying it costs a cluster. The terms below follow what the engine's parts keep
+between forward and backward; tests count the storages that are alive under fake tensors: what a forward pass keeps,
+gathered weights and gradients agree to the byte on CPU, the peak of a step within a fifth. On GPUs the fused norm keeps
+its bf16 input (2 bytes a value) where the CPU's keeps two fp32 tensors (8), and no kernel needs a dense mask; that part
+was read, not measured. Left out: the allocator's fragments, buffers of collectives, the CUDA context. Leave a tenth. What dominates at paper scale is not the weights: with tensor parallelism, each layer keeps the gathered inputs of its
+two halves whole, 4 T D bytes, beside 8 T F / tp of the feed-forward block.
+
+Shapes: T tokens of a micro-batch after the gather of tensor parallelism, t = T / tp of them between, D model, F hidden
+of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes of the compute type, w of fp32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from llama3.parallel.layout import Layout
+from llama3.parallel.schedule import Action, actions
+from llama3.parallel.sizes import Stage, Weight, layer_weights, shards, stages
+from llama3.recipe.schema import Model
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
+"""Bytes of a value in the residual stream; fp8 is a format of products only."""
+CHUNK = {"cpu": 2**21, "cuda": 2**27}
+KEPT = 2**24
+"""As in `llama3.model.loss`: logits worked on at a time, logits of a call that are kept."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a process works on in a step."""
+
+    seq: int
+    """Tokens of a sequence."""
+    micro_batch: int = 1
+    """Sequences of a forward pass."""
+    micro_batches: int = 1
+    """Forward passes of a step and process."""
+    compute: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    exact: bool = False
+    """Whether gradients are summed in fp64."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    documents: bool = True
+    """Whether sequences hold several documents."""
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of an activation."""
+        return BYTES[self.compute]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a statistic: fp32, or fp64 for fp64."""
+        return max(4, self.narrow)
+
+    @property
+    def master(self) -> int:
+        """Bytes of a master weight, and of each of the optimizer's two moments."""
+        return self.wide
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of an accumulated gradient."""
+        return 8 if self.exact else self.master
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes at the fullest moment of a step on a process of one pipeline rank, padding of shards included."""
+
+    pipeline_rank: int
+    master: int
+    """This process's shard of the weights."""
+    moments: int
+    """AdamW's two, beside it."""
+    sharded_gradients: int
+    """After the reduction; what was accumulated is given up for it, layer by layer."""
+    gathered: int
+    """Weights that matrix products read, in the compute type; embedding, last norm and output in the master's."""
+    gradients: int
+    """Accumulated over micro-batches, before they are reduced."""
+    reduction: int
+    """What the reduction of the largest group (a layer, or the ends) takes in."""
+    activations: int
+    """Kept for the backward pass, for every micro-batch in flight; with context parallelism all keys and values too."""
+    recomputed: int
+    """Activations of one layer that the backward pass makes again."""
+    loss: int
+    """Logits of a chunk and the gradient of the output matrix."""
+    in_flight: int
+    """Most micro-batches times stages at once."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the fullest moment: in the loss, or where a layer is computed again and the one after it reduced."""
+        kept = self.master + self.moments + max(self.sharded_gradients, self.gradients) + self.gathered
+        return kept + self.activations + max(self.loss, self.recomputed + self.reduction)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return every figure by name, with the total."""
+        return {**asdict(self), "total": self.total}
+
+
+def memory(spec: Model, rows: int, layout: Layout, world: int, load: Load) -> list[RankMemory]:
+    """Return the memory of a process of every pipeline rank; its peers on other axes hold as much or less.
+
+    Raises ValueError if the layout does not fit `spec`, `world` or the sequence.
+    """
+    layout.check(spec, rows, world)
+    layout.check_sequence(load.seq)
+    lists = actions(layout.schedule, layout.pp, layout.virtual, load.micro_batches, layout.contiguous)
+    return [_rank(spec, rows, layout, world, load, rank, mine) for rank, mine in enumerate(lists)]
+
+
+def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, mine: list[Action]) -> RankMemory:
+    parts, pieces = stages(spec, layout, rank), shards(layout, world)
+    weights = [weight for part in parts for weight in part.weights(spec, rows)]
+    local = sum(weight.slot(layout.tp, pieces) for weight in weights)
+    groups = _groups(spec, rows, layout, pieces, parts)
+    most, flying = _peak(spec, rows, layout, load, parts, mine)
+    whole = layer_activations(spec, layout, load, "none")
+    return RankMemory(
+        pipeline_rank=rank,
+        master=local * load.master,
+        moments=2 * local * load.master,
+        sharded_gradients=local * load.master,
+        gathered=_gathered(layout, load, groups, len(parts)) if world > 1 else _casts(weights, load),
+        gradients=sum(groups) * load.reduced if world > 1 and load.micro_batches > 1 else 0,
+        reduction=max(groups) * load.reduced if world > 1 else 0,
+        activations=most,
+        recomputed=max(0, whole - layer_activations(spec, layout, load, layout.recompute)),
+        loss=_loss(spec, rows, layout, load) if parts[-1].last else 0,
+        in_flight=flying,
+    )
+
+
+def _peak(
+    spec: Model, rows: int, layout: Layout, load: Load, parts: list[Stage], mine: list[Action]
+) -> tuple[int, int]:
+    """Return the most bytes of activations, and the most micro-batches times stages, that a rank's schedule holds."""
+    size = {part.number: stage_activations(spec, rows, layout, load, part) for part in parts}
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    held = flying = most = most_flying = 0
+    for action in mine:
+        held += change[action.kind] * size[action.stage]
+        flying += change[action.kind]
+        most, most_flying = max(most, held), max(most_flying, flying)
+    return most, most_flying
+
+
+def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: Stage) -> int:
+    """Return the bytes that a stage keeps of one micro-batch from its forward to its backward pass."""
+    tokens, c, w = _tokens(layout, load), load.narrow, load.wide
+    total = len(part.layers) * layer_activations(spec, layout, load, layout.recompute)
+    total += load.seq // layout.cp * (spec.dim // spec.heads) * w  # the rotary table
+    if layout.recompute != "none":
+        total += _mask(layout, load) // c  # as bool, to be read again
+    if part.first and layout.tp > 1:
+        total += tokens * 9  # where in my rows of the table, and whether there
+    if not part.last:
+        total += tokens // layout.tp * spec.dim * c  # what it returned stays until its gradient comes
+    if part.last:
+        total += _norm(spec, layout, load) + tokens * spec.dim * c  # what it reads, and returns, gathered
+        total += tokens * (8 + 2 * w)  # row of the target, sum under the softmax, loss
+        total += (rows // layout.tp + 1) * spec.dim * c if c != load.master else 0  # weights cast
+        kept = tokens * rows // layout.tp
+        total += kept * c if kept <= KEPT else 0
+    return total
+
+
+def layer_activations(spec: Model, layout: Layout, load: Load, recompute: str) -> int:
+    """Return the bytes that one layer keeps of a micro-batch."""
+    tokens, c, w = _tokens(layout, load), load.narrow, load.wide
+    entering = tokens // layout.tp * spec.dim * c
+    if recompute == "full":
+        return entering
+    keys = 2 * tokens * spec.kv_heads * (spec.dim // spec.heads) // layout.tp * c
+    queries = tokens * spec.dim // layout.tp * c
+    attended = queries + tokens * spec.heads // layout.tp * w  # with the sum under each softmax
+    hidden = tokens * spec.ffn // layout.tp * c
+    if recompute == "selective":  # what products and attention return
+        return entering + queries + keys + attended + 2 * tokens * spec.dim * c + 2 * hidden
+    normed = 2 * tokens * spec.dim * c
+    feed_forward = 4 * hidden  # gate, its silu, up, and their product
+    return (
+        2 * _norm(spec, layout, load)
+        + normed
+        + queries
+        + keys * layout.cp
+        + attended
+        + feed_forward
+        + _mask(layout, load)
+    )
+
+
+def _tokens(layout: Layout, load: Load) -> int:
+    return load.micro_batch * load.seq // layout.cp
+
+
+def _norm(spec: Model, layout: Layout, load: Load) -> int:
+    """Return what a norm keeps: its input and a statistic; on CPU in fp32, and the normed values before the weight."""
+    each = 2 * load.wide if load.device == "cpu" else load.narrow
+    return _tokens(layout, load) // layout.tp * (spec.dim * each + load.wide)
+
+
+def _mask(layout: Layout, load: Load) -> int:
+    """Return the dense mask of a layer; GPUs have kernels that read where documents end."""
+    if load.device != "cpu" or (layout.cp == 1 and not load.documents):
+        return 0
+    return (load.micro_batch if load.documents else 1) * load.seq // layout.cp * load.seq * load.narrow
+
+
+def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> list[int]:
+    """Return the elements that FSDP gathers at once: the ends of each stage, then each layer."""
+    layer = sum(weight.gathered(layout.tp, pieces) for weight in layer_weights(spec))
+    ends = [sum(weight.gathered(layout.tp, pieces) for weight in part.ends(spec, rows)) for part in parts]
+    return ends + [layer] * sum(len(part.layers) for part in parts)
+
+
+def _gathered(layout: Layout, load: Load, groups: list[int], parts: int) -> int:
+    ends, layers = groups[:parts], groups[parts:]
+    at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
+    return sum(ends) * load.master + sum(at_once) * load.narrow
+
+
+def _casts(weights: list[Weight], load: Load) -> int:
+    """Return the copies in the compute type that a process without FSDP keeps of its layers."""
+    if load.narrow == load.master:
+        return 0
+    return sum(weight.slot(1, 1) for weight in weights if weight.name.startswith("layers.")) * load.narrow
+
+
+def _loss(spec: Model, rows: int, layout: Layout, load: Load) -> int:
+    mine = rows // layout.tp
+    chunk = min(CHUNK[load.device], _tokens(layout, load) * mine)
+    return chunk * (2 * load.narrow + load.wide) + mine * spec.dim * (load.wide + load.narrow)

@@ -1,0 +1,90 @@
+"""What a node's agent is asked, and what it answers: a start of ranks, and how they ended.
+
+The answer is a file beside the logs of the ranks, on every launcher: it outlives the agent, needs no port and no
+accounts of a scheduler. What this gives up: on several nodes the folder must be a shared one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llama3.train.main import TERMINATED
+
+LAST_LINES = 12
+
+
+class Attempt(BaseModel):
+    """One start of the ranks of one node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    job: Path
+    """The job file."""
+    logs: Path
+    """Folder for `rank-<r>.log` and `node-<n>.json`; on several nodes a shared one."""
+    processes: int = Field(default=1, ge=1)
+    """Ranks on all nodes."""
+    per_node: int = Field(default=0, ge=0)
+    """Ranks on a node, the last one may have fewer; 0: all on this one."""
+    node: int = Field(default=0, ge=0)
+    """Number of this node."""
+    address: str = "127.0.0.1"
+    """Where rank 0 is."""
+    port: int = Field(default=0, ge=0)
+    """Rank 0's port; 0: a free one, if there is one node."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        size = self.per_node or self.processes
+        return range(min(self.node * size, self.processes), min((self.node + 1) * size, self.processes))
+
+    def log(self, rank: int) -> Path:
+        """Return the file with what `rank` prints."""
+        return self.logs / f"rank-{rank}.log"
+
+    @property
+    def outcome(self) -> Path:
+        """The file that says how this node's ranks ended, once they have."""
+        return self.logs / f"node-{self.node}.json"
+
+
+class Outcome(BaseModel):
+    """How an attempt ended, on one node or on all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    status: int
+    """0: complete; 143: stopped on request; negative: a rank was killed by this signal; else a rank's exit status."""
+    words: str = ""
+    """Which rank failed first, and the end of its log."""
+    time: float = 0.0
+    """When the first rank failed, in seconds since 1970."""
+
+
+def first_failure(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome of all nodes from that of each: what failed first, and a killed rank before any complaint.
+
+    A peer of a killed rank reports "connection reset" within milliseconds, maybe before the killed one is known.
+    """
+    failed = [outcome for outcome in outcomes if outcome.status not in (0, TERMINATED)]
+    if failed:
+        return min(failed, key=lambda outcome: (outcome.status > 0, outcome.time))
+    return max(outcomes, key=lambda outcome: outcome.status)
+
+
+def outcomes_in(logs: Path) -> list[Outcome]:
+    """Return what the nodes of an attempt have said so far."""
+    return [Outcome.model_validate_json(path.read_text()) for path in sorted(logs.glob("node-*.json"))]
+
+
+def last_lines(log: Path, lines: int = LAST_LINES) -> str:
+    """Return the end of a log: why its writer died."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**14))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

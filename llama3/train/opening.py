@@ -1,0 +1,120 @@
+"""Open a stage: check that job, recipe, layout and tokens fit, make the state, and load what there is to go on from.
+
+In this order: the newest good checkpoint of the stage; else the stage before (`parent`); else weights from elsewhere
+(`start`); else the initial weights of the recipe's seed. A stage that was begun under another recipe goes on only if
+the past is the same (see `recipe.past`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama3.model.files import open_model
+from llama3.parallel.mesh import World
+from llama3.recipe.checks import check_batches
+from llama3.recipe.load import load_recipe, to_yaml
+from llama3.recipe.past import check_past
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Recipe
+from llama3.tokens.stream import TokenStream
+from llama3.train.agree import led
+from llama3.train.checkpoint import Checkpoints, load_state
+from llama3.train.job import TrainJob
+from llama3.train.manifest import verified
+from llama3.train.precision import Precision
+from llama3.train.recorder import log
+from llama3.train.state import TrainState
+from storage.filesystem import write_atomic
+
+RECIPE = "recipe.yaml"
+"""In the stage's folder: the recipe under which it was last trained."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A stage that is ready to be trained from `state.position` on."""
+
+    span: StageSpan
+    stream: TokenStream
+    state: TrainState
+    checkpoints: Checkpoints
+    origin: str
+    """Where the state came from, in words."""
+
+
+def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
+    """Return the stage of `job`; every process calls it. Raises ValueError if the job's parts do not fit each other."""
+    span = _span(recipe, job.stage)
+    rows = int(json.loads((job.tokens / "tokens.json").read_text())["rows"])
+    check_batches(recipe, world.layout.dp(world.size))
+    world.layout.check(recipe.model, rows, world.size)
+    for segment in span.segments:
+        world.layout.check_sequence(segment.seq)
+    stream = TokenStream(job.tokens, recipe)
+    precision = Precision.of(recipe, world.device)
+    state = TrainState(recipe, rows, precision, world, span.start, exact=job.deterministic)
+    checkpoints = Checkpoints(
+        job.work / "checkpoints", recipe.checkpoint.keep, world, uri=job.checkpoints, say=log
+    )
+    found = checkpoints.resume(state)
+    for reason in found.skipped if world.leads else ():
+        log(f"checkpoint passed over: {reason}")
+    if found.path is not None:
+        led(world, lambda: _check_past(job.work / RECIPE, recipe, state.position))
+        origin = f"checkpoint {found.path.name}"
+    else:
+        origin = begin(state, job, recipe, span, world)
+    led(world, lambda: write_atomic(job.work / RECIPE, to_yaml(recipe)))
+    return Opened(span, stream, state, checkpoints, origin)
+
+
+def begin(state: TrainState, job: TrainJob, recipe: Recipe, span: StageSpan, world: World) -> str:
+    """Put `state` where the stage begins; return where from, in words."""
+    if job.parent is not None:
+        _load_parent(state, job.parent, span, world)
+        return str(job.parent)
+    if span.start:
+        raise ValueError(f"parent: stage {span.name} starts at {span.start}; name the stage before")
+    state.reset(recipe, span.start, world)
+    if job.start is None:
+        return f"initial weights of seed {recipe.seed}"
+    led(world, lambda: _check_weights(job.start, recipe, state.rows))
+    model = open_model(job.start)
+    state.fill(lambda name, _: model.tensor(name), world)
+    return f"weights of {job.start}"
+
+
+def _span(recipe: Recipe, stage: str) -> StageSpan:
+    schedule = Schedule(recipe)
+    try:
+        return schedule.span(stage)
+    except KeyError:
+        known = ", ".join(span.name for span in schedule.spans)
+        raise ValueError(f"stage: {stage!r} is not in the recipe; its stages are {known}") from None
+
+
+def _check_past(path: Path, recipe: Recipe, position: int) -> None:
+    if path.exists():
+        check_past(load_recipe(path), recipe, position)
+
+
+def _load_parent(state: TrainState, parent: Path, span: StageSpan, world: World) -> None:
+    manifest = verified(parent, world)
+    if manifest.position != span.start:
+        raise ValueError(
+            f"parent: {parent} ends at {manifest.position}, stage {span.name} starts at {span.start}; "
+            "name the state of the stage before"
+        )
+    load_state(parent, manifest, state, world, average=False)
+
+
+def _check_weights(folder: Path, recipe: Recipe, rows: int) -> None:
+    """Raise ValueError if the model in `folder` is not of the recipe's shape with `rows` embedding rows."""
+    model = open_model(folder)
+    labels = {"preset", "max_seq"}
+    mine = (recipe.model.model_dump(mode="json", exclude=labels), rows)
+    theirs = (model.spec.model_dump(mode="json", exclude=labels), model.rows)
+    if mine != theirs:
+        raise ValueError(f"start: {folder} holds a model of shape {theirs}, the recipe asks {mine}; change model: to it")

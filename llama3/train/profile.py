@@ -1,0 +1,152 @@
+"""Looking into a trainer on request: a trace of chosen steps, device memory, the last collectives, stacks of a hang.
+
+`profile` in the job file asks for the first three; nothing of them costs anything otherwise. A trace (torch.profiler,
+Chrome format, for ui.perfetto.dev) shows every operator on host and device with the trainer's own parts named; steps
+that are traced are slower. Memory history says what allocated each block (pytorch.org/memory_viz). The flight recorder
+is NCCL's ring of the last collectives, which a rank that times out leaves behind. Stacks of all threads are written to
+the process's log whenever it gets SIGUSR1, and by itself shortly before a step has taken as long as the time-out: where
+a rank hangs is then known, though it can say nothing any more. What this gives up: gloo has no flight recorder, and a
+hang inside C code shows only the Python line that called it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FOLDER = "profile"
+MEMORY_EVENTS = 200_000
+"""Allocations and frees that are remembered, with a stack each: about 200 MB of host memory."""
+PATIENCE = 0.9
+"""Part of the time-out after which a step that does not end shows its stacks: before its peers end it."""
+STDERR = 2
+
+
+class Profile(BaseModel):
+    """What to look into; the files go to `profile` in the stage's folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    steps: tuple[int, int] | None = None
+    """Trace this many steps from that one on: [first, count]; the attempt's first step is 0. Leave the first few out,
+    they compile and allocate."""
+    ranks: list[int] = [0]
+    """The processes that write traces and memory history."""
+    memory: bool = False
+    """Record allocations over the same steps (CUDA only)."""
+    stacks: bool = False
+    """Note the Python line of every operator in the trace (slow)."""
+    flight: int = Field(default=0, ge=0)
+    """Collectives that NCCL's flight recorder remembers on every process; 0: off, 2,000 is usual."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if self.steps is not None and (self.steps[0] < 0 or self.steps[1] < 1):
+            raise ValueError(f"steps {list(self.steps)}: write [first, count], first from 0 on and at least one step")
+        if self.steps is None and (self.memory or self.stacks):
+            raise ValueError("memory and stacks are of certain steps; write steps: [first, count] too")
+        return self
+
+
+def flight_environment(profile: Profile | None, work: Path) -> dict[str, str]:
+    """Return environment variables to set before the process group is made, under the names of torch 2.11 and 2.13."""
+    if profile is None or not profile.flight:
+        return {}
+    place = work / FOLDER / "flight-rank-"  # torch appends the rank
+    return {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(profile.flight),
+        "TORCH_FR_BUFFER_SIZE": str(profile.flight),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(place),
+        "TORCH_FR_DUMP_TEMP_FILE": str(place),
+    }
+
+
+def prepare(profile: Profile | None, work: Path) -> None:
+    """Call once per process before the process group is made: flight recorder, and stacks on SIGUSR1."""
+    if settings := flight_environment(profile, work):
+        (work / FOLDER).mkdir(parents=True, exist_ok=True)
+        os.environ.update(settings)
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
+
+
+def expect_step(timeout_s: float) -> None:
+    """Call when a step begins: shows the stacks if the next call (or `expect_nothing`) is too long in coming."""
+    faulthandler.dump_traceback_later(PATIENCE * timeout_s, file=STDERR)
+
+
+def expect_nothing() -> None:
+    """Call when no step is under way any more."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+class Profiler:
+    """Traces the steps that a profile asks for; does nothing without one, or on a process that it does not name."""
+
+    def __init__(self, profile: Profile | None, work: Path, rank: int, device: torch.device) -> None:
+        """Raises ValueError for memory history on a device that has none."""
+        if profile is not None and profile.memory and device.type != "cuda":
+            raise ValueError(f"profile.memory: needs a CUDA device, this one is {device.type}; leave it out")
+        self.profile = profile if profile is not None and profile.steps and rank in profile.ranks else None
+        self.folder, self.rank, self.device = work / FOLDER, rank, device
+        self.steps = 0
+        """Begun so far."""
+        self._trace: Any = None
+        self._span: Any = None
+
+    def step(self) -> str | None:
+        """Note that a step begins; return a line for the log if files were written."""
+        number, self.steps = self.steps, self.steps + 1
+        if self.profile is None or self.profile.steps is None:
+            return None
+        first, count = self.profile.steps
+        told = self.close() if number == first + count else None
+        if number == first:
+            self._begin(self.profile)
+        if self._trace is not None:
+            self._name(f"step {number}")
+        return told
+
+    def close(self) -> str | None:
+        """End a trace that is under way, and write it down; return a line for the log, if there was one."""
+        if self._trace is None or self.profile is None or self.profile.steps is None:
+            return None
+        self._name(None)
+        self._trace.stop()
+        name = f"rank-{self.rank:05}-step-{self.profile.steps[0]:06}"
+        self._trace.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
+        self._trace = None
+        if self.profile.memory:
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory"))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return f"profile: {self.folder / name}.json.gz (ui.perfetto.dev)"
+
+    def _begin(self, profile: Profile) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the device's part would begin with the steps before
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        if profile.memory:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._trace = torch.profiler.profile(activities=kinds, record_shapes=True, with_stack=profile.stacks)
+        self._trace.start()
+
+    def _name(self, text: str | None) -> None:
+        """End the named span that is open and begin another."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        self._span = None if text is None else part(text)
+        if self._span is not None:
+            self._span.__enter__()
+
+
+def part(name: str) -> torch.profiler.record_function:
+    """Return a context manager that names a part of the step in a trace; 7 microseconds when nothing is traced."""
+    return torch.profiler.record_function(f"herd: {name}")

@@ -1,0 +1,63 @@
+"""FLOPs per token: against a counted model, and the formulas against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from llama3.model.flops import document_flops, flops_per_token, parameter_count
+from llama3.model.initial import build
+from llama3.recipe.schema import Model
+
+TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq=64)
+ROWS = 256
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_attention_is_what_a_counter_sees_of_a_step(tied: bool) -> None:
+    """By torch's plain attention: its counter knows no flash kernel of the CPU."""
+    seq = 64
+    spec = TINY.model_copy(update={"tied_embeddings": tied})
+    model = build(spec, ROWS, 0, torch.float32, torch.device("cpu"))
+    tokens = torch.arange(seq).view(1, seq)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, None, tokens).sum().backward()
+    assert counter.get_total_flops() == seq * flops_per_token(spec, ROWS, seq).full
+
+
+def test_published_figures() -> None:
+    """405B: 3.8e25 operations for 15.6T tokens (Llama 3, section 3.2); the ratios that the module states for the 8B."""
+    flops = flops_per_token(Model(preset="405b"), 128_256, 8192)
+    assert flops.six_n * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
+    eight = flops_per_token(Model(preset="8b"), 128_256, 8192)
+    assert eight.causal / eight.six_n == pytest.approx(1.143, abs=0.001)
+    assert eight.full / eight.six_n == pytest.approx(1.286, abs=0.001)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seq=st.integers(1, 10**6))
+def test_full_counts_twice_the_attention_of_causal(seq: int) -> None:
+    flops = flops_per_token(TINY, ROWS, seq)
+    assert flops.full - flops.six_n == pytest.approx(2 * (flops.causal - flops.six_n))
+    assert flops.full - flops.six_n == 12.0 * TINY.layers * seq * TINY.dim
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20))
+def test_documents_cost_at_most_what_one_sequence_of_them_does(lengths: list[int]) -> None:
+    whole = sum(lengths) * flops_per_token(TINY, ROWS, sum(lengths)).causal
+    apart = document_flops(TINY, ROWS, lengths)
+    assert apart <= whole * (1 + 1e-12)
+    assert apart >= sum(lengths) * flops_per_token(TINY, ROWS, 0).six_n
+    assert document_flops(TINY, ROWS, [sum(lengths)]) == pytest.approx(whole)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    for tied in (False, True):
+        spec = TINY.model_copy(update={"tied_embeddings": tied})
+        model = build(spec, ROWS, 0, torch.float32, torch.device("cpu"))
+        assert parameter_count(spec, ROWS) == sum(parameter.numel() for parameter in model.parameters())

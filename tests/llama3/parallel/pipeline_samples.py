@@ -1,0 +1,175 @@
+"""What the processes of a pipeline compute, and what one process does with the same micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama3.model.initial import initial_value
+from llama3.model.transformer import Transformer
+from llama3.parallel.build import build_parts
+from llama3.parallel.layout import Layout
+from llama3.parallel.mesh import World, joined, whole
+from llama3.parallel.pipeline import Pipeline
+from llama3.parallel.schedule import split_layers
+from llama3.recipe.schema import Model
+
+ROWS, SEED = 48, 3
+Result = tuple[np.ndarray | None, dict[str, np.ndarray]]
+
+
+class Step(NamedTuple):
+    """One batch: sequences of `seq` tokens, `micro_batch` at a time."""
+
+    sequences: int = 8
+    micro_batch: int = 2
+    seq: int = 12
+    documents: bool = False
+
+
+def shape() -> Model:
+    """Six layers, so that eight stages leave the ends with embedding and output alone."""
+    return Model.model_validate({"layers": 6, "dim": 16, "ffn": 24, "heads": 4, "kv_heads": 2, "max_seq": 64})
+
+
+def alone(steps: list[Step]) -> list[Result]:
+    """Return nats and gradients of each step, in one process."""
+    model = part(range(shape().layers), True, True)
+    results = []
+    for step in steps:
+        tokens, documents, targets = batch(step)
+        model.zero_grad()
+        nats = []
+        for first in range(0, step.sequences, step.micro_batch):
+            rows = slice(first, first + step.micro_batch)
+            nats.append(model(tokens[rows], None if documents is None else documents[rows], targets[rows]))
+            nats[-1].sum().backward()
+        results.append((torch.cat(nats).detach().numpy(), gradients([model])))
+    return results
+
+
+def piped(layouts: list[dict[str, Any]], steps: list[Step]) -> list[list[Result]]:
+    """Return what `alone` does for each of several layouts (of one pp): this rank's part of it."""
+    with joined("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+        return [_run(replace(world, layout=Layout(**layout)), steps) for layout in layouts]
+
+
+def evaluated(layout: dict[str, Any], step: Step) -> list[Result]:
+    """Return nats before, in and after a training step, and gradients after the first and the last."""
+    with joined("cpu", 60, Layout(**layout), meshed=True) as world:
+        parts = my_parts(world)
+        pipeline, data = Pipeline(parts, world), batch(step)
+        results = []
+        for play in (pipeline.evaluate, pipeline.run, pipeline.evaluate):
+            nats = play(*data, step.micro_batch)
+            results.append((None if nats is None else nats.numpy(), gradients(list(parts.values()))))
+        return results
+
+
+def buffers(layout: dict[str, Any], step: Step) -> list[int]:
+    """Return the elements that this rank's stages hold to receive into after a step, and those held in caches."""
+    with joined("cpu", 60, Layout(**layout), meshed=True) as world:
+        pipeline = Pipeline(my_parts(world), world)
+        pipeline.run(*batch(step), step.micro_batch)
+        (schedule,) = pipeline.schedules.values()
+        return [
+            sum(info.buffer.numel() for infos in notes.values() for info in infos if info.buffer is not None)
+            + len(stage.fwd_cache)
+            for stage in schedule.stages
+            for notes in (stage.args_recv_info, stage.grad_recv_info)
+        ]
+
+
+def _run(world: World, steps: list[Step]) -> list[Result]:
+    parts = my_parts(world)
+    pipeline = Pipeline(parts, world)
+    results = []
+    for step in steps:
+        for mine in parts.values():
+            mine.zero_grad()
+        nats = pipeline.run(*batch(step), step.micro_batch)
+        results.append((None if nats is None else nats.numpy(), gradients(list(parts.values()))))
+    return results
+
+
+def my_parts(world: World) -> dict[int, Transformer]:
+    """Return this rank's stages, not sharded."""
+    stages, axis = world.layout.stages, world.axis("pp")
+    layers = split_layers(shape().layers, stages)
+    return {s: part(layers[s], s == 0, s == stages - 1) for s in range(axis.rank, stages, axis.size)}
+
+
+def part(layers: range, first: bool, last: bool, dtype: torch.dtype = torch.float64) -> Transformer:
+    """Return a part of the model with its initial weights."""
+    spec = shape()
+    model = Transformer(spec, ROWS, layers, first, last).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(spec, SEED, name, parameter.shape))
+    return model
+
+
+def batch(step: Step) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return tokens, documents and targets, some of them absent."""
+    generator = torch.Generator().manual_seed(11)
+    size = step.sequences, step.seq
+    tokens, targets = (torch.randint(0, ROWS, size, generator=generator) for _ in range(2))
+    targets[torch.rand(size, generator=generator) < 0.2] = -100
+    starts = torch.rand(size, generator=generator) < 0.2
+    return tokens, starts.cumsum(1) if step.documents else None, targets
+
+
+def gradients(models: list[Transformer]) -> dict[str, np.ndarray]:
+    """Return gradients by parameter name."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    return {name: p.grad.detach().clone().numpy() for name, p in named if p.grad is not None}
+
+
+def sharded(layouts: list[dict[str, Any]], step: Step, compute: str | None = None) -> list[dict[str, Any]]:
+    """Return whole gradients of this rank's stages under FSDP for each of several layouts, and its collectives.
+
+    With `compute` weights are fp32 and products of that type, else all is fp64. dp ranks take turns with sequences.
+    """
+    with joined("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+        return [_sharded(replace(world, layout=Layout(**layout)), step, compute) for layout in layouts]
+
+
+def _sharded(world: World, step: Step, compute: str | None) -> dict[str, Any]:
+    master = torch.float32 if compute else torch.float64
+    parts = build_parts(shape(), ROWS, SEED, world, master, getattr(torch, compute) if compute else None)
+    pipeline, dp = Pipeline(parts, world), world.axis("dp")
+    for _ in range(2):  # the second step finds everything as the first one left it
+        for mine in parts.values():
+            mine.zero_grad()
+        with Collectives() as counted:
+            pipeline.run(*(None if x is None else x[dp.rank :: dp.size] for x in batch(step)), step.micro_batch)
+    groups = sum(isinstance(m, FSDPModule) and any(True for _ in own(m)) for p in parts.values() for m in p.modules())
+    found = {name: whole(p.grad).numpy() for mine in parts.values() for name, p in mine.named_parameters()}
+    return {"gradients": found, "groups": groups, "calls": dict(counted.calls)}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that an FSDP module gathers itself, not through one inside it."""
+    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    taken = {id(p) for m in inner for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in taken]

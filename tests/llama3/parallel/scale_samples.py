@@ -1,0 +1,97 @@
+"""What the parts of a rank really hold and send, for tests of the memory table and of the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from llama3.model.transformer import Transformer
+from llama3.parallel.build import empty_parts
+from llama3.parallel.fsdp import last_micro_batch
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load
+from llama3.parallel.mesh import World, local
+from llama3.parallel.scale import LayoutCheck, check_layout
+from llama3.parallel.trace import TYPES, RankTrace, imagined, trace
+from llama3.recipe.schema import Model
+
+ROWS = 512
+
+
+def shape(**changes: Any) -> Model:
+    """Three layers, uneven on purpose: no two dimensions are equal."""
+    numbers = {"layers": 3, "dim": 64, "ffn": 224, "heads": 8, "kv_heads": 4, "max_seq": 512}
+    return Model.model_validate({**numbers, **changes})
+
+
+def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, Any]:
+    """Return bytes alive in the first stage of `rank`, fake CPU tensors, in a step of three micro-batches.
+
+    kept: made by a forward pass and alive after it; steady: alive after the backward pass of the first micro-batch;
+    peak: the most made and alive in the last micro-batch, its backward pass with the reduction included.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    compute = TYPES[load.compute]
+    master = torch.promote_types(compute, torch.float32)
+    with imagined(Layout(**layout), world, rank) as place:
+        parts = empty_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
+        part = next(iter(parts.values()))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            part.to_empty(device="cpu")
+            steady = _run(part, place, load, last=False)["after"]
+            later = _run(part, place, load, last=False)
+            return {"kept": later["kept"], "steady": steady, "peak": _run(part, place, load, last=True)["peak"]}
+
+
+def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, int]:
+    tokens = load.seq // place.layout.cp
+    here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
+    documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if load.documents else None
+    x = here_BS
+    if part.embedding is None:
+        shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
+        x = torch.zeros(shape_BSD, dtype=TYPES[load.compute], requires_grad=True)
+    last_micro_batch(part, last)
+    with Alive() as alive:
+        out = part(x, documents_BS, None if part.norm is None else here_BS)
+        kept = alive.bytes()
+        torch.autograd.backward(out, torch.empty_like(out))
+        del out, x
+        return {"kept": kept, "after": alive.bytes(), "peak": alive.peak}
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that were made since it was entered and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        before = {_storage(each)._cdata for each in tree_iter((arguments, more)) if isinstance(each, torch.Tensor)}
+        result = operator(*arguments, **(more or {}))
+        for each in tree_iter(result):
+            if isinstance(each, torch.Tensor) and _storage(each)._cdata not in before:
+                self.made.setdefault(_storage(each)._cdata, StorageWeakRef(_storage(each)))
+        self.peak = max(self.peak, self.bytes())
+        return result
+
+    def bytes(self) -> int:
+        total = 0
+        for key, reference in list(self.made.items()):
+            storage = None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self.made[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return local(tensor).untyped_storage()

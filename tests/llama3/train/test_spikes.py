@@ -1,0 +1,188 @@
+"""Bad steps: the rule against a plain one, restarts, and what follows from each policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Spikes
+from llama3.train.journal import Record
+from llama3.train.reader import Step, steps_from
+from llama3.train.skips import Skip, Skips
+from llama3.train.spikes import GO_ON, History, Judge, SpikeGuard, Verdict, history
+from tests.llama3.train.train_samples import STEP, recipe, stages
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+VALUES = st.one_of(st.floats(0.5, 2.0), st.sampled_from([NAN, INF, -INF, 1e100, 9.0, 40.0]))
+SERIES = st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=60)
+
+
+@dataclass(frozen=True)
+class Given:
+    loss: float = 2.0
+    grad_norm: float = 1.0
+    score: float = 7.0
+    skipped: bool = True
+
+
+def flags(guard: SpikeGuard, series: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (bad, score) of each step."""
+    found = []
+    for loss, norm in series:
+        bad = guard.flag(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64))
+        found.append((float(bad), float(guard.score)))
+    return found
+
+
+def plain_flags(spikes: Spikes, series: list[tuple[float, float]]) -> list[bool]:
+    """The rule as it is written in words."""
+    window: list[tuple[float, float]] = []
+    found = []
+    for values in series:
+        bad = not all(math.isfinite(value) for value in values)
+        if not bad and len(window) == spikes.window and spikes.policy != "off":
+            for past, value in zip(zip(*window, strict=True), values, strict=True):
+                bound = np.mean(past) + spikes.sigma * max(np.std(past, ddof=1), 1e-6 * np.mean(past))
+                bad = bad or value > bound * (1 + 1e-9)
+        found.append(bad)
+        if not bad:
+            window = [*window, values][-spikes.window :]
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(SERIES, st.sampled_from(["off", "skip", "stop", "rollback"]), st.floats(0.5, 8.0))
+def test_the_rule(series: list[tuple[float, float]], policy: Any, sigma: float) -> None:
+    spikes = Spikes(policy=policy, sigma=sigma, window=8)
+    assert [bad == 1.0 for bad, _ in flags(SpikeGuard(spikes, CPU), series)] == plain_flags(spikes, series)
+
+
+def journal(series: list[tuple[float, float]], found: list[tuple[float, float]]) -> list[Record]:
+    """Return the records that a trainer writes of those steps: numbers that are not finite are left out."""
+    records = []
+    for number, ((loss, norm), (bad, score)) in enumerate(zip(series, found, strict=True)):
+        values = {"train/loss": loss, "train/grad_norm": norm, "spike/score": score}
+        values |= {"train/skipped": 1.0} if bad else {}
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        records.append(Record(0.0, (number + 1) * 10, finite))
+    return records
+
+
+@settings(max_examples=50, deadline=None)
+@given(SERIES, st.integers(0, 60))
+def test_a_restart_decides_with_the_same_bits(series: list[tuple[float, float]], cut: int) -> None:
+    spikes = Spikes(policy="skip", sigma=2.0, window=8)
+    whole = flags(SpikeGuard(spikes, CPU), series)
+    past = history(journal(series, whole), cut * 10, spikes.window)
+    assert past.bad == sum(bad == 1.0 for bad, _ in whole[:cut])
+    again = SpikeGuard(spikes, CPU)
+    flags(again, [(5.0, 5.0)] * 3)  # whatever it saw before is gone
+    again.restore(past)
+    assert flags(again, series[cut:]) == whole[cut:]
+
+
+def test_the_window_of_a_recipe_survives_a_restart() -> None:
+    generator = np.random.default_rng(0)
+    series = [(3 + float(a), 1 + float(b)) for a, b in generator.normal(0, 0.1, (400, 2))]
+    spikes = Spikes(policy="skip", sigma=2.5)
+    whole = flags(SpikeGuard(spikes, CPU), series)
+    assert sum(bad for bad, _ in whole) > 3
+    for cut in (100, 128, 250, 333):
+        again = SpikeGuard(spikes, CPU)
+        again.restore(history(journal(series, whole), cut * 10, spikes.window))
+        assert flags(again, series[cut:]) == whole[cut:]
+
+
+def test_bad_values_never_enter_the_window() -> None:
+    quiet = [(1.0 + 0.01 * (step % 3), 1.0) for step in range(20)]
+    spikes = Spikes(policy="skip", window=8)
+    disturbed = SpikeGuard(spikes, CPU)
+    flags(disturbed, quiet[:10])
+    assert flags(disturbed, [(50.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0, 3.0)]) == [
+        (1.0, pytest.approx(5291.5, rel=1e-4)),
+        (1.0, 0.0),
+        (1.0, 0.0),
+        (1.0, pytest.approx(2e6)),
+    ]
+    untouched = SpikeGuard(spikes, CPU)
+    flags(untouched, quiet[:10])
+    assert flags(disturbed, quiet[10:]) == flags(untouched, quiet[10:])
+
+
+def test_passed_over_steps_are_no_bad_steps() -> None:
+    records = [
+        Record(0.0, 10, {"train/loss": 3.0, "train/grad_norm": 1.5, "spike/score": 0.0}),
+        Record(0.0, 20, {"train/skipped": 1.0}),
+        Record(0.0, 30, {"train/skipped": 1.0, "spike/score": 9.0, "train/loss": 30.0, "train/grad_norm": 1.0}),
+    ]
+    assert history(records, 30, 8) == History([3.0], [1.5], 1)
+
+
+def place(steps: int, number: int) -> tuple[StageSpan, Step]:
+    span = Schedule(recipe(stages=stages(steps))).span("main")
+    return span, list(steps_from(span, 0))[number]
+
+
+def judged(found: Given, bad: int = 0, skips: Skips | None = None, step: int = 10, **settings: Any) -> Verdict:
+    asked = recipe(stages=stages(20), **settings)
+    span, at = place(20, step)
+    return Judge(asked, span, History([], [], bad), skips or Skips()).judge(at, found)
+
+
+def test_what_follows_from_each_policy() -> None:
+    assert judged(Given(skipped=False)) == GO_ON
+    spike = Given(loss=30.0)
+    assert judged(spike, spikes={"policy": "skip"}).kind == "skipped"
+    stopped = judged(spike, spikes={"policy": "stop"})
+    assert stopped.kind == "stop"
+    assert stopped.reason == (
+        "loss 30, gradient norm 1: 7.0 standard deviations above the mean of the 128 good steps before "
+        "(spikes.sigma is 6); spikes.policy is stop"
+    )
+    nothing = Given(loss=NAN, score=0.0)
+    assert judged(nothing).kind == "stop"
+    assert judged(nothing, spikes={"policy": "rollback"}).kind == "stop"
+    assert judged(nothing, non_finite="skip").kind == "skipped"
+    assert judged(nothing).reason == "loss nan, gradient norm 1: not finite; non_finite is stop"
+
+
+@pytest.mark.parametrize(("step", "start", "end"), [(10, 8, 13), (1, 0, 4), (19, 17, 20)])
+def test_a_rollback_passes_over_the_batches_around(step: int, start: int, end: int) -> None:
+    verdict = judged(Given(loss=30.0), step=step, spikes={"policy": "rollback", "around": 2})
+    assert verdict.kind == "roll back"
+    assert verdict.skip is not None
+    assert (verdict.skip.start, verdict.skip.end, verdict.skip.spike) == (start * STEP, end * STEP, step * STEP)
+
+
+def test_too_many_bad_steps_end_the_run() -> None:
+    spikes = {"policy": "skip", "most": 3}
+    assert judged(Given(), bad=1, spikes=spikes).kind == "skipped"
+    last = judged(Given(), bad=2, spikes=spikes)
+    assert last.kind == "stop"
+    assert "bad step 3 of stage main, spikes.most is 3" in last.reason
+    rolled_back = Skips((Skip(start=0, end=STEP, spike=0, reason=""),) * 2)
+    assert judged(Given(), skips=rolled_back, spikes={"policy": "rollback", "most": 3}).kind == "stop"
+
+
+def test_spans_are_kept_on_disk(tmp_path: Path) -> None:
+    assert Skips.read(tmp_path) == Skips()
+    skips = (
+        Skips().plus(Skip(start=20, end=50, spike=30, reason="why")).plus(Skip(start=70, end=80, spike=70, reason=""))
+    )
+    skips.write(tmp_path)
+    assert Skips.read(tmp_path) == skips
+    covered = [start for start in range(0, 100, 10) if skips.covers(start)]
+    assert covered == [20, 30, 40, 70]
+    (tmp_path / "skips.json").write_text('[{"start": 1}]')
+    with pytest.raises(ValueError, match=r"skips\.json: is not a list of spans"):
+        Skips.read(tmp_path)

@@ -1,0 +1,110 @@
+"""Slow ranks: named where they are, although all ranks' steps take equally long."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llama3.parallel.layout import Layout
+from llama3.train.stragglers import Stopwatch, Stragglers
+from tests.dist import run
+
+SLEEP = 0.1
+CPU = torch.device("cpu")
+
+
+def comparison(peers: list[int]) -> Stragglers:
+    hosts = [f"node-{rank // 2}" for rank in range(len(peers))]
+    return Stragglers(Stopwatch([], CPU), 0, CPU, peers, hosts, every=10)
+
+
+def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely() -> None:
+    seen = comparison([0] * 4)
+    lines = []
+    for _ in range(12):
+        window = seen.read([1.0, 1.02, 1.31, 0.98])
+        assert window is not None
+        assert window.metrics() == {"time/slowest_rank_s": 1.31, "time/median_rank_s": pytest.approx(1.01)}
+        lines.append(window.named)
+    assert [number for number, named in enumerate(lines, 1) if named] == [3, 6, 12]
+    assert lines[2] == ["rank 2 (node-1): 1.30x the median step for 3 windows"]
+
+
+def test_a_good_window_between_begins_the_count_anew() -> None:
+    seen = comparison([0] * 3)
+    named = [seen.read([1.0, 1.0, slow]) for slow in (2.0, 2.0, 1.05, 2.0, 2.0, 2.0)]
+    assert [window is not None and bool(window.named) for window in named] == [False] * 5 + [True]
+
+
+def test_ranks_are_compared_with_those_that_hold_the_same_layers() -> None:
+    seen = comparison([0, 0, 0, 1, 1, 1])
+    for _ in range(3):
+        window = seen.read([1.0, 1.0, 1.0, 2.0, 2.0, 2.6])
+    assert window is not None
+    assert (window.slowest, window.median_s) == (5, 2.0)
+    assert window.named == ["rank 5 (node-2): 1.30x the median step for 3 windows"]
+
+
+def test_figures_come_with_the_next_window() -> None:
+    layer = nn.Identity()
+    seen = Stragglers(Stopwatch([layer], CPU), 1, CPU, [0, 0], ["a", "b"], every=4)
+    shared = {}
+    for number in range(3, 13):
+        if (row := seen.begin(number, data_wait=float(number))) is not None:
+            shared[number] = row.tolist()
+        layer(torch.zeros(1))
+    assert list(shared) == [4, 8, 12]
+    assert shared[4] == [0.0, 0.0]
+    assert seen.read(shared[4]) is None
+    for number in (8, 12):
+        nothing, own = shared[number]
+        assert nothing == 0
+        assert number - 4 < own < number - 3  # the data wait of the step measured before, and a little work
+
+
+def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[float]]:
+    """Train a little on each rank, `slow` of which sleeps in its layers; return figures, lines and wall seconds."""
+    from llama3.parallel.build import build_parts
+    from llama3.parallel.mesh import joined
+    from llama3.recipe.schema import Model
+
+    spec = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=64)
+    with joined("cpu", 60, layout) as world:
+        parts = build_parts(spec, 64, 0, world, torch.float32, None)
+        model: Any = parts[0]
+        if world.rank == slow:
+            for layer in model.layers.values():
+                layer.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
+        seen = Stragglers.among(parts.values(), world, every=1)
+        assert seen is not None
+        named: list[str] = []
+        figures: list[float] = []
+        wall = []
+        tokens = torch.arange(16).view(1, 16)
+        for number in range(5):
+            began = time.perf_counter()
+            shared = seen.begin(number, 0.0)
+            model(tokens, None, tokens).sum().backward()
+            assert shared is not None
+            figures = world.sum(shared).tolist()
+            window = seen.read(figures)
+            named += window.named if window else []
+            wall.append(time.perf_counter() - began)
+        return figures, named, wall[1:]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_rank_that_sleeps_is_named_and_the_ranks_that_wait_for_it_are_not(zero: Any) -> None:
+    """Every rank's step takes as long as the slow one's; waiting is not counted as work."""
+    results = run(3, slow_rank, 1, Layout(zero=zero))
+    for figures, named, wall in results:
+        assert min(wall) >= 2 * SLEEP
+        assert figures[1] >= 2 * SLEEP
+        assert max(figures[0], figures[2]) < SLEEP
+        assert len(named) == 1
+        assert named[0].startswith("rank 1 (")
+        assert named[0].endswith("x the median step for 3 windows")

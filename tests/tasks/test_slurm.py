@@ -1,0 +1,159 @@
+"""The Slurm launcher against a real slurmctld with two emulated nodes; the script it writes against a golden one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llama3.recipe.schedule import Schedule
+from llama3.train.attempt import Outcome, outcomes_in
+from tasks.cluster import Cluster
+from tasks.launch import Launch, fitting
+from tasks.slurm import CHECKOUT, SlurmLauncher, slurm_script
+from tests.dist import run
+from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
+from tests.tasks.slurm_daemons import NoSlurm, slurm
+
+GOLDEN = Path("tests/golden/attempt.sbatch")
+WAIT_S = 120
+SETTINGS = {"processes_per_node": 1, "gpus": False, "cpus_per_process": 1, "poll_s": 0.2, "partition": "train"}
+ASKED = recipe(stages=stages(300))
+
+
+def test_script_is_the_golden_one() -> None:
+    cluster = Cluster.model_validate({
+        "processes": 16, "launcher": "slurm", "slurm": {
+            "partition": "h100", "account": "llm", "time": "2-00:00:00", "cpus_per_process": 12,
+            "lines": ["--exclusive", "--qos=high"], "setup": ["module load cuda"],
+            "srun": ["--container-image=/shared/herd 1.sqsh"], "python": "/shared/venv/bin/python",
+            "environment": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"},
+        },
+    })  # fmt: skip
+    work, logs = Path("/shared/herd data/work/main-1a2b"), Path("/shared/herd data/runs/tiny-1/logs/main/attempt-1")
+    script = slurm_script(cluster, "herd-main-1a2b", work / "job.json", 16, logs)
+    script = script.replace(f"--chdir={CHECKOUT}", "--chdir=/shared/herd")
+    assert script == GOLDEN.read_text()
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[None]:
+    """A Slurm of this module's own, in the environment of its commands."""
+    folder = Path(tempfile.mkdtemp(prefix="herd-slurm-"))  # munged refuses a path with folders that others cannot enter
+    folder.chmod(0o755)
+    before = dict(os.environ)
+    try:
+        with slurm(folder) as config:
+            os.environ["SLURM_CONF"] = str(config)
+            yield
+    except NoSlurm as error:
+        pytest.skip(f"NOT TESTED: no Slurm here: {error}")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = job(tmp_path_factory.mktemp("undisturbed"), ASKED)
+    assert run(1, train, path) == [0]
+    return path
+
+
+def cluster_of(processes: int) -> Cluster:
+    return Cluster.model_validate({"processes": processes, "launcher": "slurm", "slurm": SETTINGS})
+
+
+def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    """Two nodes; a rank is killed and a node goes down; the next attempt takes what is left, and the same data."""
+    tmp_path = tmp_path / "with a blank"
+    path, cluster = job(tmp_path, ASKED), cluster_of(2)
+    launcher = SlurmLauncher(cluster, "lost-node")
+    assert launcher.capacity() == 2
+    launch = launcher.start(path, 2, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: len(records(path)) >= 5, launch)
+    rank_of(path, 1).kill()
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status == -9
+    assert ended.words.startswith("rank 1 was killed by SIGKILL; the end of ")
+    with node_down("n2"):
+        assert launcher.capacity() == 1
+        left = fitting(Schedule(ASKED).span("main"), cluster, launcher.capacity())
+        again = launcher.start(path, left, tmp_path / "logs" / "attempt-2")
+        wait_for(lambda: again.poll() is not None)
+    assert again.poll() == Outcome(status=0)
+    assert "1 process(es)" in (tmp_path / "logs" / "attempt-2" / "rank-0.log").read_text()
+    one, other = losses(undisturbed), losses(path)
+    assert one.keys() == other.keys()
+    for position, values in one.items():
+        assert other[position] == pytest.approx(values, rel=1e-9)
+
+
+def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    path, cluster = job(tmp_path, ASKED), cluster_of(1)
+    launch = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: len(records(path)) >= 2, launch)
+    found = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-2")
+    assert (found.job_id, found.logs) == (launch.job_id, launch.logs)
+    assert found.poll() is None
+    assert not found.waits()
+    found.stop()
+    assert found.poll() is not None
+    assert [told.status for told in outcomes_in(launch.logs)] == [143]
+    newest = max(int(folder.name) for folder in (work(path) / "checkpoints").iterdir())
+    assert newest == records(path)[-1].position  # not a step is lost
+    last = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-3")
+    assert last.job_id != launch.job_id
+    wait_for(lambda: last.poll() is not None)
+    assert last.poll() == Outcome(status=0)
+    assert weights(path) == weights(undisturbed)
+
+
+def test_a_job_that_cannot_start_says_why(running: None, tmp_path: Path) -> None:
+    cluster = Cluster.model_validate(
+        {"launcher": "slurm", "slurm": {**SETTINGS, "setup": ["echo no module cuda; exit 3"]}}
+    )
+    launch = SlurmLauncher(cluster, "broken").start(job(tmp_path, ASKED), 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert f"Slurm job {launch.job_id} ended (FAILED)" in ended.words
+    assert "no module cuda" in ended.words
+
+
+@contextmanager
+def node_down(name: str) -> Iterator[None]:
+    subprocess.run(["scontrol", "update", f"nodename={name}", "state=down", "reason=test"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=True)
+
+
+def rank_of(path: Path, rank: int) -> psutil.Process:
+    """Return the process of `rank` of the job file `path`; slurmd's children are not ours."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == f"herd-rank-{rank}" and str(path) in (process.info["cmdline"] or ()):
+            return process
+    raise LookupError(f"no process of rank {rank}")
+
+
+def wait_for(condition: Callable[[], bool], launch: Launch | None = None) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        ended = launch.poll() if launch is not None else None
+        assert ended is None, ended
+        time.sleep(0.02)
