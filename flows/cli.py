@@ -1,4 +1,4 @@
-"""The command line: `herd plan | run | rerun | report | compare | generate | inspect | bench | up`.
+"""The command line: `herd plan | run | rerun | report | compare | generate | export | inspect | bench | up`.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
 plain lines and exit status 2, never a traceback.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console as RichConsole
@@ -21,7 +21,8 @@ from rich.markup import escape
 from flows.bench import bench
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from llama3.recipe.load import load_recipe
-from tasks.launch import Cluster, TrainingFailed
+from tasks.cluster import Cluster, load_cluster
+from tasks.launch import TrainingFailed
 
 app = typer.Typer(
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -35,7 +36,10 @@ RootOption = Annotated[
 ]
 RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
-ProcessesOption = Annotated[int, typer.Option(help="Data-parallel trainer processes.")]
+ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: as the cluster file says, or 1.")]
+ClusterOption = Annotated[
+    Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, and where else it runs.")
+]
 ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
 out = RichConsole(highlight=False, soft_wrap=True)
 problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
@@ -62,16 +66,15 @@ def run(
     recipe: Path,
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = 0,
     threads: ThreadsOption = 0,
+    cluster: ClusterOption = None,
     new: Annotated[bool, typer.Option("--new", help="Begin a new run even if the last one did not finish.")] = False,
 ) -> None:
     """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
-    _run(
-        PipelineParameters(
-            recipe=str(recipe), overrides=set_ or [], root=root, cluster=_cluster(processes, threads), new=new
-        )
-    )
+    with mistakes():
+        where = _cluster(cluster, processes, threads)
+    _run(PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, new=new))
 
 
 @app.command()
@@ -80,19 +83,14 @@ def rerun(
     from_: Annotated[str, typer.Option("--from", help="Step to redo from; what is upstream is reused.")] = "",
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = 0,
     threads: ThreadsOption = 0,
+    cluster: ClusterOption = None,
 ) -> None:
     """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
-    _run(
-        PipelineParameters(
-            rerun_of=run,
-            from_step=from_,
-            overrides=set_ or [],
-            root=root,
-            cluster=_cluster(processes, threads),
-        )
-    )
+    with mistakes():
+        where = _cluster(cluster, processes, threads)
+    _run(PipelineParameters(rerun_of=run, from_step=from_, overrides=set_ or [], root=root, cluster=where))
 
 
 @app.command()
@@ -131,6 +129,25 @@ def generate(
     with mistakes():
         folder = model_folder(Path(root).expanduser().absolute(), model)
         out.print(escape(prompt + generate_text(folder, prompt, tokens, temperature, seed)))
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS, or a model folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    format_: Annotated[
+        Literal["hf", "meta", "meta-safetensors"], typer.Option("--format", help="Whose files to write.")
+    ] = "hf",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Number format of the weights.")] = "bf16",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Write a model as others read it: Hugging Face (config, safetensors, tokenizer) or Meta's own files."""
+    from llama3.export.convert import convert
+    from tasks.models import model_folder
+
+    with mistakes():
+        convert(model_folder(Path(root).expanduser().absolute(), model), "herd", target, format_, dtype)
+        out.print(f"wrote {target}")
 
 
 @app.command()
@@ -173,8 +190,10 @@ def reference() -> None:
     print(recipe_reference(), end="")
 
 
-def _cluster(processes: int, threads: int) -> Cluster:
-    return Cluster(processes=processes, threads=threads) if threads else Cluster(processes=processes)
+def _cluster(path: Path | None, processes: int, threads: int) -> Cluster:
+    """Return the cluster of a file (or this machine), with what the options change."""
+    changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
+    return load_cluster(path, **changes) if path else Cluster(**changes)
 
 
 def _run(config: PipelineParameters) -> None:

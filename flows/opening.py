@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 
 from flows.parameters import PipelineParameters
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.artifact import Store, flatten
 from storage.lease import LeaseHeld, lease
@@ -40,12 +41,13 @@ def chosen_recipe(config: PipelineParameters) -> Recipe:
 def step_names(recipe: Recipe) -> list[str]:
     """Return the names of a run's steps in order: what a rerun can start from."""
     evaluated = evaluated_stages(recipe)
-    stages = [
-        step
-        for stage in recipe.stages
-        for step in (stage.name, *([f"evaluate-{stage.name}"] if stage.name in evaluated else []))
-    ]
-    return ["collect", "annotate", "curate", "tokenizer", "tokenise", *stages, "promote"]
+    stages = []
+    for span in Schedule(recipe).trained:
+        stages += [span.name, *([f"advance-{span.name}"] if span.stage.advance else [])]
+        if span.ends_stage and span.stage.name in evaluated:
+            stages.append(f"evaluate-{span.stage.name}")
+    start = ["start"] if recipe.start else []
+    return ["collect", "annotate", "curate", "tokenizer", "tokenise", *start, *stages, "promote"]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from tasks.curate import annotate_documents, collect_documents, curate_documents
 from tasks.evaluate import evaluate_model, evaluated_stages
 from tasks.promote import promote_model
 from tasks.report import write_report
+from tasks.start import import_start
 from tasks.step import Context
 from tasks.tokenise import prepare_tokenizer, tokenise_documents
 from tasks.train import train_stage
@@ -43,11 +44,12 @@ def run_chain(context: Context) -> Decision:
     curated = curate_documents(context, collected, annotate_documents(context, collected))
     tokenizer = prepare_tokenizer(context, curated)
     tokens = tokenise_documents(context, curated, tokenizer)
+    start = import_start(context, tokenizer)
     checkpoint = evaluation = before = began = None
     for span in Schedule(context.recipe).trained:
         _announce(context, before, span)
         began = checkpoint if span.begins_stage else began
-        checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint)
+        checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start)
         if span.stage.advance:
             advance(context, span.name, checkpoint, began, curated)
         if span.ends_stage and span.stage.name in evaluated_stages(context.recipe):

@@ -72,9 +72,15 @@ class Follower:
 
     def _silent(self, silence_s: float, launch: Launch) -> bool:
         """Return whether steps came and then stopped; the start-up is watched by the processes themselves."""
-        if self.position == self.began or launch.waits():
-            self.heard = time.monotonic()
-        return time.monotonic() - self.heard > silence_s
+        now = time.monotonic()
+        if self.position == self.began:
+            self.heard = now
+        if now - self.heard <= silence_s:
+            return False
+        if launch.waits():  # asked last: it may be a question to a scheduler
+            self.heard = now
+            return False
+        return True
 
     def _take(self, start: int, report: Callable[[float], None]) -> None:
         records = read_journal(self.journal, after=self.position)

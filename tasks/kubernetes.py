@@ -30,7 +30,7 @@ ENDED = {"Completed": 0, "Succeeded": 0, "Failed": 1}
 PORT = 29500
 STARTED = ("Running",)
 NO_OUTCOME = -signal.SIGKILL
-LONGEST_NAME = 40
+LONGEST_NAME = 36
 """Pods add their own endings, and a host name ends at 63 characters."""
 Manifest = dict[str, Any]
 
@@ -61,7 +61,7 @@ class KubernetesLauncher:
             return launch.at(Path(found["metadata"]["annotations"]["herd/logs"]), found)
         if found is not None:
             launch.delete()
-        text = yaml.safe_dump(manifest(self.cluster, self.name, job, processes, logs), sort_keys=False)
+        text = manifest_text(self.cluster, self.name, job, processes, logs)
         write_atomic(logs / "job.yaml", text)
         kubectl("apply", f"--namespace={settings.namespace}", "--filename=-", given=text)
         return launch.at(logs, None)
@@ -115,6 +115,12 @@ class KubernetesLaunch:
         if told is not None and told.status:
             return told
         return Outcome(status=status, words=f"{self.settings.kind} {self.name}: {words}")
+
+
+def manifest_text(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
+    """Return the manifest of one attempt as YAML. Raises ValueError as `manifest` does."""
+    made = json.dumps(manifest(cluster, name, job, processes, logs))
+    return yaml.safe_dump(json.loads(made), sort_keys=False)  # parts used twice would else become YAML references
 
 
 def manifest(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> Manifest:
@@ -198,8 +204,9 @@ def _pod(cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str
 
 
 def job_name(name: str) -> str:
-    """Return `herd-<name>` as a Kubernetes name: lower case, digits and dashes, not too long."""
-    return re.sub(r"[^a-z0-9-]+", "-", f"herd-{name}".lower())[:LONGEST_NAME].strip("-")
+    """Return `herd-<name>` as a Kubernetes name; a long one keeps its end, which is a key."""
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    return f"herd-{plain[-LONGEST_NAME:].strip('-')}"
 
 
 def ended(found: Manifest) -> tuple[int, str] | None:

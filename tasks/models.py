@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llama3.recipe.schedule import Schedule
 from storage.artifact import Store
 from tasks.runs import Runs
 
@@ -20,7 +21,7 @@ def model_folder(root: Path, name: str) -> Path:
         return _registered(root, family, alias)
     runs = Runs(root)
     record, recipe = runs.find(name), runs.recipe(name)
-    trained = [stage.name for stage in recipe.stages if stage.name in record.steps]
+    trained = [span.name for span in Schedule(recipe).trained if span.name in record.steps]
     if not trained:
         raise ValueError(f"run {name!r} has not finished a training stage; wait for it or choose another")
     return Store(root).at(record.steps[trained[-1]].artifact).path / "model"

@@ -14,10 +14,13 @@ from llama3.data.vocabulary import read_words
 from llama3.recipe.checks import check_batches
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
+from llama3.recipe.section import SPECIAL_TOKENS
 from storage.filesystem import glob
 from tasks.launch import Cluster
-from tasks.plan import MOST_TOKENS_PER_BYTE, shortage
+from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
+from tasks.start import start_faults
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey]:
@@ -34,7 +37,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:
     """Raise RecipeError for what shows without reading the sources: root, batches, named files."""
-    faults = [*_root_faults(root), *_batch_faults(recipe, cluster), *_file_faults(recipe)]
+    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *_file_faults(recipe), *start_faults(recipe)]
     if faults:
         raise RecipeError("\n".join(faults))
 
@@ -48,12 +51,18 @@ def _root_faults(root: Path) -> list[str]:
         return [f"root: {root} cannot be written ({os.strerror(error.errno or 0)}); choose another with --root"]
 
 
-def _batch_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """Return how model, batches and sequences do not split over the processes."""
+    layout, faults = cluster.layout, []
+    rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
     try:
-        check_batches(recipe, cluster.processes)
+        check_batches(recipe, layout.dp(cluster.processes))
+        layout.check(recipe.model, rows, cluster.processes)
+        for seq in sorted({segment.seq for segment in Schedule(recipe).segments}):
+            layout.check_sequence(seq)
     except ValueError as error:
-        return str(error).splitlines()
-    return []
+        faults = str(error).splitlines()
+    return faults
 
 
 def _curation_faults(curate: Curate) -> list[str]:

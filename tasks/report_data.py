@@ -86,7 +86,7 @@ def collect(root: Path, name: str) -> ReportData:
     runs, store = Runs(root), Store(root)
     record, recipe = runs.find(name), runs.recipe(name)
     made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
-    trained = {stage.name: made[stage.name] for stage in recipe.stages if stage.name in made}
+    trained = {span.name: made[span.name] for span in Schedule(recipe).trained if span.name in made}
     with duckdb.connect() as connection:
         connection.execute("SET enable_progress_bar = false")
         series = _series(connection, trained)
@@ -152,7 +152,7 @@ def _stage_row(
     facts = artifact.facts
     speeds = sorted(_within(series.get(metrics.TOKENS_PER_S, []), facts["start"], facts["end"]))
     goodput = _within(series.get(metrics.GOODPUT, []), facts["start"], facts["end"])
-    lengths = span.stage.lengths
+    lengths = span.lengths
     return StageRow(
         name=stage,
         start=facts["start"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from llama3.recipe.schedule import Schedule
 from storage.artifact import Store
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import tracking_uri
@@ -20,7 +21,8 @@ def summary_lines(root: Path, name: str) -> list[str]:
     runs, store = Runs(root), Store(root)
     record, recipe = runs.find(name), runs.recipe(name)
     last = recipe.stages[-1].name
-    checkpoint = store.at(record.steps[last].artifact)
+    trained = [span.name for span in Schedule(recipe).trained]
+    checkpoint = store.at(record.steps[trained[-1]].artifact)
     evaluation = store.at(record.steps[f"evaluate-{last}"].artifact)
     scores = {key: value for key, value in evaluation.facts.items() if key.startswith("eval/")}
     colour = "green" if record.verdict == "promoted" else "red"
@@ -28,7 +30,7 @@ def summary_lines(root: Path, name: str) -> list[str]:
     return [
         "",
         f"[bold]{name}[/] [{colour}]{record.verdict}[/] after {minutes:.1f} min, peak {record.peak_memory_gib} GiB",
-        "  loss      " + " -> ".join(f"{loss:.3f}" for loss in _losses(store, record, [s.name for s in recipe.stages])),
+        "  loss      " + " -> ".join(f"{loss:.3f}" for loss in _losses(store, record, trained)),
         "  scores    " + "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in sorted(scores.items())),
         f"  sample    [dim]{escape(_sample(evaluation.path))}[/]",
         f"  report    {runs.place(name) / 'report.html'}",
@@ -36,7 +38,7 @@ def summary_lines(root: Path, name: str) -> list[str]:
         f"  MLflow    {tracking_uri(root)}, run {name} ({record.mlflow_run})",
         "next:",
         "  herd up                                see it in Prefect and MLflow",
-        f"  herd rerun {name} --from {last} --set stages.{last}.average=2",
+        f"  herd rerun {name} --from {trained[-1]} --set stages.{last}.average=2",
         f"  herd compare {name} {record.family}-{int(name.rsplit('-', 1)[1]) + 1}",
     ]
 

@@ -36,7 +36,8 @@ class Naive(nn.Module):
     def __init__(self, shape: dict[str, Any], weights: dict[str, Tensor]) -> None:
         super().__init__()
         self.shape = shape
-        self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(value) for name, value in weights.items()})
+        named = {name.replace(".", "/"): nn.Parameter(value) for name, value in weights.items()}
+        self.weights = nn.ParameterDict(named)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return logits [B, S, V]."""
@@ -58,7 +59,7 @@ class Naive(nn.Module):
     def _attention(self, x_BSD: Tensor, layer: str) -> Tensor:
         size = self.shape["dim"] // self.shape["heads"]
         q, k, v = (
-            (x_BSD @ self._weight(f"{layer}.attention.{name}").T).unflatten(-1, (-1, size)).transpose(1, 2)
+            (x_BSD @ self._weight(f"{layer}.attention.{name}").T).view(*x_BSD.shape[:2], -1, size).transpose(1, 2)
             for name in "qkv"
         )
         groups = self.shape["heads"] // self.shape["kv_heads"]

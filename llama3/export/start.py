@@ -35,13 +35,14 @@ def import_weights(start: Start, folder: Path, asked: Model | None = None, rows:
     """
     with building(folder) as new, _here(start, folder) as source:
         model = open_source(source, start.format)
-        _check(start, model, asked, rows)
+        compare_shapes(start, model, asked, rows)
         weights = ((name.ours, value) for name, value in parameters(model, None))
         save_model(new, asked or model.spec, model.rows, weights)
     return asked or model.spec
 
 
-def _check(start: Start, model: Source, asked: Model | None, rows: int | None) -> None:
+def compare_shapes(start: Start, model: Source, asked: Model | None, rows: int | None = None) -> None:
+    """Raise ValueError if `model`, which `start` names, is not of the shape `asked` with `rows` embedding rows."""
     if rows is not None and rows != model.rows:
         raise ValueError(
             f"start.from: {start.origin} has {model.rows} embedding rows, the recipe's tokenizer {rows}; "

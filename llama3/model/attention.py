@@ -1,30 +1,110 @@
-"""Grouped-query attention that never crosses a document boundary.
+"""Grouped-query attention that never crosses a document boundary, by the fastest kernel that a device has for it.
 
-Shapes: B batch, S sequence, T keys, D model, H query heads, K key/value heads, E features of a head.
+All ways equal the masked one, which any device takes. On the CPU each document is a causal call of its own, which
+computes half of a square per document instead of the whole square of the sequence. On CUDA whole sequences go to cuDNN
+or flash attention, documents to the packed flash kernel, and keys in another order (context parallelism) to a compiled
+FlexAttention. The CUDA ways follow torch's documented signatures of 2.11 and 2.13 and were not run on a GPU.
+
+Shapes: B batch, S sequence, T keys, D model, H query heads, K key/value heads, E features of a head, L tokens of a
+document.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama3.model.documents import Visible
 from llama3.model.exchange import Exchange
 from llama3.model.linear import Linear
 from llama3.model.rope import rotate
 
+PRIORITY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
 
 def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: Visible) -> Tensor:
-    """Return softmax(q k^T / sqrt(E)) v over what is visible, [B, S, H, E]."""
+    """Return softmax(q k^T / sqrt(E)) v over what is visible, [B, S, H, E], in the type of q."""
+    if visible.starts is not None:
+        return _packed(q_BSHE, k_BTKE, v_BTKE, visible.starts)
+    if visible.blocks is not None:
+        return _flex(q_BSHE, k_BTKE, v_BTKE, visible.blocks)
+    if q_BSHE.is_cuda:
+        with sdpa_kernel(PRIORITY, set_priority=True):
+            return _sdpa(q_BSHE, k_BTKE, v_BTKE, visible.mask)
+    dtype = q_BSHE.dtype
+    if dtype == torch.bfloat16 and not _has_matrix_unit():
+        q_BSHE, k_BTKE, v_BTKE = q_BSHE.float(), k_BTKE.float(), v_BTKE.float()
+    if visible.lengths is None:
+        return _sdpa(q_BSHE, k_BTKE, v_BTKE, visible.mask).to(dtype)
+    return _each_document(q_BSHE, k_BTKE, v_BTKE, visible.lengths).to(dtype)
+
+
+def _sdpa(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+    q_BHSE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BSHE, k_BTKE, v_BTKE))
     out_BHSE = F.scaled_dot_product_attention(
-        q_BSHE.transpose(1, 2),
-        k_BTKE.transpose(1, 2),
-        v_BTKE.transpose(1, 2),
-        attn_mask=visible.mask,
-        is_causal=visible.mask is None,
-        enable_gqa=True,
+        q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return out_BHSE.transpose(1, 2)
+
+
+def _each_document(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return attention one document after another: sum of L^2 / 2 scores instead of B S^2."""
+    by_document = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (q_BSHE, k_BSKE, v_BSKE)), strict=True)
+    out = [_sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None).squeeze(0) for q, k, v in by_document]
+    return torch.cat(out).view_as(q_BSHE)
+
+
+@cache
+def _has_matrix_unit() -> bool:
+    """Return whether the processor has AMX. Without it attention in bf16 takes twice the CPU time of fp32."""
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(known and known())
+
+
+def _packed(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts: Tensor) -> Tensor:
+    """Return attention by the kernel for documents one after another (flash attention 2 in plain torch); CUDA."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    most = q_BSHE.shape[1]  # no document is longer; the true maximum would be another number in each batch
+    more: dict[str, Any] = {"enable_gqa": True} if _takes_groups() else {}
+    q, k, v = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
+    out: Any = varlen_attn(q, k, v, starts, starts, most, most, window_size=(-1, 0), **more)
+    packed: Tensor = out.view_as(q_BSHE)
+    return packed
+
+
+@cache
+def _takes_groups() -> bool:
+    """Return whether varlen_attn wants to be told of grouped heads: 2.13 does, 2.11 just takes them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _flex(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, blocks: Any) -> Tensor:
+    """Return attention over any positions; CUDA (torch's CPU version has no backward pass)."""
+    q_BHSE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BSHE, k_BTKE, v_BTKE))
+    out_BHSE: Tensor = _flex_kernel()(q_BHSE, k_BKTE, v_BKTE, block_mask=blocks, enable_gqa=True)
+    return out_BHSE.transpose(1, 2)
+
+
+@cache
+def _flex_kernel() -> Any:
+    """Return FlexAttention, compiled: without, it would make every score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
 
 
 class Attention(nn.Module):

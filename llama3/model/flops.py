@@ -4,7 +4,7 @@ Three formulas are in use, and a utilisation figure means nothing without saying
 matrix product once forward and twice backward, two operations each; attention adds the products of scores and values,
 which grow with the sequence, over half of the scores (what a causal mask keeps) or over all of them (what torchtitan
 and PaLM, arXiv 2204.02311 appendix B, count, though nobody computes it). For the 8B at 8,192 tokens the three are as
-1 : 1.14 : 1.28. N leaves out the embedding lookup (it multiplies nothing) and norms; a tied embedding counts once, as
+1 : 1.14 : 1.29. N leaves out the embedding lookup (it multiplies nothing) and norms; a tied embedding counts once, as
 the output matrix that it also is. Recomputed work is never counted.
 """
 

@@ -1,12 +1,15 @@
 """Negative log-likelihood per token without holding the logits of a whole batch.
 
-128,256 fp32 logits per token are 8 GiB for 16K tokens, more than the rest of an 8B model's activations. The last matrix
-product, the softmax and its gradient are therefore done for some tokens at a time, and the backward pass computes a
-chunk's logits again. What this costs: one third more work in that product, 2 % of a step of the 8B. Small batches keep
-their logits instead, up to a fixed amount. Chunks are small enough to stay in a processor's cache: the log-sum-exp of
-4,096 tokens over 4,352 rows takes 28 ms of one core in chunks of 512 tokens, 80 ms in one piece by torch's logsumexp.
-Products run in the type of the hidden states, sums and the softmax in fp32 (fp64 if the model is). torch's own fused variant returned
-9.1 for a loss of 10.5 in bf16 on CPU (torch 2.13).
+128,256 fp32 logits per token are 8 GiB for 16K tokens, more than the rest of an 8B model's activations. So the last
+matrix product, the softmax and its gradients are done for some tokens at a time, and the gradients are made right after
+the logits, in the forward pass, when it is not yet known what they are multiplied by: of a sum over tokens that is one
+number, and the backward pass multiplies by it. Only if tokens weigh differently does it compute everything again. What
+this costs: the gradient of the output weights stands in memory from the forward pass on, and a loss whose gradient is
+not asked for must be computed under no_grad. Per chunk there are four passes over the logits and three products, as in
+the plain way, and what is in memory does not grow with the number of tokens.
+
+Products run in the type of the hidden states, sums and the softmax in fp32 (fp64 if the model is). torch's own fused
+variant returned 9.1 for a loss of 10.5 in bf16 on CPU (torch 2.13).
 
 Shapes: T tokens, D model, V vocabulary rows, C tokens of a chunk.
 """
@@ -14,7 +17,7 @@ Shapes: T tokens, D model, V vocabulary rows, C tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +26,27 @@ from llama3.model.exchange import Alone, Exchange
 
 NO_TARGET = -100
 CPU_CHUNK = 2**21  # logits worked on at a time: 8 MiB of fp32 stay in a cache
-DEVICE_CHUNK = 2**27  # 512 MiB keep a GPU busy
-KEPT = 2**24  # logits of a call that are kept for the backward pass, 32 MiB in bf16
+CPU_TOKENS = 256  # but no fewer tokens: each chunk adds to the whole gradient of the weights
+DEVICE_CHUNK = 2**29  # 2 GiB of fp32: adding to that gradient takes little of a chunk's time
+
+
+class Sweep(NamedTuple):
+    """What one pass over the tokens gives."""
+
+    nats_T: Tensor
+    d_hidden_TD: Tensor | None
+    d_weight_VD: Tensor | None
+    """In the type of sums, fp32 at least."""
+
+
+class Problem(NamedTuple):
+    """Hidden states, weights and targets, and how to take the loss of them."""
+
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    targets_T: Tensor
+    z_loss: float
+    exchange: Exchange
 
 
 def token_nats(
@@ -34,11 +56,15 @@ def token_nats(
 
     With `z_loss` the gradient is that of nats + z_loss x log(Z)^2, Z the sum under the softmax (PaLM, arXiv 2204.02311,
     section 5), while the value stays the likelihood, so that losses compare. With an `exchange` that cuts the
-    vocabulary, `weight_VD` is this process's rows; gradients of `hidden_BSD` are then its part of a sum.
+    vocabulary, `weight_VD` is this process's rows; gradients of `hidden_BSD` are then its part of a sum. Sum the nats
+    before anything else is done to them, and the backward pass computes nothing again.
     """
     apply: Any = _TokenNats.apply  # torch leaves it untyped
-    nats_BS: Tensor = apply(hidden_BSD.flatten(0, 1), weight_VD, targets_BS, z_loss, exchange or Alone())
-    return nats_BS
+    gradients = torch.is_grad_enabled() and (hidden_BSD.requires_grad or weight_VD.requires_grad)
+    nats_T: Tensor = apply(
+        hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, exchange or Alone(), gradients
+    )
+    return nats_T.view_as(targets_BS)
 
 
 class _TokenNats(torch.autograd.Function):
@@ -46,50 +72,85 @@ class _TokenNats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_BS: Tensor, z_loss: float, exchange: Exchange
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        z_loss: float,
+        exchange: Exchange,
+        gradients: bool,
     ) -> Tensor:
-        weight, targets_T = weight_VD.to(hidden_TD.dtype), targets_BS.flatten()
-        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        totals_T = torch.empty(len(targets_T), dtype=wide, device=hidden_TD.device)
-        nats_BS = torch.empty(targets_BS.shape, dtype=wide, device=hidden_TD.device)
-        nats_T = nats_BS.view(-1)
-        rows_T = _rows(targets_T, exchange.first_row, len(weight))
-        keep = len(targets_T) * len(weight) <= KEPT and any(ctx.needs_input_grad[:2])
-        kept = []
-        for part in _chunks(hidden_TD, weight):
-            logits_CV = hidden_TD[part] @ weight.T
-            totals_T[part] = _log_sum_exp(logits_CV, wide, exchange)
-            found_C = logits_CV.gather(1, rows_T[part].clamp(min=0).unsqueeze(1)).squeeze(1).to(wide)
-            nats_T[part] = totals_T[part] - exchange.total(found_C.masked_fill(rows_T[part] < 0, 0))
-            if keep:
-                kept.append(logits_CV)
-        ctx.save_for_backward(hidden_TD, weight, targets_T, rows_T, totals_T, *kept)
-        ctx.settings = weight_VD.dtype, z_loss
-        return nats_BS.masked_fill_(targets_BS == NO_TARGET, 0)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
+        ctx.settings = z_loss, exchange
+        found = _sweep(Problem(hidden_TD, weight_VD, targets_T, z_loss, exchange), None, gradients)
+        ctx.found = [found]
+        return found.nats_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets_T, rows_T, totals_T, *kept = ctx.saved_tensors
-        weight_dtype, z_loss = ctx.settings
-        scale_T = gradients[0].flatten().masked_fill(targets_T == NO_TARGET, 0)
-        softmax_scale_T = scale_T * (1 + 2 * z_loss * totals_T) if z_loss else scale_T
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=totals_T.dtype, device=weight.device)
-        for number, part in enumerate(_chunks(hidden, weight)):
-            logits_CV = kept[number] if kept else hidden[part] @ weight.T
-            p_CV = (logits_CV.to(totals_T.dtype) - totals_T[part].unsqueeze(1)).exp_()
-            p_CV.mul_(softmax_scale_T[part].unsqueeze(1))
-            here_C = -scale_T[part].masked_fill(rows_T[part] < 0, 0)
-            p_CV.scatter_add_(1, rows_T[part].clamp(min=0).unsqueeze(1), here_C.unsqueeze(1))
-            d_logits_CV = p_CV.to(weight.dtype)
-            d_hidden[part] = d_logits_CV @ weight
-            d_weight += d_logits_CV.T @ hidden[part]
-        return d_hidden, d_weight.to(weight_dtype), None, None, None
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_TD, weight_VD, targets_T = ctx.saved_tensors
+        (scale_T,) = outer
+        if ctx.found and _one_number(scale_T):
+            found = ctx.found.pop()  # once: the weights' gradient is multiplied in place
+            d_hidden, d_weight = _times(found.d_hidden_TD, scale_T[0]), _times(found.d_weight_VD, scale_T[0])
+        else:
+            ctx.found.clear()
+            _, d_hidden, d_weight = _sweep(Problem(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
+            assert d_hidden is not None
+            assert d_weight is not None
+        return d_hidden, d_weight.to(weight_VD.dtype), None, None, None, None
+
+
+def _one_number(scale_T: Tensor) -> bool:
+    """Return whether all tokens have the same gradient: that of a sum is one number, repeated without a copy."""
+    return len(scale_T) > 0 and (len(scale_T) == 1 or scale_T.stride() == (0,))
+
+
+def _times(gradient: Tensor | None, factor: Tensor) -> Tensor:
+    """Multiply in place; on the CPU, where looking costs nothing, only if that changes something."""
+    assert gradient is not None
+    return gradient if factor.device.type == "cpu" and float(factor) == 1 else gradient.mul_(factor)
+
+
+def _sweep(problem: Problem, scale_T: Tensor | None, gradients: bool) -> Sweep:
+    """Return the nats and, with `gradients`, those of their sum weighted by `scale_T` (None: all by 1)."""
+    hidden, weight, targets = problem.hidden_TD, problem.weight_VD.to(problem.hidden_TD.dtype), problem.targets_T
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    nats_T = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    rows_T = _rows(targets, problem.exchange.first_row, len(weight))
+    counted_T = (targets != NO_TARGET).to(wide)
+    d_hidden = torch.empty_like(hidden) if gradients else None
+    d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if gradients else None
+    for part in _chunks(hidden, weight):
+        e_CV = (hidden[part] @ weight.T).to(wide)
+        largest_C1 = problem.exchange.largest(e_CV.amax(-1, keepdim=True))
+        e_CV.sub_(largest_C1)
+        index_C1, absent_C = rows_T[part].clamp(min=0).unsqueeze(1), rows_T[part] < 0
+        found_C = problem.exchange.total(e_CV.gather(1, index_C1).squeeze(1).masked_fill(absent_C, 0))
+        sums_C = problem.exchange.total(e_CV.exp_().sum(-1))
+        nats_T[part] = (sums_C.log() - found_C) * counted_T[part]
+        if d_hidden is None or d_weight is None:
+            continue
+        z_C = 1 + 2 * problem.z_loss * (sums_C.log() + largest_C1.squeeze(1))
+        target_C1 = (sums_C / z_C).masked_fill(absent_C, 0).unsqueeze(1)
+        e_CV.scatter_add_(1, index_C1, -target_C1)  # e x z / sum is now the gradient of the logits
+        factor_C1 = (z_C / sums_C * counted_T[part] * (1 if scale_T is None else scale_T[part])).unsqueeze(1)
+        d_CV = e_CV.to(weight.dtype)
+        d_hidden[part] = (d_CV @ weight).mul_(factor_C1)
+        _add_product(d_weight, d_CV.T, (hidden[part] * factor_C1).to(hidden.dtype))
+    return Sweep(nats_T, d_hidden, d_weight)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total.add_(left @ right)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    elements = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
-    size = max(1, elements // len(weight))
+    rows = max(1, len(weight))
+    size = max(CPU_CHUNK // rows, CPU_TOKENS) if hidden.device.type == "cpu" else max(1, DEVICE_CHUNK // rows)
     return [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
 
 
@@ -97,9 +158,3 @@ def _rows(targets_T: Tensor, first_row: Callable[[int], int], rows: int) -> Tens
     """Return each target's row in this process's part of the weight, or -1 if it is absent or elsewhere."""
     rows_T = targets_T - first_row(rows)
     return rows_T.masked_fill((rows_T < 0) | (rows_T >= rows), -1)
-
-
-def _log_sum_exp(logits_CV: Tensor, wide: torch.dtype, exchange: Exchange) -> Tensor:
-    largest_C1 = exchange.largest(logits_CV.amax(-1, keepdim=True).to(wide))
-    sums_C = (logits_CV.to(wide) - largest_C1).exp_().sum(-1)
-    return exchange.total(sums_C).log_() + largest_C1.squeeze(1)

@@ -13,6 +13,7 @@ Shapes: B batch, S sequence, N heads, E features of a head.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,31 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device
 
 def rotate(x_BSNE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Return queries or keys turned by the angles in `table`, computed in the table's precision."""
-    cosine, sine = table
+    apply: Any = _Rotated.apply  # torch leaves it untyped
+    turned: Tensor = apply(x_BSNE, *table)
+    return turned
+
+
+class _Rotated(torch.autograd.Function):
+    """The backward pass of a rotation is the rotation back: no products are kept, and nothing is joined by a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSNE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x_BSNE, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(gradients[0], cosine, -sine), None, None
+
+
+def _turn(x_BSNE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x_BSNE.chunk(2, dim=-1)
-    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    return turned.to(x_BSNE.dtype)
+    if x_BSNE.dtype != cosine.dtype or torch.compiler.is_compiling():
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x_BSNE.dtype)
+    turned = torch.empty_like(x_BSNE)
+    one, other = turned.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=one).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=other).addcmul_(first, sine)
+    return turned

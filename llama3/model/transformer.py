@@ -97,8 +97,9 @@ class Transformer(nn.Module):
         """Return logits [B, S, V] or, with targets, nats per token [B, S] (fp32, 0 where the target is -100).
 
         `x` is token ids [B, S], or what the part before returned. `documents_BS` numbers the document of each token of
-        the whole sequences; tokens of one number read each other. None says that each sequence is one document, which
-        takes a faster attention kernel. A part that is not the last returns its residual stream.
+        the whole sequences, best on the CPU (see `documents`); tokens of one number read each other. None says that
+        each sequence is one document, which takes a faster attention kernel. A part that is not the last returns its
+        residual stream.
         """
         queries, keys = self.exchange.positions(
             self.exchange.sequence(x.shape[1], whole=self.embedding is not None), x.device
@@ -107,10 +108,14 @@ class Transformer(nn.Module):
         spec = self.spec
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         table = rotation(queries, spec.dim // spec.heads, spec.rope_theta, spec.rope_scaling, wide)
-        seen = visible(documents_BS, queries, keys)
+        seen = visible(documents_BS, queries, keys, x_BSD.dtype, self._compiled)
         for block in self.layers.values():
             x_BSD = self._run(block, x_BSD, table, seen)
         return x_BSD if self.norm is None else self._finish(x_BSD, targets_BS)
+
+    @property
+    def _compiled(self) -> bool:
+        return any(block._compiled_call_impl is not None for block in self.layers.values())
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -129,9 +134,9 @@ class Transformer(nn.Module):
             out_BSD: Tensor = block(*arguments)
             return out_BSD
         keep = partial(_saving_products) if self.recompute == "selective" else None
-        more = {"context_fn": keep} if keep else {}
-        out_BSD = checkpoint(block, *arguments, use_reentrant=False, **more)
-        return out_BSD
+        more: dict[str, Any] = {"context_fn": keep} if keep else {}
+        again: Tensor = checkpoint(block, *arguments, use_reentrant=False, **more)
+        return again
 
     def _finish(self, x_BSD: Tensor, targets_BS: Tensor | None) -> Tensor:
         assert self.norm is not None
@@ -152,13 +157,16 @@ def _saving_products() -> Any:
     kept = {
         aten.mm.default,
         aten.addmm.default,
+        aten._scaled_mm.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._flash_attention_forward.default,  # the packed documents'
     }
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts: Any = create_selective_checkpoint_contexts  # torch leaves it untyped
+    return contexts(policy)

@@ -43,16 +43,35 @@ def empty_parts(
         if layout.tp > 1:
             cut(model, world.tensor_mesh)
         if layout.compile:
-            for block in model.layers.values():
-                block.compile()
+            compile_blocks(model, world)
         if world.mesh is not None:
             shard(model, world, compute, exact)
         parts[stage] = model
     return parts
 
 
+def compile_blocks(model: Transformer, world: World) -> None:
+    """Compile each block by itself: equal blocks share the work, and a sequence ramp compiles again."""
+    if world.layout.async_tp:  # not run: no GPU was at hand
+        from torch._inductor import config
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        if world.device.type != "cuda":
+            raise ValueError("cluster.layout.async_tp: needs GPUs; leave it out on processors")
+        config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(world.axis("tp").group.group_name)
+    for block in model.layers.values():
+        block.compile()
+
+
 def build_parts(
-    spec: Model, rows: int, seed: int, world: World, master: torch.dtype, compute: torch.dtype | None, exact: bool = False
+    spec: Model,
+    rows: int,
+    seed: int,
+    world: World,
+    master: torch.dtype,
+    compute: torch.dtype | None,
+    exact: bool = False,
 ) -> dict[int, Transformer]:
     """Return this process's pipeline stages with the initial weights of `seed`."""
     parts = empty_parts(spec, rows, world, master, compute, exact)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llama3.parallel.schedule import check_split
 from llama3.recipe.schema import Model
 
 FIELD = "cluster.layout"
@@ -68,6 +69,8 @@ class Layout(BaseModel):
 
     def check(self, spec: Model, rows: int, world: int) -> None:
         """Raise ValueError, one line per fault, if a model of shape `spec` cannot be cut this way."""
+        if self.schedule == "zero-bubble":
+            check_split(self.zero, self.recompute, self.compile)
         faults = [*self._tensor_faults(spec, rows), *self._pipeline_faults(spec), *self._data_faults(world)]
         if faults:
             raise ValueError("\n".join(f"{FIELD}.{fault}" for fault in faults))
@@ -84,7 +87,10 @@ class Layout(BaseModel):
     def _tensor_faults(self, spec: Model, rows: int) -> list[str]:
         counts = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn": spec.ffn, "embedding rows": rows}
         odd = [f"{name} {count}" for name, count in counts.items() if count % self.tp]
-        return [f"tp: {self.tp} does not divide {', '.join(odd)}; choose a common divisor"] if odd else []
+        faults = [f"tp: {self.tp} does not divide {', '.join(odd)}; choose a common divisor"] if odd else []
+        if self.async_tp and not (self.compile and self.tp > 1):
+            faults.append(f"async_tp: needs compile: true and tp above 1, which is {self.tp}; leave it out")
+        return faults
 
     def _pipeline_faults(self, spec: Model) -> list[str]:
         faults = []

@@ -1,11 +1,13 @@
 """Memory of every process by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
 
 A layout is chosen by what fits, and trying it costs a cluster. The terms below follow what the engine's parts keep
-between forward and backward; tests count the storages that are alive under fake tensors: what a forward pass keeps,
-gathered weights and gradients agree to the byte on CPU, the peak of a step within a fifth. On GPUs the fused norm keeps
-its bf16 input (2 bytes a value) where the CPU's keeps two fp32 tensors (8), and no kernel needs a dense mask; that part
-was read, not measured. Left out: the allocator's fragments, buffers of collectives, the CUDA context. Leave a tenth. What dominates at paper scale is not the weights: with tensor parallelism, each layer keeps the gathered inputs of its
-two halves whole, 4 T D bytes, beside 8 T F / tp of the feed-forward block.
+between forward and backward. Tests count the storages that are alive under fake CPU tensors: what a forward pass keeps,
+gathered weights and gradients agree to the byte, the peak of a step within a fifth. Left out: what attention keeps more
+on CPUs (fp32 copies without AMX, a copy of the result with several documents), the allocator's fragments, buffers of
+collectives, the CUDA context. Leave a tenth.
+
+What dominates at paper scale is not the weights: with tensor parallelism each layer keeps the gathered inputs of its
+two halves whole, 4 T D bytes, beside 8 T F / tp of the feed-forward block, for every micro-batch in flight.
 
 Shapes: T tokens of a micro-batch after the gather of tensor parallelism, t = T / tp of them between, D model, F hidden
 of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes of the compute type, w of fp32 or wider.
@@ -23,9 +25,9 @@ from llama3.recipe.schema import Model
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
-CHUNK = {"cpu": 2**21, "cuda": 2**27}
-KEPT = 2**24
-"""As in `llama3.model.loss`: logits worked on at a time, logits of a call that are kept."""
+CHUNK = {"cpu": 2**21, "cuda": 2**29}
+CHUNK_TOKENS = {"cpu": 256, "cuda": 1}
+"""As in `llama3.model.loss`: logits that are worked on at a time, and the fewest tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,6 @@ class Load:
     exact: bool = False
     """Whether gradients are summed in fp64."""
     device: Literal["cpu", "cuda"] = "cuda"
-    documents: bool = True
-    """Whether sequences hold several documents."""
 
     @property
     def narrow(self) -> int:
@@ -88,7 +88,7 @@ class RankMemory:
     recomputed: int
     """Activations of one layer that the backward pass makes again."""
     loss: int
-    """Logits of a chunk and the gradient of the output matrix."""
+    """Of a chunk of tokens: logits, their gradient, and the product that makes the gradient of the output matrix."""
     in_flight: int
     """Most micro-batches times stages at once."""
 
@@ -162,11 +162,9 @@ def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: 
     if not part.last:
         total += tokens // layout.tp * spec.dim * c  # what it returned stays until its gradient comes
     if part.last:
-        total += _norm(spec, layout, load) + tokens * spec.dim * c  # what it reads, and returns, gathered
-        total += tokens * (8 + 2 * w)  # row of the target, sum under the softmax, loss
-        total += (rows // layout.tp + 1) * spec.dim * c if c != load.master else 0  # weights cast
-        kept = tokens * rows // layout.tp
-        total += kept * c if kept <= KEPT else 0
+        total += _norm(spec, layout, load) + (spec.dim * c if c != load.master else 0)  # with its weight cast
+        total += 2 * tokens * spec.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
+        total += rows // layout.tp * spec.dim * w  # the loss makes gradients with the logits, in the forward pass
     return total
 
 
@@ -200,16 +198,15 @@ def _tokens(layout: Layout, load: Load) -> int:
 
 
 def _norm(spec: Model, layout: Layout, load: Load) -> int:
-    """Return what a norm keeps: its input and a statistic; on CPU in fp32, and the normed values before the weight."""
-    each = 2 * load.wide if load.device == "cpu" else load.narrow
-    return _tokens(layout, load) // layout.tp * (spec.dim * each + load.wide)
+    """Return what a norm keeps: its input, and a statistic of each token."""
+    return _tokens(layout, load) // layout.tp * (spec.dim * load.narrow + load.wide)
 
 
 def _mask(layout: Layout, load: Load) -> int:
-    """Return the dense mask of a layer; GPUs have kernels that read where documents end."""
-    if load.device != "cpu" or (layout.cp == 1 and not load.documents):
+    """Return the dense mask of a layer: CPUs need it for keys that context parallelism has put in another order."""
+    if load.device != "cpu" or layout.cp == 1:
         return 0
-    return (load.micro_batch if load.documents else 1) * load.seq // layout.cp * load.seq * load.narrow
+    return load.micro_batch * load.seq // layout.cp * load.seq * load.narrow
 
 
 def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> list[int]:
@@ -233,6 +230,8 @@ def _casts(weights: list[Weight], load: Load) -> int:
 
 
 def _loss(spec: Model, rows: int, layout: Layout, load: Load) -> int:
-    mine = rows // layout.tp
-    chunk = min(CHUNK[load.device], _tokens(layout, load) * mine)
-    return chunk * (2 * load.narrow + load.wide) + mine * spec.dim * (load.wide + load.narrow)
+    """Return a chunk's logits in both types and their gradient, and the product that is added to the weights'."""
+    mine, c, w = rows // layout.tp, load.narrow, load.wide
+    chunk = min(max(CHUNK[load.device] // mine, CHUNK_TOKENS[load.device]), _tokens(layout, load))
+    cast = 2 * mine * spec.dim * c if c != w else 0
+    return chunk * mine * (2 * c + w) + cast

@@ -4,8 +4,8 @@ A schedule says in which order each rank runs its stages on its micro-batches; s
 (section 3.3.2) runs N micro-batches in a row through one stage before the next stage of the rank, with N free. Larger
 N hides transfers and holds more: with P = V = 4, M = 32 and transfers of 0.3 forwards, N = 8 waits 2.8 % and holds 31
 activations, N = 4 waits 4.7 % and holds 19. N below both P and M works too, but ranks wait for their own round to come
-back: 31 % for N = 3. With N >= P and free transfers the bubble is (P - 1) / (V M) for every M, because M is dealt evenly
-over floor(M / N) rounds; a short last round costs up to 4.5 times that, and some of those never end (P <= 5, V <= 4).
+back: 31 % for N = 3. With N >= P and free transfers the bubble is (P - 1) / (V M) for every M, because M is dealt
+evenly over floor(M / N) rounds; a short last round costs up to 4.5 times that, and some never end (P <= 5, V <= 4).
 
 Zero-bubble (arXiv 2401.10241, ZB-H1) cuts a backward action into the gradient of the input, for which the rank before
 waits, and that of the weights, which fills waits: a third of the bubble if M >= P, and every rank holds as much as the

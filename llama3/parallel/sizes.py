@@ -91,7 +91,7 @@ def layer_weights(spec: Model) -> list[Weight]:
 def stages(spec: Model, layout: Layout, pipeline_rank: int) -> list[Stage]:
     """Return the stages that a pipeline rank holds: every pp-th one, from its own number."""
     last = layout.stages - 1
-    ranges = [range(spec.layers)] if last == 0 else split_layers(spec.layers, layout.stages)
+    ranges = split_layers(spec.layers, layout.stages)
     return [Stage(n, ranges[n], n == 0, n == last) for n in range(pipeline_rank, layout.stages, layout.pp)]
 
 

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.parallel.mesh import World, make_meshes
 from llama3.parallel.sizes import layer_weights, shards, stages
+from llama3.parallel.traffic import Collective, RankTrace, StageTrace, transfers
 from llama3.recipe.schema import Model
 
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -42,67 +42,6 @@ KINDS = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
 }
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A kind of message that a process takes part in, and how often."""
-
-    kind: str
-    """all-gather, reduce-scatter, all-reduce; send (which as many receives answer) between pipeline stages."""
-    axis: str
-    """tp, cp, fsdp (dp and cp together), replica or pp."""
-    phase: str
-    """forward or backward."""
-    when: str
-    """each micro-batch, or once a step: at its first or its last micro-batch."""
-    place: str
-    """layer: in the stage's layers, equally often in each; ends: embedding, last norm, output and loss."""
-    bytes: int
-    """Of the whole tensor: what a gather returns, a reduction takes in. A ring moves (n - 1) / n of it per process."""
-    dtype: str
-    group_size: int
-    count: float
-    """In the stage, for one `when`; whole but for `StageTrace.per_layer`."""
-
-
-@dataclass(frozen=True)
-class StageTrace:
-    """One pipeline stage of a rank."""
-
-    stage: int
-    layers: int
-    collectives: list[Collective]
-
-    def per_layer(self) -> list[Collective]:
-        """Return the collectives of one layer: equally many in each, but for weights that FSDP gathers in vain.
-
-        In the last backward pass of a stage without ends, it gathers the last layer for the micro-batch before (torch
-        2.13): 1 / layers in this list.
-        """
-        mine = [found for found in self.collectives if found.place == "layer"]
-        return [replace(found, count=found.count / self.layers) for found in mine]
-
-
-@dataclass(frozen=True)
-class RankTrace:
-    """All that a rank sends in a step; `as_json` is for the planner."""
-
-    rank: int
-    world: int
-    stages: list[StageTrace]
-
-    def as_json(self) -> str:
-        """Return the trace as JSON."""
-        return json.dumps(asdict(self))
-
-    def step_bytes(self, micro_batches: int) -> dict[str, int]:
-        """Return bytes of whole tensors per axis in a step of so many micro-batches."""
-        total: Counter[str] = Counter()
-        for stage in self.stages:
-            for found in stage.collectives:
-                total[found.axis] += found.bytes * int(found.count) * (micro_batches if found.when == "each" else 1)
-        return dict(total)
 
 
 @contextmanager
@@ -142,16 +81,17 @@ def trace(spec: Model, rows: int, layout: Layout, world: int, rank: int, load: L
     return RankTrace(rank, world, found)
 
 
-def _axes(place: World) -> dict[str, str]:
-    """Return the axis of every process group by its name."""
-    groups = {name: place.mesh[name].get_group() for name in ("tp", "cp")}
-    shards = place.shards if place.layout.replicas == 1 else place.shards["fsdp"]
-    groups["fsdp"] = shards.get_group()
-    groups["replica"] = place.mesh["replica"].get_group()
-    return {group.group_name: name for name, group in groups.items() if group.size() > 1}
+Axes = dict[str, tuple[str, int]]
+"""Axis and size of every process group of more than one process, by the group's name."""
 
 
-def _stage(part: Transformer, number: int, place: World, load: Load, axes: dict[str, str]) -> StageTrace:
+def _axes(place: World) -> Axes:
+    groups = {name: place.mesh[name].get_group() for name in ("tp", "cp", "replica")}
+    groups["fsdp"] = (place.shards if place.layout.replicas == 1 else place.shards["fsdp"]).get_group()
+    return {group.group_name: (name, group.size()) for name, group in groups.items() if group.size() > 1}
+
+
+def _stage(part: Transformer, number: int, place: World, load: Load, axes: Axes) -> StageTrace:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     moments = ("first", "each", "last")
@@ -165,10 +105,10 @@ def _stage(part: Transformer, number: int, place: World, load: Load, axes: dict[
         for when in moments
         for key, count in rest[when].items()
     ]
-    return StageTrace(number, len(part.layers), [*found, *_transfers(part, number, place.layout, load)])
+    return StageTrace(number, len(part.layers), [*found, *transfers(number, part.spec, place.layout, load)])
 
 
-def _micro_batch(part: Transformer, place: World, load: Load, axes: dict[str, str], last: bool) -> Counter[_Key]:
+def _micro_batch(part: Transformer, place: World, load: Load, axes: Axes, last: bool) -> Counter[_Key]:
     """Run one micro-batch forward and backward and return what was sent."""
     layout, tokens = place.layout, load.seq // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
@@ -181,18 +121,9 @@ def _micro_batch(part: Transformer, place: World, load: Load, axes: dict[str, st
     with _Log(part, axes, (share * shards(layout, place.size), share)) as log:
         out = part(x, None, None if part.norm is None else here_BS)
         log.phase = "backward"
-        torch.autograd.backward(out, torch.empty_like(out))
-    return log.counts
-
-
-def _transfers(part: Transformer, number: int, layout: Layout, load: Load) -> list[Collective]:
-    """Return what a stage sends to its neighbours for each micro-batch: [B, S, D] of this process's tokens."""
-    if layout.pp == 1:
-        return []
-    dtype = TYPES[load.compute]
-    size = load.micro_batch * load.seq // (layout.cp * layout.tp) * part.spec.dim * dtype.itemsize
-    ways = [("forward", number < layout.stages - 1), ("backward", number > 0)]
-    return [Collective("send", "pp", phase, "each", "ends", size, _name(dtype), 2, 1) for phase, there in ways if there]
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        counts: Counter[_Key] = log.counts
+    return counts
 
 
 class _Key(NamedTuple):
@@ -205,12 +136,12 @@ class _Key(NamedTuple):
     group_size: int
 
 
-class _Log(TorchDispatchMode):
+class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives of a part. Hooks say in which layer: gradients leave a layer where its input came in."""
 
-    def __init__(self, part: Transformer, axes: dict[str, str], layer_sizes: tuple[int, int]) -> None:
+    def __init__(self, part: Transformer, axes: Axes, layer_sizes: tuple[int, int]) -> None:
         """`layer_sizes`: elements of a layer that FSDP gathers, and of a process's share of them."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layer_sizes = layer_sizes
         self.axes, self.phase, self.place = axes, "forward", "ends"
         self.counts: Counter[_Key] = Counter()
@@ -224,7 +155,7 @@ class _Log(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         for hook in self.hooks:
             hook.remove()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, *_: Any) -> None:
         self.place = "layer"
@@ -237,12 +168,14 @@ class _Log(TorchDispatchMode):
     def _leave(self, _: Any, __: Any, out: Tensor) -> None:
         if self.phase == "forward":
             self.place = "ends"
-            out.register_hook(lambda _: self._at("layer"))
+            out.register_hook(lambda _: self._at("layer"))  # type: ignore[no-untyped-call]
 
     def _at(self, place: str) -> None:
         self.place = place
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # the loss asks by what to multiply its gradients; there is no data to look at
         result = operator(*arguments, **(more or {}))
         if operator.namespace in ("c10d", "_c10d_functional"):
             self._count(operator._schema.name.split("::")[1], arguments, result)
@@ -251,22 +184,22 @@ class _Log(TorchDispatchMode):
     def _count(self, name: str, arguments: Any, result: Any) -> None:
         if name == "wait_tensor":
             return
-        group = _group(arguments)
+        name_of_group = _group(arguments)
+        if name_of_group not in self.axes:  # a group of one process sends nothing
+            return
+        (axis, members), place = self.axes[name_of_group], self.place
         whole = _whole(name, arguments, result)
-        size = whole.numel() * whole.dtype.itemsize
-        axis, place = self.axes.get(group.group_name), self.place
         if axis in ("fsdp", "replica"):  # FSDP asks for the next layer's weights before that layer begins
             place = "layer" if whole.numel() in self.layer_sizes else "ends"
-        if axis:  # a group of one process sends nothing
-            self.counts[_Key(KINDS[name], axis, self.phase, place, size, _name(whole.dtype), group.size())] += 1
+        size = whole.numel() * whole.dtype.itemsize
+        self.counts[_Key(KINDS[name], axis, self.phase, place, size, _name(whole.dtype), members)] += 1
 
 
-def _group(arguments: Any) -> Any:
-    """Return the process group of an operator: c10d's take it boxed, the functional ones by name, last of all."""
-    for value in arguments:
-        if isinstance(value, torch.ScriptObject):
-            return ProcessGroup.unbox(value)
-    return torch.distributed.distributed_c10d._resolve_process_group(arguments[-1])
+def _group(arguments: Any) -> str:
+    """Return the name of an operator's process group: c10d's take it boxed, the functional ones its name, last."""
+    boxed = [value for value in arguments if isinstance(value, torch.ScriptObject)]
+    name: str = ProcessGroup.unbox(boxed[0]).group_name if boxed else arguments[-1]
+    return name
 
 
 def _whole(name: str, arguments: Any, result: Any) -> Tensor:

@@ -110,11 +110,11 @@ class Spikes(Section):
     sigma: float = Field(default=6, gt=0)
     """Standard deviations above the mean that make a spike."""
     window: int = Field(default=128, ge=8)
-    """Steps of history for mean and deviation; until so many are trained, nothing is a spike."""
+    """Good steps of history for mean and deviation; until a stage has so many, nothing in it is a spike."""
     around: int = Field(default=32, ge=0)
     """`rollback` only: batches left out before the spike and as many after it, besides the spike's own."""
     most: int = Field(default=8, ge=1)
-    """Spikes in one stage after which the run stops, whatever the policy."""
+    """Bad steps, spikes or not finite, in one stage at which the run stops, whatever the policy."""
 
     @field_validator("policy", mode="before")
     @classmethod

@@ -169,7 +169,7 @@ class Checkpoints:
         if changed:
             self._planner.forget()
         on_device = self.snapshot.wait()
-        self._planner.parts = self.snapshot.parts
+        self._planner.shapes, self._planner.parts = self.snapshot.shapes, self.snapshot.parts
         building = self.shelf.building(manifest.position, self._saves)
         writer = Writer(
             building,
@@ -181,7 +181,7 @@ class Checkpoints:
         )
         committed = False
         try:
-            write(self.snapshot.shapes, self._planner, writer, self.world, self.group)
+            write(self._planner, writer, self.world, self.group)
             committed = True
         finally:
             self.shelf.settle(building, committed, self.world.leads)

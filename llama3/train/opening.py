@@ -55,9 +55,7 @@ def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     stream = TokenStream(job.tokens, recipe)
     precision = Precision.of(recipe, world.device)
     state = TrainState(recipe, rows, precision, world, span.start, exact=job.deterministic)
-    checkpoints = Checkpoints(
-        job.work / "checkpoints", recipe.checkpoint.keep, world, uri=job.checkpoints, say=log
-    )
+    checkpoints = Checkpoints(job.work / "checkpoints", recipe.checkpoint.keep, world, uri=job.checkpoints, say=log)
     found = checkpoints.resume(state)
     for reason in found.skipped if world.leads else ():
         log(f"checkpoint passed over: {reason}")
@@ -91,7 +89,7 @@ def _span(recipe: Recipe, stage: str) -> StageSpan:
     try:
         return schedule.span(stage)
     except KeyError:
-        known = ", ".join(span.name for span in schedule.spans)
+        known = ", ".join(span.name for span in schedule.trained)
         raise ValueError(f"stage: {stage!r} is not in the recipe; its stages are {known}") from None
 
 
@@ -117,4 +115,6 @@ def _check_weights(folder: Path, recipe: Recipe, rows: int) -> None:
     mine = (recipe.model.model_dump(mode="json", exclude=labels), rows)
     theirs = (model.spec.model_dump(mode="json", exclude=labels), model.rows)
     if mine != theirs:
-        raise ValueError(f"start: {folder} holds a model of shape {theirs}, the recipe asks {mine}; change model: to it")
+        raise ValueError(
+            f"start: {folder} holds a model of shape {theirs}, the recipe asks {mine}; change model: to it"
+        )

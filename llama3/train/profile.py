@@ -3,10 +3,10 @@
 `profile` in the job file asks for the first three; nothing of them costs anything otherwise. A trace (torch.profiler,
 Chrome format, for ui.perfetto.dev) shows every operator on host and device with the trainer's own parts named; steps
 that are traced are slower. Memory history says what allocated each block (pytorch.org/memory_viz). The flight recorder
-is NCCL's ring of the last collectives, which a rank that times out leaves behind. Stacks of all threads are written to
-the process's log whenever it gets SIGUSR1, and by itself shortly before a step has taken as long as the time-out: where
-a rank hangs is then known, though it can say nothing any more. What this gives up: gloo has no flight recorder, and a
-hang inside C code shows only the Python line that called it.
+is torch's ring of the last collectives; a process that fails leaves it behind, and NCCL's one that times out does so by
+itself. Stacks of all threads are written to the process's log whenever it gets SIGUSR1, and without asking shortly
+before a step has taken as long as the time-out: where a rank hangs is then known, though it can say nothing any more.
+What this gives up: a hang inside C code shows only the Python line that called it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from storage.filesystem import write_atomic
+
+if TYPE_CHECKING:  # a job file is checked before torch is imported
+    import torch
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
@@ -43,7 +48,7 @@ class Profile(BaseModel):
     stacks: bool = False
     """Note the Python line of every operator in the trace (slow)."""
     flight: int = Field(default=0, ge=0)
-    """Collectives that NCCL's flight recorder remembers on every process; 0: off, 2,000 is usual."""
+    """Collectives that the flight recorder remembers on every process; 0: off, 2,000 is usual."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -74,6 +79,18 @@ def prepare(profile: Profile | None, work: Path) -> None:
         (work / FOLDER).mkdir(parents=True, exist_ok=True)
         os.environ.update(settings)
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
+
+
+def dump_flight(profile: Profile | None, work: Path, rank: int) -> Path | None:
+    """Write down the last collectives of this process, which is about to fail; return the file if there is one."""
+    if profile is None or not profile.flight:
+        return None
+    from torch._C import _distributed_c10d as native
+
+    dump: Callable[[], bytes] = getattr(native, "_dump_fr_trace_json")  # noqa: B009 (no stub has it)
+    path = work / FOLDER / f"flight-rank-{rank:05}.json"
+    write_atomic(path, dump())
+    return path
 
 
 def expect_step(timeout_s: float) -> None:
@@ -117,6 +134,8 @@ class Profiler:
         """End a trace that is under way, and write it down; return a line for the log, if there was one."""
         if self._trace is None or self.profile is None or self.profile.steps is None:
             return None
+        import torch
+
         self._name(None)
         self._trace.stop()
         name = f"rank-{self.rank:05}-step-{self.profile.steps[0]:06}"
@@ -128,6 +147,8 @@ class Profiler:
         return f"profile: {self.folder / name}.json.gz (ui.perfetto.dev)"
 
     def _begin(self, profile: Profile) -> None:
+        import torch
+
         self.folder.mkdir(parents=True, exist_ok=True)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
@@ -149,4 +170,6 @@ class Profiler:
 
 def part(name: str) -> torch.profiler.record_function:
     """Return a context manager that names a part of the step in a trace; 7 microseconds when nothing is traced."""
+    import torch
+
     return torch.profiler.record_function(f"herd: {name}")

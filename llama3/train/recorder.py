@@ -53,6 +53,8 @@ class Recorder:
             self._add_rewind(skip)
         self.attempts = Attempts(work / "attempts.jsonl", world.size)
         self.logged = time.monotonic()
+        self.begun = False
+        """Whether the journal knows when this attempt's first step ended."""
         self._go_on_from(position)
         log(self.meter.described())
 
@@ -109,8 +111,9 @@ class Recorder:
 
     def _announcement(self) -> dict[str, float]:
         """Return what the first new record of an attempt, or after a rollback, says besides."""
-        first = self.meter.first_step_s
-        told = {} if first is None else {metrics.FIRST_STEP_S: first}
+        told: dict[str, float] = {}
+        if not self.begun and self.meter.first_step_s is not None:
+            self.begun, told[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
         return told | self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
 
     def _plan(self, step: Step) -> dict[str, float]:

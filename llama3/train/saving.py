@@ -81,8 +81,10 @@ def save_state(folder: Path, state: Savable, stage: str, world: World, threads: 
     from llama3.train.writer import Planner, Writer
 
     manifest = describe(state, stage, world, attempt)
-    planner, tensors = Planner(), state.tensors()
-    planner.parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    planner = Planner()
+    planner.shapes = state.tensors()
+    with torch.no_grad():
+        planner.parts = {name: local(tensor) for name, tensor in planner.shapes.items()}
     writer = Writer(
         folder,
         world.rank,
@@ -90,16 +92,16 @@ def save_state(folder: Path, state: Savable, stage: str, world: World, threads: 
         start=lambda: folder.mkdir(parents=True),
         commit=lambda files: manifest.model_copy(update={"files": files}).write(folder),
     )
-    write(tensors, planner, writer, world)
+    write(planner, writer, world)
 
 
-def write(tensors: dict[str, Tensor], planner: Any, writer: Any, world: World, group: Any = None) -> None:
-    """Let torch plan and write `tensors`. Raises RuntimeError, on every process, and forgets the plan then."""
+def write(planner: Any, writer: Any, world: World, group: Any = None) -> None:
+    """Let torch plan and write. Raises RuntimeError, on every process, and forgets the plan then."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
         with plain_errors(f"{writer.folder}: cannot be written"):
-            save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=world.size == 1)
+            save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=world.size == 1)
     except BaseException:
         planner.forget()
         raise

@@ -89,7 +89,7 @@ def accumulate(model: Transformer, share: Share, micro_batch: int) -> Tensor:
 
 
 def tally(nats_BS: Tensor | None, share: Share, world: World) -> Tensor:
-    """Return fp64 [D, 2]: nats and targets of each domain in this process's share, if it is the one that counts them."""
+    """Return fp64 [D, 2]: nats and targets of each domain in this process's share, zero if another counts them."""
     tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
     if nats_BS is not None and world.first_of_copy:
         rows = torch.stack([nats_BS.double().flatten(), (share.targets_BS != NO_TARGET).double().flatten()], 1)

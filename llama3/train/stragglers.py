@@ -4,7 +4,7 @@ Synchronous training makes every rank's step equally long, so a step's time says
 rank measures the forward passes of its layers, from after the weights are gathered to the layer's output, and what it
 waited for data; waiting for gradients, weights and pipeline neighbours lies outside. Layers have CUDA events around
 them on a GPU (no synchronisation, 2 microseconds each) and clock readings on a CPU. Every `EVERY` steps one step is
-measured; the figures travel with the step's one sum over processes, a window later, when they are surely there. A rank
+measured; the figures are summed over processes a window later (8 bytes a rank), when they are surely there. A rank
 that is over 10 % slower than the median of its peers (the ranks of the same pipeline position: the others have other
 layers) for 3 windows in a row is named with its host.
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from llama3.parallel.mesh import World
 from llama3.train import metrics
+from llama3.train.later import Later
 
 EVERY = 50
 """Steps from one measured step to the next."""
@@ -96,21 +97,15 @@ class Stragglers:
     """One process's part in the comparison; every process must make the same calls for the same steps."""
 
     def __init__(
-        self,
-        watch: Stopwatch,
-        rank: int,
-        device: torch.device,
-        peers: Sequence[int],
-        hosts: Sequence[str],
-        every: int = EVERY,
+        self, watch: Stopwatch, world: World, peers: Sequence[int], hosts: Sequence[str], every: int = EVERY
     ) -> None:
         """`peers` and `hosts` tell, by rank, the group of ranks with equal work, and the host."""
-        self.watch, self.rank, self.device, self.peers, self.hosts = watch, rank, device, peers, hosts
-        self.every = every
+        self.watch, self.world, self.peers, self.hosts, self.every = watch, world, peers, hosts, every
         self.windows = [0] * len(peers)
         """Windows in a row for which each rank has been slow."""
         self._measured = False
         self._waited = 0.0
+        self._coming: Later | None = None
 
     @classmethod
     def among(cls, parts: Iterable[nn.Module], world: World, every: int = EVERY) -> Stragglers | None:
@@ -123,22 +118,29 @@ class Stragglers:
         layers: list[nn.Module] = [layer for part in parts for layer in cast(Any, part).layers.values()]
         known = world.gathered((world.axis("pp").rank, socket.gethostname()))
         peers, hosts = zip(*known, strict=True)
-        return cls(Stopwatch(layers, world.device), world.rank, world.device, peers, hosts, every)
+        return cls(Stopwatch(layers, world.device), world, peers, hosts, every)
 
-    def begin(self, number: int, data_wait: float) -> Tensor | None:
-        """Note that step `number` (of the run) begins after `data_wait` seconds of waiting for its data.
+    def begin(self, number: int, data_wait: float) -> None:
+        """Call before step `number` (of the run), which had to wait `data_wait` seconds for its data, is handed over.
 
-        Returns what goes into the step's sum over processes, fp64 [ranks], if it is its turn; read it with `read`.
+        Every `every` steps this sends the figures of the window before and measures the step.
         """
         turn = number % self.every == 0
-        shared = self._shared() if turn else None
-        self.watch.armed = turn
         if turn:
+            own = self.watch.seconds() + self._waited if self._measured else 0.0
+            self._coming = Later(self.world.sum(self._row(own)))
             self._measured, self._waited = True, data_wait
-        return shared
+        self.watch.armed = turn
 
-    def read(self, seconds: Sequence[float]) -> Window | None:
-        """Return what the summed figures of all ranks say; None for the first window, which has none yet."""
+    def window(self) -> Window | None:
+        """Return the figures that came since the call before, if any; call it when a step has been waited for."""
+        if self._coming is None:
+            return None
+        coming, self._coming = self._coming, None
+        return self.compare(coming.read())
+
+    def compare(self, seconds: Sequence[float]) -> Window | None:
+        """Return what the figures of all ranks say; None for the first window, which has none yet."""
         if not all(seconds):
             return None
         ratios = [own / self._median(rank, seconds) for rank, own in enumerate(seconds)]
@@ -147,12 +149,11 @@ class Stragglers:
         named = [self._line(rank, ratios[rank]) for rank, count in enumerate(self.windows) if _tells(count)]
         return Window(slowest, seconds[slowest], self._median(slowest, seconds), named)
 
-    def _shared(self) -> Tensor:
-        """Return the figure of the window before at this rank's place, zero at all others."""
+    def _row(self, own: float) -> Tensor:
+        """Return this rank's figure at its place, zero at all others: summed, it is everybody's."""
         row = torch.zeros(len(self.peers), dtype=torch.float64)
-        if self._measured:
-            row[self.rank] = self.watch.seconds() + self._waited
-        return row.to(self.device, non_blocking=True)
+        row[self.world.rank] = own
+        return row.to(self.world.device, non_blocking=True)
 
     def _median(self, rank: int, seconds: Sequence[float]) -> float:
         return statistics.median(

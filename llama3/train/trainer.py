@@ -2,8 +2,8 @@
 
 A stage that was killed at any moment and started again gives the same bits as one that was not, on the same number of
 processes: all state is in the checkpoint, and the data are a function of the position. The loop hands a step to the
-device and then looks at the step before it: journal, verdict, whether to save. A bad step (see `spikes`) has changed
-nothing by then, so going on, going back and stopping are all still possible.
+device and, on GPUs, looks at the step before it meanwhile: journal, verdict, whether to save. A bad step (see `spikes`)
+has changed nothing by then, so going on, going back and stopping are all still possible.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from llama3.parallel.mesh import World
 from llama3.recipe.schedule import Schedule
@@ -43,6 +45,11 @@ class RollBack(Exception):
         self.verdict = verdict
 
 
+def looks_later(device: torch.device) -> bool:
+    """Return whether a step is looked at while the next one runs; a CPU has done it when the call returns."""
+    return device.type != "cpu"
+
+
 @dataclass(frozen=True)
 class Ahead:
     """The step that the device works on, and how long its data were waited for."""
@@ -61,7 +68,12 @@ class Trainer:
         """
         self.job, self.recipe, self.world, self.stop = job, recipe, world, stop
         opened = open_stage(job, recipe, world)
-        self.span, self.stream, self.state, self.checkpoints = opened.span, opened.stream, opened.state, opened.checkpoints
+        self.span, self.stream, self.state, self.checkpoints = (
+            opened.span,
+            opened.stream,
+            opened.state,
+            opened.checkpoints,
+        )
         self.schedule = Schedule(recipe)
         self.skips = world.from_leader(Skips.read(job.work) if world.leads else Skips())
         self.average_at = set(average_positions(self.span))
@@ -118,13 +130,13 @@ class Trainer:
         return True
 
     def _take(self, step: Step, share: Share, waited_s: float) -> list[Outcome]:
-        """Hand a step to the device; return the outcome of the step before, if it was not known yet."""
+        """Hand a step to the device; return what became known, of this step or of the one before."""
         save = self.world.leads and self.due.late()
         pending = self.engine.take(step, share, self.schedule.lr_at(step.start), self.stop(), save)
         self._count(step)
         before = self._settle()
         self.ahead = Ahead(pending, waited_s)
-        return before
+        return before if looks_later(self.world.device) else self._settle()
 
     def _pass_over(self, step: Step) -> list[Outcome]:
         before = self._settle()

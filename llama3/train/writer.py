@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -58,12 +58,20 @@ class Planner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.shapes: dict[str, Tensor] = {}
+        """What is planned: torch takes 0.1 ms to look at each tensor that is handed to its `save`, so none is."""
         self.parts: dict[str, Tensor] = {}
+        """This process's part of each, in host memory or not."""
         self.settled: SavePlan | None = None
 
     def forget(self) -> None:
         """Plan anew at the next save."""
         self.settled = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(self.shapes, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([], usable=False) if self.settled else super().create_local_plan()

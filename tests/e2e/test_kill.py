@@ -29,15 +29,14 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> 
 
 
 def trainers(pid: int) -> list[psutil.Process]:
-    """Return the trainer processes below `pid`, launcher excluded."""
+    """Return the trainer processes below `pid`, without the agent that forked them."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            command = process.cmdline()
+            if process.name().startswith("herd-rank-"):
+                found.append(process)
         except psutil.Error:
             continue
-        if "llama3.train.main" in command and "torch.distributed.run" not in command:
-            found.append(process)
     return found
 
 
@@ -110,7 +109,10 @@ def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: New
     trainer.kill()
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 0, printed
-    assert "main: the trainer died" in printed
+    assert "main: the trainer died (status -9); starting it again" in printed
+    assert "main: rank 0 was killed by SIGKILL" in printed
+    logs = again.root / "runs" / "tiny-1" / "logs" / "main"
+    assert [path.name for path in sorted(logs.glob("attempt-*/rank-*"))] == ["rank-0.log", "rank-0.log"]
     assert bytes_made(again.root, "tiny-1") == undisturbed
 
 

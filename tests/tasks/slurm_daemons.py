@@ -14,7 +14,7 @@ from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = ("n1", "n2")
-UP_S = 40.0
+UP_S = 60.0
 CONFIG = """\
 ClusterName=herd
 SlurmctldHost={host}(127.0.0.1)
@@ -39,7 +39,7 @@ AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-ReturnToService=2
+ReturnToService=0
 KillWait=20
 PropagateResourceLimits=NONE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8

@@ -15,7 +15,7 @@ import yaml
 
 from llama3.train.launch import _parsed
 from tasks.cluster import Cluster
-from tasks.kubernetes import KubernetesLauncher, ended, job_name, manifest, ready_nodes
+from tasks.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
 
 JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -27,7 +27,8 @@ def rendered(kind: str, processes: int = 16, **settings: Any) -> dict[str, Any]:
     cluster = Cluster.model_validate({
         "processes": processes, "launcher": "kubernetes", "kubernetes": {"kind": kind, **settings}
     })  # fmt: skip
-    text = yaml.safe_dump(manifest(cluster, job_name("main-1a2b"), JOB, processes, LOGS), sort_keys=False)
+    text = manifest_text(cluster, job_name("main-1a2b"), JOB, processes, LOGS)
+    assert "&id" not in text  # references are YAML, but hard to read
     read: dict[str, Any] = yaml.safe_load(text)
     return read
 

@@ -59,6 +59,7 @@ def _theirs(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     }
     for layer in range(layers):
         mine, other = f"layers.{layer}", f"transformer.h.{layer}"
-        named[f"{other}.attn.qkv.weight"] = torch.cat([weights[f"{mine}.attention.{letter}.weight"] for letter in "qkv"])
+        joined = [weights[f"{mine}.attention.{letter}.weight"] for letter in "qkv"]
+        named[f"{other}.attn.qkv.weight"] = torch.cat(joined)
         named |= {f"{other}.{name}.weight": weights[f"{mine}.{ours}.weight"] for ours, name in NAMES.items()}
     return named

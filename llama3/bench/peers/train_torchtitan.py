@@ -1,8 +1,8 @@
 """The step of torchtitan's Llama3Model: its layers, its SDPA attention, its loss on fp32 logits, autocast for bf16.
 
 torchtitan trains language models with FlexAttention, whose backward pass does not exist on CPU, or with varlen, which
-has no CPU kernel; its class for torch's scaled_dot_product_attention still stands beside them and is put in their place.
-Its package imports triton, so that library must be installed where it runs, though nothing here uses it.
+has no CPU kernel; its class for torch's scaled_dot_product_attention still stands beside them and takes their place.
+Its package (0.3.0) imports triton, so that library must be installed too, though nothing here uses it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def _model(shape: dict[str, Any]) -> Llama3Model:
                 fuse_qkv=True,
                 rope=rope,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=shape["ffn"], w1_param_init={}, w2w3_param_init={}
-            ),
+            feed_forward=make_ffn_config(dim=dim, hidden_dim=shape["ffn"], w1_param_init={}, w2w3_param_init={}),
         )
         for _ in range(shape["layers"])
     ]

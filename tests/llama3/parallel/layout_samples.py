@@ -35,7 +35,9 @@ def batch(documents: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Ten
     return tokens, starts.cumsum(1) if documents else None, targets
 
 
-def alone(spec: Model, documents: bool, micro_batch: int = SEQUENCES, z_loss: float = 0.0) -> tuple[float, dict[str, np.ndarray]]:
+def alone(
+    spec: Model, documents: bool, micro_batch: int = SEQUENCES, z_loss: float = 0.0
+) -> tuple[float, dict[str, np.ndarray]]:
     """Return the sum of nats and its gradients in one process, float64."""
     model = build(spec, ROWS, SEED, torch.float64, torch.device("cpu"))
     model.z_loss = z_loss
@@ -62,7 +64,10 @@ def cut(
             nats = _train(list(parts.values()), share, micro_batch)
         counted = torch.tensor(nats if world.first_of_copy else 0.0, dtype=torch.float64)
         gradients = {
-            name: whole(p.grad).numpy() for part in parts.values() for name, p in part.named_parameters() if p.grad is not None
+            name: whole(p.grad).numpy()
+            for part in parts.values()
+            for name, p in part.named_parameters()
+            if p.grad is not None
         }
         return float(world.sum(counted)), gradients
 

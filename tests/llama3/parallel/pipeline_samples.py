@@ -145,14 +145,17 @@ def _sharded(world: World, step: Step, compute: str | None) -> dict[str, Any]:
     master = torch.float32 if compute else torch.float64
     parts = build_parts(shape(), ROWS, SEED, world, master, getattr(torch, compute) if compute else None)
     pipeline, dp = Pipeline(parts, world), world.axis("dp")
+    mine_BS = [None if x is None else x[dp.rank :: dp.size] for x in batch(step)]
+    before = pipeline.evaluate(*mine_BS, step.micro_batch)
     for _ in range(2):  # the second step finds everything as the first one left it
         for mine in parts.values():
             mine.zero_grad()
         with Collectives() as counted:
-            pipeline.run(*(None if x is None else x[dp.rank :: dp.size] for x in batch(step)), step.micro_batch)
+            nats = pipeline.run(*mine_BS, step.micro_batch)
     groups = sum(isinstance(m, FSDPModule) and any(True for _ in own(m)) for p in parts.values() for m in p.modules())
     found = {name: whole(p.grad).numpy() for mine in parts.values() for name, p in mine.named_parameters()}
-    return {"gradients": found, "groups": groups, "calls": dict(counted.calls)}
+    same = nats is before is None or bool(torch.equal(nats, before))
+    return {"gradients": found, "groups": groups, "calls": dict(counted.calls), "evaluates": same}
 
 
 class Collectives(TorchDispatchMode):

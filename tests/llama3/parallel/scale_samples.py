@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,8 +17,8 @@ from llama3.parallel.fsdp import last_micro_batch
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.parallel.mesh import World, local
-from llama3.parallel.scale import LayoutCheck, check_layout
-from llama3.parallel.trace import TYPES, RankTrace, imagined, trace
+from llama3.parallel.scale import check_layout
+from llama3.parallel.trace import TYPES, imagined, trace
 from llama3.recipe.schema import Model
 
 ROWS = 512
@@ -28,7 +30,7 @@ def shape(**changes: Any) -> Model:
     return Model.model_validate({**numbers, **changes})
 
 
-def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, Any]:
+def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, int]:
     """Return bytes alive in the first stage of `rank`, fake CPU tensors, in a step of three micro-batches.
 
     kept: made by a forward pass and alive after it; steady: alive after the backward pass of the first micro-batch;
@@ -38,7 +40,8 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
 
     compute = TYPES[load.compute]
     master = torch.promote_types(compute, torch.float32)
-    with imagined(Layout(**layout), world, rank) as place:
+    amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True, create=True)  # else attention is in fp32
+    with amx, imagined(Layout(**layout), world, rank) as place:
         parts = empty_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
         part = next(iter(parts.values()))
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -48,19 +51,24 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
             return {"kept": later["kept"], "steady": steady, "peak": _run(part, place, load, last=True)["peak"]}
 
 
+def all_held(requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[dict[str, int]]:
+    """Return `held` of each request."""
+    return [held(*request) for request in requests]
+
+
 def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, int]:
     tokens = load.seq // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
-    documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if load.documents else None
-    x = here_BS
-    if part.embedding is None:
-        shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
-        x = torch.zeros(shape_BSD, dtype=TYPES[load.compute], requires_grad=True)
+    documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if place.layout.cp > 1 else None
     last_micro_batch(part, last)
     with Alive() as alive:
+        x = here_BS
+        if part.embedding is None:  # what the stage before sent belongs to this one
+            shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
+            x = torch.zeros(shape_BSD, dtype=TYPES[load.compute], requires_grad=True)
         out = part(x, documents_BS, None if part.norm is None else here_BS)
         kept = alive.bytes()
-        torch.autograd.backward(out, torch.empty_like(out))
+        out.sum().backward()
         del out, x
         return {"kept": kept, "after": alive.bytes(), "peak": alive.peak}
 
@@ -74,6 +82,8 @@ class Alive(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
         before = {_storage(each)._cdata for each in tree_iter((arguments, more)) if isinstance(each, torch.Tensor)}
         result = operator(*arguments, **(more or {}))
         for each in tree_iter(result):
@@ -95,3 +105,26 @@ class Alive(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return local(tensor).untyped_storage()
+
+
+def traced(spec: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[str]:
+    """Return the trace of each request (layout, world, rank, load) as JSON."""
+    return [trace(spec, rows, Layout(**layout), world, rank, load).as_json() for layout, world, rank, load in requests]
+
+
+def checked(spec: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, Load, Sequence[int]]]) -> list[Any]:
+    """Return the check of each request (layout, world, load, ranks); the process may join a real group afterwards."""
+    found = [check_layout(spec, rows, Layout(**layout), world, load, ranks) for layout, world, load, ranks in requests]
+    assert not torch.distributed.is_initialized()
+    return found
+
+
+def names_and_shapes(layout: dict[str, Any], world: int) -> list[dict[str, tuple[tuple[int, ...], int]]]:
+    """Return, for each rank of `world`, the global shape of every parameter and the elements that it holds."""
+    found = []
+    for rank in range(world):
+        with imagined(Layout(**layout), world, rank) as place:
+            parts = empty_parts(shape(), ROWS, place, torch.float32, None)
+            named = [pair for part in parts.values() for pair in part.named_parameters()]
+            found.append({name: (tuple(each.shape), local(each).numel()) for name, each in named})
+    return found

@@ -101,6 +101,7 @@ def test_sharded_stages_reduce_once_and_zero_2_gathers_once() -> None:
         assert found.keys() == expected.keys()
         assert max(np.abs(found[name] - expected[name]).max() for name in expected) < 1e-12
         for rank in ranks:
+            assert rank[number]["evaluates"]
             calls, groups = rank[number]["calls"], rank[number]["groups"]
             assert calls["_reduce_scatter_base_"] == groups
             assert (calls["_allgather_base_"] == groups) == ("zero" not in case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -120,6 +122,11 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
         assert most <= min(work, (after if virtual == 1 else 2 * after + later) + 1)
     if kind == "zero-bubble":
         assert max(held) == max(in_flight(actions("interleaved", *case[1:])))
+
+
+def test_planner_needs_no_torch() -> None:
+    code = "import sys, llama3.parallel.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_1f1b_as_published() -> None:

@@ -103,7 +103,8 @@ def test_a_state_that_gains_tensors_is_planned_anew(tmp_path: Path) -> None:
 def test_processes_that_plan_differently_cannot_save_half() -> None:
     old, new = Planner(), Planner()
     for planner in (old, new):
-        planner.set_up_planner(State().tensors(), None, True)
+        planner.shapes = State().tensors()
+        planner.set_up_planner({}, None, True)
     (plan,), _ = old.create_global_plan([old.create_local_plan()])
     old.finish_plan(plan)
     with pytest.raises(ValueError, match=r"processes \[1\] have a new plan"):

@@ -16,7 +16,16 @@ from pydantic import ValidationError
 
 from llama3.model.initial import build
 from llama3.recipe.schema import Model
-from llama3.train.profile import Profile, Profiler, expect_nothing, expect_step, flight_environment, part, prepare
+from llama3.train.profile import (
+    Profile,
+    Profiler,
+    dump_flight,
+    expect_nothing,
+    expect_step,
+    flight_environment,
+    part,
+    prepare,
+)
 from tests.dist import run
 
 CPU = torch.device("cpu")
@@ -92,6 +101,28 @@ def test_the_flight_recorder_is_asked_for_under_both_names(tmp_path: Path) -> No
     asked = flight_environment(Profile(flight=2000), tmp_path)
     assert asked["TORCH_NCCL_TRACE_BUFFER_SIZE"] == asked["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert asked["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(tmp_path / "profile" / "flight-rank-")
+
+
+def reduced(work: Path) -> str:
+    """Take a collective or two and leave the flight recorder behind."""
+    from llama3.parallel.mesh import joined
+
+    asked = Profile(flight=10)
+    prepare(asked, work)
+    with joined("cpu", 60) as world:
+        for size in (3, 5):
+            world.sum(torch.ones(size))
+        path = dump_flight(asked, work, world.rank)
+        assert path is not None
+        return path.name
+
+
+def test_the_flight_recorder_leaves_the_last_collectives_behind(tmp_path: Path) -> None:
+    assert run(2, reduced, tmp_path) == ["flight-rank-00000.json", "flight-rank-00001.json"]
+    for file in (tmp_path / "profile").iterdir():
+        entries = json.loads(file.read_text())["entries"]
+        sizes = [entry["input_sizes"] for entry in entries if entry["profiling_name"].endswith("all_reduce")]
+        assert sizes == [[[3]], [[5]]]
 
 
 def somewhere_deep(work: Path, by_signal: bool) -> str:

@@ -55,15 +55,15 @@ def assert_same(path: Path, undisturbed: Path) -> None:
     [
         ("torch.optim:AdamW.step", 2, True),  # before any checkpoint
         ("torch.optim:AdamW.step", 8, False),
-        ("llama3.train.checkpoint:save_state", 2, False),
-        ("llama3.train.checkpoint:digest_file", 2, True),
+        ("llama3.train.checkpoint:Checkpoints.begin", 2, False),
+        ("llama3.train.checkpoint:Checkpoints.begin", 2, True),
         ("llama3.train.manifest:write_atomic", 2, False),
         ("llama3.train.manifest:write_atomic", 2, True),
-        ("llama3.train.checkpoint:sync_folder", 2, False),  # renamed, older ones not yet deleted
+        ("llama3.train.checkpoint:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
         ("shutil:rmtree", 2, False),  # while an older one is deleted
-        ("llama3.train.trainer:save_model", 1, False),
-        ("llama3.train.trainer:to_parquet", 1, True),
-        ("llama3.train.trainer:sync_folder", 2, False),  # result is in its place
+        ("llama3.train.finish:save_model", 1, False),
+        ("llama3.train.finish:to_parquet", 1, True),
+        ("llama3.train.finish:sync_folder", 2, False),  # result is in its place
     ],
 )
 def test_killed_anywhere_gives_the_same_bits(

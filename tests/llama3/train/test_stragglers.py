@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from llama3.parallel.layout import Layout
+from llama3.parallel.mesh import World
 from llama3.train.stragglers import Stopwatch, Stragglers
 from tests.dist import run
 
@@ -19,14 +20,14 @@ CPU = torch.device("cpu")
 
 def comparison(peers: list[int]) -> Stragglers:
     hosts = [f"node-{rank // 2}" for rank in range(len(peers))]
-    return Stragglers(Stopwatch([], CPU), 0, CPU, peers, hosts, every=10)
+    return Stragglers(Stopwatch([], CPU), World(0, 1, CPU), peers, hosts, every=10)
 
 
 def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely() -> None:
     seen = comparison([0] * 4)
     lines = []
     for _ in range(12):
-        window = seen.read([1.0, 1.02, 1.31, 0.98])
+        window = seen.compare([1.0, 1.02, 1.31, 0.98])
         assert window is not None
         assert window.metrics() == {"time/slowest_rank_s": 1.31, "time/median_rank_s": pytest.approx(1.01)}
         lines.append(window.named)
@@ -36,14 +37,14 @@ def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely(
 
 def test_a_good_window_between_begins_the_count_anew() -> None:
     seen = comparison([0] * 3)
-    named = [seen.read([1.0, 1.0, slow]) for slow in (2.0, 2.0, 1.05, 2.0, 2.0, 2.0)]
+    named = [seen.compare([1.0, 1.0, slow]) for slow in (2.0, 2.0, 1.05, 2.0, 2.0, 2.0)]
     assert [window is not None and bool(window.named) for window in named] == [False] * 5 + [True]
 
 
 def test_ranks_are_compared_with_those_that_hold_the_same_layers() -> None:
     seen = comparison([0, 0, 0, 1, 1, 1])
     for _ in range(3):
-        window = seen.read([1.0, 1.0, 1.0, 2.0, 2.0, 2.6])
+        window = seen.compare([1.0, 1.0, 1.0, 2.0, 2.0, 2.6])
     assert window is not None
     assert (window.slowest, window.median_s) == (5, 2.0)
     assert window.named == ["rank 5 (node-2): 1.30x the median step for 3 windows"]
@@ -51,18 +52,16 @@ def test_ranks_are_compared_with_those_that_hold_the_same_layers() -> None:
 
 def test_figures_come_with_the_next_window() -> None:
     layer = nn.Identity()
-    seen = Stragglers(Stopwatch([layer], CPU), 1, CPU, [0, 0], ["a", "b"], every=4)
-    shared = {}
+    seen = Stragglers(Stopwatch([layer], CPU), World(0, 1, CPU), [0], ["a"], every=4)
+    found = {}
     for number in range(3, 13):
-        if (row := seen.begin(number, data_wait=float(number))) is not None:
-            shared[number] = row.tolist()
+        seen.begin(number, data_wait=float(number))
         layer(torch.zeros(1))
-    assert list(shared) == [4, 8, 12]
-    assert shared[4] == [0.0, 0.0]
-    assert seen.read(shared[4]) is None
-    for number in (8, 12):
-        nothing, own = shared[number]
-        assert nothing == 0
+        if (window := seen.window()) is not None:
+            found[number] = window.slowest_s
+        assert seen.window() is None
+    assert list(found) == [8, 12]
+    for number, own in found.items():
         assert number - 4 < own < number - 3  # the data wait of the step measured before, and a little work
 
 
@@ -87,12 +86,11 @@ def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[f
         tokens = torch.arange(16).view(1, 16)
         for number in range(5):
             began = time.perf_counter()
-            shared = seen.begin(number, 0.0)
+            seen.begin(number, 0.0)
             model(tokens, None, tokens).sum().backward()
-            assert shared is not None
-            figures = world.sum(shared).tolist()
-            window = seen.read(figures)
-            named += window.named if window else []
+            if (window := seen.window()) is not None:
+                named += window.named
+                figures = [float(window.slowest), window.slowest_s, window.median_s]
             wall.append(time.perf_counter() - began)
         return figures, named, wall[1:]
 
@@ -103,8 +101,8 @@ def test_the_rank_that_sleeps_is_named_and_the_ranks_that_wait_for_it_are_not(ze
     results = run(3, slow_rank, 1, Layout(zero=zero))
     for figures, named, wall in results:
         assert min(wall) >= 2 * SLEEP
-        assert figures[1] >= 2 * SLEEP
-        assert max(figures[0], figures[2]) < SLEEP
+        slowest, slowest_s, median_s = figures
+        assert (slowest, slowest_s >= 2 * SLEEP, median_s < SLEEP) == (1, True, True)
         assert len(named) == 1
         assert named[0].startswith("rank 1 (")
         assert named[0].endswith("x the median step for 3 windows")

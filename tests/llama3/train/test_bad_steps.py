@@ -1,0 +1,214 @@
+"""Bad steps in the trainer as a whole: nothing of them is kept, and what follows is the same after every interruption.
+
+The fault is a gradient that comes out wrong for the batches at certain positions, however often they are trained on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llama3.recipe.schema import Recipe
+from llama3.train.journal import read_rewinds
+from llama3.train.skips import Skip, Skips
+from tests.dist import run
+from tests.llama3.train.train_samples import (
+    STEP,
+    job,
+    output,
+    recipe,
+    records,
+    stages,
+    train,
+    train_until_signal,
+    weights,
+    work,
+)
+
+NAN = float("nan")
+ROLLBACK = {"policy": "rollback", "window": 8, "sigma": 50, "around": 2}
+
+
+def asked(**changes: Any) -> Recipe:
+    return recipe(stages=stages(16), **changes)
+
+
+def poison(steps: list[int], factor: float) -> None:
+    """From now on multiply a gradient by `factor` in those steps."""
+    engine: Any = importlib.import_module("llama3.train.engine").Engine
+    take = engine.take
+
+    def poisoned(self: Any, step: Any, *arguments: Any) -> Any:
+        bad = step.start in [number * STEP for number in steps]
+        weight = self.state.parameters["norm.weight"]
+        hook = weight.register_hook(lambda gradient: gradient * factor) if bad else None
+        try:
+            return take(self, step, *arguments)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    engine.take = poisoned
+
+
+def train_poisoned(path: Path, steps: list[int], factor: float) -> int:
+    poison(steps, factor)
+    return train(path)
+
+
+def train_poisoned_until_signal(path: Path, steps: list[int], factor: float, target: str, after: bool) -> int:
+    poison(steps, factor)
+    return train_until_signal(path, signal.SIGKILL, target, 1, after)
+
+
+def skipped(path: Path) -> list[int]:
+    """Return the numbers of the steps that changed nothing."""
+    return [r.position // STEP - 1 for r in records(path) if "train/skipped" in r.metrics]
+
+
+def test_not_finite_is_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = job(tmp_path, asked(non_finite="skip"))
+    assert run(1, train_poisoned, path, [3, 9], NAN) == [0]
+    assert skipped(path) == [3, 9]
+    assert [r.position for r in records(path)] == [STEP * (number + 1) for number in range(16)]
+    assert records(path)[9].metrics["skip/tokens"] == 2 * STEP
+    for number in (3, 9):
+        incident = json.loads((work(path) / "result" / "incidents" / f"{number * STEP:018}.json").read_text())
+        assert (incident["outcome"], incident["grad_norm"]) == ("skipped", "nan")
+        assert incident["documents"]
+        assert f"position {number * STEP}: loss " in output(path)
+    assert all(value.isfinite().all() for value in load_file(work(path) / "result/model/model.safetensors").values())
+
+
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    """The run is the one whose schedule and data go on, but whose weights never saw the batch."""
+    plain, path = job(tmp_path, asked(non_finite="skip"), name="plain"), job(tmp_path, asked(non_finite="skip"))
+    work(plain).mkdir()
+    Skips((Skip(start=3 * STEP, end=4 * STEP, spike=3 * STEP, reason=""),)).write(work(plain))
+    assert run(1, train, plain) == [0]
+    assert run(1, train_poisoned, path, [3], NAN) == [0]
+    assert weights(path) == weights(plain)
+
+
+def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
+    settings = {"non_finite": "skip", "spikes": {**ROLLBACK, "policy": "skip"}}
+    plain, path = job(tmp_path, asked(**settings), name="plain"), job(tmp_path, asked(**settings))
+    assert run(1, train_poisoned, plain, [10, 13], 1e6) == [0]
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_poisoned_until_signal, path, [10, 13], 1e6, "llama3.train.trainer:commit_result", False)
+    assert run(1, train_poisoned, path, [10, 13], 1e6) == [0]
+    assert skipped(path) == skipped(plain) == [10, 13]
+    assert weights(path) == weights(plain)
+    assert {r.metrics.get("recovery/replay_max_abs_diff", 0.0) for r in records(path)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "words"),
+    [
+        ({}, NAN, "not finite; non_finite is stop"),
+        ({"spikes": {**ROLLBACK, "policy": "stop"}}, 1e6, "spikes.policy is stop"),
+        ({"spikes": {**ROLLBACK, "policy": "skip", "most": 1}}, 1e6, "bad step 1 of stage main, spikes.most is 1"),
+    ],
+)
+def test_a_stop_names_the_documents(settings: dict[str, Any], factor: float, words: str, tmp_path: Path) -> None:
+    path = job(tmp_path, asked(**settings))
+    assert run(1, train_poisoned, path, [10], factor) == [1]
+    (incident,) = (work(path) / "incidents").iterdir()
+    last = output(path).splitlines()[-1]
+    assert last.startswith(f"trainer: position {10 * STEP}: loss ")
+    assert words in last
+    assert str(incident) in last
+    assert not (work(path) / "result").exists()
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = job(tmp_path_factory.mktemp("rolled"), asked(spikes=ROLLBACK))
+    assert run(1, train_poisoned, path, [10], 1e6) == [0]
+    return path
+
+
+def test_a_rollback_passes_over_the_data_around_the_spike(rolled_back: Path) -> None:
+    assert skipped(rolled_back) == [8, 9, 10, 11, 12]
+    assert [r.position for r in records(rolled_back)] == [STEP * (number + 1) for number in range(16)]
+    (rewind,) = read_rewinds(work(rolled_back) / "journal.jsonl")
+    assert (rewind.position, rewind.until) == (8 * STEP, 13 * STEP)
+    told = records(rolled_back)[8].metrics
+    assert told["recovery/rollbacks"] == 1.0
+    assert told["recovery/replay_max_abs_diff"] == 0.0  # from the checkpoint at 6 to 8: trained again, the same
+    assert told["recovery/lost_tokens"] >= 5 * STEP
+    (skip,) = Skips.read(work(rolled_back) / "result").spans
+    assert (skip.start, skip.end, skip.spike) == (8 * STEP, 13 * STEP, 10 * STEP)
+    assert f"position {10 * STEP}: loss " in output(rolled_back)
+    (incident,) = (work(rolled_back) / "result" / "incidents").iterdir()
+    assert json.loads(incident.read_text())["outcome"] == "roll back"
+
+
+def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: Path) -> None:
+    """A run that is given the spans from the start, and never sees the fault, has the same weights."""
+    path = job(tmp_path, asked(spikes=ROLLBACK))
+    work(path).mkdir()
+    Skips.read(work(rolled_back)).write(work(path))
+    assert run(1, train, path) == [0]
+    assert weights(path) == weights(rolled_back)
+
+
+@pytest.mark.parametrize(
+    ("target", "after"),
+    [
+        pytest.param("llama3.train.trainer:write_incident", True, marks=pytest.mark.slow),
+        pytest.param("llama3.train.skips:Skips.write", False, marks=pytest.mark.slow),
+        ("llama3.train.skips:Skips.write", True),
+        ("llama3.train.checkpoint:Checkpoints._forget_after", True),
+        ("llama3.train.recorder:Recorder.rewind", False),
+        pytest.param("llama3.train.recorder:Recorder.pass_over", True, marks=pytest.mark.slow),
+        pytest.param("llama3.train.trainer:commit_result", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rollback_killed_at_any_moment_gives_the_same_weights(
+    target: str, after: bool, rolled_back: Path, tmp_path: Path
+) -> None:
+    path = job(tmp_path, asked(spikes=ROLLBACK))
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_poisoned_until_signal, path, [10], 1e6, target, after)
+    assert run(1, train_poisoned, path, [10], 1e6) == [0]
+    assert weights(path) == weights(rolled_back)
+    assert skipped(path) == [8, 9, 10, 11, 12]
+    assert [r.position for r in records(path)] == [STEP * (number + 1) for number in range(16)]
+    assert losses_of(path) == losses_of(rolled_back)
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    return {r.position: r.metrics["train/loss"] for r in records(path) if "train/loss" in r.metrics}
+
+
+def sick_rank(path: Path, steps: list[int]) -> int:
+    """Train; the last rank's part of the gradient norm is not finite in those steps."""
+    engine: Any = importlib.import_module("llama3.train.engine")
+    number, real = -1, engine.squared_norm
+
+    def sick(parameters: Any) -> Any:
+        nonlocal number
+        number += 1
+        squares = real(parameters)
+        return squares * math.inf if number in steps and os.environ["RANK"] == "1" else squares
+
+    engine.squared_norm = sick
+    return train(path)
+
+
+def test_all_processes_skip_what_one_finds_bad(tmp_path: Path) -> None:
+    path = job(tmp_path, asked(non_finite="skip"))
+    assert run(2, sick_rank, path, [4]) == [0, 0]
+    assert skipped(path) == [4]
+    assert all(value.isfinite().all() for value in load_file(work(path) / "result/model/model.safetensors").values())
+    assert torch.tensor(list(losses_of(path).values())).isfinite().all()

@@ -1,0 +1,216 @@
+"""What is written down of steps: speed and utilisation, bad steps, restarts and rollbacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from llama3.model.flops import flops_per_token
+from llama3.parallel.mesh import World
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.section import Domain
+from llama3.tokens.stream import TokenStream
+from llama3.train import metrics
+from llama3.train.journal import Journal, Rewind, read_journal, read_rewinds, to_parquet
+from llama3.train.peaks import PEAKS, described, peak_of
+from llama3.train.reader import Step, steps_from
+from llama3.train.recorder import Recorder, Timing
+from llama3.train.skips import Skip, Skips
+from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
+
+CPU = torch.device("cpu")
+ASKED = recipe(stages=stages(12), compute="bf16")
+SPAN: StageSpan = Schedule(ASKED).span("main")
+STEPS: list[Step] = list(steps_from(SPAN, 0))
+SKIP = Skip(start=4 * STEP, end=7 * STEP, spike=5 * STEP, reason="why")
+
+
+@dataclass(frozen=True)
+class Found:
+    loss: float
+    grad_norm: float = 1.0
+    score: float = 0.5
+    skipped: bool = False
+    domain_loss: Mapping[Domain, float] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    return TokenStream(write_tokens(tmp_path_factory.mktemp("tokens"), ASKED), ASKED)
+
+
+def recorder(work: Path, stream: TokenStream, position: int = 0, skips: Skips | None = None, size: int = 1) -> Recorder:
+    return Recorder(work, SPAN, stream, ROWS, World(0, size, CPU), position, skips or Skips())
+
+
+def train(to: Recorder, first: int, last: int, **timing: Any) -> None:
+    """Record steps [first, last) as a trainer that gets the same losses each time."""
+    for step in STEPS[first:last]:
+        if to.skips.covers(step.start):
+            to.pass_over(step)
+        else:
+            to.add(step, Found(10.0 - step.start / STEP), Timing(**{"step": 0.5, "data_wait": 0.1, **timing}))
+
+
+def metrics_of(work: Path) -> list[dict[str, float]]:
+    return [dict(record.metrics) for record in read_journal(work / "journal.jsonl")]
+
+
+def test_speed_counts_all_devices_and_utilisation_names_its_peak(
+    stream: TokenStream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = recorder(tmp_path, stream, size=8)
+    assert "8 x " in capsys.readouterr().out
+    train(to, 0, 1)
+    to.meter.device = "NVIDIA H200"
+    assert to.meter.described() == "8 x NVIDIA H200, MFU: 6N + causal attention over 989 TFLOP/s dense bf16"
+    train(to, 1, 2, checkpoint=0.2, checkpoint_write=1.5)
+    unknown, known = metrics_of(tmp_path)
+    rate, flops = STEP / 0.5 / 8, flops_per_token(ASKED.model, ROWS, 16)
+    assert known["throughput/tokens_per_s"] == STEP / 0.5
+    assert known["throughput/tokens_per_s_per_device"] == rate
+    assert known["throughput/tflops_per_device"] == pytest.approx(rate * flops.causal / 1e12)
+    assert known["throughput/mfu"] == pytest.approx(rate * flops.causal / 989e12)
+    assert known["throughput/mfu_full_attention"] == pytest.approx(rate * flops.full / 989e12)
+    assert (known["time/checkpoint_s"], known["time/checkpoint_write_s"]) == (0.2, 1.5)
+    assert (known["time/step_s"], known["time/data_wait_s"]) == (0.5, 0.1)
+    assert known["time/remaining_s"] == pytest.approx(10 * 0.5)
+    absent = ("throughput/mfu", "throughput/mfu_full_attention", "time/checkpoint_s", "time/checkpoint_write_s")
+    assert not unknown.keys() & set(absent)
+
+
+def test_a_peak_is_known_or_it_is_not_guessed() -> None:
+    fp8 = peak_of("NVIDIA H200", "fp8")
+    assert fp8 is not None
+    assert (fp8.flops, str(fp8)) == (1979e12, "1,979 TFLOP/s dense fp8")
+    for device, compute in (
+        ("NVIDIA H200", "fp32"),
+        ("NVIDIA A100-SXM4-80GB", "fp8"),
+        ("NVIDIA H200 MIG 1g.18gb", "bf16"),
+    ):
+        assert peak_of(device, compute) is None
+    assert described("AMD EPYC", "bf16") == "AMD EPYC, bf16 peak unknown: no MFU"
+    assert all(1.9 < peaks["fp8"] / peaks["bf16"] < 2.1 for peaks in PEAKS.values() if "fp8" in peaks)
+
+
+def test_the_first_record_tells_the_time_since_the_launch(
+    stream: TokenStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERD_LAUNCHED", str(time.time() - 100))
+    to = recorder(tmp_path, stream)
+    train(to, 0, 2)
+    first, second = metrics_of(tmp_path)
+    assert 100 <= first["time/first_step_s"] < 160
+    assert "time/first_step_s" not in second
+    monkeypatch.delenv("HERD_LAUNCHED")
+    train(recorder(tmp_path, stream, STEP), 1, 3)  # the step before last is replayed, the next one is new
+    assert 0 < metrics_of(tmp_path)[2]["time/first_step_s"] < time.time()
+
+
+def test_a_bad_step_is_marked_and_its_numbers_are_left_out(stream: TokenStream, tmp_path: Path) -> None:
+    to = recorder(tmp_path, stream)
+    train(to, 0, 1)
+    bad = Found(float("nan"), float("inf"), score=0.0, skipped=True, domain_loss={"math": float("nan"), "code": 2.0})
+    for step in STEPS[1:3]:
+        to.add(step, bad, Timing(0.5, 0.1), {"time/slowest_rank_s": 0.3})
+    good, first, second = metrics_of(tmp_path)
+    assert not good.keys() & {"train/skipped", "skip/tokens"}
+    assert not first.keys() & {"train/loss", "train/grad_norm", "loss/math"}
+    assert (first["train/skipped"], first["loss/code"], first["time/slowest_rank_s"]) == (1.0, 2.0, 0.3)
+    assert [first["skip/tokens"], second["skip/tokens"]] == [STEP, 2 * STEP]
+    assert to.useful_s == 0.5
+    again = recorder(tmp_path, stream, STEP)
+    for step in STEPS[1:4]:
+        again.add(step, bad if step in STEPS[1:3] else Found(7.0), Timing(0.5, 0.1))
+    assert again.replay.largest == 0.0
+    assert again.skipped_tokens == 2 * STEP
+
+
+def test_a_rollback_replaces_what_came_after_and_replays_what_came_before(stream: TokenStream, tmp_path: Path) -> None:
+    to = recorder(tmp_path, stream)
+    train(to, 0, 6)
+    spikes = [record.metrics["train/loss"] for record in read_journal(tmp_path / "journal.jsonl")][4:]
+    to.rewind(SKIP, 2 * STEP, trained_to=7 * STEP)
+    assert [record.position for record in read_journal(tmp_path / "journal.jsonl")] == [STEP * n for n in (1, 2, 3, 4)]
+    train(to, 2, 12)
+    records = read_journal(tmp_path / "journal.jsonl")
+    assert [record.position for record in records] == [STEP * (number + 1) for number in range(12)]
+    for record in records[4:7]:
+        assert record.metrics["train/skipped"] == 1.0
+        assert "train/loss" not in record.metrics
+    assert [record.metrics.get("skip/tokens") for record in records[3:8]] == [None, STEP, 2 * STEP, 3 * STEP, None]
+    told = dict(records[4].metrics)
+    assert (told["recovery/rollbacks"], told["recovery/lost_tokens"]) == (1.0, 5 * STEP)
+    assert told["recovery/replay_max_abs_diff"] == 0.0  # the steps that were rolled back are no differences
+    assert "recovery/rollbacks" not in records[5].metrics
+    assert ["time/first_step_s" in record.metrics for record in records].count(True) == 1
+    assert spikes == [6.0, 5.0]  # and they are still in the file, for whoever asks
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert len(lines) == 6 + 1 + 8
+    to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
+    rows = pq.read_table(tmp_path / "metrics.parquet").to_pylist()
+    losses = [row["position"] for row in rows if row["key"] == "train/loss"]
+    assert losses == [record.position for record in records if "train/loss" in record.metrics]
+    assert len({(row["position"], row["key"]) for row in rows}) == len(rows)
+
+
+def test_a_restart_after_a_rollback_is_a_replay_like_any_other(stream: TokenStream, tmp_path: Path) -> None:
+    to = recorder(tmp_path, stream)
+    train(to, 0, 6)
+    to.rewind(SKIP, 2 * STEP, trained_to=7 * STEP)
+    train(to, 2, 9)
+    again = recorder(tmp_path, stream, 2 * STEP, Skips((SKIP,)))
+    train(again, 2, 10)
+    assert again.replay.largest == 0.0
+    told = metrics_of(tmp_path)[9]
+    assert (told["recovery/restarts"], told["recovery/lost_tokens"]) == (1.0, 7 * STEP)
+    assert len(read_rewinds(tmp_path / "journal.jsonl")) == 1
+
+
+def test_a_rollback_that_was_killed_before_the_journal_knew_is_made_good(stream: TokenStream, tmp_path: Path) -> None:
+    with_spike = recorder(tmp_path, stream)
+    train(with_spike, 0, 6)
+    again = recorder(tmp_path, stream, 2 * STEP, Skips((SKIP,)))
+    (rewind,) = read_rewinds(tmp_path / "journal.jsonl")
+    assert (rewind.position, rewind.until) == (SKIP.start, SKIP.end)
+    train(again, 2, 12)
+    assert again.replay.largest == 0.0
+    assert [values.get("train/skipped") for values in metrics_of(tmp_path)[3:8]] == [None, 1.0, 1.0, 1.0, None]
+
+
+def test_shares_are_counted_anew_after_a_rollback(stream: TokenStream, tmp_path: Path) -> None:
+    plain, back = tmp_path / "plain", tmp_path / "back"
+    for folder in (plain, back):
+        folder.mkdir()
+    train(recorder(plain, stream), 0, 8)
+    to = recorder(back, stream)
+    train(to, 0, 6)
+    to.rewind(SKIP, 2 * STEP, trained_to=7 * STEP)
+    train(to, 2, 8)
+    for one, other in zip(metrics_of(plain), metrics_of(back), strict=True):
+        shares = {key: value for key, value in one.items() if key.startswith("data/")}
+        assert shares == {key: value for key, value in other.items() if key.startswith("data/")}
+        assert shares
+
+
+def test_every_metric_is_in_the_reference(checkout: Path) -> None:
+    text = (checkout / "docs" / "reference" / "metrics.md").read_text()
+    names = {value for key, value in vars(metrics).items() if key.isupper()}
+    assert len(names) > 25
+    assert not {name for name in names if f"`{name}`" not in text}
+
+
+def test_a_rewind_outlives_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.add(Rewind(1.0, 200, 500))
+    path.write_bytes(path.read_bytes() + b'{"time": 1')
+    with Journal(path):
+        assert read_rewinds(path) == [Rewind(1.0, 200, 500)]

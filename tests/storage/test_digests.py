@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.digests import digest_file, digest_folder
+from storage.filesystem import filesystem_of
+from storage.objects import children, get_bytes, put_bytes, put_file, remove, remove_all
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b/c", "b/d.bin", "z.txt"]), st.binary(max_size=300)), st.booleans())
+def test_a_folder_is_every_file_by_size_and_content(files: dict[str, bytes], sync: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(data)
+        found = digest_folder(Path(folder), sync)
+        assert list(found) == sorted(files, key=lambda name: Path(name).parts)
+        for name, data in files.items():
+            assert found[name] == digest_file(Path(folder) / name)
+            assert (found[name].bytes, found[name].sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        digest_file(tmp_path / "gone")
+
+
+def test_objects_come_and_go(tmp_path: Path) -> None:
+    """The same calls serve a folder; the object store is tested where checkpoints use it."""
+    (tmp_path / "file").write_bytes(b"12345")
+    place = str(tmp_path / "store")
+    (tmp_path / "store" / "deep").mkdir(parents=True)
+    put_file(tmp_path / "file", f"{place}/a")
+    put_bytes(f"{place}/deep/b", b"12")
+    assert children(place) == {"a": 5, "deep": children(place)["deep"]}
+    assert children(f"{place}/deep") == {"b": 2}
+    assert get_bytes(f"{place}/deep/b") == b"12"
+    assert children(f"{place}/nowhere") == {}
+    for _ in range(2):
+        remove(f"{place}/a")
+        remove_all(f"{place}/deep")
+    assert children(place) == {}
+
+
+def test_a_store_that_loses_bytes_is_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    filesystem = filesystem_of(str(tmp_path))
+    (tmp_path / "file").write_bytes(b"12345")
+    monkeypatch.setattr(filesystem, "put_file", lambda path, uri: Path(uri).write_bytes(b"1234"))
+    with pytest.raises(OSError, match="4 bytes are stored, 5 were sent"):
+        put_file(tmp_path / "file", str(tmp_path / "stored"))
+    monkeypatch.setattr(filesystem, "pipe_file", lambda uri, data: Path(uri).write_bytes(b"12346"))
+    with pytest.raises(OSError, match="holds other bytes than were sent"):
+        put_bytes(str(tmp_path / "stored"), b"12345")
