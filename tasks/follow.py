@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
-from llama3.train.journal import Record, read_journal
+from llama3.train.journal import Record, Rewind, Tail, holding
 from tasks.console import ProgressLine
 from tasks.launch import Launch
 from tasks.step import Context
@@ -33,7 +33,7 @@ class Follower:
     """Reads the journal of one stage as it grows."""
 
     def __init__(self, context: Context, runs: list[str], journal: Path, steps: int, line: ProgressLine) -> None:
-        self.context, self.runs, self.journal, self.line = context, runs, journal, line
+        self.context, self.runs, self.tail, self.line = context, runs, Tail(journal), line
         self.stride = max(1, steps // POINTS_PER_SERIES)
         self.position = self.began = -1
         self.heard = time.monotonic()
@@ -83,7 +83,12 @@ class Follower:
         return True
 
     def _take(self, start: int, report: Callable[[float], None]) -> None:
-        records = read_journal(self.journal, after=self.position)
+        entries = self.tail.new()
+        for entry in entries:
+            if isinstance(entry, Rewind):  # nothing is written while the steps up to it are trained again
+                self.position = self.began = entry.position
+                self.context.console.say(f"  [yellow]went back to before {entry.position:,} because of a spike[/]")
+        records = holding(entries)
         for record in records:
             self.steps_seen += 1
             if self.steps_seen % self.stride == 0:

@@ -34,7 +34,7 @@ PRIORITY = [
 
 
 def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: Visible) -> Tensor:
-    """Return softmax(q k^T / sqrt(E)) v over what is visible, [B, S, H, E], in the type of q."""
+    """Return softmax(q k^T / sqrt(E)) v over what is visible, [B, S, H, E]."""
     if visible.starts is not None:
         return _packed(q_BSHE, k_BTKE, v_BTKE, visible.starts)
     if visible.blocks is not None:
@@ -42,12 +42,9 @@ def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: Visible) -> 
     if q_BSHE.is_cuda:
         with sdpa_kernel(PRIORITY, set_priority=True):
             return _sdpa(q_BSHE, k_BTKE, v_BTKE, visible.mask)
-    dtype = q_BSHE.dtype
-    if dtype == torch.bfloat16 and not _has_matrix_unit():
-        q_BSHE, k_BTKE, v_BTKE = q_BSHE.float(), k_BTKE.float(), v_BTKE.float()
-    if visible.lengths is None:
-        return _sdpa(q_BSHE, k_BTKE, v_BTKE, visible.mask).to(dtype)
-    return _each_document(q_BSHE, k_BTKE, v_BTKE, visible.lengths).to(dtype)
+    if visible.lengths is not None:
+        return _each_document(q_BSHE, k_BTKE, v_BTKE, visible.lengths)
+    return _sdpa(q_BSHE, k_BTKE, v_BTKE, visible.mask)
 
 
 def _sdpa(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
@@ -60,16 +57,9 @@ def _sdpa(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -
 
 def _each_document(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Return attention one document after another: sum of L^2 / 2 scores instead of B S^2."""
-    by_document = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (q_BSHE, k_BSKE, v_BSKE)), strict=True)
+    by_document = zip(*(torch.split(x.flatten(0, 1), list(lengths)) for x in (q_BSHE, k_BSKE, v_BSKE)), strict=True)
     out = [_sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None).squeeze(0) for q, k, v in by_document]
     return torch.cat(out).view_as(q_BSHE)
-
-
-@cache
-def _has_matrix_unit() -> bool:
-    """Return whether the processor has AMX. Without it attention in bf16 takes twice the CPU time of fp32."""
-    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(known and known())
 
 
 def _packed(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts: Tensor) -> Tensor:

@@ -95,9 +95,8 @@ class _TokenNats(torch.autograd.Function):
             d_hidden, d_weight = _times(found.d_hidden_TD, scale_T[0]), _times(found.d_weight_VD, scale_T[0])
         else:
             ctx.found.clear()
-            _, d_hidden, d_weight = _sweep(Problem(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
-            assert d_hidden is not None
-            assert d_weight is not None
+            again = _sweep(Problem(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
+            d_hidden, d_weight = _made(again.d_hidden_TD), _made(again.d_weight_VD)
         return d_hidden, d_weight.to(weight_VD.dtype), None, None, None, None
 
 
@@ -108,8 +107,13 @@ def _one_number(scale_T: Tensor) -> bool:
 
 def _times(gradient: Tensor | None, factor: Tensor) -> Tensor:
     """Multiply in place; on the CPU, where looking costs nothing, only if that changes something."""
+    done = _made(gradient)
+    return done if factor.device.type == "cpu" and float(factor) == 1 else done.mul_(factor)
+
+
+def _made(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
-    return gradient if factor.device.type == "cpu" and float(factor) == 1 else gradient.mul_(factor)
+    return gradient
 
 
 def _sweep(problem: Problem, scale_T: Tensor | None, gradients: bool) -> Sweep:

@@ -1,10 +1,10 @@
 """Memory of every process by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
 
 A layout is chosen by what fits, and trying it costs a cluster. The terms below follow what the engine's parts keep
-between forward and backward. Tests count the storages that are alive under fake CPU tensors: what a forward pass keeps,
-gathered weights and gradients agree to the byte, the peak of a step within a fifth. Left out: what attention keeps more
-on CPUs (fp32 copies without AMX, a copy of the result with several documents), the allocator's fragments, buffers of
-collectives, the CUDA context. Leave a tenth.
+between forward and backward. Tests count the storages that are alive under fake CPU tensors: what a forward pass
+keeps, gathered weights and gradients agree to the byte, and what comes and goes is bounded from above. Left out: what
+attention keeps more on CPUs (fp32 copies without AMX, a copy of the result with several documents), the allocator's
+fragments, buffers of collectives, the CUDA context. Leave a tenth.
 
 What dominates at paper scale is not the weights: with tensor parallelism each layer keeps the gathered inputs of its
 two halves whole, 4 T D bytes, beside 8 T F / tp of the feed-forward block, for every micro-batch in flight.
@@ -87,6 +87,8 @@ class RankMemory:
     """Kept for the backward pass, for every micro-batch in flight; with context parallelism all keys and values too."""
     recomputed: int
     """Activations of one layer that the backward pass makes again."""
+    temporaries: int
+    """Gradients inside a layer: of the feed-forward's three hidden tensors."""
     loss: int
     """Of a chunk of tokens: logits, their gradient, and the product that makes the gradient of the output matrix."""
     in_flight: int
@@ -94,9 +96,14 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment: in the loss, or where a layer is computed again and the one after it reduced."""
+        """Bytes at the fullest moment of a step."""
         kept = self.master + self.moments + max(self.sharded_gradients, self.gradients) + self.gathered
-        return kept + self.activations + max(self.loss, self.recomputed + self.reduction)
+        return kept + self.activations + self.passing
+
+    @property
+    def passing(self) -> int:
+        """Bytes that come and go, the most at once: in the loss, or in the backward pass of the last layer."""
+        return max(self.loss, self.recomputed + self.temporaries + self.reduction)
 
     def as_dict(self) -> dict[str, int]:
         """Return every figure by name, with the total."""
@@ -131,6 +138,7 @@ def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: 
         reduction=max(groups) * load.reduced if world > 1 else 0,
         activations=most,
         recomputed=max(0, whole - layer_activations(spec, layout, load, layout.recompute)),
+        temporaries=3 * _tokens(layout, load) * spec.ffn // layout.tp * load.narrow,
         loss=_loss(spec, rows, layout, load) if parts[-1].last else 0,
         in_flight=flying,
     )

@@ -3,7 +3,7 @@
 A layout that is wrong shows at the start of a job of 16,384 processes, after minutes of queueing and set-up. Here each
 asked-for rank is made on torch's fake process group with the engine's own mesh and parts, on the meta device: who its
 peers are, how many parameters it holds, and what memory that needs. `python -m llama3.parallel.scale` checks the
-three rows of Table 4 (405B), a rank of each, in XX s of CPU and 480 MB, half of it importing torch. Given up: whether
+three rows of Table 4 (405B), a rank of each, in 5 s of CPU and 430 MB, half of it importing torch. Given up: whether
 the network carries it; that is the planner's question (`llama3.parallel.trace` has the traffic).
 """
 

@@ -3,7 +3,7 @@
 A spike is understood by reading what was trained on. The file says why the step was bad and what was done, the tokens
 and documents of its batch by domain, source, language and licence, and the documents themselves in order of position,
 at most a thousand. `herd inspect` shows the same range with the texts. It is written by the leading process while the
-device works on; a batch of 4M tokens takes about a second, and there are at most `spikes.most` of them.
+device works on: 0.1 to 0.7 s for a batch of 4M tokens in documents of 20, and there are at most `spikes.most` of them.
 """
 
 from __future__ import annotations

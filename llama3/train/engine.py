@@ -15,11 +15,13 @@ from torch import Tensor
 from llama3.parallel.mesh import World
 from llama3.recipe.schema import Recipe
 from llama3.train.job import TrainJob
+from llama3.train.later import Later
 from llama3.train.optimizer import scale, squared_norm
+from llama3.train.profile import part
 from llama3.train.reader import Share, Step
 from llama3.train.spikes import SpikeGuard
 from llama3.train.state import TrainState
-from llama3.train.step import Measured, Outcome, accumulate, agree, tally
+from llama3.train.step import Measured, Outcome, accumulate, agree, on_the_way, tally
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,11 @@ class Pending:
     """A step that was handed to the device and not looked at yet."""
 
     step: Step
-    measured: Measured
-    bad: Tensor
-    """1 if the step was found bad and changed nothing, 0 otherwise."""
-    score: Tensor
+    numbers: Later
 
     def read(self) -> Outcome:
         """Wait for the step to end and return its numbers."""
-        return Outcome.read(self.measured, self.bad, self.score)
+        return Outcome.read(self.numbers)
 
 
 class Engine:
@@ -52,13 +51,15 @@ class Engine:
         `stop` and `save` are this process's wishes; the outcome says whether any process has them.
         """
         state, parameters = self.state, list(self.state.parameters.values())
-        nats_BS = self._gradients(share)
+        with part("gradients"):
+            nats_BS = self._gradients(share)
         measured = agree(tally(nats_BS, share, self.world), squared_norm(parameters), stop, save, self.world)
         bad = self.guard.flag(measured.loss, measured.grad_norm)
         scale(parameters, self._factor(measured))
-        self._update(lr, bad)
+        with part("update"):
+            self._update(lr, bad)
         state.position = step.end
-        return Pending(step, measured, bad, self.guard.score)
+        return Pending(step, on_the_way(measured, bad, self.guard.score))
 
     def _gradients(self, share: Share) -> Tensor | None:
         """Leave the gradients of the summed nats in the weights; return the nats where the last layer is."""

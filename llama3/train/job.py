@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.parallel.layout import Layout
+from llama3.train.profile import Profile
 
 
 class TrainJob(BaseModel):
@@ -42,5 +43,7 @@ class TrainJob(BaseModel):
     deterministic: bool = False
     """Same bits on any number of data-parallel processes: one sequence at a time, gradients summed in fp64, and no
     operation that may differ from run to run. Costs speed; tensor and context parallelism still regroup sums."""
+    profile: Profile | None = None
+    """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for the others before it gives up."""

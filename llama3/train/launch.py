@@ -4,11 +4,11 @@
     python -m llama3.train.launch --serve        # one attempt for each JSON line on stdin
 
 It stands where torchrun would, with the same environment variables for the ranks. Reasons: torchrun has every rank
-import torch for itself (start-up of 4 ranks on 2 cores: 11 s against 0.6 s), and without restarts it names the first
-rank that complained instead of the one that was killed. An agent that serves lives through all attempts on its node,
-but holds nothing except imported modules: ranks, port and store of an attempt are new, since stale addresses are what
-breaks torchrun's restarts with gloo. What this gives up: no rendezvous, so the node list is the scheduler's business;
-and nothing may touch CUDA or start threads of Python before the fork.
+import torch for itself (kill to next step, 4 ranks on 2 busy cores: 29 s, here 2 to 4 s), and without restarts it names
+the first rank that complained instead of the one that was killed. An agent that serves lives through all attempts on
+its node, but holds nothing except imported modules: ranks, port and store of an attempt are new, since stale addresses
+are what breaks torchrun's restarts with gloo. What this gives up: no rendezvous, so the node list is the scheduler's
+business; and nothing may touch CUDA or start threads of Python before the fork.
 """
 
 from __future__ import annotations

@@ -55,13 +55,20 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     import torch
 
     from llama3.parallel.mesh import joined
+    from llama3.train.profile import dump_flight, prepare
     from llama3.train.trainer import Trainer
+
+    prepare(job.profile, job.work)
 
     torch.set_num_threads(job.threads)
     if job.deterministic:
         torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
     with joined(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
-        return Trainer(job, recipe, world, stop).run()
+        try:
+            return Trainer(job, recipe, world, stop).run()
+        except Exception:
+            dump_flight(job.profile, job.work, world.rank)
+            raise
 
 
 def main(arguments: list[str]) -> int:

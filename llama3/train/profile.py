@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a job file is checked before torch is imported
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
-"""Allocations and frees that are remembered, with a stack each: about 200 MB of host memory."""
+"""Allocations and frees that are remembered, with a stack each."""
 PATIENCE = 0.9
 """Part of the time-out after which a step that does not end shows its stacks: before its peers end it."""
 STDERR = 2

@@ -19,6 +19,7 @@ from llama3.model.loss import NO_TARGET
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
 from llama3.recipe.section import DOMAINS, Domain
+from llama3.train.later import Later
 from llama3.train.reader import Share
 
 FLAGS = 2
@@ -62,14 +63,18 @@ class Outcome:
     """Standard deviations above the mean of the steps before (see `spikes`)."""
 
     @classmethod
-    def read(cls, measured: Measured, skipped: Tensor, score: Tensor) -> Outcome:
-        """Wait for the step and read its numbers."""
-        single = [measured.loss, measured.grad_norm, skipped, score]
-        numbers = torch.cat([measured.tally_D2.flatten(), measured.flags, torch.stack([n.double() for n in single])])
-        *tally, stop, save, loss, norm, skip, high = numbers.tolist()
+    def read(cls, numbers: Later) -> Outcome:
+        """Wait for the step and read the numbers that `on_the_way` sent."""
+        *tally, stop, save, loss, norm, skip, high = numbers.read()
         domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
         by_domain = {domain: nats / count for domain, nats, count in domains if count}
         return cls(loss, norm, by_domain, stop > 0, save > 0, skip > 0, high)
+
+
+def on_the_way(measured: Measured, skipped: Tensor, score: Tensor) -> Later:
+    """Send the numbers of a step to the host, before the device is given the next one."""
+    single = [measured.loss, measured.grad_norm, skipped, score]
+    return Later(torch.cat([measured.tally_D2.flatten(), measured.flags, torch.stack([n.double() for n in single])]))
 
 
 def accumulate(model: Transformer, share: Share, micro_batch: int) -> Tensor:

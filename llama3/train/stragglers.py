@@ -3,7 +3,7 @@
 Synchronous training makes every rank's step equally long, so a step's time says nothing about who is slow. Here each
 rank measures the forward passes of its layers, from after the weights are gathered to the layer's output, and what it
 waited for data; waiting for gradients, weights and pipeline neighbours lies outside. Layers have CUDA events around
-them on a GPU (no synchronisation, 2 microseconds each) and clock readings on a CPU. Every `EVERY` steps one step is
+them on a GPU (nothing waits for those) and clock readings on a CPU. Every `EVERY` steps one step is
 measured; the figures are summed over processes a window later (8 bytes a rank), when they are surely there. A rank
 that is over 10 % slower than the median of its peers (the ranks of the same pipeline position: the others have other
 layers) for 3 windows in a row is named with its host.

@@ -25,12 +25,14 @@ from llama3.train.finish import commit_result
 from llama3.train.job import TrainJob
 from llama3.train.journal import read_journal
 from llama3.train.opening import begin, open_stage
+from llama3.train.profile import Profiler, expect_nothing, expect_step
 from llama3.train.reader import Share, Step, read_ahead, steps_from
 from llama3.train.recorder import Recorder, Timing, log
 from llama3.train.skips import Skips
 from llama3.train.spikes import Judge, SpikeGuard, Verdict, history
 from llama3.train.state import average_positions
 from llama3.train.step import Outcome
+from llama3.train.stragglers import Stragglers
 
 
 class Stopped(FloatingPointError):
@@ -82,6 +84,8 @@ class Trainer:
             rows, position = self.state.rows, self.state.position
             self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips)
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {opened.origin}")
+        self.profiler = Profiler(job.profile, job.work, world.rank, world.device)
+        self.stragglers = Stragglers.among(self.state.parts.values(), world)
         self._take_up()
 
     def run(self) -> bool:
@@ -95,6 +99,9 @@ class Trainer:
                 break
             except RollBack as back:
                 self._go_back(back.verdict)
+        expect_nothing()
+        if written := self.profiler.close():
+            log(written)
         self.checkpoints.finish()
         if done:
             commit_result(self.job, self.recipe, self.state, self.world, self.recorder)
@@ -132,6 +139,11 @@ class Trainer:
     def _take(self, step: Step, share: Share, waited_s: float) -> list[Outcome]:
         """Hand a step to the device; return what became known, of this step or of the one before."""
         save = self.world.leads and self.due.late()
+        expect_step(self.job.timeout_s)
+        if written := self.profiler.step():
+            log(written)
+        if self.stragglers is not None:
+            self.stragglers.begin(self.schedule.step_at(step.start), waited_s)
         pending = self.engine.take(step, share, self.schedule.lr_at(step.start), self.stop(), save)
         self._count(step)
         before = self._settle()
@@ -158,10 +170,13 @@ class Trainer:
         outcome, step = ahead.pending.read(), ahead.pending.step
         now = time.perf_counter()
         verdict = self.judge.judge(step, outcome)
-        if verdict.kind in ("go on", "skipped") and self.recorder is not None:
+        slow = self.stragglers.window() if self.stragglers is not None else None
+        for line in slow.named if slow is not None and self.world.leads else ():
+            log(line)
+        if verdict.kind != "stop" and self.recorder is not None:
             written = [saved.total_s for saved in self.checkpoints.poll()]
             timing = Timing(now - self.settled, ahead.waited_s, self.blocked_s, written[-1] if written else None)
-            self.recorder.add(step, outcome, timing)
+            self.recorder.add(step, outcome, timing, slow.metrics() if slow else None)
             self.blocked_s = None
         self.settled = now
         if verdict.kind != "go on":
@@ -185,10 +200,10 @@ class Trainer:
         assert verdict.skip is not None
         self.ahead, trained_to = None, self.state.position
         self.skips = self.skips.plus(verdict.skip)
-        if self.world.leads:
-            self.skips.write(self.job.work)
         if self.checkpoints.resume(self.state, before=verdict.skip.start).path is None:
             begin(self.state, self.job, self.recipe, self.span, self.world)
+        if self.world.leads:  # once the checkpoints past that point are gone: none of them knows of the skip
+            self.skips.write(self.job.work)
         if self.recorder is not None:
             self.recorder.rewind(verdict.skip, self.state.position, trained_to)
         self._take_up()

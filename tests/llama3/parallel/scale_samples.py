@@ -31,10 +31,10 @@ def shape(**changes: Any) -> Model:
 
 
 def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, int]:
-    """Return bytes alive in the first stage of `rank`, fake CPU tensors, in a step of three micro-batches.
+    """Return bytes alive in the first stage of `rank`, fake CPU tensors, in a step of two micro-batches.
 
-    kept: made by a forward pass and alive after it; steady: alive after the backward pass of the first micro-batch;
-    peak: the most made and alive in the last micro-batch, its backward pass with the reduction included.
+    steady: alive after the backward pass of the first one. Of the last one, kept: made by its forward pass and alive
+    after it; peak: the most at once of what it made, the reduction included.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,8 +47,8 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
         with FakeTensorMode(allow_non_fake_inputs=True):
             part.to_empty(device="cpu")
             steady = _run(part, place, load, last=False)["after"]
-            later = _run(part, place, load, last=False)
-            return {"kept": later["kept"], "steady": steady, "peak": _run(part, place, load, last=True)["peak"]}
+            last = _run(part, place, load, last=True)
+            return {"kept": last["kept"], "steady": steady, "peak": last["peak"]}
 
 
 def all_held(requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[dict[str, int]]:
@@ -61,7 +61,7 @@ def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, i
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if place.layout.cp > 1 else None
     last_micro_batch(part, last)
-    with Alive() as alive:
+    with Alive(watch=last) as alive:
         x = here_BS
         if part.embedding is None:  # what the stage before sent belongs to this one
             shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
@@ -76,8 +76,10 @@ def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, i
 class Alive(TorchDispatchMode):
     """Bytes of the storages that were made since it was entered and are still there."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: bool) -> None:
+        """`watch` looks for the peak at every operation, half of the time of a run."""
         super().__init__()
+        self.watch = watch
         self.made: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
@@ -89,7 +91,8 @@ class Alive(TorchDispatchMode):
         for each in tree_iter(result):
             if isinstance(each, torch.Tensor) and _storage(each)._cdata not in before:
                 self.made.setdefault(_storage(each)._cdata, StorageWeakRef(_storage(each)))
-        self.peak = max(self.peak, self.bytes())
+        if self.watch:
+            self.peak = max(self.peak, self.bytes())
         return result
 
     def bytes(self) -> int:

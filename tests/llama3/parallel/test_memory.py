@@ -68,10 +68,10 @@ def test_gathered_weights_and_gradients_are_what_stays_between_micro_batches(num
 
 
 @by_case
-def test_the_peak_of_a_step_is_within_a_fifth(number: int) -> None:
+def test_the_peak_of_a_step_is_foreseen_with_some_room(number: int) -> None:
     kept, need = expected(number)
-    foreseen = kept + max(need.loss, need.recomputed + need.reduction)
-    assert 0.8 * foreseen < measured()[number]["peak"] < 1.05 * foreseen
+    foreseen = kept + need.passing
+    assert 0.65 * foreseen < measured()[number]["peak"] <= foreseen  # a third is the coarse loss of tiny shapes
 
 
 @pytest.mark.parametrize(

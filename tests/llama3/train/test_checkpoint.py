@@ -1,4 +1,4 @@
-"""Which checkpoints are kept and when one is due; how an optimizer step is clipped."""
+"""Which checkpoints are kept and when one is due; what an optimizer step does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llama3.recipe.schema import Keep, Optimizer
 from llama3.recipe.units import Cadence, Tokens
 from llama3.train.checkpoint import kept
-from llama3.train.optimizer import adamw, clip, squared_norm
+from llama3.train.optimizer import adamw, scale, squared_norm
 from llama3.train.trainer import Due
 
 
@@ -43,9 +43,10 @@ def test_milestones_survive_deletion_as_they_come(gaps: list[int], last: int, ev
 
 def test_due_by_tokens_counts_crossed_multiples() -> None:
     due = Due(Cadence.parse("100 tokens"), 250)
-    assert [due.at(position) for position in (260, 299, 300, 399)] == [False, False, True, True]
+    assert [due.passed(position) for position in (260, 299, 300, 399)] == [False, False, True, True]
     due.saved(310)
-    assert [due.at(position) for position in (390, 400)] == [False, True]
+    assert [due.passed(position) for position in (390, 400)] == [False, True]
+    assert not due.late()
 
 
 def test_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,49 +54,51 @@ def test_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: now)
     due = Due(Cadence.parse("10 s"), 0)
     now = 59.0
-    assert not due.at(10**12)
+    assert not due.late()
     now = 60.0
-    assert due.at(1)
+    assert due.late()
+    assert not due.passed(10**12)
     due.saved(1)
-    assert not due.at(2)
+    assert not due.late()
 
 
-def model() -> torch.nn.Module:
+def parameters() -> dict[str, torch.nn.Parameter]:
+    """A matrix, an embedding and a norm, with gradients."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.RMSNorm(4)).double()
+    shapes = {"embedding.weight": (5, 3), "layers.0.ffn.up.weight": (4, 3), "norm.weight": (4,)}
+    named = {name: torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    return named
 
 
-def test_clip_scales_to_the_largest_norm_and_no_further() -> None:
-    net = model()
-    net(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
-    gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-    norm = math.sqrt(float(squared_norm(net)))
+def test_the_norm_is_of_all_gradients_and_scaling_scales_it() -> None:
+    named = parameters()
+    gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
+    norm = math.sqrt(float(squared_norm(named.values())))
     assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-14)
-    clip(net, norm, norm * 2)
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True) if p.grad is not None)
-    clip(net, norm, norm / 4)
-    assert math.sqrt(float(squared_norm(net))) == pytest.approx(norm / 4, rel=1e-12)
+    scale(named.values(), torch.tensor(0.25, dtype=torch.float64))
+    assert math.sqrt(float(squared_norm(named.values()))) == pytest.approx(norm / 4, rel=1e-12)
 
 
-def test_step_follows_the_published_rule() -> None:
-    """AdamW written out (arXiv 1711.05101, algorithm 2); norms do not decay."""
-    net, settings = model(), Optimizer(weight_decay=0.3)
-    optimizer = adamw(net, settings)
-    matrix, vector = net.parameters()
-    expected = {name: [p.detach().clone(), 0.0, 0.0] for name, p in (("matrix", matrix), ("vector", vector))}
+@pytest.mark.parametrize(("norms", "embeddings"), [(False, False), (True, False), (False, True)])
+def test_step_follows_the_published_rule(norms: bool, embeddings: bool) -> None:
+    """AdamW written out (arXiv 1711.05101, algorithm 2); norms and embeddings decay only if asked."""
+    named = parameters()
+    settings = Optimizer(weight_decay=0.3, decay_norms=norms, decay_embeddings=embeddings)
+    decays = {"embedding.weight": embeddings, "layers.0.ffn.up.weight": True, "norm.weight": norms}
+    optimizer = adamw(named, settings)
+    expected = {name: [parameter.detach().clone(), 0.0, 0.0] for name, parameter in named.items()}
     for count in range(1, 4):
-        net(torch.arange(6, dtype=torch.float64).view(2, 3)).square().sum().backward()
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * count
-        for name, parameter in (("matrix", matrix), ("vector", vector)):
+        for name, parameter in named.items():
             value, first, second = expected[name]
-            g = parameter.grad
-            assert g is not None
+            g = parameter.grad = torch.full_like(parameter, 0.5 * count)
             first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g * g
-            decay = 0.3 if name == "matrix" else 0.0
+            decay = 0.3 if decays[name] else 0.0
             update = (first / (1 - 0.9**count)) / ((second / (1 - 0.95**count)).sqrt() + 1e-8)
             expected[name] = [value * (1 - 0.01 * count * decay) - 0.01 * count * update, first, second]
         optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(matrix.detach(), expected["matrix"][0], rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(vector.detach(), expected["vector"][0], rtol=1e-12, atol=1e-14)
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.detach(), expected[name][0], rtol=1e-12, atol=1e-14)

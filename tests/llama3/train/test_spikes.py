@@ -94,7 +94,7 @@ def test_a_restart_decides_with_the_same_bits(series: list[tuple[float, float]],
 def test_the_window_of_a_recipe_survives_a_restart() -> None:
     generator = np.random.default_rng(0)
     series = [(3 + float(a), 1 + float(b)) for a, b in generator.normal(0, 0.1, (400, 2))]
-    spikes = Spikes(policy="skip", sigma=2.5)
+    spikes = Spikes(policy="skip", sigma=2.0)
     whole = flags(SpikeGuard(spikes, CPU), series)
     assert sum(bad for bad, _ in whole) > 3
     for cut in (100, 128, 250, 333):
