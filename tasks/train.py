@@ -7,6 +7,8 @@ on as many processes as are there, as long as attempts get further. How each att
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,12 @@ class Attempts:
         return self.launcher.start(job, processes, self.folder)
 
     def ended(self, outcome: Outcome, progress: bool) -> None:
-        """Take note of an attempt that left the stage unfinished. Raises TrainingFailed when it was one too many."""
+        """Take note of an attempt that left the stage unfinished.
+
+        Raises TrainingFailed when it was one too many, and OSError for a full disk, on which another one would end too.
+        """
+        if os.strerror(errno.ENOSPC) in outcome.words:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self.fruitless = 0 if progress else self.fruitless + 1
         if self.fruitless >= self.context.cluster.attempts:
             raise TrainingFailed(

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from llama3.data.document import Batch, Document, Gatherer
-from llama3.data.files import File, listing, source_files
+from llama3.data.files import File, source_files
 from llama3.data.installed import installed_documents, installed_fingerprint
 from llama3.data.records import BATCH, read_files
 from llama3.data.skips import OVER_LIMIT, Skips, SourceError
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from storage.filesystem import is_local, local_path
+from storage.filesystem import is_local, listing, local_path
 
 INSTALLED = "installed"
 PASSED_OVER = 100

@@ -24,13 +24,17 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12
 
 
-def use_float8(blocks: nn.Module, device: torch.device, scaling: Scaling = "tensor") -> None:
-    """Have every `Linear` below `blocks` multiply in float8. Call it before the blocks are compiled.
-
-    Raises ValueError if the device has no such product or an axis of a weight is no multiple of 16.
-    """
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if `device` has no fast product in float8."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"compute: fp8 needs a GPU of compute capability 8.9 or more, this is {device}; take bf16")
+
+
+def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
+    """Have every `Linear` below `blocks` multiply in float8. Call it before the blocks are compiled.
+
+    Raises ValueError if an axis of a weight is no multiple of 16.
+    """
     for name, module in blocks.named_modules():
         if isinstance(module, Linear):
             if any(size % 16 for size in module.weight.shape):

@@ -18,10 +18,36 @@ from torch.nn import functional as F
 from llama3.model.exchange import Exchange
 
 
-def mine(weight: Tensor) -> Tensor:
-    """Return this process's part of a weight that is cut over processes; a whole one as it is."""
+GRID = 2.0**-30
+"""Gradients of a sequence are rounded to multiples of this where sums must not depend on their order."""
+
+
+def used(weight: Tensor, exact: bool) -> Tensor:
+    """Return this process's part of a weight that is cut over processes; a whole one as it is.
+
+    With `exact`, gradients go back as multiples of `GRID`: up to 2^22 of them add up without rounding in the 53 bits
+    of fp64, so that any order of any number of sequences gives the same bits. What lies below 1e-9 is lost, a millionth
+    of the usual gradient of a sequence's summed nats. fp64 models stay as they are.
+    """
     part: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return part
+    if not exact:
+        return part
+    apply: Any = _OnGrid.apply  # torch leaves it untyped
+    rounded: Tensor = apply(part)
+    return rounded
+
+
+class _OnGrid(torch.autograd.Function):
+    """The same value; its gradient rounded to the grid."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0]
+        return gradient if gradient.dtype == torch.float64 else (gradient / GRID).round_().mul_(GRID)
 
 
 class Linear(nn.Module):
@@ -30,11 +56,12 @@ class Linear(nn.Module):
     def __init__(self, features_in: int, features_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features_out, features_in))
+        self.exact = False
         self.float8: Any = None
         """How operands are scaled to 8 bits, if they are (see `llama3.model.float8`)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = mine(self.weight).to(x.dtype)
+        weight = used(self.weight, self.exact).to(x.dtype)
         if self.float8 is None:
             return F.linear(x, weight)
         from llama3.model.float8 import float8_product
@@ -50,9 +77,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
         self.exchange = exchange
+        self.exact = False
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.exchange.shared(mine(self.weight)).to(x.dtype)
+        weight = self.exchange.shared(used(self.weight, self.exact)).to(x.dtype)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x, weight.shape, weight, self.eps)
         apply: Any = _Normed.apply  # torch leaves it untyped

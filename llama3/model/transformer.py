@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from llama3.model.attention import Attention
 from llama3.model.documents import Visible, visible
 from llama3.model.exchange import Alone, Exchange
-from llama3.model.linear import Linear, RMSNorm, mine
+from llama3.model.linear import Linear, RMSNorm, used
 from llama3.model.loss import token_nats
 from llama3.model.rope import rotation
 from llama3.recipe.schema import Model
@@ -86,6 +86,8 @@ class Transformer(nn.Module):
         """Type of the residual stream and of products; None: that of the weights."""
         self.z_loss = 0.0
         self.recompute = "none"
+        self.exact = False
+        """Whether gradients of weights are rounded so that their sums do not depend on the order (`linear.used`)."""
         layers = range(spec.layers) if layers is None else layers
         # nn.Embedding() draws normal weights, which on the meta device imports torch's compiler (0.6 s)
         self.embedding = nn.Embedding(rows, spec.dim, _weight=torch.empty(rows, spec.dim)) if first else None
@@ -119,7 +121,7 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embedding is not None
-        weight_VD = mine(self.embedding.weight)
+        weight_VD = used(self.embedding.weight, self.exact)
         if len(weight_VD) == self.rows:
             x_BSD = F.embedding(tokens_BS, weight_VD)
         else:  # my rows of the table: every token is found by one process, and the others add zero
@@ -143,7 +145,7 @@ class Transformer(nn.Module):
         hidden_BSD = self.exchange.gather(self.norm(x_BSD))
         holder = self.embedding if self.output is None else self.output
         assert holder is not None
-        weight_VD = mine(holder.weight)
+        weight_VD = used(holder.weight, self.exact)
         if targets_BS is None:
             return F.linear(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
         return token_nats(hidden_BSD, weight_VD, targets_BS, self.z_loss, self.exchange)

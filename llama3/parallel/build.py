@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from llama3.model.exchange import Alone
 from llama3.model.initial import initial_value
+from llama3.model.linear import Linear, RMSNorm
 from llama3.model.transformer import Transformer
 from llama3.parallel.exchange import Exchange
 from llama3.parallel.fsdp import shard
@@ -40,6 +41,9 @@ def empty_parts(
             exchange = Alone() if world.mesh is None else Exchange(world)
             model = Transformer(spec, rows, ranges[stage], first, last, exchange).to(master)
         model.compute, model.recompute = compute, layout.recompute
+        for module in model.modules():
+            if isinstance(module, Linear | RMSNorm | Transformer):
+                module.exact = exact
         if layout.tp > 1:
             cut(model, world.tensor_mesh)
         if layout.compile:

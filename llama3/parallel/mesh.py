@@ -111,8 +111,10 @@ def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bo
     if size == 1 and not meshed:
         yield World(0, 1, mine, layout)
         return
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
     backend = "nccl" if mine.type == "cuda" else "gloo"
-    own: dict[str, Any] = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
         yield World(rank, size, mine, layout, *make_meshes(mine.type, layout, size))

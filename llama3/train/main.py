@@ -59,7 +59,6 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     from llama3.train.trainer import Trainer
 
     prepare(job.profile, job.work)
-
     torch.set_num_threads(job.threads)
     if job.deterministic:
         torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s

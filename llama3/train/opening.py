@@ -78,10 +78,11 @@ def begin(state: TrainState, job: TrainJob, recipe: Recipe, span: StageSpan, wor
     state.reset(recipe, span.start, world)
     if job.start is None:
         return f"initial weights of seed {recipe.seed}"
-    led(world, lambda: _check_weights(job.start, recipe, state.rows))
-    model = open_model(job.start)
+    start = job.start
+    led(world, lambda: _check_weights(start, recipe, state.rows))
+    model = open_model(start)
     state.fill(lambda name, _: model.tensor(name), world)
-    return f"weights of {job.start}"
+    return f"weights of {start}"
 
 
 def _span(recipe: Recipe, stage: str) -> StageSpan:

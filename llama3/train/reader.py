@@ -87,7 +87,8 @@ def share_of(batch: Batch, world: World) -> Share:
 
         here = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
         columns = [column[:, here] for column in columns]
-    return Share(*(_on(world.device, column) for column in columns), documents)
+    tokens, targets, domains = (_on(world.device, column) for column in columns)
+    return Share(tokens, targets, domains, documents)
 
 
 def _on(device: torch.device, column: Tensor) -> Tensor:

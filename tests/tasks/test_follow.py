@@ -75,3 +75,6 @@ def test_attempts_end_when_none_gets_further(
     assert "main: rank 1 was killed by SIGKILL; the end of [x].log:" in printed
     with pytest.raises(TrainingFailed, match=r"2 time\(s\) in a row .*attempt-3\):\nrank 1 was (.|\n)*last"):
         attempts.ended(killed, progress=False)
+    full = Outcome(status=1, words="trainer: OSError: [Errno 28] No space left on device")
+    with pytest.raises(OSError, match=r"No space left on device: .*attempt-3"):
+        attempts.ended(full, progress=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama3.model.loss
 from llama3.model.loss import token_nats
@@ -23,17 +26,25 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
-@pytest.mark.parametrize("chunk", [50 * 7, 50, 2**24])
-@pytest.mark.parametrize("kept", [0, 2**24])
-def test_value_and_gradients_equal_plain_cross_entropy(chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama3.model.loss, "CPU_CHUNK", chunk)
-    monkeypatch.setattr(llama3.model.loss, "KEPT", kept)
+def small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(llama3.model.loss, "CPU_CHUNK", 1)
+    monkeypatch.setattr(llama3.model.loss, "CPU_TOKENS", tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_value_and_gradients_equal_plain_cross_entropy(
+    chunk: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted tokens take the way that computes again; a sum, and any multiple of it, the one that does not."""
+    small_chunks(monkeypatch, chunk)
     hidden, weight, targets, scale = problem(torch.float64)
     nats, expected = token_nats(hidden, weight, targets), plain(hidden, weight, targets)
     torch.testing.assert_close(nats, expected, rtol=1e-13, atol=1e-13)
-    gradients = torch.autograd.grad((nats * scale).sum(), (hidden, weight))
-    for got, wanted in zip(gradients, torch.autograd.grad((expected * scale).sum(), (hidden, weight)), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+    losses = ((x * scale).sum() if weighted else x.sum() / 3 for x in (nats, expected))
+    got, wanted = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
 def test_gradcheck() -> None:
@@ -41,33 +52,69 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda h, w: token_nats(h, w, targets), (hidden, weight))
 
 
-def test_backward_twice_gives_the_same() -> None:
-    hidden, weight, targets, scale = problem(torch.float32)
-    loss = (token_nats(hidden, weight, targets) * scale).sum()
+@pytest.mark.parametrize("weighted", [False, True])
+def test_backward_twice_gives_the_same(weighted: bool) -> None:
+    hidden, weight, targets, scale = problem(torch.float64)
+    nats = token_nats(hidden, weight, targets)
+    loss = (nats * scale).sum() if weighted else nats.sum() / 3
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for again in (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2)):
+        for one, other in zip(first, again, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
-def test_autocast_keeps_fp32_sums_and_gradients() -> None:
-    hidden, weight, targets, scale = problem(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        nats = token_nats(hidden, weight, targets)
+def test_z_loss_changes_gradients_and_not_the_value() -> None:
+    hidden, weight, targets, _ = problem(torch.float64)
+    nats = token_nats(hidden, weight, targets, 0.1)
+    assert torch.equal(nats, token_nats(hidden, weight, targets))
+    z = (hidden @ weight.T).logsumexp(-1)
+    expected = plain(hidden, weight, targets).sum() + 0.1 * (z**2)[targets != -100].sum()
+    got = torch.autograd.grad(nats.sum(), (hidden, weight))
+    for one, other in zip(got, torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_bf16_products_keep_fp32_sums_and_gradients() -> None:
+    hidden, weight, targets, _ = problem(torch.float32)
+    nats = token_nats(hidden.bfloat16(), weight, targets)
     assert nats.dtype == torch.float32
     assert (nats - plain(hidden, weight, targets)).abs().max() < 0.2  # bf16 keeps 8 bits of logits near 20
-    (nats * scale).sum().backward()
+    nats.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
-    expected = torch.autograd.grad((plain(hidden, weight, targets) * scale).sum(), weight)[0]
+    expected = torch.autograd.grad(plain(hidden, weight, targets).sum(), weight)[0]
     assert (weight.grad - expected).norm() / expected.norm() < 0.02
 
 
-def test_memory_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor as large as the logits of all tokens is saved for the backward pass."""
-    monkeypatch.setattr(llama3.model.loss, "CPU_CHUNK", 50 * 7)
-    monkeypatch.setattr(llama3.model.loss, "KEPT", 50 * 29)
+def test_no_gradients_are_made_where_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    sweep = llama3.model.loss._sweep
+    monkeypatch.setattr(llama3.model.loss, "_sweep", lambda p, s, g: made.append(g) or sweep(p, s, g))
     hidden, weight, targets, _ = problem(torch.float32)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    token_nats(hidden.detach(), weight.detach(), targets)
+    with torch.no_grad():
         token_nats(hidden, weight, targets)
-    assert max(saved) <= 50 * 16
+    token_nats(hidden, weight, targets).sum().backward()
+    assert made == [False, False, True]
+
+
+def test_memory_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor as large as the logits of all tokens is made, forward or backward."""
+    small_chunks(monkeypatch, 7)
+    hidden, weight, targets, _ = problem(torch.float32)
+
+    with Largest() as seen:
+        token_nats(hidden, weight, targets).sum().backward()
+    assert weight.numel() <= seen.elements < 30 * 50
+
+
+class Largest(TorchDispatchMode):
+    """Sees the elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        out = function(*arguments, **(keywords or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out

@@ -1,0 +1,83 @@
+"""Every way of computing attention that runs on the CPU against the masked one, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from llama3.model.attention import _flex, attend
+from llama3.model.documents import Visible, _blocks, document_lengths, readable
+from llama3.model.exchange import Alone
+from llama3.model.linear import RMSNorm
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(batch: int, seq: int, seed: int = 0) -> Qkv:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, seq, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    return q, k, v
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(E)) v with every score."""
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 2) for x in (k, v))
+    scores = torch.einsum("bshe,bthe->bhst", q, k) / SIZE**0.5
+    return torch.einsum("bhst,bthe->bshe", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor, wrt: Qkv) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    outer = torch.randn_like(other)
+    for a, b in zip(
+        torch.autograd.grad(one, wrt, outer), torch.autograd.grad(other, wrt, outer, retain_graph=True), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3), seed=st.integers(0, 9)
+)
+def test_documents_one_by_one_equal_the_mask(rows: list[list[int]], seed: int) -> None:
+    seq = max(map(sum, rows))
+    numbers = [[n for n, length in enumerate([*row, seq - sum(row)]) for _ in range(length)] for row in rows]
+    documents, positions = torch.tensor(numbers), torch.arange(seq)
+    mask = readable(documents, positions, positions)
+    qkv = inputs(len(rows), seq, seed)
+    reference = written_out(*qkv, mask)
+    equal(attend(*qkv, Visible(mask=mask)), reference, qkv)
+    equal(attend(*qkv, Visible(lengths=document_lengths(documents))), reference, qkv)
+
+
+def test_no_form_is_plain_causal() -> None:
+    qkv, positions = inputs(2, 33), torch.arange(33)
+    equal(attend(*qkv, Visible()), written_out(*qkv, readable(None, positions, positions)), qkv)
+
+
+def test_a_block_mask_holds_for_keys_in_another_order() -> None:
+    """The mask that CUDA takes under context parallelism; its kernel is torch's own slow one here, forward only."""
+    seq = 256
+    positions, order = torch.arange(seq), torch.arange(seq).view(4, -1)[[0, 3, 1, 2]].flatten()
+    documents = torch.stack([positions // 100, positions // 37])
+    q, k, v = (x.detach() for x in inputs(2, seq))
+    here = order[:128]
+    got = _flex(q[:, here], k[:, order], v[:, order], _blocks(documents, here, order))
+    expected = written_out(q, k, v, readable(documents, positions, positions))[:, here]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norms_own_backward_pass_is_that_of_the_formula() -> None:
+    norm = RMSNorm(24, 1e-3, Alone()).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    outer = torch.randn_like(x)
+    plain = F.rms_norm(x, (24,), norm.weight, 1e-3)
+    torch.testing.assert_close(norm(x), plain, rtol=1e-14, atol=1e-14)
+    wrt = (x, norm.weight)
+    for a, b in zip(torch.autograd.grad(norm(x), wrt, outer), torch.autograd.grad(plain, wrt, outer), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

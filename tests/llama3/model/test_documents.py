@@ -1,0 +1,53 @@
+"""What may be read, in each of its forms, against a loop over queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.model.documents import SHORTEST, _starts, document_lengths, readable, visible
+
+batches = st.integers(1, 3).flatmap(
+    lambda batch: st.lists(
+        st.lists(st.integers(0, 3), min_size=12, max_size=12).map(sorted), min_size=batch, max_size=batch
+    )
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(numbers=batches, order=st.permutations(range(12)), held=st.integers(1, 12))
+def test_a_query_reads_its_document_up_to_itself(numbers: list[list[int]], order: list[int], held: int) -> None:
+    queries, keys = torch.tensor(order[:held]), torch.tensor(order)
+    mask = readable(torch.tensor(numbers), queries, keys)
+    for sequence, row in enumerate(numbers):
+        for q, asking in enumerate(order[:held]):
+            for t, asked in enumerate(order):
+                assert mask[sequence, 0, q, t] == (asked <= asking and row[asked] == row[asking])
+
+
+@settings(max_examples=50, deadline=None)
+@given(numbers=batches)
+def test_lengths_and_starts_are_runs_of_one_number_that_end_with_their_sequence(numbers: list[list[int]]) -> None:
+    lengths = document_lengths(torch.tensor(numbers))
+    runs = [row.count(number) for row in numbers for number in dict.fromkeys(row)]
+    assert list(lengths) == runs
+    starts = _starts(lengths).tolist()
+    assert starts[: len(runs) + 1] == [sum(runs[:at]) for at in range(len(runs) + 1)]
+    assert set(starts[len(runs) :]) == {12 * len(numbers)}
+    assert (len(starts) - 1).bit_count() == 1
+
+
+def test_each_batch_takes_the_cheapest_form_on_the_cpu() -> None:
+    positions = torch.arange(8 * SHORTEST)
+    halves = (positions >= 4 * SHORTEST).long().expand(2, -1)
+    assert visible(None, positions, positions) == (None, None, None, None)
+    assert visible(halves, positions, positions).lengths == (4 * SHORTEST,) * 4
+    crumbs = visible(positions.expand(2, -1), positions, positions)
+    compiled = visible(halves, positions, positions, compiled=True)
+    elsewhere = visible(halves, positions[::2], positions)
+    for masked, queries in ((crumbs, positions), (compiled, positions), (elsewhere, positions[::2])):
+        assert masked.lengths is None
+        assert masked.mask is not None
+        assert masked.mask.shape == (2, 1, len(queries), len(positions))
+    assert visible(None, positions[::2], positions).mask is not None, "no documents, but keys in another order"
