@@ -46,10 +46,10 @@ problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 @app.command()
-def plan(recipe: Path, set_: SetOption = None) -> None:
-    """Show the stage table, totals, FLOPs and warnings of a recipe; runs nothing."""
+def plan(recipe: Path, set_: SetOption = None, cluster: ClusterOption = None) -> None:
+    """Show the stage table, totals, FLOPs and warnings of a recipe, and memory on a cluster; runs nothing."""
     from llama3.data.sources import survey
-    from tasks.plan import make_plan, stage_table, summary_lines
+    from tasks.plan import make_plan, memory_lines, stage_table, summary_lines
 
     with mistakes():
         wanted = load_recipe(recipe, set_)
@@ -57,6 +57,11 @@ def plan(recipe: Path, set_: SetOption = None) -> None:
         out.print(stage_table(made))
         for line in summary_lines(made):
             out.print(line)
+        if cluster is not None:
+            place = _cluster(cluster, 0, 0)
+            place.layout.check(wanted.model, made.rows, place.processes)
+            for line in memory_lines(made, place.layout, place.processes, place.micro_batch):
+                out.print(line)
         for warning in made.warnings:
             out.print(f"[yellow]warning[/]  {escape(warning)}")
 

@@ -12,6 +12,9 @@ from rich.table import Table
 
 from llama3.data.sources import DomainSurvey
 from llama3.model.flops import flops_per_token, parameter_count
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load, memory
+from llama3.parallel.scale import memory_line
 from llama3.recipe.lint import lint
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
@@ -124,6 +127,18 @@ def _found(found: DomainSurvey) -> str:
     least = "" if found.complete else "at least "
     made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
     return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}"
+
+
+def memory_lines(plan: Plan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
+    """Return what the fullest process needs at each sequence length, with the largest batch of that length."""
+    batches = {part.seq: part.batch for part in sorted(plan.schedule.segments, key=lambda part: part.batch)}
+    lines = []
+    for seq, batch in sorted(batches.items()):
+        count = max(1, batch // (seq * layout.dp(processes) * micro_batch))
+        load = Load(seq, micro_batch, count, plan.recipe.compute)
+        needs = memory(plan.recipe.model, plan.rows, layout, processes, load)
+        lines.append(f"memory   {memory_line(max(needs, key=lambda need: need.total))} (sequences of {seq:,})")
+    return lines
 
 
 def plan_markdown(plan: Plan) -> str:

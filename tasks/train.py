@@ -19,13 +19,16 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
-from llama3.recipe.load import resolved
+from llama3.model.files import weight_files
+from llama3.recipe.load import digest, resolved
+from llama3.recipe.past import past
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
 from llama3.train.job import TrainJob
 from llama3.train.main import TERMINATED
+from llama3.train.skips import Skips
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
 from storage.filesystem import write_atomic
 from tasks.follow import Follower, send_series
@@ -43,13 +46,16 @@ LAST_STEPS = 16
 def train_stage(
     context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None
 ) -> Artifact:
-    """Return the checkpoint artifact at the end of `stage`: state to go on from, model, and every metric."""
+    """Return the checkpoint artifact at the end of `stage`: state to go on from, model, and every metric.
+
+    `parent` is the checkpoint of the stage before, or the weights that the first stage starts from.
+    """
     span = Schedule(context.recipe).span(stage)
     design = _design(context, span, tokens, parent)
     runs = [context.record.mlflow_run]
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
-        work = context.scratch / f"{stage}-{design.key[:16]}"
+        work = context.scratch / _place(context, span, design)
         _train(context, span, _job(context, span, tokens, parent, work), [*runs, mlflow_run])
         for item in (work / "result").iterdir():
             item.rename(folder / item.name)
@@ -59,7 +65,7 @@ def train_stage(
 
     def show(artifact: Artifact, mlflow_run: str) -> None:
         send_series(context, [*runs, mlflow_run], artifact.path / "metrics.parquet")
-        digest = artifact.manifest.files["model/model.safetensors"].sha256
+        digest = artifact.facts["model_sha256"]
         context.tracker.checkpoint_model([mlflow_run, *runs], artifact.label, artifact.path.as_uri(), span.end, digest)
 
     return ensure(context, stage, design, build, show)
@@ -70,9 +76,10 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
     recipe = context.recipe
     plain = resolved(recipe)
     parameters = {
-        "model": {key: value for key, value in plain["model"].items() if key != "preset"},
+        "model": {key: value for key, value in plain["model"].items() if key not in ("preset", "max_seq")},
         "optimizer": plain["optimizer"],
-        "lr": {**plain["lr"], "stage": str(span.stage.lr or "")},
+        "lr": digest(Schedule(recipe).rates(span.start, span.end))[:16],
+        "z_loss": recipe.z_loss,
         "compute": recipe.compute,
         "seed": recipe.seed,
         "mix": {domain: str(share) for domain, share in span.shares.items()},
@@ -84,13 +91,25 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
     return Design("checkpoint", f"{recipe.name}-{span.name}", VERSION, parameters, inputs)
 
 
+def _place(context: Context, span: StageSpan, design: Design) -> str:
+    """Return the name of the stage's work folder.
+
+    It is named by what was decided before the stage began, not by its end: a stage that is made longer while it trains
+    goes on where it stands (the trainer refuses a changed past). A step that is to be redone has a folder of its own.
+    """
+    redo = design.inputs.get("redo", "")
+    before = [past(context.recipe, span.start), design.inputs["tokens"], design.inputs["parent"], redo]
+    return f"{span.name}-{digest(before)[:16]}"
+
+
 def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, work: Path) -> Path:
     cluster = context.cluster
     job = TrainJob(
         recipe=context.folder / "recipe.yaml",
         stage=span.name,
         tokens=tokens.path,
-        parent=parent.path / "state" if parent else None,
+        parent=parent.path / "state" if parent and parent.manifest.kind == "checkpoint" else None,
+        start=parent.path / "model" if parent and parent.manifest.kind == "weights" else None,
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.device,
@@ -171,5 +190,12 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "steps": span.steps,
         "first_loss": losses[0],
         "last_loss": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
-        "model_sha256": file_digest(folder / "model" / "model.safetensors"),
+        "model_sha256": _model_digest(folder / "model"),
+        "skips": Skips.read(folder).facts(),
     }
+
+
+def _model_digest(folder: Path) -> str:
+    """Return the digest of a model's weights: of its one file, or of the digests of its files in order."""
+    files = sorted(set(weight_files(folder).values()))
+    return file_digest(files[0]) if len(files) == 1 else digest([file_digest(path) for path in files])

@@ -23,7 +23,9 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict_saver",
     "pyarrow.dataset",
     "pyarrow.parquet",
+    "torch._subclasses.fake_tensor",
     "llama3.parallel.fsdp",
+    "llama3.parallel.trace",
     "llama3.train.main",
     "llama3.train.trainer",
 ]

@@ -14,13 +14,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
 from llama3.bench.measure import ROOT, NotMeasured
+from llama3.bench.meter import MISSING
 
+WARM_UP = 2
+"""Steps of each side that are not counted."""
 _START = "import sys; sys.path.append(sys.argv[1]); from llama3.bench.train_side import main; main()"
 _POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
@@ -35,6 +38,8 @@ class Side:
     bf16: bool = False
     products: str = "highest"
     """torch's float32_matmul_precision."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the shape that all sides get."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,16 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Rounds:
-    """CPU seconds and losses of each side, one of each per round."""
+    """What each side answered, one number per round."""
 
     cpu_s: Mapping[str, Sequence[float]]
     losses: Mapping[str, Sequence[float]]
+    """Of the steps that are not counted too."""
+    extra_bytes: Mapping[str, int]
+    """Largest memory less that before the first step."""
+    versions: Mapping[str, str]
+    missing: Mapping[str, str]
+    """Sides whose library is not installed, and what their import said."""
 
     def ratio(self, side: str, over: str) -> Ratio:
         """Return the median over rounds of the CPU time of `side` over that of `over`."""
@@ -65,30 +76,37 @@ class Rounds:
         return median(self.cpu_s[side])
 
 
-def take_rounds(sides: Mapping[str, Side], request: Mapping[str, Any], rounds: int, warm_up: int = 2) -> Rounds:
-    """Return `rounds` rounds of the sides, after some steps that are not counted.
+def take_rounds(sides: Mapping[str, Side], weights: Path, shape: Mapping[str, Any], rounds: int) -> Rounds:
+    """Return `rounds` rounds of the sides on the weights and batch in the file `weights`, beside which they log.
 
-    `request` has the keys `weights`, `shape` and `lr` (see `train_side`). A side whose library is missing is left out.
     Raises RuntimeError if a side fails.
     """
+    missing: dict[str, str] = {}
     with ExitStack() as stack:
-        running = {}
+        running: dict[str, _Running] = {}
         for name, side in sides.items():
             try:
-                running[name] = stack.enter_context(_started(name, side, request))
-            except NotMeasured:
-                continue
-        names = list(running)
-        cpu: dict[str, list[float]] = {name: [] for name in names}
-        losses: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(warm_up + rounds):
-            turn = number % max(1, len(names))
-            for name in names[turn:] + names[:turn]:
-                answer = running[name].step()
-                losses[name].append(answer["loss"])
-                if number >= warm_up:
-                    cpu[name].append(answer["cpu_s"])
-    return Rounds(cpu, losses)
+                running[name] = stack.enter_context(_started(name, side, weights, shape))
+            except NotMeasured as error:
+                missing[name] = str(error)
+        answers = _turns(running, rounds)
+        return Rounds(
+            {name: [answer["cpu_s"] for answer in given[WARM_UP:]] for name, given in answers.items()},
+            {name: [answer["loss"] for answer in given] for name, given in answers.items()},
+            {name: given[-1]["peak_bytes"] - running[name].ready["peak_bytes"] for name, given in answers.items()},
+            {name: side.ready["version"] for name, side in running.items()},
+            missing,
+        )
+
+
+def _turns(running: Mapping[str, _Running], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    names = list(running)
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(WARM_UP + rounds):
+        turn = number % max(1, len(names))
+        for name in names[turn:] + names[:turn]:
+            answers[name].append(running[name].ask("step"))
+    return answers
 
 
 class _Running:
@@ -96,45 +114,52 @@ class _Running:
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: IO[str]) -> None:
         self.name, self.process, self.log = name, process, log
+        self.ready: dict[str, Any] = {}
 
     def ask(self, line: str) -> dict[str, Any]:
         """Return the answer to one line. Raises RuntimeError, with the end of what it printed, if it has died."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
+            answered = self.process.stdout.readline()
         except BrokenPipeError:
-            pass
-        answered = self.process.stdout.readline()
+            answered = ""
         if not answered:
             self.process.wait()
             self.log.seek(0)
-            raise RuntimeError(f"{self.name} failed: {self.log.read().strip().splitlines()[-1:]}")
+            raise RuntimeError(f"{self.name} failed: " + (self.log.read().strip().splitlines() or ["no output"])[-1])
         answer: dict[str, Any] = json.loads(answered)
         return answer
 
-    def step(self) -> dict[str, Any]:
-        return self.ask("step")
-
 
 @contextmanager
-def _started(name: str, side: Side, request: Mapping[str, Any]) -> Iterator[_Running]:
+def _started(name: str, side: Side, weights: Path, shape: Mapping[str, Any]) -> Iterator[_Running]:
     """Yield the running side. Raises NotMeasured if its library is missing."""
-    with (Path(request["weights"]).parent / f"{name.replace('/', '-')}.log").open("w+") as log:
-        with subprocess.Popen(
+    request = {
+        "module": f"llama3.bench.{side.module}",
+        "bf16": side.bf16,
+        "products": side.products,
+        "weights": str(weights),
+        "shape": {**shape, **side.shape},
+    }
+    with (
+        (weights.parent / f"{name}.log").open("w+") as log,
+        subprocess.Popen(
             [side.python, "-c", _START, str(ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             env={**os.environ, **dict.fromkeys(_POOLS, "1"), "HF_HUB_OFFLINE": "1"},
-        ) as process:
-            running = _Running(name, process, log)
-            try:
-                about = {"module": f"llama3.bench.{side.module}", "bf16": side.bf16, "products": side.products}
-                answer = running.ask(json.dumps({**request, **about}))
-                if "missing" in answer:
-                    raise NotMeasured(answer["missing"])
-                yield running
-            finally:
-                process.kill()
+        ) as process,
+    ):
+        running = _Running(name, process, log)
+        try:
+            running.ready = running.ask(json.dumps(request))
+            if MISSING in running.ready:
+                raise NotMeasured(running.ready[MISSING])
+            yield running
+        finally:
+            process.kill()

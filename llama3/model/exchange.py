@@ -51,7 +51,7 @@ class Exchange(Protocol):
         ...
 
     def sequence(self, tokens: int, whole: bool) -> int:
-        """Return the length of the sequence of which I hold `tokens`: all my tokens if `whole`, else what scatter left."""
+        """Return the length of the sequence of which I hold `tokens`: what scatter left of mine, or all if `whole`."""
         ...
 
 

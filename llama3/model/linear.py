@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from llama3.model.exchange import Exchange
 
-
 GRID = 2.0**-30
 """Gradients of a sequence are rounded to multiples of this where sums must not depend on their order."""
 

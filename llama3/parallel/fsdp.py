@@ -10,7 +10,6 @@ do not depend on the number of processes. Each layer is a group, so gathers over
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llama3.model.transformer import Transformer
@@ -34,9 +33,16 @@ def shard(model: Transformer, world: World, compute: torch.dtype | None, exact: 
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Have a sharded model reduce its gradients once, after the last micro-batch; a plain model needs nothing."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
-        model.set_is_last_backward(last)
+def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
+    """Have a sharded model reduce its gradients once, after the last micro-batch; a plain model needs nothing.
+
+    With ZeRO-3 the layers give up what they gathered after every micro-batch.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+    for block in model.layers.values() if zero == 3 else ():
+        assert isinstance(block, FSDPModule)
+        block.set_reshard_after_backward(True)

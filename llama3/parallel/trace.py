@@ -116,7 +116,7 @@ def _micro_batch(part: Transformer, place: World, load: Load, axes: Axes, last: 
     if part.embedding is None:
         shape = load.micro_batch, tokens // layout.tp, part.spec.dim
         x = torch.zeros(shape, dtype=TYPES[load.compute], requires_grad=True)
-    last_micro_batch(part, last)
+    last_micro_batch(part, last, layout.zero)
     share = sum(weight.slot(layout.tp, shards(layout, place.size)) for weight in layer_weights(part.spec))
     with _Log(part, axes, (share * shards(layout, place.size), share)) as log:
         out = part(x, None, None if part.norm is None else here_BS)

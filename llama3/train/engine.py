@@ -64,7 +64,7 @@ class Engine:
     def _gradients(self, share: Share) -> Tensor | None:
         """Leave the gradients of the summed nats in the weights; return the nats where the last layer is."""
         if self.pipeline is None:
-            return accumulate(self.state.parts[0], share, self.micro_batch)
+            return accumulate(self.state.parts[0], share, self.micro_batch, self.world.layout.zero)
         micro_batch = largest_divisor(len(share.tokens_BS), self.micro_batch)
         nats: Tensor | None = self.pipeline.run(share.tokens_BS, share.documents_BS, share.targets_BS, micro_batch)
         return nats

@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.parallel.layout import Layout
+from llama3.recipe.load import to_yaml
+from llama3.recipe.schema import Recipe
 from llama3.train.profile import Profile
 
 
@@ -47,3 +49,12 @@ class TrainJob(BaseModel):
     """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for the others before it gives up."""
+
+    @property
+    def trained_recipe(self) -> Path:
+        """The recipe under which the stage's folder was last worked in."""
+        return self.work / "recipe.yaml"
+
+    def trained_under(self, recipe: Recipe) -> bool:
+        """Return whether that is `recipe`."""
+        return self.trained_recipe.exists() and self.trained_recipe.read_text() == to_yaml(recipe)

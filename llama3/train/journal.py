@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from storage.filesystem import write_atomic
 
 FIRST_READ = 2**16
 
@@ -138,6 +141,18 @@ class Journal:
     def _cut_torn_line(self) -> None:
         data = self.path.read_bytes()
         os.ftruncate(self._handle, data.rfind(b"\n") + 1)
+
+
+def abandon(path: Path, position: int) -> None:
+    """Move the records after `position` from the journal to a file beside it: training takes another way from there.
+
+    Only the holder of the stage's lease may do so.
+    """
+    entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
+    left = [entry for entry in entries if isinstance(entry, Record) and entry.position > position]
+    if left:
+        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(entry.line() for entry in left))
+        write_atomic(path, b"".join(entry.line() for entry in entries if entry not in left))
 
 
 def to_parquet(journal: Path, path: Path) -> None:

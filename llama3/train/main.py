@@ -7,6 +7,7 @@ why. A wrong job is refused before torch is imported.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -46,9 +47,15 @@ def train(job: TrainJob) -> bool:
     recipe = load_recipe(job.recipe)
     leads = os.environ.get("RANK", "0") == "0"
     with lease(job.work, f"stage {job.stage}") if leads else nullcontext():
-        if (job.work / "result").is_dir():
-            return True
-        return _train(job, recipe, stop)
+        return True if _complete(job, recipe) else _train(job, recipe, stop)
+
+
+def _complete(job: TrainJob, recipe: Recipe) -> bool:
+    """Return whether the stage's result is there; one of a recipe that has changed since is given up."""
+    result = job.work / "result"
+    if result.is_dir() and not job.trained_under(recipe) and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(result)
+    return result.is_dir() and job.trained_under(recipe)
 
 
 def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from llama3.model.files import open_model
 from llama3.parallel.mesh import World
 from llama3.recipe.checks import check_batches
-from llama3.recipe.load import load_recipe, to_yaml
+from llama3.recipe.load import RecipeError, load_recipe, to_yaml
 from llama3.recipe.past import check_past
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
@@ -22,14 +22,12 @@ from llama3.tokens.stream import TokenStream
 from llama3.train.agree import led
 from llama3.train.checkpoint import Checkpoints, load_state
 from llama3.train.job import TrainJob
+from llama3.train.journal import abandon
 from llama3.train.manifest import verified
 from llama3.train.precision import Precision
 from llama3.train.recorder import log
 from llama3.train.state import TrainState
 from storage.filesystem import write_atomic
-
-RECIPE = "recipe.yaml"
-"""In the stage's folder: the recipe under which it was last trained."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,9 @@ def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     found = checkpoints.resume(state)
     for reason in found.skipped if world.leads else ():
         log(f"checkpoint passed over: {reason}")
-    if found.path is not None:
-        led(world, lambda: _check_past(job.work / RECIPE, recipe, state.position))
-        origin = f"checkpoint {found.path.name}"
-    else:
-        origin = begin(state, job, recipe, span, world)
-    led(world, lambda: write_atomic(job.work / RECIPE, to_yaml(recipe)))
+    origin = f"checkpoint {found.path.name}" if found.path else begin(state, job, recipe, span, world)
+    led(world, lambda: _take_past(job, recipe, stream, span.start, state.position))
+    led(world, lambda: write_atomic(job.trained_recipe, to_yaml(recipe)))
     return Opened(span, stream, state, checkpoints, origin)
 
 
@@ -94,9 +89,21 @@ def _span(recipe: Recipe, stage: str) -> StageSpan:
         raise ValueError(f"stage: {stage!r} is not in the recipe; its stages are {known}") from None
 
 
-def _check_past(path: Path, recipe: Recipe, position: int) -> None:
-    if path.exists():
-        check_past(load_recipe(path), recipe, position)
+def _take_past(job: TrainJob, recipe: Recipe, stream: TokenStream, start: int, position: int) -> None:
+    """Go on at `position` under a recipe that may have another future: what was trained past it is given up.
+
+    Raises RecipeError if the past is another.
+    """
+    if job.trained_under(recipe) or not job.trained_recipe.exists():
+        return
+    trained = load_recipe(job.trained_recipe)
+    check_past(trained, recipe, position)
+    if TokenStream(job.tokens, trained).identity(start, position) != stream.identity(start, position):
+        raise RecipeError(
+            f"mix: the tokens before {position} were dealt under mixes that ended elsewhere, and the past of a run "
+            "cannot change; write the old stages again, or begin a new run"
+        )
+    abandon(job.work / "journal.jsonl", position)
 
 
 def _load_parent(state: TrainState, parent: Path, span: StageSpan, world: World) -> None:

@@ -31,7 +31,7 @@ class Precision:
         Raises ValueError for fp8 on a device that has no such products.
         """
         if recipe.compute == "fp32" and device.type == "cpu":
-            _fast_fp32()
+            fast_fp32()
         if recipe.compute == "fp64":
             return cls(torch.float64)
         float8 = recipe.compute == "fp8"
@@ -40,7 +40,7 @@ class Precision:
         return cls(torch.float32, torch.bfloat16 if float8 or recipe.compute == "bf16" else None, float8)
 
 
-def _fast_fp32() -> None:
+def fast_fp32() -> None:
     """Take the faster of torch's two libraries for fp32 products, if its products really are fp32 here.
 
     MKL keeps its fastest kernels for Intel: there oneDNN's cost 1.2 times its CPU time, elsewhere MKL's 2.3 times

@@ -77,7 +77,7 @@ def on_the_way(measured: Measured, skipped: Tensor, score: Tensor) -> Later:
     return Later(torch.cat([measured.tally_D2.flatten(), measured.flags, torch.stack([n.double() for n in single])]))
 
 
-def accumulate(model: Transformer, share: Share, micro_batch: int) -> Tensor:
+def accumulate(model: Transformer, share: Share, micro_batch: int, zero: int) -> Tensor:
     """Add the gradients of this process's share to `model`; return nats per token [B, S]."""
     from llama3.parallel.fsdp import last_micro_batch
 
@@ -85,7 +85,7 @@ def accumulate(model: Transformer, share: Share, micro_batch: int) -> Tensor:
     sequences = len(share.tokens_BS)
     for first in range(0, sequences, micro_batch):
         part = slice(first, first + micro_batch)
-        last_micro_batch(model, first + micro_batch >= sequences)
+        last_micro_batch(model, first + micro_batch >= sequences, zero)
         documents = None if share.documents_BS is None else share.documents_BS[part]
         nats_BS = model(share.tokens_BS[part], documents, share.targets_BS[part])
         nats_BS.sum().backward()

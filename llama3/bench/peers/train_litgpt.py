@@ -9,6 +9,7 @@ from litgpt import GPT, Config
 from litgpt.utils import chunked_cross_entropy
 from torch import Tensor, nn
 
+DISTRIBUTION = "litgpt"
 NAMES = {
     "attention_norm": "norm_1",
     "ffn_norm": "norm_2",

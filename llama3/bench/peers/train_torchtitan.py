@@ -17,6 +17,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
+DISTRIBUTION = "torchtitan"
 NAMES = {
     "attention.q": "attention.qkv_linear.wq",
     "attention.k": "attention.qkv_linear.wk",

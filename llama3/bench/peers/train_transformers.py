@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+DISTRIBUTION = "transformers"
 NAMES = {
     "embedding.": "model.embed_tokens.",
     "layers.": "model.layers.",

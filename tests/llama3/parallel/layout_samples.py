@@ -61,7 +61,7 @@ def cut(
             nats_BS = Pipeline(parts, world).run(*share, micro_batch)
             nats = 0.0 if nats_BS is None else float(nats_BS.sum())
         else:
-            nats = _train(list(parts.values()), share, micro_batch)
+            nats = _train(list(parts.values()), share, micro_batch, world.layout.zero)
         counted = torch.tensor(nats if world.first_of_copy else 0.0, dtype=torch.float64)
         gradients = {
             name: whole(p.grad).numpy()
@@ -81,14 +81,14 @@ def my_share(world: World, data: tuple[torch.Tensor, torch.Tensor | None, torch.
     return tokens[rows][:, here], None if documents is None else documents[rows], targets[rows][:, here]
 
 
-def _train(models: list[Transformer], data: Any, micro_batch: int) -> float:
+def _train(models: list[Transformer], data: Any, micro_batch: int, zero: int = 2) -> float:
     from llama3.parallel.fsdp import last_micro_batch
 
     (model,), (tokens, documents, targets) = models, data
     total = 0.0
     for first in range(0, len(tokens), micro_batch):
         part = slice(first, first + micro_batch)
-        last_micro_batch(model, first + micro_batch >= len(tokens))
+        last_micro_batch(model, first + micro_batch >= len(tokens), zero)
         nats = model(tokens[part], None if documents is None else documents[part], targets[part])
         nats.sum().backward()
         total += float(nats.detach().sum())

@@ -231,3 +231,42 @@ def test_not_a_number_stops_before_the_weights(tmp_path: Path) -> None:
     assert not (work(path) / "result").exists()
     newest = max((work(path) / "checkpoints").iterdir())
     assert int(newest.name) <= bad
+
+
+def test_the_future_may_change_while_a_stage_trains(tmp_path: Path) -> None:
+    """Six of twelve steps, then the stage is made longer: as if it had been so from the start."""
+    longer = recipe(compute="bf16", stages=stages(15))
+    plain, path = job(tmp_path, longer, name="plain"), job(tmp_path, short(), name="changed")
+    assert run(1, train, plain) == [0]
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 9, True)
+    path = job(tmp_path, longer, name="changed")
+    assert run(1, train, path) == [0], output(path)
+    assert_same(path, plain)
+    left = [line for file in work(path).glob("abandoned-*.jsonl") for line in file.read_text().splitlines()]
+    assert [json.loads(line)["position"] for line in left] == [7 * STEP, 8 * STEP]
+
+
+def test_the_past_may_not_and_the_first_differing_line_is_shown(tmp_path: Path) -> None:
+    path = job(tmp_path, short(), name="changed")
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 9, True)
+    before = (work(path) / "journal.jsonl").read_bytes()
+    path = job(tmp_path, recipe(compute="fp32", stages=stages(12)), name="changed")
+    assert run(1, train, path) == [1]
+    assert "- compute: bf16\n+ compute: fp32" in output(path)
+    assert (work(path) / "journal.jsonl").read_bytes() == before
+
+
+def test_a_finished_stage_that_is_made_longer_goes_on(tmp_path: Path) -> None:
+    longer = recipe(compute="bf16", stages=stages(15))
+    plain, path = job(tmp_path, longer, name="plain"), job(tmp_path, short(), name="changed")
+    assert run(1, train, plain) == [0]
+    assert run(1, train, path) == [0]
+    path = job(tmp_path, longer, name="changed")
+    assert run(1, train, path) == [0], output(path)
+    assert_same(path, plain)
+
+
+def short() -> Recipe:
+    return recipe(compute="bf16", stages=stages(12))
