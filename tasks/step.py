@@ -65,7 +65,7 @@ class Context:
             "recipe.digest": self.record.recipe_digest[:16],
             "code.commit": self.record.code,
             "prefect.flow_run_id": self.record.prefect_run,
-            "cluster": "local",
+            "cluster": self.cluster.launcher,
             "world": str(self.cluster.processes),
             "attempts": str(self.record.attempts),
         }

@@ -27,7 +27,7 @@ from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
 from llama3.train.job import TrainJob
-from llama3.train.main import TERMINATED
+from llama3.train.main import REFUSED, TERMINATED
 from llama3.train.skips import Skips
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
 from storage.filesystem import write_atomic
@@ -167,7 +167,7 @@ class Attempts:
         if os.strerror(errno.ENOSPC) in outcome.words:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self.fruitless = 0 if progress else self.fruitless + 1
-        if self.fruitless >= self.context.cluster.attempts:
+        if outcome.status == REFUSED or self.fruitless >= self.context.cluster.attempts:
             raise TrainingFailed(
                 f"stage {self.span.name}: the trainer ended with status {outcome.status} and no new step, "
                 f"{self.fruitless} time(s) in a row ({self.folder}):\n{outcome.words}"

@@ -117,9 +117,19 @@ def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bo
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
-        yield World(rank, size, mine, layout, *make_meshes(mine.type, layout, size))
+        meshes = make_meshes(mine.type, layout, size)
+        wait_at_most(timeout_s)
+        yield World(rank, size, mine, layout, *meshes)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def wait_at_most(seconds: float) -> None:
+    """Give every group there is this time-out: a mesh makes its groups with torch's own, of 30 minutes on gloo."""
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """The trainer process: `python -m llama3.train.main JOB.json`, alone or under torchrun.
 
-Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 1: the last line on stderr says
-why. A wrong job is refused before torch is imported.
+Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 2: a mistake, or a step at which
+the recipe ends the run; 1: a fault; in both cases the last line on stderr says why. A wrong job is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from llama3.train.job import TrainJob
 from storage.lease import LeaseHeld, lease
 
 TERMINATED = 128 + signal.SIGTERM
+REFUSED = 2
+"""Another attempt would end in the same way."""
 
 
 class Stop:
@@ -84,6 +86,7 @@ def main(arguments: list[str]) -> int:
         return 0 if _recorded(job) else TERMINATED
     except (ValueError, LeaseHeld, FloatingPointError) as error:  # mistakes and bad numbers, not faults of ours
         print(f"trainer: {error}", file=sys.stderr)
+        return REFUSED
     except Exception as error:
         traceback.print_exc()
         print(f"trainer: {type(error).__name__}: {error}", file=sys.stderr)

@@ -105,6 +105,21 @@ def test_hung_rank_is_noticed_by_the_timeout(
     assert weights(path) == weights(undisturbed)
 
 
+def test_a_rank_that_hangs_inside_a_tensor_parallel_group_is_noticed_too(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    """Groups of a mesh have a time-out of their own, half an hour, unless it is set."""
+    path = job(tmp_path, ASKED, timeout_s=4, layout={"tp": 2})
+    launch = launcher.start(path, 4, tmp_path / "logs" / "1")
+    hung = started_rank(3)
+    wait_for(lambda: len(records(path)) >= 2)
+    hung.suspend()
+    began = time.monotonic()
+    wait_for(lambda: launch.poll() is not None)
+    assert time.monotonic() - began < 60
+    assert "ranks [3] did not end by themselves and were killed" in str(launch.poll())
+
+
 def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
     """Four ranks; after a death only three processes are there, of which two can split the batch."""
     path, cluster = job(tmp_path, ASKED), Cluster(processes=4, threads=4)
@@ -156,7 +171,7 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 def test_words_of_a_rank_that_fails(launcher: LocalLauncher, tmp_path: Path) -> None:
     path = job(tmp_path, ASKED, stage="middle")
     ended = outcome(launcher, path, 2)
-    assert ended.status == 1
+    assert ended.status == 2
     assert "trainer: stage: 'middle' is not in the recipe" in ended.words
 
 

@@ -121,7 +121,7 @@ def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
 )
 def test_a_stop_names_the_documents(settings: dict[str, Any], factor: float, words: str, tmp_path: Path) -> None:
     path = job(tmp_path, asked(**settings))
-    assert run(1, train_poisoned, path, [10], factor) == [1]
+    assert run(1, train_poisoned, path, [10], factor) == [2]
     (incident,) = (work(path) / "incidents").iterdir()
     last = output(path).splitlines()[-1]
     assert last.startswith(f"trainer: position {10 * STEP}: loss ")

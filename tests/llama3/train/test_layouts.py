@@ -107,14 +107,14 @@ def test_without_it_the_bits_differ(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(size: int, layout: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = job(tmp_path, recipe(model=MODEL, stages=[{**stages(2)[0], "seq": 8}]), layout=layout)
-    assert run(size, train, path) == [1] * size
+    assert 2 in run(size, train, path)  # a peer may be cut off by the first that leaves
     assert message in output(path)
     assert not (work(path) / "journal.jsonl").exists()
 
 
 def test_tied_embeddings_are_refused_in_a_pipeline(tmp_path: Path) -> None:
     path = job(tmp_path, layout={"pp": 2})
-    assert run(2, train, path) == [1, 1]
+    assert 2 in run(2, train, path)
     assert "cluster.layout.pp: 2 parts a tied embedding from its output; set model.tied_embeddings: false" in output(
         path
     )

@@ -163,7 +163,7 @@ def test_damaged_parent_is_refused(tmp_path: Path) -> None:
     state = work(first) / "result" / "state"
     second = job(tmp_path, stage="anneal", name="anneal", parent=state)
     flip(next(state.glob("*.safetensors")))
-    assert run(1, train, second) == [1]
+    assert run(1, train, second) == [2]
     assert f"trainer: {state}" in output(second)
 
 
@@ -208,7 +208,7 @@ def test_sigterm_saves_and_leaves(undisturbed: Path, tmp_path: Path) -> None:
 def test_second_trainer_is_refused_by_name(tmp_path: Path) -> None:
     path = job(tmp_path)
     with lease(work(path), "stage main"):
-        assert run(1, train, path) == [1]
+        assert run(1, train, path) == [2]
     assert f"process {os.getpid()} on" in output(path)
     assert not (work(path) / "journal.jsonl").exists()
 
@@ -223,7 +223,7 @@ def test_complete_stage_is_left_alone(undisturbed: Path) -> None:
 def test_not_a_number_stops_before_the_weights(tmp_path: Path) -> None:
     rate = {"peak": 1e200, "warmup": "0 steps", "cosine": {"to": 0, "over": "100 steps"}}
     path = job(tmp_path, recipe(lr=rate, checkpoint={"every": f"{STEP} tokens", "keep": {"last": 9}}))
-    assert run(1, train, path) == [1]
+    assert run(1, train, path) == [2]
     message = output(path)
     bad = records(path)[-1].position
     assert f"trainer: position {bad}: loss " in message
@@ -253,7 +253,7 @@ def test_the_past_may_not_and_the_first_differing_line_is_shown(tmp_path: Path) 
         run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 9, True)
     before = (work(path) / "journal.jsonl").read_bytes()
     path = job(tmp_path, recipe(compute="fp32", stages=stages(12)), name="changed")
-    assert run(1, train, path) == [1]
+    assert run(1, train, path) == [2]
     assert "- compute: bf16\n+ compute: fp32" in output(path)
     assert (work(path) / "journal.jsonl").read_bytes() == before
 
