@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from llama3.bench.rows import Row
     from llama3.bench.session import Session
+    from llama3.bench.train_session import TrainSession
 
 bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
 out = Console(highlight=False)
@@ -70,25 +71,75 @@ def data(
         except ValueError as error:
             problems.print(f"[red]error[/]  {escape(str(error))}")
             raise typer.Exit(2) from None
-        _tell(session, rows, versions, json_, out_)
+        _tell(session.described, rows, versions, json_, out_)
+
+
+@bench.command()
+def train(
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: step,loss/time")] = "",
+    size: Annotated[
+        Literal["tiny", "small", "full"], typer.Option(help="full: both models, about 40 minutes; tiny: to try it out.")
+    ] = "small",
+    out_: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    peers: PeersOption = "",
+    work: Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")] = None,
+) -> None:
+    """Training: steps beside public models, loss, checkpoints, restart, loader, layouts, GPU. One core, CPU time."""
+    from llama3.bench.train_session import TrainSession, TrainSettings
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        session = TrainSession(
+            TrainSettings(
+                folder=_empty(work) if work else Path(temporary),
+                size=size,
+                only=tuple(filter(None, only.split(","))),
+                peers=peers or sys.executable,
+                restart=_restart,
+            )
+        )
+        try:
+            rows = _measure_training(session, quiet=json_)
+        except ValueError as error:
+            problems.print(f"[red]error[/]  {escape(str(error))}")
+            raise typer.Exit(2) from None
+        _tell({}, rows, session.versions, json_, out_)
+
+
+def _restart(job: Path, ranks: int, logs: Path, torchrun: bool) -> float:
+    from tasks.restart import measure_restart
+
+    return measure_restart(job, ranks, logs, torchrun).total
+
+
+def _measure_training(session: TrainSession, quiet: bool) -> list[Row]:
+    from llama3.bench.train import train_rows
+
+    return _told(train_rows(session), quiet)
 
 
 def _measure(session: Session, quiet: bool) -> list[Row]:
-    """Return the rows, naming each on standard error as it is measured."""
     from llama3.bench.data import data_rows
 
+    return _told(data_rows(session), quiet)
+
+
+def _told(measured: Iterator[Row], quiet: bool) -> list[Row]:
+    """Return the rows, naming each on standard error as it is measured."""
     rows = []
-    for row in data_rows(session):
+    for row in measured:
         rows.append(row)
         if not quiet:
             problems.print(f"[dim]{row.name}[/]")
     return rows
 
 
-def _tell(session: Session, rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
+def _tell(corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
     from llama3.bench.rows import report
 
-    made = report(rows, session.described, versions)
+    made = report(rows, corpus, versions)
     text = json.dumps(made, indent=1)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)

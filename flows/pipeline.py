@@ -44,7 +44,7 @@ def run_chain(context: Context) -> Decision:
     curated = curate_documents(context, collected, annotate_documents(context, collected))
     tokenizer = prepare_tokenizer(context, curated)
     tokens = tokenise_documents(context, curated, tokenizer)
-    start = import_start(context, tokenizer)
+    start = import_start(context, tokenizer) if context.recipe.start else None
     checkpoint = evaluation = before = began = None
     for span in Schedule(context.recipe).trained:
         _announce(context, before, span)

@@ -17,10 +17,9 @@ from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import SPECIAL_TOKENS
-from storage.filesystem import glob
+from storage.filesystem import glob, is_local, local_path
 from tasks.launch import Cluster
 from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
-from tasks.start import start_faults
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey]:
@@ -37,7 +36,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:
     """Raise RecipeError for what shows without reading the sources: root, batches, named files."""
-    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *_file_faults(recipe), *start_faults(recipe)]
+    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *_file_faults(recipe), *_start_faults(recipe)]
     if faults:
         raise RecipeError("\n".join(faults))
 
@@ -90,3 +89,17 @@ def _file_faults(recipe: Recipe) -> list[str]:
         if not glob(uri):
             faults.append(f"evaluate.tasks: {uri!r} matches no file; give JSON-lines files with query, choices, gold")
     return faults
+
+
+def _start_faults(recipe: Recipe) -> list[str]:
+    """Return what is wrong with the weights that `start` names, as far as their settings on this machine tell."""
+    if recipe.start is None or not is_local(recipe.start.origin):
+        return []
+    from llama3.export.convert import open_source  # imports torch, which most recipes need not wait for here
+    from llama3.export.start import compare_shapes
+
+    try:
+        compare_shapes(recipe.start, open_source(local_path(recipe.start.origin), recipe.start.format), recipe.model)
+    except ValueError as error:
+        return [text if text.startswith("start.") else f"start.from: {text}" for text in str(error).splitlines()]
+    return []

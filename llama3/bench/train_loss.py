@@ -26,7 +26,7 @@ def stepper(shape: Mapping[str, Any], bf16: bool) -> Callable[[], float]:
             del logits_TV
         else:
             loss = token_nats(hidden_BSD, weight_VD, targets_BS).sum() / shape["tokens"]
-        loss.backward()
+        torch.autograd.backward(loss)
         hidden_BSD.grad = weight_VD.grad = None
         return float(loss.detach())
 

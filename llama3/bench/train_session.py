@@ -1,7 +1,7 @@
 """One run of `herd bench train`: what the user chose, the sizes, and rounds of steps, each taken once.
 
-Sizes: `full` is what the committed table has, some 40 minutes of one core; `small` leaves out the larger model and takes
-fewer rounds; `tiny` measures nothing worth reading and shows in a minute that every row can be measured.
+Sizes: `full` is what the committed table has, some 40 minutes of one core; `small` leaves out the larger model and
+takes fewer rounds; `tiny` measures nothing worth reading and shows in a minute that every row can be measured.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Size:
 SIZES: dict[SizeName, Size] = {
     "tiny": Size(3, {"d384": (2, 32, 4, 2)}, 64, (2, 16), (512, 300, 16), 32, 6),
     "small": Size(7, {"d384": (6, 384, 6, 2)}, 8192, (4, 512), (128_256, 2048, 256), 384, 12),
-    "full": Size(
-        15, {"d384": (6, 384, 6, 2), "d512": (8, 512, 8, 4)}, 8192, (4, 512), (128_256, 2048, 256), 768, 30
-    ),
+    "full": Size(9, {"d384": (6, 384, 6, 2), "d512": (8, 512, 8, 4)}, 8192, (4, 512), (128_256, 2048, 256), 768, 30),
 }
 
 
@@ -109,7 +107,9 @@ class TrainSession:
     def steps(self, name: str, bf16: bool) -> Rounds:
         """Return rounds of herd's step and the peers' on the model `name`, in fp32 or with products in bf16."""
         peers = {peer: Side(f"peers.train_{peer}", self.settings.peers, bf16, self.products) for peer in PEERS}
-        return self.rounds(name, f"{name}-{bf16}", {"ours": Side("train_ours", bf16=bf16, products=self.products), **peers})
+        return self.rounds(
+            name, f"{name}-{bf16}", {"ours": Side("train_ours", bf16=bf16, products=self.products), **peers}
+        )
 
     def tuned(self) -> Rounds:
         """Return rounds of the naive step, herd's in both types, and products alone."""

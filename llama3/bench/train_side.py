@@ -2,8 +2,8 @@
 
 A side is a module with `build(shape, weights, bf16)`, which returns a module with its parameters and a function from
 tokens and targets to the mean loss; all sides get the same weights, tokens and optimizer, so that what differs is the
-model and its loss. A side that measures something else has `stepper(shape, bf16)` instead, which returns what a step is.
-Standard library, torch and safetensors only, because the interpreter may be another one.
+model and its loss. A side that measures something else has `stepper(shape, bf16)` instead, which returns what a step
+is. Standard library, torch and safetensors only, because the interpreter may be another one.
 
 A process per side, one step at a time: each line on standard input asks for one step, and its CPU time comes back as a
 line of JSON; the other sides wait meanwhile. So rounds can be interleaved, and no side meets the memory or settings of

@@ -19,7 +19,7 @@ from pathlib import Path
 from llama3.parallel.mesh import World
 from llama3.recipe.schema import Keep
 from llama3.train.agree import led
-from llama3.train.manifest import Damaged, Manifest
+from llama3.train.manifest import Damaged, Manifest, verified
 from llama3.train.remote import RemoteShelf
 from llama3.train.saving import Background, Savable, Saved, describe, own_group, plain_errors, write
 from llama3.train.shelf import LocalShelf, Place, Shelf
@@ -116,6 +116,8 @@ class Checkpoints:
 
     def resume(self, state: Savable, before: int | None = None) -> Found:
         """Load the newest good checkpoint into `state`; every process calls it. Damaged ones are set aside.
+
+        If there were only damaged ones, `state` holds parts of them and must be made again.
 
         With `before`, those past that position are deleted: the run takes another way from there. Raises ValueError
         if one of them is pinned, or if the checkpoint is of another model.
@@ -234,9 +236,10 @@ class Checkpoints:
 def load_state(
     folder: Path, manifest: Manifest, state: Savable, world: World, average: bool = True, threads: int = THREADS
 ) -> None:
-    """Read the checkpoint that `manifest` (verified) describes into `state`, its running average only if `average`.
+    """Read the checkpoint that `manifest` describes into `state`, its running average only if `average`, and verify it.
 
-    Every process calls it, and reads only what it holds. Raises ValueError if it is of another model.
+    Every process calls it. Raises ValueError, with `state` untouched, if it is of another model. Raises Damaged on all
+    processes if a file is not what was written; then `state` holds parts of it, and must be loaded or made again.
     """
     from llama3.train.loading import load
 
@@ -245,8 +248,12 @@ def load_state(
     if mine != theirs:
         raise ValueError(f"{folder}: holds a model of shape {theirs}, the recipe asks {mine}; train that stage again")
     state.make_average(manifest.averaged if average else 0)
-    with plain_errors(f"{folder}: cannot be loaded"):
-        load(folder, state.tensors(), world, threads)
+    try:
+        with plain_errors(f"{folder}: cannot be loaded"):
+            load(folder, manifest, state.tensors(), world, threads)
+    except (RuntimeError, OSError):
+        verified(folder, world)  # a damaged file is the likely cause, and its name says more
+        raise
     state.position = manifest.position
 
 

@@ -1,7 +1,8 @@
 """The trainer process: `python -m llama3.train.main JOB.json`, alone or under torchrun.
 
-Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 2: a mistake, or a step at which
-the recipe ends the run; 1: a fault; in both cases the last line on stderr says why. A wrong job is refused before torch is imported.
+Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 2: a mistake, or a step at
+which the recipe ends the run; 1: a fault; in both cases the last line on stderr says why. A wrong job is refused before
+torch is imported.
 """
 
 from __future__ import annotations

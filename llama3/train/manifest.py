@@ -1,10 +1,8 @@
 """The manifest of a checkpoint: written last, it names every file with its digest, and itself.
 
-torch loads a flipped bit without a word, so nothing is loaded that was not verified: every byte is read once more
-at each start, by all processes together, several threads each. A folder without a manifest, with a file changed,
-missing, or added, is damaged and says where. What this gives up: a second pass over the bytes, which the page cache
-serves when the same process verifies and loads (processes verify the files that they wrote, if their number is the
-same).
+torch loads a flipped bit without a word, so every load hashes what it reads (see `loading`), and `verified` looks at
+a whole folder without loading it, all processes together. A folder without a manifest, with a file changed, missing,
+or added, is damaged and says where.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, i
     tokens = load.seq // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if place.layout.cp > 1 else None
-    last_micro_batch(part, last)
+    last_micro_batch(part, last, place.layout.zero)
     with Alive(watch=last) as alive:
         x = here_BS
         if part.embedding is None:  # what the stage before sent belongs to this one
