@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from llama3.parallel.layout import Layout
 from llama3.recipe.units import Bytes
+from llama3.train.profile import Profile
 
 
 class Nodes(BaseModel):
@@ -97,6 +98,12 @@ class Cluster(BaseModel):
     """auto: CUDA where there is one."""
     layout: Layout = Layout()
     """How the model is cut over the processes."""
+    deterministic: bool = False
+    """Same bits on any number of data-parallel processes; slower."""
+    checkpoints: str = ""
+    """Where checkpoints of a stage in progress are kept, a folder's URI (s3://bucket/herd); empty: under the root."""
+    profile: Profile | None = None
+    """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for another, at the start and in every exchange, before the attempt is given up."""
     attempts: int = Field(default=1, ge=1)
@@ -146,7 +153,12 @@ class Cluster(BaseModel):
 
 def load_cluster(path: Path, **changes: Any) -> Cluster:
     """Return the cluster that the YAML file `path` describes, with `changes` to its fields. Raises ValueError."""
-    data = yaml.safe_load(path.read_text()) or {}
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ValueError(f"cluster: {path} cannot be read ({error.strerror}); name a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"cluster: {path} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"cluster: {path} holds no mapping; write lines such as processes: 8")
     try:

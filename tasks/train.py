@@ -30,7 +30,7 @@ from llama3.train.job import TrainJob
 from llama3.train.main import REFUSED, TERMINATED
 from llama3.train.skips import Skips
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
-from storage.filesystem import write_atomic
+from storage.filesystem import filesystem_of, write_atomic
 from tasks.follow import Follower, send_series
 from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launcher_of
 from tasks.step import Context, ensure
@@ -61,6 +61,8 @@ def train_stage(
             item.rename(folder / item.name)
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         shutil.rmtree(work)
+        if (uri := _checkpoints(context, work)) and filesystem_of(uri).exists(uri):
+            filesystem_of(uri).rm(uri, recursive=True)
         return _facts(span, folder)
 
     def show(artifact: Artifact, mlflow_run: str) -> None:
@@ -116,10 +118,18 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         threads=cluster.process_threads,
         timeout_s=cluster.timeout_s,
         layout=cluster.layout,
+        deterministic=cluster.deterministic,
+        profile=cluster.profile,
+        checkpoints=_checkpoints(context, work),
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
     return path
+
+
+def _checkpoints(context: Context, work: Path) -> str | None:
+    """Return where the checkpoints of the stage that works in `work` are kept, if not there."""
+    return f"{context.cluster.checkpoints.rstrip('/')}/{work.name}" if context.cluster.checkpoints else None
 
 
 def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> None:

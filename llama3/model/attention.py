@@ -11,7 +11,6 @@ document.
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from typing import Any
 
@@ -31,6 +30,8 @@ PRIORITY = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+TOLD_OF_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether varlen_attn wants to be told of grouped heads: 2.13 does, 2.11 has no such argument and just takes them."""
 
 
 def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: Visible) -> Tensor:
@@ -64,37 +65,34 @@ def _each_document(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, lengths: tupl
 
 def _packed(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts: Tensor) -> Tensor:
     """Return attention by the kernel for documents one after another (flash attention 2 in plain torch); CUDA."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, 1 s or more
 
     most = q_BSHE.shape[1]  # no document is longer; the true maximum would be another number in each batch
-    more: dict[str, Any] = {"enable_gqa": True} if _takes_groups() else {}
+    more: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_GROUPS else {}
     q, k, v = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     out: Any = varlen_attn(q, k, v, starts, starts, most, most, window_size=(-1, 0), **more)
     packed: Tensor = out.view_as(q_BSHE)
     return packed
 
 
-@cache
-def _takes_groups() -> bool:
-    """Return whether varlen_attn wants to be told of grouped heads: 2.13 does, 2.11 just takes them."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def _flex(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, blocks: Any) -> Tensor:
     """Return attention over any positions; CUDA (torch's CPU version has no backward pass)."""
     q_BHSE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BSHE, k_BTKE, v_BTKE))
-    out_BHSE: Tensor = _flex_kernel()(q_BHSE, k_BKTE, v_BKTE, block_mask=blocks, enable_gqa=True)
+    kernel = _flex_attention() if torch.compiler.is_compiling() else _compiled_flex_attention()
+    out_BHSE: Tensor = kernel(q_BHSE, k_BKTE, v_BKTE, block_mask=blocks, enable_gqa=True)
     return out_BHSE.transpose(1, 2)
 
 
-@cache
-def _flex_kernel() -> Any:
-    """Return FlexAttention, compiled: without, it would make every score."""
+def _flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
+    return flex_attention
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    """Return FlexAttention, compiled where it can be: without, it would make every score."""
+    return torch.compile(_flex_attention(), dynamic=False) if torch.cuda.is_available() else _flex_attention()
 
 
 class Attention(nn.Module):

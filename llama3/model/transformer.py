@@ -164,8 +164,9 @@ def _saving_products() -> Any:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._flash_attention_forward.default,  # the packed documents'
     }
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # once the kernel for packed documents has been imported
+        kept.add(torch.ops.torch_attn._varlen_attn.default)
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

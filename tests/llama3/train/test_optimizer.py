@@ -1,0 +1,82 @@
+"""What decays, what a bad step leaves alone, and sums that do not depend on their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.model.initial import build
+from llama3.model.linear import GRID, used
+from llama3.recipe.schema import Model, Optimizer
+from llama3.train.optimizer import adamw, scale, squared_norm
+
+
+def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:
+    spec = {"layers": 1, "dim": 16, "ffn": 24, "heads": 2, "kv_heads": 1, "max_seq": 8, "tied_embeddings": tied}
+    model = build(Model.model_validate(spec), 32, 0, torch.float32, torch.device("cpu"))
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "free"),
+    [
+        ({}, {"embedding.weight", "norm.weight", "layers.0.attention_norm.weight", "layers.0.ffn_norm.weight"}),
+        ({"decay_embeddings": True}, {"norm.weight", "layers.0.attention_norm.weight", "layers.0.ffn_norm.weight"}),
+        ({"decay_norms": True}, {"embedding.weight"}),
+    ],
+)
+def test_norms_and_embeddings_decay_only_when_asked(fields: dict[str, bool], free: set[str]) -> None:
+    parameters = named()
+    optimizer = adamw(parameters, Optimizer(weight_decay=0.1, **fields))
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name for name, value in decay.items() if value == 0} == free
+    assert {value for name, value in decay.items() if name not in free} == {0.1}
+
+
+def test_a_bad_step_changes_neither_weights_nor_moments() -> None:
+    parameters = named()
+    optimizer = adamw(parameters, Optimizer())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for bad, finite in ((0.0, True), (1.0, False), (0.0, True)):
+        before = [p.detach().clone() for p in parameters.values()]
+        steps = [float(moments["step"]) for moments in optimizer.state.values()]
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, 0.5 if finite else torch.inf)
+        optimizer.found_inf = torch.tensor(bad)  # type: ignore[attr-defined]
+        optimizer.step()
+        changed = [not torch.equal(a, b) for a, b in zip(before, parameters.values(), strict=True)]
+        assert all(changed) if finite else not any(changed)
+        after = [float(moments["step"]) for moments in optimizer.state.values()]
+        assert after == [step + finite for step in steps]
+        assert all(moments["exp_avg"].isfinite().all() for moments in optimizer.state.values())
+
+
+def test_norm_and_scale() -> None:
+    parameters = list(named().values())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in parameters)
+    assert float(squared_norm(parameters)) == count
+    scale(parameters, torch.tensor(0.25, dtype=torch.float64))
+    assert float(squared_norm(parameters)) == count / 16
+
+
+@given(st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=64), st.randoms())
+@settings(max_examples=50, deadline=None)
+def test_gradients_on_the_grid_add_up_alike_in_any_order(values: list[float], chance: object) -> None:
+    gradients = []
+    for value in values:
+        weight = torch.zeros(1, requires_grad=True)
+        used(weight, exact=True).backward(torch.tensor([value]))
+        assert weight.grad is not None
+        assert abs(weight.grad.item() - value) <= max(GRID / 2, abs(value) * 2**-24)
+        gradients.append(weight.grad.double())
+    shuffled = list(gradients)
+    chance.shuffle(shuffled)  # type: ignore[attr-defined]
+    half = len(shuffled) // 2
+    whole, parts = sum(gradients), sum(shuffled[:half]) + sum(shuffled[half:])
+    assert torch.equal(torch.as_tensor(whole), torch.as_tensor(parts))
