@@ -26,8 +26,10 @@ PRELOADED = [
     "torch._subclasses.fake_tensor",
     "llama3.parallel.fsdp",
     "llama3.parallel.trace",
+    "llama3.train.loading",
     "llama3.train.main",
     "llama3.train.trainer",
+    "llama3.train.writer",
 ]
 TIMEOUT_S = 60
 

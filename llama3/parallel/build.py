@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from llama3.model.exchange import Alone
+from llama3.model.float8 import use_float8
 from llama3.model.initial import initial_value
 from llama3.model.linear import Linear, RMSNorm
 from llama3.model.transformer import Transformer
@@ -28,9 +28,18 @@ Value = Callable[[str, torch.Size], Tensor]
 
 
 def empty_parts(
-    spec: Model, rows: int, world: World, master: torch.dtype, compute: torch.dtype | None, exact: bool = False
+    spec: Model,
+    rows: int,
+    world: World,
+    master: torch.dtype,
+    compute: torch.dtype | None,
+    exact: bool = False,
+    float8: bool = False,
 ) -> dict[int, Transformer]:
-    """Return this process's pipeline stages by number, cut and sharded, on the meta device."""
+    """Return this process's pipeline stages by number, cut and sharded, on the meta device.
+
+    `master` is the type of weights, `compute` that of products (None: the same), in the blocks as float8 if asked.
+    """
     layout = world.layout
     ranges = split_layers(spec.layers, layout.stages)
     mine = range(world.axis("pp").rank, layout.stages, layout.pp)
@@ -38,18 +47,18 @@ def empty_parts(
     for stage in mine:
         first, last = stage == 0, stage == layout.stages - 1
         with torch.device("meta"):
-            exchange = Alone() if world.mesh is None else Exchange(world)
-            model = Transformer(spec, rows, ranges[stage], first, last, exchange).to(master)
+            model = Transformer(spec, rows, ranges[stage], first, last, Exchange(world)).to(master)
         model.compute, model.recompute = compute, layout.recompute
         for module in model.modules():
             if isinstance(module, Linear | RMSNorm | Transformer):
                 module.exact = exact
         if layout.tp > 1:
             cut(model, world.tensor_mesh)
+        if float8:
+            use_float8(model.layers)
         if layout.compile:
             compile_blocks(model, world)
-        if world.mesh is not None:
-            shard(model, world, compute, exact)
+        shard(model, world, compute, exact)
         parts[stage] = model
     return parts
 

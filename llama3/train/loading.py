@@ -90,11 +90,17 @@ def read_file(path: str, wanted: dict[str, list[ReadItem]], planner: LoadPlanner
         length = int.from_bytes(source.bytes(8), "little")
         fields = json.loads(source.bytes(length))
         fields.pop("__metadata__", None)
-        buffer = torch.empty(max(_size(field) for field in fields.values()), dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8)
         for name, field in sorted(fields.items(), key=lambda pair: pair[1]["data_offsets"]):
+            items = wanted.get(name, [])
+            straight = _straight(field, items, planner)
+            if straight is not None:
+                source.into(straight)
+                continue
+            buffer = buffer if buffer.numel() >= _size(field) else torch.empty(_size(field), dtype=torch.uint8)
             raw = buffer[: _size(field)]
             source.into(raw)
-            for item in wanted.get(name, ()):
+            for item in items:
                 _place(raw.view(DTYPES[field["dtype"]]).view(field["shape"]), item, planner)
         source.bytes(os.fstat(file.fileno()).st_size - source.size)  # there should be no more
         return FileDigest(bytes=source.size, sha256=source.digest.hexdigest())
@@ -128,6 +134,16 @@ class _Hashed:
 def _size(field: dict[str, Any]) -> int:
     start, end = field["data_offsets"]
     return int(end - start)
+
+
+def _straight(field: dict[str, Any], items: list[ReadItem], planner: LoadPlanner) -> Tensor | None:
+    """Return the memory of the one tensor in host memory that wants exactly these bytes, or None."""
+    if len(items) != 1:
+        return None
+    target: Tensor = planner.resolve_tensor(items[0]).detach()
+    same = target.dtype == DTYPES[field["dtype"]] and list(target.shape) == field["shape"]
+    fits = same and target.device.type == "cpu" and target.is_contiguous()
+    return target.view(-1).view(torch.uint8) if fits else None
 
 
 def _place(part: Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -23,7 +23,7 @@ from llama3.train.agree import led
 from llama3.train.checkpoint import Checkpoints, load_state
 from llama3.train.job import TrainJob
 from llama3.train.journal import abandon
-from llama3.train.manifest import verified
+from llama3.train.manifest import Manifest
 from llama3.train.precision import Precision
 from llama3.train.recorder import log
 from llama3.train.state import TrainState
@@ -60,6 +60,7 @@ def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     origin = f"checkpoint {found.path.name}" if found.path else begin(state, job, recipe, span, world)
     led(world, lambda: _take_past(job, recipe, stream, span.start, state.position))
     led(world, lambda: write_atomic(job.trained_recipe, to_yaml(recipe)))
+    checkpoints.prepare(state)
     return Opened(span, stream, state, checkpoints, origin)
 
 
@@ -107,7 +108,7 @@ def _take_past(job: TrainJob, recipe: Recipe, stream: TokenStream, start: int, p
 
 
 def _load_parent(state: TrainState, parent: Path, span: StageSpan, world: World) -> None:
-    manifest = verified(parent, world)
+    manifest = led(world, lambda: Manifest.read(parent))  # the files are verified while they are loaded
     if manifest.position != span.start:
         raise ValueError(
             f"parent: {parent} ends at {manifest.position}, stage {span.name} starts at {span.start}; "

@@ -34,13 +34,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process trains on in one step, on its device. B sequences, S of their tokens, L whole length."""
+    """What one process trains on in one step. B sequences, S of their tokens, L whole length."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
     domains_BS: Tensor
     documents_BS: Tensor | None
-    """Document number of every token of the whole sequences [B, L]; None if each sequence is one document."""
+    """Document number of every token of the whole sequences [B, L], on the host, where attention counts their lengths;
+    None if each sequence is one document."""
 
 
 def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
@@ -80,7 +81,7 @@ def read_ahead(batches: Batches, steps: Iterator[Step], world: World) -> Iterato
 def share_of(batch: Batch, world: World) -> Share:
     """Return the tokens of `batch` that a context-parallel process holds, on its device."""
     context = world.axis("cp")
-    documents = _on(world.device, batch.documents_BS) if batch.documents_BS.any() else None  # numbered from 0
+    documents = batch.documents_BS if batch.documents_BS.any() else None  # numbered from 0
     columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
     if context.size > 1:
         from llama3.parallel.exchange import held_positions

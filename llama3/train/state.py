@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from llama3.model.float8 import use_float8
 from llama3.model.initial import empty, initial_value
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
@@ -113,10 +114,15 @@ def _build(recipe: Recipe, rows: int, precision: Precision, world: World, exact:
     if world.mesh is None:
         model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
         model.compute, model.recompute = precision.compute, world.layout.recompute
+        if precision.float8:
+            use_float8(model.layers)
+        if world.layout.compile:
+            for block in model.layers.values():
+                block.compile()
         return {0: model}
     from llama3.parallel.build import empty_parts  # 0.7 s of imports that one process does not need
 
-    parts = empty_parts(recipe.model, rows, world, precision.master, precision.compute, exact)
+    parts = empty_parts(recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8)
     for part in parts.values():
         part.to_empty(device=world.device)
     return parts

@@ -20,6 +20,7 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Cadence
 from llama3.tokens.batch import Batches
 from llama3.train.batch_documents import told, write_incident
+from llama3.train.checkpoint import SaveFailed
 from llama3.train.engine import Engine, Pending
 from llama3.train.finish import commit_result
 from llama3.train.job import TrainJob
@@ -99,12 +100,17 @@ class Trainer:
                 break
             except RollBack as back:
                 self._go_back(back.verdict)
+            except Stopped:
+                self.checkpoints.finish()  # the one on its way is good: it was begun before the bad step
+                raise
         expect_nothing()
         if written := self.profiler.close():
             log(written)
         self.checkpoints.finish()
         if done:
             commit_result(self.job, self.recipe, self.state, self.world, self.recorder)
+        elif self.checkpoints.failures:
+            raise SaveFailed(self.checkpoints.failures[-1])
         return done
 
     def _take_up(self) -> None:
