@@ -31,14 +31,14 @@ def step(run: TrainSession, name: str) -> Row:
     if not found:
         raise NotMeasured("; ".join(rounds.missing.values()))
     _check_losses(rounds, AGREE[bf16])
-    fastest = min(found, key=rounds.seconds)
-    ratio = rounds.ratio(fastest, "ours")
+    ratios = {peer: rounds.ratio(peer, "ours") for peer in found}
+    fastest = min(found, key=lambda peer: ratios[peer].value)  # by rounds and not by seconds, as the value is
     seconds = {side: round(rounds.seconds(side), 4) for side in rounds.cpu_s}
-    others = ", ".join(f"{peer} {seconds[peer]:.3f}" for peer in found)
-    note = f"ours {seconds['ours']:.3f} s, {others}; noise +-{100 * ratio.noise:.1f} %"
-    return measured(
-        name, ratio.value, note, noise=ratio.noise, seconds=seconds, fastest=fastest, missing=rounds.missing
-    )
+    others = ", ".join(f"{peer} {seconds[peer]:.3f} ({ratios[peer].value:.3f} x)" for peer in found)
+    note = f"ours {seconds['ours']:.3f} s, {others}; noise +-{100 * ratios[fastest].noise:.1f} %"
+    detail = {"seconds": seconds, "fastest": fastest, "missing": dict(rounds.missing)}
+    every = {peer: [ratio.value, ratio.noise] for peer, ratio in ratios.items()}
+    return measured(name, ratios[fastest].value, note, ratios=every, **detail)
 
 
 def naive(run: TrainSession, name: str) -> Row:

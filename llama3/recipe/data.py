@@ -61,5 +61,5 @@ class TokenShards(Section):
     """Integer type on disk; `auto` takes the smallest that holds the vocabulary."""
     unit: Tokens | None = None
     """Tokens taken from one domain in a row; by default the longest sequence, so that long documents stay whole."""
-    max_epochs: float = Field(default=4, gt=0)
+    max_epochs: float = Field(default=4.0, gt=0)
     """How often a domain may be repeated (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""

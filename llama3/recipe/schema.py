@@ -29,9 +29,9 @@ class RopeScaling(Section):
     turns less than `low_freq_factor` times is slowed by `factor`, those in between are blended.
     """
 
-    factor: float = Field(default=8, gt=1)
-    low_freq_factor: float = Field(default=1, gt=0)
-    high_freq_factor: float = Field(default=4, gt=0)
+    factor: float = Field(default=8.0, gt=1)
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    high_freq_factor: float = Field(default=4.0, gt=0)
     original: int = Field(default=8192, ge=2)
     """Sequence length of the model before it was stretched."""
 
@@ -107,7 +107,7 @@ class Spikes(Section):
     policy: Literal["off", "stop", "skip", "rollback"] = "off"
     """`stop` ends the run; `skip` leaves this batch's update out; `rollback` goes back to the newest checkpoint before
     the spike and leaves out the batches around it (PaLM, arXiv 2204.02311, section 5.1); `off` does not look."""
-    sigma: float = Field(default=6, gt=0)
+    sigma: float = Field(default=6.0, gt=0)
     """Standard deviations above the mean that make a spike."""
     window: int = Field(default=128, ge=8)
     """Good steps of history for mean and deviation; until a stage has so many, nothing in it is a spike."""
@@ -190,7 +190,7 @@ class Recipe(Section):
     model: Model
     lr: LearningRate
     optimizer: Optimizer = Optimizer()
-    z_loss: float = Field(default=0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of log(Z)^2, Z the sum under the softmax, added to the loss; 1e-4 in PaLM, 0 in Llama 3."""
     start: Start | None = None
     """Weights to go on from; left out, they are drawn from `seed`."""

@@ -130,3 +130,11 @@ def test_the_documented_recipe_of_the_readme_is_valid() -> None:
     blocks = Path("README.md").read_text().split("```yaml\n")[1:]
     assert blocks, "README.md shows the recipe"
     parse_recipe(yaml.safe_load(blocks[0].split("```")[0]), "README.md")
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.yaml")), ids=str)
+def test_a_resolved_recipe_that_is_read_back_has_the_same_digest(path: Path) -> None:
+    """A default 0 that comes back as 0.0 would give every artifact made from it another key."""
+    recipe = load_recipe(path, ["model.rope_scaling={}", "spikes.policy=skip"])
+    again = parse_recipe(yaml.safe_load(to_yaml(recipe)), "again")
+    assert digest(resolved(again)) == digest(resolved(recipe))
