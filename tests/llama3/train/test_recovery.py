@@ -60,7 +60,6 @@ def assert_same(path: Path, undisturbed: Path) -> None:
         ("llama3.train.manifest:write_atomic", 2, False),
         ("llama3.train.manifest:write_atomic", 2, True),
         ("llama3.train.checkpoint:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
-        ("llama3.train.writer:write_file", 2, True),  # in the background
         ("llama3.train.shelf:sync_folder", 2, False),
         ("shutil:rmtree", 2, False),  # while an older one is deleted
         ("llama3.train.finish:save_model", 1, False),
