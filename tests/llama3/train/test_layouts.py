@@ -57,8 +57,11 @@ def second(folder: Path, first: Path, name: str, size: int, layout: dict[str, An
     return path
 
 
-@pytest.mark.parametrize("after", LOADED)
-@pytest.mark.parametrize("before", SAVED)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*((before, after) for before in SAVED for after in ("alone", "tp2-pp2")), ("tp2-cp2", "dp2-zero3"),
+     ("dp2-cp2-pp2-tp2", "cp2-replicas2")],
+)  # fmt: skip
 def test_any_layout_goes_on_from_any(
     before: str, after: str, saved: dict[str, Path], expected: Path, tmp_path: Path
 ) -> None:
