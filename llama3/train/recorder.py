@@ -25,10 +25,9 @@ from llama3.train.reader import Step
 from llama3.train.replay import Attempts, Replay
 from llama3.train.skips import Skip, Skips
 from llama3.train.source_shares import SourceShares
-from llama3.train.spikes import Found
+from llama3.train.spikes import Found, history
 
 LOG_EVERY_S = 5.0
-__all__ = ["Finished", "Recorder", "Timing", "log"]
 
 
 class Finished(Found, Protocol):
@@ -86,6 +85,8 @@ class Recorder:
     def _go_on_from(self, position: int, trained_to: int | None = None) -> None:
         records = read_journal(self.journal.path)
         self.replay = Replay(records, position, trained_to)
+        self.past = history(records, position, self.stream.recipe.spikes.window)
+        """What the judge of bad steps goes on from."""
         kept = [record.metrics for record in records if metrics.SKIPPED not in record.metrics]
         self.useful_s = sum(values[metrics.STEP_S] for values in kept)
         before = [record.metrics for record in records if record.position <= position]

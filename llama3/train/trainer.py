@@ -24,13 +24,13 @@ from llama3.train.checkpoint import SaveFailed
 from llama3.train.engine import Engine, Pending
 from llama3.train.finish import commit_result
 from llama3.train.job import TrainJob
-from llama3.train.journal import read_journal
+from llama3.train.meter import Timing
 from llama3.train.opening import begin, open_stage
 from llama3.train.profile import Profiler, expect_nothing, expect_step
 from llama3.train.reader import Share, Step, read_ahead, steps_from
-from llama3.train.recorder import Recorder, Timing, log
+from llama3.train.recorder import Recorder, log
 from llama3.train.skips import Skips
-from llama3.train.spikes import Judge, SpikeGuard, Verdict, history
+from llama3.train.spikes import Judge, SpikeGuard, Verdict
 from llama3.train.state import average_positions
 from llama3.train.step import Outcome
 from llama3.train.stragglers import Stragglers
@@ -115,14 +115,13 @@ class Trainer:
 
     def _take_up(self) -> None:
         """Begin to judge and to save from where the state stands: at the start, and after going back."""
-        position, window = self.state.position, self.recipe.spikes.window
-        records = read_journal(self.job.work / "journal.jsonl") if self.world.leads else []
-        past = self.world.from_leader(history(records, position, window))
+        past = self.world.from_leader(self.recorder.past if self.recorder is not None else None)
+        assert past is not None
         guard = SpikeGuard(self.recipe.spikes, self.world.device)
         guard.restore(past)
         self.judge = Judge(self.recipe, self.span, past, self.skips)
         self.engine = Engine(self.state, self.recipe, self.job, self.world, guard)
-        self.due = Due(self.recipe.checkpoint.every, position)
+        self.due = Due(self.recipe.checkpoint.every, self.state.position)
         self.blocked_s: float | None = None
         self.ahead: Ahead | None = None
 
