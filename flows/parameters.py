@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 
 DEFAULT_ROOT = "herd-data"
 

@@ -21,9 +21,8 @@ from typing import Protocol
 from llama3.recipe.schedule import StageSpan
 from llama3.train.attempt import Attempt, Outcome, last_lines
 from llama3.train.launch import GRACE_S, die_with_parent
-from tasks.cluster import Cluster, load_cluster
+from tasks.cluster import Cluster
 
-__all__ = ["Cluster", "load_cluster"]
 SHUTDOWN_S = GRACE_S + 5
 AGENT_DIED = -signal.SIGKILL
 

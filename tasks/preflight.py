@@ -18,7 +18,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import SPECIAL_TOKENS
 from storage.filesystem import glob, is_local, local_path
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
 
 

@@ -19,7 +19,7 @@ from prefect.task_runners import TaskRunner
 
 from llama3.data.job import Runner, in_turn
 from llama3.recipe.units import Bytes
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 
 BATCHES_PER_WORKER = 4
 """More would cost Prefect tasks, fewer would leave workers idle at the end of a step."""

@@ -22,8 +22,8 @@ from rich.markup import escape
 
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design, Store
+from tasks.cluster import Cluster
 from tasks.console import Console
-from tasks.launch import Cluster
 from tasks.runs import RunRecord, Runs, StepRecord
 from tasks.tracking import Point, Tracker
 

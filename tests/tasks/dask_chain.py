@@ -11,7 +11,7 @@ from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
 from llama3.recipe.load import load_recipe
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 from tasks.runners import data_runner
 
 

@@ -11,9 +11,10 @@ import pytest
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome
 from storage.artifact import Store
+from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.follow import HUNG, Follower
-from tasks.launch import Cluster, LocalLauncher, TrainingFailed
+from tasks.launch import LocalLauncher, TrainingFailed
 from tasks.restart import rank_process
 from tasks.runs import Runs
 from tasks.step import Context

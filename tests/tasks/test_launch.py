@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome, first_failure
-from tasks.launch import Cluster, LocalLauncher, TrainingFailed, fitting, launcher_of, load_cluster
+from tasks.cluster import Cluster, load_cluster
+from tasks.launch import LocalLauncher, TrainingFailed, fitting, launcher_of
 from tasks.restart import measure_restart, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
@@ -153,7 +154,8 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     supervisor = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from tasks.launch import Cluster, LocalLauncher
+        from tasks.cluster import Cluster
+        from tasks.launch import LocalLauncher
         LocalLauncher(Cluster(processes=2)).start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
         time.sleep(600)
     """)

@@ -10,7 +10,7 @@ from llama3.data.sources import DomainSurvey
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.section import DOMAINS
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 from tasks.plan import make_plan, plan_markdown, shortage, stage_table, summary_lines, tokens_needed
 from tasks.preflight import check_place, preflight
 

@@ -17,7 +17,7 @@ from llama3.data.collect import collect
 from llama3.data.curate import curate
 from llama3.data.job import in_turn
 from llama3.recipe.load import load_recipe
-from tasks.launch import Cluster
+from tasks.cluster import Cluster
 from tasks.runners import data_runner, item_memory
 
 
