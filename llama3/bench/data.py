@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from llama3.bench import copies, streams, texts
-from llama3.bench.measure import NotMeasured
-from llama3.bench.rows import TARGETS, Row, failed, not_measured
+from llama3.bench.rows import TARGETS, Row, rows_of
 from llama3.bench.session import Session
 
 MEASURES: dict[str, Callable[[Session, str], Row]] = {
@@ -41,14 +40,4 @@ def data_rows(run: Session) -> Iterator[Row]:
 
     Raises ValueError if the user asked for a row that there is not.
     """
-    known = {*MEASURES, *(name.split("/")[0] for name in MEASURES)}
-    unknown = [name for name in run.settings.only if name not in known]
-    if unknown:
-        raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(MEASURES)}")
-    for name in filter(run.wanted, TARGETS):
-        try:
-            yield MEASURES[name](run, name)
-        except NotMeasured as error:
-            yield not_measured(name, str(error))
-        except RuntimeError as error:
-            yield failed(name, str(error).splitlines()[-1])
+    return rows_of(run, TARGETS, MEASURES)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
-from llama3.bench.measure import Cost
+from llama3.bench.measure import Cost, NotMeasured
 
 LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken")
 
@@ -75,23 +75,85 @@ TARGETS: Mapping[str, Target] = {
 }
 """Every row of `herd bench data`, in the order of the table."""
 
+TRAIN_TARGETS: Mapping[str, Target] = {
+    "step/d384-fp32": Target(0.97, "x fastest peer"),
+    "step/d384-bf16": Target(0.97, "x fastest peer"),
+    "step/d512-fp32": Target(0.97, "x fastest peer"),
+    "step/d512-bf16": Target(0.97, "x fastest peer"),
+    "tuned/naive": Target(2.5, "x naive"),
+    "tuned/gemm": Target(40, "% of bf16 GEMM"),
+    "loss/memory": Target(5, "x less than plain"),
+    "loss/time": Target(1.05, "x plain", "at most"),
+    "checkpoint/blocked": Target(15, "% of the save", "at most"),
+    "checkpoint/save": Target(80, "% of raw disk"),
+    "checkpoint/load": Target(80, "% of raw disk"),
+    "restart/agent": Target(10, "s", "at most"),
+    "restart/torchrun": Target(None, "s"),
+    "loader/wait": Target(1, "% of step time", "at most"),
+    "layout/time": Target(5, "CPU s", "at most"),
+    "layout/memory": Target(1, "GB", "at most"),
+    "gpu/1b-bf16": Target(50, "% MFU"),
+    "gpu/1b-fp8": Target(1.25, "x bf16"),
+    "gpu/3b-bf16": Target(50, "% MFU"),
+    "gpu/3b-fp8": Target(1.25, "x bf16"),
+    "gpu/8b-bf16": Target(50, "% MFU"),
+    "gpu/8b-fp8": Target(1.25, "x bf16"),
+}
+"""Every row of `herd bench train`, in the order of the table; a step is as fast as a peer's within some 3 % of noise."""
+
+_BOUNDS = {**TARGETS, **TRAIN_TARGETS}
+
 
 def measured(name: str, value: float, note: str = "", **detail: Any) -> Row:
     """Return the row `name` with its value."""
-    target = TARGETS[name]
+    target = _BOUNDS[name]
     return Row(name, value, target.unit, str(target), target.met(value), note, detail)
 
 
 def not_measured(name: str, why: str) -> Row:
     """Return the row `name` without a value."""
-    target = TARGETS[name]
+    target = _BOUNDS[name]
     return Row(name, None, target.unit, str(target), None, f"not measured: {why}")
 
 
 def failed(name: str, why: str) -> Row:
     """Return the row `name` of a measurement that broke down."""
-    target = TARGETS[name]
+    target = _BOUNDS[name]
     return Row(name, None, target.unit, str(target), False, f"failed: {why}")
+
+
+class Run(Protocol):
+    """One run of a benchmark."""
+
+    @property
+    def settings(self) -> Any:
+        """What the user chose; `only` has names of rows or of their groups."""
+        ...
+
+    def wanted(self, name: str) -> bool:
+        """Return whether the user asked for the row `name`."""
+        ...
+
+
+R = TypeVar("R", bound=Run)
+
+
+def rows_of(run: R, targets: Iterable[str], measures: Mapping[str, Callable[[R, str], Row]]) -> Iterator[Row]:
+    """Yield the wanted rows as they are measured; what a missing library or an error prevents says so.
+
+    Raises ValueError if the user asked for a row that there is not.
+    """
+    known = {*measures, *(name.split("/")[0] for name in measures)}
+    unknown = [name for name in run.settings.only if name not in known]
+    if unknown:
+        raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(measures)}")
+    for name in filter(run.wanted, targets):
+        try:
+            yield measures[name](run, name)
+        except NotMeasured as error:
+            yield not_measured(name, str(error))
+        except RuntimeError as error:
+            yield failed(name, str(error).splitlines()[-1])
 
 
 def ratio(name: str, ours: Cost, peer: Cost, ours_bytes: int, peer_bytes: int) -> Row:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 
 from llama3.bench import train_gpu, train_state
 from llama3.bench.measure import NotMeasured
-from llama3.bench.rows import Row
+from llama3.bench.rows import TRAIN_TARGETS, Row, measured, rows_of
 from llama3.bench.train_gemm import FLOPS
 from llama3.bench.train_rounds import Rounds
-from llama3.bench.train_rows import TARGETS, failed, measured, not_measured
 from llama3.bench.train_session import PEERS, TrainSession
 from llama3.model.flops import flops_per_token
 
@@ -82,16 +81,16 @@ def loss_time(run: TrainSession, name: str) -> Row:
 
 
 MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
-    **{name: step for name in TARGETS if name.startswith("step/")},
+    **{name: step for name in TRAIN_TARGETS if name.startswith("step/")},
     "tuned/naive": naive,
     "tuned/gemm": gemm,
     "loss/memory": loss_memory,
     "loss/time": loss_time,
-    **{name: train_state.checkpoint for name in TARGETS if name.startswith("checkpoint/")},
-    **{name: train_state.restart for name in TARGETS if name.startswith("restart/")},
+    **{name: train_state.checkpoint for name in TRAIN_TARGETS if name.startswith("checkpoint/")},
+    **{name: train_state.restart for name in TRAIN_TARGETS if name.startswith("restart/")},
     "loader/wait": train_state.loader,
-    **{name: train_state.layout for name in TARGETS if name.startswith("layout/")},
-    **{name: train_gpu.utilisation for name in TARGETS if name.startswith("gpu/")},
+    **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
+    **{name: train_gpu.utilisation for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }
 
 
@@ -100,17 +99,7 @@ def train_rows(run: TrainSession) -> Iterator[Row]:
 
     Raises ValueError if the user asked for a row that there is not.
     """
-    known = {*TARGETS, *(name.split("/")[0] for name in TARGETS)}
-    unknown = [name for name in run.settings.only if name not in known]
-    if unknown:
-        raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(TARGETS)}")
-    for name in filter(run.wanted, TARGETS):
-        try:
-            yield MEASURES[name](run, name)
-        except NotMeasured as error:
-            yield not_measured(name, str(error))
-        except RuntimeError as error:
-            yield failed(name, str(error).splitlines()[-1])
+    return rows_of(run, TRAIN_TARGETS, MEASURES)
 
 
 def _check_losses(rounds: Rounds, apart: float, *sides: str) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from llama3.bench.measure import NotMeasured
-from llama3.bench.rows import Row
-from llama3.bench.train_rows import measured
+from llama3.bench.rows import Row, measured
 from llama3.bench.train_session import TrainSession
 from llama3.model.float8 import check_device, use_float8
 from llama3.model.flops import flops_per_token

@@ -17,8 +17,7 @@ import torch
 
 from llama3.bench.measure import NotMeasured
 from llama3.bench.ours.token_shards import make_shards, stream_recipe
-from llama3.bench.rows import Row
-from llama3.bench.train_rows import measured
+from llama3.bench.rows import Row, measured
 from llama3.bench.train_session import TrainSession
 from llama3.parallel.mesh import joined
 from llama3.parallel.scale import measure_layout

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from flows.bench import bench
 from llama3.bench import train
 from llama3.bench.measure import NotMeasured
-from llama3.bench.rows import Row
-from llama3.bench.train_rows import TARGETS, measured
+from llama3.bench.rows import TRAIN_TARGETS as TARGETS
+from llama3.bench.rows import Row, measured
 from llama3.bench.train_session import TrainSession
 
 
