@@ -99,7 +99,7 @@ TRAIN_TARGETS: Mapping[str, Target] = {
     "gpu/8b-bf16": Target(50, "% MFU"),
     "gpu/8b-fp8": Target(1.25, "x bf16"),
 }
-"""Every row of `herd bench train`, in the order of the table; a step is as fast as a peer's within some 3 % of noise."""
+"""Every row of `herd bench train`, in order; a step is as fast as a peer's within the noise of some 3 %."""
 
 _BOUNDS = {**TARGETS, **TRAIN_TARGETS}
 
