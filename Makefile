@@ -7,12 +7,16 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
 
-.PHONY: run test check install clean
+.PHONY: run test test-long check install clean
 run: .venv/installed
 	@$(BIN)/herd run recipes/quickstart.yaml
 
+# Two workers: one takes the end-to-end tests, which wait a lot, the other the rest.
 test: .venv/installed check
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
+
+test-long: .venv/installed
+	@$(BIN)/pytest -m long
 
 check: .venv/installed
 	@$(BIN)/ruff check .

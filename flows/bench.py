@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.terminal import problems
+
 if TYPE_CHECKING:
     from llama3.bench.rows import Row
     from llama3.bench.session import Session
@@ -22,8 +25,10 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
 out = Console(highlight=False)
-problems = Console(stderr=True, highlight=False, soft_wrap=True)
 SHARED = Path(__file__).parents[2] / "shared"
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
+WorkOption = Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")]
 PeersOption = Annotated[
     str,
     typer.Option(envvar="HERD_BENCH_PEERS", help="Python that has the peers; default: this one.", show_default=False),
@@ -32,14 +37,12 @@ PeersOption = Annotated[
 
 @bench.command()
 def data(
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")
-    ] = False,
+    json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: minhash,lines/exact")] = "",
     size: Annotated[
         Literal["small", "full"], typer.Option(help="About 4 MB of text (a minute or two), or 43 MB.")
     ] = "small",
-    out_: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    out_: OutOption = None,
     peers: PeersOption = "",
     peer_mb: Annotated[float, typer.Option(help="Give the peers the first MB of the text only; 0: all.")] = 0,
     corpus: Annotated[
@@ -48,7 +51,7 @@ def data(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tiktoken tokenizer.model; default: shared, or trained here.")
     ] = None,
-    work: Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")] = None,
+    work: WorkOption = None,
 ) -> None:
     """Data production: pipeline, near-duplicates, lines, filters, tokens, mix, stream, memory. CPU time, one core."""
     from llama3.bench.measure import peer_versions
@@ -64,28 +67,23 @@ def data(
             corpus=corpus or _shared("corpora/general"),
             tokenizer=tokenizer or _shared("tokenizer/tokenizer.model"),
         )
-        try:
+        with _mistakes():
             versions = peer_versions(settings.peers)
             session = Session(settings)
             rows = _measure(session, quiet=json_)
-        except ValueError as error:
-            problems.print(f"[red]error[/]  {escape(str(error))}")
-            raise typer.Exit(2) from None
         _tell(session.described, rows, versions, json_, out_)
 
 
 @bench.command()
 def train(
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")
-    ] = False,
+    json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: step,loss/time")] = "",
     size: Annotated[
         Literal["tiny", "small", "full"], typer.Option(help="full: both models, about 40 minutes; tiny: to try it out.")
     ] = "small",
-    out_: Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")] = None,
+    out_: OutOption = None,
     peers: PeersOption = "",
-    work: Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")] = None,
+    work: WorkOption = None,
 ) -> None:
     """Training: steps beside public models, loss, checkpoints, restart, loader, layouts, GPU. One core, CPU time."""
     from llama3.bench.train_session import TrainSession, TrainSettings
@@ -100,12 +98,60 @@ def train(
                 restart=_restart,
             )
         )
-        try:
+        with _mistakes():
             rows = _measure_training(session, quiet=json_)
-        except ValueError as error:
-            problems.print(f"[red]error[/]  {escape(str(error))}")
-            raise typer.Exit(2) from None
         _tell({}, rows, session.versions, json_, out_)
+
+
+@bench.command()
+def storage(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: write,reuse/local")] = "",
+    size: Annotated[
+        Literal["tiny", "small", "full"], typer.Option(help="full: 10,000 artifacts in the object store too.")
+    ] = "small",
+    out_: OutOption = None,
+    endpoint: Annotated[
+        str, typer.Option(help="URL of an S3 server, keys in AWS_*; default: moto is started.", show_default=False)
+    ] = "",
+    bucket: Annotated[str, typer.Option(help="Bucket to write to; with --endpoint it must exist.")] = "herd-bench",
+) -> None:
+    """Object store: commits beside a bare put_file, and how long it takes to see that a stage is done."""
+    from llama3.bench.rows import installed
+    from llama3.bench.storage import StorageSession, StorageSettings, storage_rows
+
+    names = tuple(filter(None, only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        settings = StorageSettings(Path(temporary), size, names, endpoint, bucket)
+        with _mistakes(), StorageSession(settings) as session:
+            rows = _told(storage_rows(session), json_)
+        _tell({}, rows, installed(("s3fs", "moto")), json_, out_)
+
+
+@bench.command()
+def orchestration(
+    recipe: Annotated[Path, typer.Argument(help="Recipe to run both ways.")] = Path("recipes/quickstart.yaml"),
+    json_: JsonOption = False,
+    out_: OutOption = None,
+) -> None:
+    """Prefect and MLflow: a recipe by `herd run`, and by plain function calls. Wall time; wants a quiet machine."""
+    from llama3.bench.rows import installed
+    from tasks.overhead import measure_overhead, overhead_rows
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        with _mistakes((ValueError, RuntimeError)):
+            rows = overhead_rows(measure_overhead(recipe, Path(temporary)))
+        _tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
+
+
+@contextmanager
+def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""
+    try:
+        yield
+    except kinds as error:
+        problems.print(f"[red]error[/]  {escape(str(error))}")
+        raise typer.Exit(2) from None
 
 
 def _restart(job: Path, ranks: int, logs: Path, torchrun: bool) -> float:

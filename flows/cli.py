@@ -1,4 +1,4 @@
-"""The command line: `herd plan | run | rerun | report | compare | generate | export | inspect | bench | up`.
+"""The command line: `herd plan | run | rerun | report | generate | export | inspect`, and what other files add.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
 plain lines and exit status 2, never a traceback.
@@ -6,23 +6,22 @@ plain lines and exit status 2, never a traceback.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from flows.bench import bench
+from flows.operations import add_operations
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
+from flows.temporary import start_temporary_server
+from flows.terminal import RootOption, mistakes, out
 from llama3.recipe.load import load_recipe
+from storage.root import Root
 from tasks.cluster import Cluster, load_cluster
-from tasks.launch import TrainingFailed
 
 app = typer.Typer(
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -31,18 +30,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
-RootOption = Annotated[
-    str, typer.Option("--root", envvar="HERD_ROOT", help="Folder for artifacts, runs and the MLflow file.")
-]
-RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: as the cluster file says, or 1.")]
 ClusterOption = Annotated[
     Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, and where else it runs.")
 ]
+UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenise, pretrain, a stage, ...")]
 ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
-out = RichConsole(highlight=False, soft_wrap=True)
-problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -74,12 +68,13 @@ def run(
     processes: ProcessesOption = 0,
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
+    until: UntilOption = "",
     new: Annotated[bool, typer.Option("--new", help="Begin a new run even if the last one did not finish.")] = False,
 ) -> None:
     """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
     with mistakes():
         where = _cluster(cluster, processes, threads)
-    _run(PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, new=new))
+    _run(PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, new=new, until=until))
 
 
 @app.command()
@@ -91,11 +86,12 @@ def rerun(
     processes: ProcessesOption = 0,
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
+    until: UntilOption = "",
 ) -> None:
     """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
     with mistakes():
         where = _cluster(cluster, processes, threads)
-    _run(PipelineParameters(rerun_of=run, from_step=from_, overrides=set_ or [], root=root, cluster=where))
+    _run(PipelineParameters(rerun_of=run, from_step=from_, overrides=set_ or [], root=root, cluster=where, until=until))
 
 
 @app.command()
@@ -104,19 +100,7 @@ def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
     from tasks.report import make_report
 
     with mistakes():
-        out.print(f"{make_report(Path(root).expanduser().absolute(), run)}")
-
-
-@app.command()
-def compare(runs: RunsArgument, root: RootOption = DEFAULT_ROOT) -> None:
-    """Show runs side by side: what differs in their recipes and in their results; and MLflow's comparison page."""
-    from tasks.compare import comparison_page, comparison_tables
-
-    with mistakes():
-        place = Path(root).expanduser().absolute()
-        for table in comparison_tables(place, runs):
-            out.print(table)
-        out.print(f"in MLflow: {comparison_page(place, runs)}")
+        out.print(f"{make_report(Root.of(root), run)}")
 
 
 @app.command()
@@ -132,7 +116,7 @@ def generate(
     from tasks.models import generate_text, model_folder
 
     with mistakes():
-        folder = model_folder(Path(root).expanduser().absolute(), model)
+        folder = model_folder(Root.of(root), model)
         out.print(escape(prompt + generate_text(folder, prompt, tokens, temperature, seed)))
 
 
@@ -151,7 +135,7 @@ def export(
     from tasks.models import model_folder
 
     with mistakes():
-        convert(model_folder(Path(root).expanduser().absolute(), model), "herd", target, format_, dtype)
+        convert(model_folder(Root.of(root), model), "herd", target, format_, dtype)
         out.print(f"wrote {target}")
 
 
@@ -166,7 +150,7 @@ def inspect(
     from tasks.provenance import inspect_run, inspection_tables
 
     with mistakes():
-        found = inspect_run(Path(root).expanduser().absolute(), run, tokens, limit)
+        found = inspect_run(Root.of(root), run, tokens, limit)
         for table in inspection_tables(found):
             out.print(table)
             out.print()
@@ -174,17 +158,7 @@ def inspect(
             out.print(f"[dim]the first {len(found.documents)} stretches; --limit shows more[/]")
 
 
-@app.command()
-def up(
-    root: RootOption = DEFAULT_ROOT,
-    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server on 127.0.0.1.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server on 127.0.0.1.")] = 5000,
-) -> None:
-    """Start a local Prefect server, an MLflow server and a worker, with the deployments registered."""
-    from flows.operate import serve
-
-    with mistakes():
-        serve(Path(root).expanduser().absolute(), prefect_port, mlflow_port)
+add_operations(app)
 
 
 @app.command()
@@ -206,12 +180,33 @@ def _run(config: PipelineParameters) -> None:
         check_quick(config)
         out.print("[dim]starting Prefect[/]")
         _quiet_prefect()
-        from flows.pipeline import pipeline
-        from tasks.summary import summary_lines
+        ready = start_temporary_server(config.root_at.local)
+        from httpx import TransportError
 
-        name = pipeline(config)
-        for line in summary_lines(config.root_path, name):
+        from flows.pipeline import pipeline
+        from tasks.runs import now
+        from tasks.summary import summary_lines
+        from tasks.tracking_uri import preload
+
+        preload()  # while the server starts
+        ready()
+        began = now()
+        try:
+            name = pipeline(config)
+        except TransportError:  # the server went away; the run itself may be complete
+            name = _finished_since(config.root_at, began)
+            if not name:
+                raise
+        for line in summary_lines(config.root_at, name):
             out.print(line)
+
+
+def _finished_since(root: Root, began: str) -> str:
+    """Return the run that finished after `began`, or nothing."""
+    from tasks.runs import Runs
+
+    ended = [record for record in Runs(root).all() if record.state == "finished" and record.ended > began]
+    return ended[-1].name if ended else ""
 
 
 def check_quick(config: PipelineParameters) -> None:
@@ -219,39 +214,19 @@ def check_quick(config: PipelineParameters) -> None:
     from tasks.preflight import check_place
     from tasks.runs import Runs
 
-    recipe = Runs(config.root_path).recipe(config.rerun_of) if config.rerun_of else None
-    check_place(recipe or load_recipe(Path(config.recipe), config.overrides), config.cluster, config.root_path)
+    recipe = Runs(config.root_at).recipe(config.rerun_of) if config.rerun_of else None
+    check_place(recipe or load_recipe(Path(config.recipe), config.overrides), config.cluster, config.root_at)
 
 
 def _quiet_prefect() -> None:
     """Keep Prefect's own lines and its copy of every traceback out of the terminal; herd says what matters."""
     os.environ["HERD_CONSOLE"] = "terminal"
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")  # a lost event would print a kilobyte
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault(
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
-    )  # 20 s are too few on a busy machine
+    # 5, the default, is a minute for each call once the server is gone for good
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
     os.environ.setdefault("DO_NOT_TRACK", "1")
-
-
-@contextmanager
-def mistakes() -> Iterator[None]:
-    """Turn a user's mistake, a full disk and Ctrl-C into plain lines and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        problems.print("[yellow]stopped[/]; the same command continues where it stopped")
-        raise typer.Exit(130) from None
-    except (ValueError, TrainingFailed) as error:
-        for line in str(error).splitlines():
-            problems.print(f"[red]error[/]  {escape(line)}")
-        raise typer.Exit(2) from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
-        problems.print("free some and give the same command again; nothing is lost")
-        raise typer.Exit(1) from None
 
 
 def main() -> None:

@@ -1,145 +1,162 @@
-"""`herd up`: a Prefect server, an MLflow server and one worker on this machine, with the deployments registered.
+"""`herd up`: a Prefect server, an MLflow server and one worker on this machine, set up and with every deployment.
 
-Everything binds to loopback. The three are child processes of this one; Ctrl-C, SIGTERM or the death of any of them
-stops all. What this gives up: it is for one person on one machine (SQLite behind both servers).
+A server that PREFECT_API_URL or MLFLOW_TRACKING_URI names already is used instead of starting one. What is started
+binds to loopback unless somebody asks otherwise, and is a child of this process; Ctrl-C, SIGTERM or the death of any of
+them stops all. What this gives up: it is for one person on one machine (SQLite behind both servers).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass
 
+from prefect import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
-CHECKOUT = Path(__file__).parent.parent
-POOL = "local"
-START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 20
+from flows.children import CHECKOUT, LOOPBACK, await_answer, child, prefect_command, worker_command
+from flows.setup import HEARTBEAT_S, deploy, setup
+from storage.root import Root
+
+FIRST = "reconcile/reconcile"
+"""Deployment that is run once at the start: what died with the last server still shows Running there."""
 console = Console(highlight=False, soft_wrap=True)
 
 
-def serve(root: Path, prefect_port: int, mlflow_port: int) -> None:
-    """Start everything, print the two addresses, and wait until it is stopped. Raises ValueError if a port is taken."""
-    for name, port in (("--prefect-port", prefect_port), ("--mlflow-port", mlflow_port)):
-        _check_free(name, port)
+def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK) -> None:
+    """Start what is not running yet, print the two addresses, and wait until it is stopped.
+
+    Raises ValueError if a port is taken or this is no checkout.
+    """
     if not (CHECKOUT / "prefect.yaml").is_file():
         raise ValueError(f"herd up: {CHECKOUT} has no prefect.yaml; run it from a checkout (make run installs one)")
-    root.mkdir(parents=True, exist_ok=True)
-    prefect_url, mlflow_url = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
-    environment = _environment(root, prefect_url, mlflow_url)
+    servers = Servers.found(prefect_port, mlflow_port, host)
+    root.local.mkdir(parents=True, exist_ok=True)
+    environment = servers.environment(root)
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as children:
-        started = [
-            children.enter_context(child("mlflow", mlflow_command(root, mlflow_port), root, environment)),
-            children.enter_context(child("prefect", prefect_command(prefect_port), root, environment)),
+        answering = [
+            (health, children.enter_context(child(name, command, root.local, environment)))
+            for name, command, health in servers.commands(root)
         ]
-        await_answer(f"{mlflow_url}/health", started[0])
-        await_answer(f"{prefect_url}/api/health", started[1])
-        register(environment)
-        worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--limit", "1"]
-        started.append(children.enter_context(child("worker", worker, root, environment)))
-        console.print(f"Prefect  {prefect_url}/deployments")
-        console.print(f"MLflow   {mlflow_url}/#/experiments?workflowType=machine_learning")
-        console.print(f"logs     {root / 'logs'}")
-        console.print("Ctrl-C stops all three")
+        for health, process in answering:
+            await_answer(health, process)
+        started = [process for _, process in answering]
+        for line in setup(root, servers.api):
+            console.print(f"[dim]{line}[/]")
+        deploy(environment)
+        started.append(children.enter_context(child("worker", worker_command(), root.local, environment)))
+        _run_first(servers.api)
+        _introduce(servers, root)
         _wait(started)
 
 
-def mlflow_command(root: Path, port: int) -> list[str]:
-    """Return the command of an MLflow server over the root's database: 1 worker, no job runners (15 processes else)."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", f"sqlite:///{root}/mlflow.db"]
-    return [*command, *store, "--artifacts-destination", str(root / "mlflow-artifacts")]
+@dataclass(frozen=True)
+class Servers:
+    """The two servers: where they answer, and which of them are to be started here."""
 
+    prefect: str
+    mlflow: str
+    prefect_port: int | None
+    """None: it runs elsewhere already."""
+    mlflow_port: int | None
+    host: str
 
-def prefect_command(port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-
-
-def register(environment: dict[str, str]) -> None:
-    """Make the work pool and register every deployment of prefect.yaml. Raises RuntimeError with Prefect's message."""
-    for words in (
-        ["work-pool", "create", POOL, "--type", "process", "--overwrite"],
-        ["--no-prompt", "deploy", "--all"],
-    ):
-        command = [sys.executable, "-m", "prefect", *words]
-        done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"prefect {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-
-
-@contextmanager
-def child(name: str, command: list[str], root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server until the block ends; its output goes to `logs/<name>.log` under the root."""
-    (root / "logs").mkdir(exist_ok=True)
-    with (root / "logs" / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=CHECKOUT,
-            start_new_session=True,
+    @classmethod
+    def found(cls, prefect_port: int, mlflow_port: int, host: str) -> Servers:
+        """Return the servers that the environment names, and free ports for the others. Raises ValueError."""
+        api, tracking = os.environ.get("PREFECT_API_URL", ""), os.environ.get("MLFLOW_TRACKING_URI", "")
+        for option, port, elsewhere in (
+            ("--prefect-port", prefect_port, api),
+            ("--mlflow-port", mlflow_port, tracking),
+        ):
+            if not elsewhere:
+                _check_free(option, port, host)
+        return cls(
+            api.removesuffix("/api") or f"http://{_reached(host)}:{prefect_port}",
+            tracking or f"http://{_reached(host)}:{mlflow_port}",
+            None if api else prefect_port,
+            None if tracking else mlflow_port,
+            host,
         )
-    try:
-        yield process
-    finally:
-        _stop(process)
+
+    @property
+    def api(self) -> str:
+        return f"{self.prefect}/api"
+
+    def commands(self, root: Root) -> Iterator[tuple[str, list[str], str]]:
+        """Yield name, command and health address of what is to be started."""
+        if self.mlflow_port is not None:
+            yield "mlflow", mlflow_command(root, self.mlflow_port, self.host), f"{self.mlflow}/health"
+        if self.prefect_port is not None:
+            yield "prefect", prefect_command(self.prefect_port, self.host), f"{self.api}/health"
+
+    def environment(self, root: Root) -> dict[str, str]:
+        """Return the environment of everything that is started."""
+        return {
+            **os.environ,
+            "PREFECT_API_URL": self.api,
+            "PREFECT_SERVER_UI_API_URL": self.api,
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+            "PREFECT_WORKER_QUERY_SECONDS": "5",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "MLFLOW_TRACKING_URI": self.mlflow,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "HERD_ROOT": root.uri,
+        }
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to leave, then end whatever is left of its process group."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def mlflow_command(root: Root, port: int, host: str = LOOPBACK) -> list[str]:
+    """Return the command of an MLflow server over the root's database: 1 worker, no job runners (15 processes else)."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    names = [] if host == LOOPBACK else ["--allowed-hosts", f"{_reached(host)}:*,localhost:*,{LOOPBACK}:*"]
+    store = ["--backend-store-uri", f"sqlite:///{root.local}/mlflow.db"]
+    return [*command, *names, *store, "--artifacts-destination", f"{root.uri}/mlflow-artifacts"]
 
 
-def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until `url` answers. Raises RuntimeError if the server ends or takes longer than two minutes."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"{url}: the server ended with status {process.returncode}; see the logs folder")
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.3)
-    raise RuntimeError(f"{url}: no answer within {START_TIMEOUT_S} s; see the logs folder")
+def _run_first(api: str) -> None:
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name(FIRST)
+        client.create_flow_run_from_deployment(deployment.id)
 
 
-def _environment(root: Path, prefect_url: str, mlflow_url: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PREFECT_API_URL": f"{prefect_url}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "MLFLOW_TRACKING_URI": mlflow_url,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "HERD_ROOT": str(root),
-    }
+def _introduce(servers: Servers, root: Root) -> None:
+    console.print(f"Prefect  {servers.prefect}/v2/deployments")
+    console.print(f"MLflow   {servers.mlflow}/#/experiments?workflowType=machine_learning")
+    console.print(f"logs     {root.local / 'logs'}")
+    if servers.host != LOOPBACK:
+        console.print(
+            f"[yellow]warning[/]  the servers listen on {servers.host}: whoever reaches them can run code and read "
+            "everything here. Put a reverse proxy with a login before them, or set PREFECT_SERVER_API_AUTH_STRING and "
+            "PREFECT_API_AUTH_STRING (both user:password) and start MLflow yourself with --app-name basic-auth"
+        )
+    console.print("Ctrl-C stops what was started here")
 
 
-def _check_free(option: str, port: int) -> None:
+def _check_free(option: str, port: int, host: str) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ValueError(f"--host: {host} is no address of this machine ({error.strerror})") from error
             raise ValueError(f"{option}: port {port} is taken; choose another, such as {option} {port + 1}") from error
+
+
+def _reached(host: str) -> str:
+    """Return the name by which browsers and workers reach a server that binds to `host`."""
+    return socket.gethostname() if host == "0.0.0.0" else host
 
 
 def _interrupt(signum: int, frame: object) -> None:

@@ -1,73 +1,202 @@
-"""Parameters of the flows: one model, so that Prefect draws one form and refuses what it can by schema."""
+"""Parameters of the flows: one model per kind of deployment, so that Prefect draws one form and refuses by schema.
+
+All fields have defaults: Quick Run is one click. Every form of a run settles into `PipelineParameters`, which the
+command line fills in too. Drop-downs are made where the values are known beforehand; stages depend on the recipe, so
+the drop-down knows those of the recipes in the checkout, and a text field beside it takes any other.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_serializer
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema
 
+from flows.change import RecipeChange
+from storage.root import Root
 from tasks.cluster import Cluster
 
 DEFAULT_ROOT = "herd-data"
+LATEST = "latest"
+NOTHING = "nothing: reuse what is there"
+PRETRAIN, EVALUATE = "pretrain", "evaluate"
+"""Words for the first (or last) training stage and evaluation of a recipe, whatever they are called there."""
+STEPS = ("collect", "annotate", "curate", "tokenizer", "tokenise", PRETRAIN, EVALUATE, "promote")
+RECIPES = Path(__file__).parent.parent / "recipes"
+Schema = dict[str, Any]
+DRAWN = {
+    "processes": "Processes",
+    "threads": "Threads",
+    "micro_batch": "Sequences per pass",
+    "device": "Device",
+    "launcher": "Launcher",
+    "memory": "Memory for data",
+}
+"""Fields of a cluster that change from run to run, with their titles."""
 
 
 def default_root() -> str:
     """Return `HERD_ROOT`, or `herd-data` in the current folder."""
-    return os.environ.get("HERD_ROOT", DEFAULT_ROOT)
+    return os.environ.get("HERD_ROOT") or DEFAULT_ROOT
 
 
-class PipelineParameters(BaseModel):
-    """What to run and where."""
+def shipped_stages() -> list[str]:
+    """Return the names of the stages in the recipes of the checkout, each once, in the order of training."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    recipes = [yaml.load(path.read_text(), Loader=loader) for path in sorted(RECIPES.glob("*.yaml"))]
+    return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe["stages"]))
+
+
+def _steps(position: int) -> Callable[[Schema], None]:
+    """Return what makes a drop-down of steps: worked out only where a form is drawn."""
+
+    def drawn(schema: Schema) -> None:
+        before, after = STEPS[: STEPS.index(EVALUATE)], STEPS[STEPS.index(EVALUATE) :]
+        schema |= {"position": position, "enum": [NOTHING, *before, *shipped_stages(), *after]}
+
+    return drawn
+
+
+def _field(position: int, title: str, default: Any, description: str) -> Any:
+    return Field(default=default, title=title, description=description, json_schema_extra={"position": position})
+
+
+class FewFields:
+    """Draws the `DRAWN` fields of a cluster, and takes all of them.
+
+    The whole of it is 60 fields, six screens long. What this gives up: the others are checked when the flow starts,
+    not before there is a run.
+    """
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        drawn = handler(core)
+        section = handler.resolve_ref_schema(drawn)
+        section["properties"] = {
+            name: section["properties"][name] | {"title": title, "position": position}
+            for position, (name, title) in enumerate(DRAWN.items())
+        }
+        section["properties"]["threads"]["description"] += " Empty: all."
+        section["additionalProperties"] = True
+        return drawn
+
+
+class RootParameters(BaseModel):
+    """Where artifacts and runs are."""
 
     model_config = ConfigDict(extra="forbid")
 
-    recipe: str = Field(
-        default="recipes/quickstart.yaml",
-        title="Recipe",
-        description="A YAML recipe, relative to the checkout.",
-        json_schema_extra={"position": 0},
-    )
-    overrides: list[str] = Field(
-        default=[],
-        title="Overrides",
-        description="Recipe fields to change, such as stages.main.until=3M or curate.dedup.jaccard=0.7.",
-        json_schema_extra={"position": 1},
-    )
-    rerun_of: str = Field(
-        default="",
-        title="Rerun of",
-        description="Name of an earlier run (quickstart-7) whose recipe is taken instead of the file.",
-        json_schema_extra={"position": 2},
-    )
-    from_step: str = Field(
-        default="",
-        title="Redo from",
-        description="Step from which all is made anew: curate, tokenise, a stage's name, ...; the rest is reused.",
-        json_schema_extra={"position": 3},
-    )
-    new: bool = Field(
-        default=False,
-        title="New run",
-        description="Begin a new run even if the last run of this recipe did not finish.",
-        json_schema_extra={"position": 4},
-    )
-    root: str = Field(
-        default_factory=default_root,
-        title="Root",
-        description="Folder for artifacts, runs and the MLflow file.",
-        json_schema_extra={"position": 5},
-    )
-    cluster: Cluster = Field(
-        default_factory=Cluster,
-        title="Cluster",
-        description="Where it works; changes nothing about what is made.",
-        json_schema_extra={"position": 6},
-    )
+    root: str = _field(90, "Root", "", "Folder or s3://bucket/prefix; empty: HERD_ROOT of the worker, or herd-data.")
 
     @property
-    def root_path(self) -> Path:
-        """The root as an absolute path. Raises ValueError for a remote one."""
-        if "://" in self.root:
-            raise ValueError(f"root: {self.root} is remote; artifacts are committed by a rename: give a local folder")
-        return Path(self.root).expanduser().absolute()
+    def root_at(self) -> Root:
+        """The root, local or remote."""
+        return Root.of(self.root or default_root())
+
+
+class PlaceParameters(RootParameters):
+    """Where it works."""
+
+    cluster: Annotated[Cluster, FewFields()] = Field(
+        default_factory=Cluster,
+        title="Cluster",
+        description="Where it works; changes nothing about what is made. Layout, Slurm, Kubernetes: as JSON (menu).",
+        json_schema_extra={"position": 91},
+    )
+
+    @field_serializer("cluster")
+    def _few(self, cluster: Cluster) -> dict[str, Any]:
+        """Write what is not as it is by default: the form starts from it, and the page of a flow run shows it."""
+        usual, written = Cluster().model_dump(mode="json"), cluster.model_dump(mode="json")
+        return {name: value for name, value in written.items() if value != usual[name]}
+
+
+class StageParameters(PlaceParameters):
+    """A recipe, up to the step that the deployment is for."""
+
+    recipe: str = _field(
+        0, "Recipe", "recipes/quickstart.yaml", "A YAML file, relative to the checkout; empty: quickstart."
+    )
+    change: RecipeChange = _field(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = _field(
+        2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
+    )
+    new: bool = _field(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
+
+    def settled(self, until: str = "") -> PipelineParameters:
+        """Return what is to be run, with the form's section folded into the overrides."""
+        overrides = [*self.change.overrides(), *self.overrides]
+        plain = {"recipe": self.recipe, "new": self.new, "root": self.root, "cluster": self.cluster}
+        return PipelineParameters(**plain, overrides=overrides, until=until)
+
+
+class PipelineParameters(StageParameters):
+    """A recipe from raw text to a promoted model."""
+
+    until: str = _field(3, "Stop after", "", "Step to stop after: curate, tokenise, a stage, ...; empty: do all.")
+    rerun_of: SkipJsonSchema[str] = Field(default="", exclude=True)
+    """Earlier run whose recipe is taken instead of the file. Not drawn: the deployment `rerun` is the form for it.
+
+    Not in the form's defaults either: it sends them all back, and the schema, which does not know this one, refuses.
+    """
+    from_step: SkipJsonSchema[str] = Field(default="", exclude=True)
+    """Step from which all is made anew."""
+
+    def settled(self, until: str = "") -> PipelineParameters:
+        overrides = [*self.change.overrides(), *self.overrides]
+        return self.model_copy(
+            update={"change": RecipeChange(), "overrides": overrides, "until": until or self.until.strip()}
+        )
+
+
+class RerunParameters(PlaceParameters):
+    """An earlier run once more, from a step on or with changes; what is upstream of them is reused."""
+
+    run: str = _field(0, "Run", LATEST, "Name of an earlier run, such as quickstart-7; latest: the newest.")
+    from_step: str = Field(
+        default=NOTHING,
+        title="Redo from",
+        description="Step from which all is made anew, even if nothing changed; pretrain is the first stage.",
+        json_schema_extra=_steps(1),
+    )
+    stage: str = _field(
+        2, "Or redo from", "", "The same for a step that is not in the list: a stage of your own recipe."
+    )
+    change: RecipeChange = _field(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = _field(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
+    until: str = _field(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
+
+    def settled(self, run: str) -> PipelineParameters:
+        """Return what is to be run: `run` once more. Raises ValueError if two steps are named to redo from."""
+        named = "" if self.from_step == NOTHING else self.from_step
+        if named and self.stage.strip():
+            raise ValueError(f"stage: 'Redo from' says {named} and 'Or redo from' {self.stage}; fill in one of them")
+        return PipelineParameters(
+            rerun_of=run,
+            from_step=named or self.stage.strip(),
+            overrides=[*self.change.overrides(), *self.overrides],
+            until=self.until.strip(),
+            root=self.root,
+            cluster=self.cluster,
+        )
+
+
+class CheckpointParameters(PlaceParameters):
+    """A checkpoint to score or to judge, by the recipe of the run that made it."""
+
+    checkpoint: str = _field(
+        0,
+        "Checkpoint",
+        LATEST,
+        "checkpoint/quickstart-main-1a2b3c4d, a run (its last one), quickstart@champion, or latest.",
+    )
+
+
+class ReportParameters(RootParameters):
+    """A run whose report is written again."""
+
+    run: str = _field(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")

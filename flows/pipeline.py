@@ -1,17 +1,23 @@
 """The whole chain, from raw text to a promoted model, as one Prefect flow.
 
 The order of the steps stands here and nothing else: what a step does is in `tasks/`. Every step finds or makes an
-artifact, so a retry, a rerun, and a second run all take this same path.
+artifact, so a retry, a rerun, a second run and a run that is to stop half-way all take this same path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prefect import flow
 
-from flows.opening import chosen_recipe, open_run
-from flows.parameters import PipelineParameters
+from flows.attempts import check_attempts
+from flows.hooks import HOOKS
+from flows.opening import chosen_recipe, open_run, step_names
+from flows.outcome import Outcome, run_message, told
+from flows.parameters import EVALUATE, PRETRAIN, PipelineParameters
 from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
 from tasks.advance import advance
 from tasks.curate import annotate_documents, collect_documents, curate_documents
@@ -24,40 +30,82 @@ from tasks.tokenise import prepare_tokenizer, tokenise_documents
 from tasks.train import train_stage
 
 
-@flow(name="pipeline", persist_result=False)
+@flow(name="pipeline", persist_result=False, **HOOKS)
 def pipeline(config: PipelineParameters = PipelineParameters()) -> str:  # noqa: B008  (Prefect reads the default)
     """Run a recipe from raw text to a promoted model and return the run's name.
 
     Args:
         config: What to run and where.
     """
+    return told(lambda: run_recipe(config.settled()))
+
+
+def run_recipe(config: PipelineParameters) -> Outcome:
+    """Open a run, or the one that this flow run continues, and take its steps. Raises ValueError and TrainingFailed."""
     recipe = chosen_recipe(config)
+    from_step, until = first_step(recipe, config.from_step), last_step(recipe, config.until)
+    config = config.model_copy(update={"from_step": from_step, "until": until})
+    check_attempts(config.root_at, recipe)
     with open_run(config, recipe) as context:
-        run_chain(context)
+        decision = run_chain(context, until)
     write_report(context)
-    return context.record.name
+    return Outcome(context.record.name, run_message(context, decision))
 
 
-def run_chain(context: Context) -> Decision:
-    """Take every step in order and return the gate's decision."""
+def first_step(recipe: Recipe, word: str) -> str:
+    """Return the step that `word` names; `pretrain` and `evaluate` are the first of their kind."""
+    return {PRETRAIN: Schedule(recipe).trained[0].name, EVALUATE: _evaluations(recipe)[0]}.get(word, word)
+
+
+def last_step(recipe: Recipe, word: str) -> str:
+    """Return the step that `word` names; `pretrain` and `evaluate` are the last of their kind."""
+    return {PRETRAIN: Schedule(recipe).trained[-1].name, EVALUATE: _evaluations(recipe)[-1]}.get(word, word)
+
+
+def _evaluations(recipe: Recipe) -> list[str]:
+    names = set(step_names(recipe))
+    steps = [f"evaluate-{stage.name}" for stage in recipe.stages]
+    return [step for step in steps if step in names]
+
+
+def run_chain(context: Context, until: str) -> Decision | None:
+    """Take every step in order, up to `until` if that is given, and return the gate's decision if it came to one."""
+    for step, decision in _chain(context):
+        if step == until or decision is not None:
+            return decision
+    raise AssertionError("the chain ends with a decision")
+
+
+def _chain(context: Context) -> Iterator[tuple[str, Decision | None]]:
+    """Take the steps one by one; yield the name of each once it is done, and with the last one the gate's decision."""
     collected = collect_documents(context)
-    curated = curate_documents(context, collected, annotate_documents(context, collected))
+    yield "collect", None
+    annotated = annotate_documents(context, collected)
+    yield "annotate", None
+    curated = curate_documents(context, collected, annotated)
+    yield "curate", None
     tokenizer = prepare_tokenizer(context, curated)
+    yield "tokenizer", None
     tokens = tokenise_documents(context, curated, tokenizer)
+    yield "tokenise", None
     start = import_start(context, tokenizer) if context.recipe.start else None
+    yield "start", None
     checkpoint = evaluation = before = began = None
     for span in Schedule(context.recipe).trained:
         _announce(context, before, span)
         began = checkpoint if span.begins_stage else began
         checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start)
+        yield span.name, None
         if span.stage.advance:
             advance(context, span.name, checkpoint, began, curated)
+            yield f"advance-{span.name}", None
         if span.ends_stage and span.stage.name in evaluated_stages(context.recipe):
             evaluation = evaluate_model(context, span.stage.name, checkpoint, curated)
+            yield f"evaluate-{span.stage.name}", None
         before = span
     assert checkpoint is not None
     assert evaluation is not None
-    return promote_model(context, checkpoint, evaluation, curated)
+    yield "promote", promote_model(context, checkpoint, evaluation, curated)
 
 
 def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> None:

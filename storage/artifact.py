@@ -3,56 +3,58 @@
 An artifact's key is a digest of its kind, step version, parameters and the keys of its inputs, so equal intent finds
 equal bytes and nothing is made twice. It is built in a staging folder, its manifest (every file with size and
 SHA-256) is written last, and one rename makes it visible: readers see a whole artifact or none. What this gives up:
-the root must be a local (or network-mounted) folder, because a rename is the commit.
+the root must be a local (or network-mounted) folder, because a rename is the commit; storage/remote_store.py keeps
+artifacts in an object store.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
+import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from storage.digests import FileDigest, digest_file, digest_folder
+from storage.digests import FileDigest, digest_file, digest_folder, digest_json
 from storage.filesystem import sync_folder, write_atomic
+from storage.manifest import DamagedArtifact, Manifest, checked_label, missing
+from storage.staging import clear_staging, discard, staged
 
 MANIFEST = "manifest.json"
-STAGING = ".staging"
 DAMAGED = ".damaged"
-
-
-class Manifest(BaseModel):
-    """What an artifact is, what it was made from and what it holds; its presence is the commit mark."""
-
-    kind: str
-    name: str
-    key: str
-    version: int
-    """Version of the step that made it; raised when the step's result changes for equal inputs."""
-    parameters: dict[str, Any]
-    inputs: dict[str, str]
-    """Role -> key of the artifact (or digest of the outside data) that it was made from."""
-    facts: dict[str, Any]
-    """What is worth knowing without opening the files: counts, scores."""
-    made_by: str
-    code: str
-    created: str
-    seconds: float
-    files: dict[str, FileDigest]
+NEWEST = 3
+"""Manifests that are tried, newest first, before it is said that none can be read."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    path: Path
     manifest: Manifest
+    folder: Path
+    """Where it is on this machine, or is brought to."""
+    uri: str
+    """Where its files are committed: file:///folder, or the prefix of an object store."""
+
+    @property
+    def path(self) -> Path:
+        """The folder with all its files on this machine."""
+        return self.folder
+
+    def part(self, name: str) -> Path:
+        """Return one file or folder of it, on this machine. Raises ValueError if it has none of that name."""
+        self.names(name)
+        return self.folder / name
+
+    def names(self, part: str = "") -> list[str]:
+        """Return the files of it that are `part` or inside the folder `part`. Raises ValueError if there is none."""
+        found = [name for name in self.manifest.files if not part or name == part or name.startswith(f"{part}/")]
+        if part and not found:
+            tops = sorted({name.split("/", 1)[0] for name in self.manifest.files})
+            raise ValueError(f"artifact {self.label}: has no {part!r}; it has {', '.join(tops)}")
+        return found
 
     @property
     def key(self) -> str:
@@ -65,7 +67,7 @@ class Artifact:
     @property
     def label(self) -> str:
         """How people call it: `curated/quickstart-1a2b3c4d`."""
-        return f"{self.manifest.kind}/{self.path.name}"
+        return self.manifest.label
 
     @property
     def bytes(self) -> int:
@@ -78,17 +80,13 @@ class Artifact:
 
     def missing(self) -> list[str]:
         """Return the files that are gone or have another size than when committed (digests are not read)."""
-        sizes = {name: (self.path / name) for name in self.manifest.files}
-        return [
-            name
-            for name, path in sizes.items()
-            if not path.is_file() or path.stat().st_size != self.manifest.files[name].bytes
-        ]
+        return missing(self.manifest, self.folder)
 
     def verify(self) -> None:
         """Read every file and raise ValueError naming those whose digest is not the committed one."""
-        wrong = self.missing() or [
-            name for name, entry in self.manifest.files.items() if file_digest(self.path / name) != entry.sha256
+        folder = self.path
+        wrong = missing(self.manifest, folder) or [
+            name for name, entry in self.manifest.files.items() if file_digest(folder / name) != entry.sha256
         ]
         if wrong:
             raise ValueError(f"artifact {self.label}: {', '.join(wrong)} changed since it was committed; make it again")
@@ -106,8 +104,27 @@ class Design:
 
     @property
     def key(self) -> str:
-        intent = [self.kind, self.version, self.parameters, self.inputs]
-        return hashlib.sha256(json.dumps(intent, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return digest_json([self.kind, self.version, self.parameters, self.inputs])
+
+    @property
+    def label(self) -> str:
+        """Label of the artifact that is made from this. Raises ValueError for a name that is none."""
+        return checked_label(f"{self.kind}/{self.name}-{self.key[:8]}")
+
+    def manifest(
+        self, files: dict[str, FileDigest], facts: dict[str, Any], made_by: str, code: str, seconds: float
+    ) -> Manifest:
+        """Return the manifest of an artifact of this design, created now."""
+        return Manifest(
+            **vars(self),
+            key=self.key,
+            facts=facts,
+            made_by=made_by,
+            code=code,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            seconds=round(seconds, 3),
+            files=files,
+        )
 
 
 class Store:
@@ -115,56 +132,54 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.place = str(root)
+        """Where they are, for messages."""
 
     def find(self, design: Design) -> Artifact | None:
         """Return the committed artifact of `design`; a damaged one is moved aside and not returned."""
-        artifact = self._read(self._place(design))
+        try:
+            artifact = self._get(design.label)
+        except DamagedArtifact:
+            self._set_aside(design.label)
+            return None
         if artifact is None or artifact.key != design.key:
             return None
         if artifact.missing():
-            aside = self.root / DAMAGED / f"{design.kind}-{artifact.path.name}-{uuid.uuid4().hex[:6]}"
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            artifact.path.rename(aside)
+            self._set_aside(design.label, artifact.manifest)
             return None
         return artifact
 
     def at(self, label: str) -> Artifact:
-        """Return the artifact called `label` (`kind/name-key8`). Raises ValueError if there is none."""
-        artifact = self._read(self.root / label)
+        """Return the artifact called `label` (`kind/name-key8`). Raises ValueError if there is none.
+
+        Raises DamagedArtifact if its manifest is damaged.
+        """
+        artifact = self._get(checked_label(label))
         if artifact is None:
-            raise ValueError(f"artifact {label!r}: there is none under {self.root}")
+            raise ValueError(f"artifact {label!r}: there is none under {self.place}")
         return artifact
 
     def all(self, kind: str) -> list[Artifact]:
-        """Return the artifacts of `kind`, oldest first."""
-        folders = sorted((self.root / kind).glob("*/"))
-        found = [artifact for folder in folders if (artifact := self._read(folder))]
+        """Return the artifacts of `kind`, oldest first, without those whose manifest is damaged."""
+        found = []
+        for folder in sorted((self.root / kind).glob("*/")):
+            with suppress(DamagedArtifact):
+                if artifact := self._read(folder):
+                    found.append(artifact)
         return sorted(found, key=lambda artifact: artifact.manifest.created)
 
     def explain(self, design: Design) -> str:
         """Say why `design` is new: the first difference from the newest artifact of the same kind and name."""
-        known = [artifact for artifact in self.all(design.kind) if artifact.manifest.name == design.name]
-        if not known:
+        before = self._newest(design.kind, design.name)
+        if before is None:
             return f"{design.kind}/{design.name}: new, the first of its name"
-        before = known[-1].manifest
-        old = flatten({"step version": before.version, **before.parameters, **before.inputs})
-        new = flatten({"step version": design.version, **design.parameters, **design.inputs})
-        changed = [name for name in {**new, **old} if old.get(name) != new.get(name)]
-        if not changed:
-            return f"{design.kind}/{design.name}: new, the committed one is gone"
-        name = changed[0]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"{design.kind}/{design.name}: new, {name} {_short(old.get(name))} -> {_short(new.get(name))}{more}"
+        return f"{design.kind}/{design.name}: new, {_difference(before, design)}"
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """Yield an empty folder inside the root; it is removed at the end unless it was committed."""
-        folder = self.root / STAGING / uuid.uuid4().hex
-        folder.mkdir(parents=True)
-        try:
+        with staged(self.root) as folder:
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def commit(
         self, design: Design, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
@@ -173,22 +188,9 @@ class Store:
 
         Raises OSError if the disk is full; then nothing is visible.
         """
-        manifest = Manifest(
-            kind=design.kind,
-            name=design.name,
-            key=design.key,
-            version=design.version,
-            parameters=design.parameters,
-            inputs=design.inputs,
-            facts=facts,
-            made_by=made_by,
-            code=code,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            seconds=round(seconds, 3),
-            files=digest_folder(folder, sync=True),
-        )
-        write_atomic(folder / MANIFEST, manifest.model_dump_json(indent=1))
-        place = self._place(design)
+        place = self.root / design.label
+        manifest = design.manifest(digest_folder(folder, sync=True), facts, made_by, code, seconds)
+        write_atomic(folder / MANIFEST, manifest.text())
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.rename(place)
@@ -198,21 +200,49 @@ class Store:
                 raise
             return winner
         sync_folder(place.parent)
-        return Artifact(place, manifest)
+        return Artifact(manifest, place, place.absolute().as_uri())
+
+    def delete(self, label: str) -> None:
+        """Remove the artifact called `label`, at once for readers; one that is gone already is no error."""
+        discard(self.root, self.root / checked_label(label))
 
     def clear_staging(self) -> None:
-        """Remove what killed processes left half-made. Call only while holding the root's lease."""
-        shutil.rmtree(self.root / STAGING, ignore_errors=True)
+        """Remove what killed processes left half-made; what a live one is writing stays."""
+        clear_staging(self.root)
 
-    def _place(self, design: Design) -> Path:
-        return self.root / design.kind / f"{design.name}-{design.key[:8]}"
+    def _newest(self, kind: str, name: str) -> Manifest | None:
+        """Return the manifest that was written last among those of `name`; only that one is read."""
+        labels = re.compile(rf"{re.escape(name)}-[0-9a-f]{{8}}")
+        times = {}
+        for folder in (self.root / kind).glob(f"{name}-*"):
+            if labels.fullmatch(folder.name):
+                with suppress(OSError):
+                    times[folder] = (folder / MANIFEST).stat().st_mtime
+        for folder in sorted(times, key=lambda folder: (-times[folder], folder.name))[:NEWEST]:
+            with suppress(DamagedArtifact):
+                return artifact.manifest if (artifact := self._read(folder)) else None
+        return None
+
+    def _set_aside(self, label: str, seen: Manifest | None = None) -> None:
+        """Move a damaged artifact out of sight, kept for whoever asks what happened to it.
+
+        `seen` is its manifest, if that could be read; a store whose manifests others may replace compares it.
+        """
+        aside = self.root / DAMAGED / f"{label.replace('/', '-')}-{uuid.uuid4().hex[:6]}"
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process was faster
+            (self.root / label).rename(aside)
+
+    def _get(self, label: str) -> Artifact | None:
+        """Return the artifact at `label`. Raises DamagedArtifact if its manifest is damaged."""
+        return self._read(self.root / label)
 
     def _read(self, folder: Path) -> Artifact | None:
         try:
-            text = (folder / MANIFEST).read_text()
+            text = (folder / MANIFEST).read_bytes()
         except OSError:
             return None
-        return Artifact(folder, Manifest.model_validate_json(text))
+        return Artifact(Manifest.parse(text, str(folder / MANIFEST)), folder, folder.absolute().as_uri())
 
 
 def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str, Any]:
@@ -229,6 +259,17 @@ def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str,
 def file_digest(path: Path) -> str:
     """Return the SHA-256 (hex) of a file's bytes."""
     return digest_file(path).sha256
+
+
+def _difference(before: Manifest, design: Design) -> str:
+    old = flatten({"step version": before.version, **before.parameters, **before.inputs})
+    new = flatten({"step version": design.version, **design.parameters, **design.inputs})
+    changed = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    if not changed:
+        return "the committed one is gone"
+    name = changed[0]
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return f"{name} {_short(old.get(name))} -> {_short(new.get(name))}{more}"
 
 
 def _short(value: object) -> str:

@@ -2,12 +2,14 @@
 
 Disks and networks flip bits that nothing else notices, so every manifest of ours holds digests. SHA-256 rather than a
 checksum, because the same digest is also a name that nobody can forge; it costs 0.6 s per GB and core where the
-processor has instructions for it.
+processor has instructions for it. A file that is read in pieces over a network has a digest per page too (32 bytes for
+1 MiB), so that a range read can be verified without the rest of the file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +18,28 @@ from pydantic import BaseModel
 
 THREADS = 4
 """Files read at the same time: hashing leaves Python's lock, and a disk answers several requests faster than one."""
+PAGE = 2**20
+"""Bytes of a page; the last one of a file may be shorter."""
+PAGED = ".bin"
+"""Ending of the files that are read in pages (token shards); the pages of others are not digested, which is half of
+the hashing."""
+PAGE_DIGEST = 32
+"""Bytes of a page's SHA-256."""
 
 
 class FileDigest(BaseModel):
     bytes: int
     sha256: str
+
+
+def digest_bytes(data: bytes) -> FileDigest:
+    """Return size and SHA-256 of `data`."""
+    return FileDigest(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def digest_json(data: object) -> str:
+    """Return the SHA-256 (hex) of `data` as JSON, the same for equal data whatever the order of its names."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_file(path: Path, sync: bool = False) -> FileDigest:
@@ -30,6 +49,29 @@ def digest_file(path: Path, sync: bool = False) -> FileDigest:
         if sync:
             os.fsync(file.fileno())
         return FileDigest(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
+
+
+def digest_pages(path: Path) -> tuple[FileDigest, bytes]:
+    """Return the digest of a file and the SHA-256 of its pages one after another, from one read. Raises OSError."""
+    whole, pages, size = hashlib.sha256(), bytearray(), 0
+    with path.open("rb") as file:
+        while data := file.read(PAGE):
+            whole.update(data)
+            pages += hashlib.sha256(data).digest()
+            size += len(data)
+    return FileDigest(bytes=size, sha256=whole.hexdigest()), bytes(pages)
+
+
+def wrong_page(data: bytes, digests: bytes) -> int | None:
+    """Return the number in `data`, pages of a file, of the first that differs; `digests` are those of these pages.
+
+    Returns None if all are right.
+    """
+    for number, start in enumerate(range(0, len(data), PAGE)):
+        expected = digests[number * PAGE_DIGEST : (number + 1) * PAGE_DIGEST]
+        if hashlib.sha256(memoryview(data)[start : start + PAGE]).digest() != expected:
+            return number
+    return None
 
 
 def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:

@@ -1,14 +1,16 @@
 """One way to name and touch bytes, local or remote: URIs through fsspec.
 
 File systems are made once per process (an s3fs object made before a fork refuses to work after it) and never cache
-listings (a stale listing once hid a finished file from a second process). Local writes become visible whole or not
-at all.
+listings (a stale listing once hid a finished file from a second process); every call to an object store ends
+(storage/s3.py). Local writes become visible whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,11 @@ def filesystem_of(uri: str) -> Any:
 
 @cache
 def _filesystem(protocol: str, pid: int) -> Any:
-    options = {"use_listings_cache": False} if protocol in ("s3", "s3a") else {}
-    return fsspec.filesystem(protocol, **options)
+    if protocol in ("s3", "s3a"):
+        from storage.s3 import BoundedS3, options  # half a second to import, and most processes need none of it
+
+        return BoundedS3(**options(), skip_instance_cache=True)
+    return fsspec.filesystem(protocol)
 
 
 def glob(uri: str) -> list[str]:
@@ -61,18 +66,24 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a local file so that readers see the old bytes or the new ones, even after a crash or a power cut."""
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
+    with written_beside(path, payload) as made:
+        os.replace(made, path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """Yield a new file in the folder of `path` that holds `data` on disk; it is gone at the end, unless renamed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(payload)
+            file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
+            os.fchmod(handle, 0o644)  # others may share the root
+            os.fsync(handle)
+        yield Path(name)
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

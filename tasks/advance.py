@@ -24,8 +24,8 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import Tokens
 from storage.artifact import Artifact, Design
 from storage.filesystem import write_atomic
+from tasks.alerts import gate_failed
 from tasks.step import Context, ensure
-from tasks.tracking import Point
 
 VERSION = 1
 
@@ -34,7 +34,7 @@ class HeldBack(ValueError):
     """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 
 
-@task(name="advance", task_run_name="advance-{name}", tags=["evaluate"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="advance", task_run_name="advance-{name}", cache_policy=NO_CACHE, persist_result=False)
 def advance(context: Context, name: str, checkpoint: Artifact, began: Artifact | None, curated: Artifact) -> Decision:
     """Judge `checkpoint`, the end of the stage or part called `name`, by the stage's gates.
 
@@ -56,6 +56,9 @@ def advance(context: Context, name: str, checkpoint: Artifact, began: Artifact |
     for row in rows:
         context.console.say(f"  {escape(_line(row))}")
     if not decision.accepted:
+        reasons = "; ".join(_line(row) for row in rows if not row.passed)
+        position = checkpoint.facts["end"]
+        gate_failed(context.root, context.console, context.record.name, name, reasons, position)
         raise HeldBack(_remedies(schedule, span, rows, found))
     return decision
 
@@ -85,16 +88,10 @@ def _scores(
     )
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        model, device = checkpoint.path / "model", context.cluster.device
+        model, device = checkpoint.part("model"), context.cluster.device
         return measure(recipe, model, curated.path, folder, short=short, needle=needle, device=device)
 
-    def show(artifact: Artifact, mlflow_run: str) -> None:
-        position = checkpoint.facts["end"]
-        scores = {key: value for key, value in artifact.facts.items() if key.startswith("eval/")}
-        points = [Point(key, value, artifact.created, position) for key, value in scores.items()]
-        context.tracker.log_points([mlflow_run, context.record.mlflow_run], points)
-
-    return ensure(context, f"advance-{name}", design, build, show)
+    return ensure(context, f"advance-{name}", design, build)
 
 
 def _line(row: Row) -> str:

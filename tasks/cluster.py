@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from llama3.parallel.layout import Layout
 from llama3.recipe.units import Bytes
 from llama3.train.profile import Profile
+from storage.secrets import refuse_secrets
 
 
 class Nodes(BaseModel):
@@ -42,7 +43,8 @@ class Nodes(BaseModel):
 
 
 class Slurm(Nodes):
-    """Settings of `launcher: slurm`. The root must be on a file system that all nodes see, with flock."""
+    """Settings of `launcher: slurm`. The root, or for a remote root the folder HERD_SCRATCH, must be on a file system
+    that all nodes see, with flock."""
 
     partition: str = ""
     """Partition; empty: the default one."""
@@ -61,7 +63,8 @@ class Slurm(Nodes):
 
 
 class Kubernetes(Nodes):
-    """Settings of `launcher: kubernetes`. The root must be on the volume `claim`, mounted here at the same path."""
+    """Settings of `launcher: kubernetes`. The root, or for a remote root the folder HERD_SCRATCH, must be on the volume
+    `claim`, mounted here at the same path."""
 
     kind: Literal["JobSet", "PyTorchJob"] = "JobSet"
     """Which controller the cluster has: JobSet (jobset.x-k8s.io) or Kubeflow's training operator."""
@@ -101,7 +104,11 @@ class Cluster(BaseModel):
     deterministic: bool = False
     """Same bits on any number of data-parallel processes; slower."""
     checkpoints: str = ""
-    """Where checkpoints of a stage in progress are kept, a folder's URI (s3://bucket/herd); empty: under the root."""
+    """Where checkpoints of a stage in progress are kept, a folder's URI (s3://bucket/herd); empty: with other work of a
+    local root, or in `in-progress` below a remote one, where another machine finds them."""
+    token_cache: str = "200GiB"
+    """Most that copies of token shards may take on a machine while it trains from a remote root; the longest unused
+    make room. No limit on what a local root holds."""
     profile: Profile | None = None
     """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
@@ -123,7 +130,7 @@ class Cluster(BaseModel):
     data_workers: int = Field(default=2, ge=1)
     """Workers of that cluster; a step is cut into a few batches for each."""
 
-    @field_validator("memory")
+    @field_validator("memory", "token_cache")
     @classmethod
     def _size(cls, value: str) -> str:
         Bytes.parse(value)
@@ -133,6 +140,12 @@ class Cluster(BaseModel):
     def _whole(self) -> Cluster:
         self.layout.dp(self.processes)  # raises ValueError if the layout does not divide them
         return self
+
+    @field_validator("checkpoints", "data_address")
+    @classmethod
+    def _no_secret(cls, value: str) -> str:
+        refuse_secrets(value, "cluster")
+        return value
 
     @property
     def data_parallel(self) -> int:

@@ -34,7 +34,7 @@ READING = ("on_error", "extractor", "repair")
 """Fields of `curate` that decide what is read."""
 
 
-@task(name="collect", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="collect", cache_policy=NO_CACHE, persist_result=False)
 def collect_documents(context: Context) -> Artifact:
     """Return the documents of the recipe's sources as text shards."""
     plain = resolved(context.recipe)
@@ -60,7 +60,7 @@ def collect_documents(context: Context) -> Artifact:
     return ensure_in_scratch(context, "collect", design, build)
 
 
-@task(name="annotate", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="annotate", cache_policy=NO_CACHE, persist_result=False)
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
     curation = context.recipe.curate
@@ -81,7 +81,7 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     return ensure_in_scratch(context, "annotate", design, build)
 
 
-@task(name="curate", tags=["curate"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on."""
     curation = context.recipe.curate

@@ -14,12 +14,11 @@ from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design, file_digest
 from storage.filesystem import glob
 from tasks.step import Context, ensure
-from tasks.tracking import Point
 
 VERSION = 1
 
 
-@task(name="evaluate", task_run_name="evaluate-{name}", tags=["evaluate"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)
 def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact) -> Artifact:
     """Return the scores of `checkpoint` on the held-out documents of `curated`.
 
@@ -27,24 +26,12 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     """
     recipe = context.recipe
     design = _design(context, checkpoint, curated)
-    own = checkpoint.label in {step.artifact for step in context.record.steps.values()}
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        model = checkpoint.path / "model"
+        model = checkpoint.part("model")
         return evaluate(recipe, model, model, curated.path, folder, threads=context.cluster.threads)
 
-    def show(artifact: Artifact, mlflow_run: str) -> None:
-        runs = [mlflow_run, *([context.record.mlflow_run] if own else [])]
-        position = checkpoint.facts["end"]
-        scores = {key: value for key, value in artifact.facts.items() if key.startswith("eval/")}
-        points = [Point(key, value, artifact.created, position) for key, value in scores.items()]
-        digest = checkpoint.facts["model_sha256"]
-        model = context.tracker.checkpoint_model(
-            [mlflow_run], checkpoint.label, checkpoint.path.as_uri(), position, digest
-        )
-        context.tracker.log_points(runs, points, model)
-
-    return ensure(context, f"evaluate-{name}", design, build, show)
+    return ensure(context, f"evaluate-{name}", design, build)
 
 
 def _design(context: Context, checkpoint: Artifact, curated: Artifact) -> Design:

@@ -22,7 +22,7 @@ import yaml
 from llama3.train.attempt import Outcome, first_failure, outcomes_in
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
-from tasks.launch import agent_command, agent_variables, trainer_environment
+from tasks.launch import agent_command, agent_variables, keep_job, same_job, trainer_environment
 
 API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1"}
 ENDED = {"Completed": 0, "Succeeded": 0, "Failed": 1}
@@ -51,19 +51,35 @@ class KubernetesLauncher:
         nodes = ready_nodes(listed, settings.gpu if settings.gpus else "", settings.processes_per_node)
         return min(nodes * settings.processes_per_node, self.cluster.processes)
 
-    def start(self, job: Path, processes: int, logs: Path) -> KubernetesLaunch:
-        """Apply the manifest of an attempt, or follow the job of this name that still runs."""
-        settings = self.cluster.kubernetes
-        logs.mkdir(parents=True, exist_ok=True)
+    def live(self, job: Path) -> KubernetesLaunch | None:
+        """Return the job of this name that has not ended, whoever created it, or None."""
         launch = KubernetesLaunch(self.cluster, self.name)
         found = launch.seen()
-        if found is not None and ended(found) is None:
-            return launch.at(Path(found["metadata"]["annotations"]["herd/logs"]), found)
-        if found is not None:
+        if found is None or ended(found) is not None:
+            return None
+        launch.at(Path(found["metadata"]["annotations"]["herd/logs"]), found)
+        if not same_job(launch, job):
             launch.delete()
+            return None
+        return launch
+
+    def start(self, job: Path, processes: int, logs: Path) -> KubernetesLaunch:
+        """Create the job of an attempt, in place of one that has ended. Raises RuntimeError with kubectl's words."""
+        logs.mkdir(parents=True, exist_ok=True)
         text = manifest_text(self.cluster, self.name, job, processes, logs)
+        keep_job(job, logs)
         write_atomic(logs / "job.yaml", text)
-        kubectl("apply", f"--namespace={settings.namespace}", "--filename=-", given=text)
+        launch = KubernetesLaunch(self.cluster, self.name)
+        found = launch.seen()
+        if found is not None and ended(found) is not None:
+            launch.delete()
+        try:
+            kubectl("create", f"--namespace={self.cluster.kubernetes.namespace}", "--filename=-", given=text)
+        except Exception:  # such as: one of this name is there, which is not ours to delete
+            raise
+        except BaseException:
+            launch.delete()  # stopped while it was created
+            raise
         return launch.at(logs, None)
 
 
@@ -72,6 +88,7 @@ class KubernetesLaunch:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.settings, self.name = cluster.kubernetes, name
+        self.label = f"{self.settings.kind} {name}"
         self.logs, self.asked = Path(), float("-inf")
         self.object: Manifest | None = None
         self.place = [f"--namespace={self.settings.namespace}", f"{self.settings.kind.lower()}/{name}"]
@@ -169,7 +186,7 @@ def _job_set(nodes: int, pod: Manifest) -> Manifest:
 
 def _pytorch_job(nodes: int, pod: Manifest) -> Manifest:
     pod["spec"]["containers"][0]["name"] = "pytorch"  # the operator finds its container by this name
-    pod["spec"]["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": PORT}]
+    pod["spec"]["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}]
     pod["spec"].pop("restartPolicy")
     replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
     if nodes > 1:
@@ -232,7 +249,7 @@ def _is_ready(node: Manifest, resource: str, amount: int) -> bool:
 
 def kubectl(*words: str, given: str | None = None) -> str:
     """Return what `kubectl words...` prints, with `given` on its stdin. Raises RuntimeError with its complaint."""
-    done = subprocess.run(["kubectl", *words], capture_output=True, text=True, input=given)
+    done = subprocess.run(["kubectl", *words], capture_output=True, text=True, input=given, start_new_session=True)
     if done.returncode:
         raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

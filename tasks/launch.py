@@ -8,6 +8,7 @@ or die with whoever reads it. What this gives up: a failure stops all ranks, als
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -20,7 +21,9 @@ from typing import Protocol
 
 from llama3.recipe.schedule import StageSpan
 from llama3.train.attempt import Attempt, Outcome, last_lines
-from llama3.train.launch import GRACE_S, die_with_parent
+from llama3.train.launch import GRACE_S
+from storage.filesystem import write_atomic
+from storage.processes import die_with_parent
 from tasks.cluster import Cluster
 
 SHUTDOWN_S = GRACE_S + 5
@@ -33,6 +36,16 @@ class TrainingFailed(RuntimeError):
 
 class Launch(Protocol):
     """A trainer that was started and may still run."""
+
+    @property
+    def label(self) -> str:
+        """Return what a person would look for: `Slurm job 17`."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder of this attempt's logs, one file for each rank."""
+        ...
 
     def poll(self) -> Outcome | None:
         """Return how it ended, or None while it waits or runs."""
@@ -54,14 +67,32 @@ class Launcher(Protocol):
         """Return how many processes could be started now, at most as many as were asked for."""
         ...
 
+    def live(self, job: Path) -> Launch | None:
+        """Return the trainer that a supervisor left behind when it died, or None.
+
+        Whoever holds the lease of the artifact follows it instead of starting another: two trainers would work in one
+        folder. One that was started with another job file (a stage made longer, another layout) is told to save and
+        leave first. A flow that is cancelled stops its trainer; a supervisor that is killed leaves it running.
+        """
+        ...
+
     def start(self, job: Path, processes: int, logs: Path) -> Launch:
         """Start `processes` ranks for the job file `job`, each with its own log in the folder `logs`."""
         ...
 
 
+def launch_key(job: Path) -> str:
+    """Return the name by which a new supervisor finds the trainer of the job file `job`.
+
+    The folder's name says stage and design; the end tells apart equal recipes in two roots, since a scheduler has one
+    list of names for all its users.
+    """
+    return f"{job.parent.name}-{hashlib.sha256(os.path.realpath(job).encode()).hexdigest()[:8]}"
+
+
 @contextmanager
 def launcher_of(cluster: Cluster, name: str) -> Iterator[Launcher]:
-    """Yield the launcher that `cluster` asks for; `name` tells its jobs from those of others.
+    """Yield the launcher that `cluster` asks for; `name` (see `launch_key`) tells its jobs from those of others.
 
     Raises ValueError if its commands are missing here.
     """
@@ -105,6 +136,17 @@ def trainer_environment(threads: int) -> dict[str, str]:
     }
 
 
+def keep_job(job: Path, logs: Path) -> None:
+    """Leave a copy of the job file with the logs: what this attempt was asked to do."""
+    write_atomic(logs / job.name, job.read_bytes())
+
+
+def same_job(launch: Launch, job: Path) -> bool:
+    """Return whether an attempt was asked to do what the job file says now."""
+    copy = launch.logs / job.name
+    return copy.exists() and copy.read_bytes() == job.read_bytes()
+
+
 def agent_command(processes: int, per_node: int) -> str:
     """Return the shell command of a node's agent, but for the node's number and where rank 0 is.
 
@@ -135,6 +177,9 @@ class LocalLauncher:
         """End the agent; ranks that still run are asked to save."""
         if self.agent is not None:
             _end(self.agent)
+
+    def live(self, job: Path) -> None:
+        """Nothing can be left behind: the kernel tells the agent when its supervisor dies, and its ranks save."""
 
     def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
         """Start `processes` ranks on this machine."""
@@ -172,11 +217,13 @@ class LocalLaunch:
 
     def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes], log: Path) -> None:
         self.attempt, self.agent, self.log = attempt, agent, log
+        self.label, self.logs = "trainer on this machine", attempt.logs
+        self._outcome = str(attempt.outcome)
 
     def poll(self) -> Outcome | None:
         """Return how it ended, or None while it runs."""
         gone = self.agent.poll() is not None  # asked first: the outcome is written before the agent leaves
-        if self.attempt.outcome.exists():
+        if os.path.exists(self._outcome):  # asked ten times a second
             return Outcome.model_validate_json(self.attempt.outcome.read_text())
         if gone:
             words = f"the agent ended with status {self.agent.returncode}; the end of {self.log}:\n"

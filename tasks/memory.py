@@ -1,17 +1,23 @@
 """Peak memory of a run: this process and everything it started.
 
-Proportional set size is summed over the process tree, so shared pages (libraries, forked interpreters) count once.
+Proportional set size is summed over the process tree, so shared pages (libraries, forked interpreters) count once. To
+add it up the kernel walks every page, with the trainer's memory map locked (measured: 4 % of a core for one look in two
+seconds), so that is done only when the resident size, which is free, has grown. What this gives up: a peak that comes
+from pages that are shared no more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
 INTERVAL_S = 2.0
+GROWN = 1.01
+"""How much larger than at the last look the resident size must be for another one."""
 
 
 class Peak:
@@ -19,11 +25,15 @@ class Peak:
 
     def __init__(self) -> None:
         self.gib = 0.0
+        self._resident = 0
 
     def sample(self) -> None:
         me = psutil.Process()
-        total = sum(_proportional(process) for process in [me, *me.children(recursive=True)])
-        self.gib = max(self.gib, total / 2**30)
+        processes = [me, *me.children(recursive=True)]
+        resident = sum(_bytes(process.memory_info) for process in processes)
+        if resident > GROWN * self._resident:
+            self._resident = resident
+            self.gib = max(self.gib, sum(_bytes(process.memory_full_info) for process in processes) / 2**30)
 
 
 @contextmanager
@@ -45,9 +55,10 @@ def peak_memory() -> Iterator[Peak]:
         thread.join()
 
 
-def _proportional(process: psutil.Process) -> int:
+def _bytes(look: Callable[[], Any]) -> int:
+    """Return the proportional set size, where `look` says it, else the resident size; 0 for a process that is gone."""
     try:
-        info = process.memory_full_info()
+        info = look()
         return int(getattr(info, "pss", info.rss))
     except psutil.Error:
         return 0

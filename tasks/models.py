@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama3.recipe.schedule import Schedule
-from storage.artifact import Store
-from tasks.runs import Runs
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.runs import Runs, trained_stages
 
 
-def model_folder(root: Path, name: str) -> Path:
+def model_folder(root: Root, name: str) -> Path:
     """Return the folder of a model: a run's last checkpoint, `FAMILY@ALIAS`, or a folder with config.json.
 
     Raises ValueError naming what exists.
@@ -21,20 +21,29 @@ def model_folder(root: Path, name: str) -> Path:
         return _registered(root, family, alias)
     runs = Runs(root)
     record, recipe = runs.find(name), runs.recipe(name)
-    trained = [span.name for span in Schedule(recipe).trained if span.name in record.steps]
+    trained = trained_stages(recipe, record)
     if not trained:
         raise ValueError(f"run {name!r} has not finished a training stage; wait for it or choose another")
-    return Store(root).at(record.steps[trained[-1]].artifact).path / "model"
+    return open_store(root).at(record.steps[trained[-1].name].artifact).part("model")
 
 
-def _registered(root: Path, family: str, alias: str) -> Path:
+def _registered(root: Root, family: str, alias: str) -> Path:
+    label = label_of_alias(root, family, alias)
+    if label is None:
+        raise ValueError(f"model {family}@{alias}: no version holds that alias; promote one, or name a run")
+    return open_store(root).at(label).part("model")
+
+
+def label_of_alias(root: Root, family: str, alias: str) -> str | None:
+    """Return the label of the checkpoint that holds `alias` in the registry, or None.
+
+    Raises MlflowException if MLflow does not answer.
+    """
     from tasks.registry import Registry
     from tasks.tracking import Tracker
 
     version = Registry(Tracker(root, family)).holder(alias)
-    if version is None:
-        raise ValueError(f"model {family}@{alias}: no version holds that alias; promote one, or name a run")
-    return Store(root).at(version.tags["herd.artifact"]).path / "model"
+    return None if version is None else str(version.tags["herd.artifact"])
 
 
 def generate_text(folder: Path, prompt: str, count: int, temperature: float, seed: int) -> str:

@@ -18,11 +18,12 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import SPECIAL_TOKENS
 from storage.filesystem import glob, is_local, local_path
+from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
 
 
-def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey]:
+def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> list[DomainSurvey]:
     """Return what the sources hold. Raises RecipeError, one line per fault, if the run cannot work here."""
     check_place(recipe, cluster, root)
     faults, found = [*check_sources(recipe), *_curation_faults(recipe.curate)], []
@@ -34,20 +35,38 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Path) -> list[DomainSurvey
     return found
 
 
-def check_place(recipe: Recipe, cluster: Cluster, root: Path) -> None:
+def check_place(recipe: Recipe, cluster: Cluster, root: Root) -> None:
     """Raise RecipeError for what shows without reading the sources: root, batches, named files."""
     faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *_file_faults(recipe), *_start_faults(recipe)]
     if faults:
         raise RecipeError("\n".join(faults))
 
 
-def _root_faults(root: Path) -> list[str]:
+def _root_faults(root: Root) -> list[str]:
+    """Return why the root, or the folder in which it is worked on, cannot be written."""
+    faults = []
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            return []
+        root.local.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root.local):
+            pass
     except OSError as error:
-        return [f"root: {root} cannot be written ({os.strerror(error.errno or 0)}); choose another with --root"]
+        remedy = "choose another with --root" if root.is_local else "set HERD_SCRATCH to a folder of this machine"
+        faults.append(f"root: {root.local} cannot be written ({os.strerror(error.errno or 0)}); {remedy}")
+    return faults or _bucket_faults(root)
+
+
+def _bucket_faults(root: Root) -> list[str]:
+    """Return why an object store cannot be used: found out by writing a word and reading it back."""
+    if root.is_local:
+        return []
+    try:
+        root.write(b"herd was here\n", "reachable")
+    except (OSError, ValueError, ImportError) as error:
+        return [
+            f"root: {root.uri} cannot be written ({type(error).__name__}: {error}); check the bucket, AWS_ENDPOINT_URL "
+            "and the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ]
+    return []
 
 
 def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:

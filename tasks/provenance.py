@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,7 +11,9 @@ from rich.table import Table
 from llama3.recipe.units import Tokens
 from llama3.tokens.inspect import Count, Inspection, inspect
 from llama3.tokens.tokenizer import Tokenizer
-from storage.artifact import Store
+from storage.lazy import lazy_folder
+from storage.remote_store import open_store
+from storage.root import Root
 from tasks.runs import Runs
 
 
@@ -27,16 +28,16 @@ def parse_span(text: str) -> tuple[int, int]:
     return start, stop
 
 
-def inspect_run(root: Path, run: str, tokens: str, limit: int) -> Inspection:
+def inspect_run(root: Root, run: str, tokens: str, limit: int) -> Inspection:
     """Return which documents `run` trains on in the span `tokens`. Raises ValueError if it has no token shards yet."""
     start, stop = parse_span(tokens)
-    runs, store = Runs(root), Store(root)
+    runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(run), runs.recipe(run)
     if "tokenise" not in record.steps:
         raise ValueError(f"{run} has no token shards yet; let it get past the step tokenise")
     shards = store.at(record.steps["tokenise"].artifact)
     tokenizer = Tokenizer.load(store.at(record.steps["tokenizer"].artifact).path)
-    return inspect(shards.path, recipe, start, stop, tokenizer=tokenizer, limit=limit)
+    return inspect(lazy_folder(shards, 0), recipe, start, stop, tokenizer=tokenizer, limit=limit)
 
 
 def inspection_tables(found: Inspection) -> Iterator[Table]:

@@ -16,29 +16,36 @@ from prefect.artifacts import create_markdown_artifact
 from llama3.data.outcomes import explain
 from llama3.recipe.units import tokens
 from storage.filesystem import write_atomic
+from storage.root import Root
 from tasks import data_plots, plots
 from tasks.data_page import DataPage
 from tasks.report_data import ReportData, collect
+from tasks.runs import Runs
 from tasks.step import Context
 
 
 def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
-    page = make_report(context.store.root, context.record.name)
+    page = make_report(context.root, context.record.name)
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
-        context.tracker.log_file(context.record.mlflow_run, path)
+        if path.exists():
+            context.tracker.log_file(context.record.mlflow_run, path)
     create_markdown_artifact(page.with_suffix(".md").read_text(), key="report", description=context.record.name)
     return page
 
 
-def make_report(root: Path, run: str) -> Path:
+def make_report(root: Root, run: str) -> Path:
     """Write `report.html` and `report.md` of `run`; return the HTML page. Raises ValueError if there is no such run."""
     data = collect(root, run)
-    page = root / "runs" / run / "report.html"
+    runs = Runs(root)
+    page = runs.place(run) / "report.html"
     write_atomic(page, _render("report.html", data, _figures(data)))
     write_atomic(page.with_suffix(".md"), _render("report.md", data, []))
     if data.page is not None:
         write_atomic(page.with_name("data.html"), render_data(data.page))
+    for file in (page, page.with_suffix(".md"), page.with_name("data.html")):
+        if file.exists():
+            runs.publish(run, file.name)
     return page
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import duckdb
 
@@ -16,7 +14,9 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
-from storage.artifact import Artifact, Store
+from storage.artifact import Artifact
+from storage.remote_store import open_store
+from storage.root import Root
 from tasks.data_page import DataPage, data_page
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
@@ -81,9 +81,9 @@ class ReportData:
         return scores["eval/bpb"].value if "eval/bpb" in scores else None
 
 
-def collect(root: Path, name: str) -> ReportData:
+def collect(root: Root, name: str) -> ReportData:
     """Return what is known of run `name`, finished or not. Raises ValueError if there is no such run."""
-    runs, store = Runs(root), Store(root)
+    runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(name), runs.recipe(name)
     made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
     trained = {span.name: made[span.name] for span in Schedule(recipe).trained if span.name in made}
@@ -103,7 +103,7 @@ def collect(root: Path, name: str) -> ReportData:
         page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
         samples=_samples(evaluations.get(recipe.stages[-1].name)),
-        decision=_decision(runs.place(name)),
+        decision=_decision(root, name),
         mlflow=_mlflow(root, record),
     )
 
@@ -114,7 +114,7 @@ def _series(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact])
         return {}
     rows = connection.execute(
         "SELECT key, position, value FROM read_parquet(?) ORDER BY key, position",
-        [[str(artifact.path / "metrics.parquet") for artifact in trained.values()]],
+        [[str(artifact.part("metrics.parquet")) for artifact in trained.values()]],
     ).fetchall()
     series: dict[str, Series] = {}
     for key, position, value in rows:
@@ -186,17 +186,17 @@ def _evaluations(made: dict[str, Artifact]) -> dict[str, Artifact]:
 def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:
     if evaluation is None:
         return []
-    samples: list[dict[str, str]] = json.loads((evaluation.path / "generations.json").read_text())
+    samples: list[dict[str, str]] = json.loads(evaluation.part("generations.json").read_text())
     return samples
 
 
-def _decision(folder: Path) -> Decision | None:
-    path = folder / "promotion.json"
-    return Decision.model_validate_json(path.read_text()) if path.is_file() else None
+def _decision(root: Root, run: str) -> Decision | None:
+    text = root.read("runs", run, "promotion.json")
+    return Decision.model_validate_json(text) if text else None
 
 
-def _mlflow(root: Path, record: RunRecord) -> dict[str, str]:
-    if not record.mlflow_run:
-        return {}
-    tags: dict[str, Any] = Tracker(root, record.family).client.get_run(record.mlflow_run).data.tags
-    return {key: str(value) for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")}
+def _mlflow(root: Root, record: RunRecord) -> dict[str, str]:
+    """Return the tags of the run's page; those that were noted beside its record where MLflow has no such page."""
+    tracker = Tracker(root, record.family)
+    tags = (tracker.tags(record.mlflow_run) if record.mlflow_run else {}) or tracker.noted_tags(record.name)
+    return {key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")}

@@ -20,7 +20,7 @@ import psutil
 
 from llama3.train.attempt import Outcome, last_lines
 from llama3.train.job import TrainJob
-from llama3.train.launch import die_with_parent
+from storage.processes import die_with_parent
 from tasks.cluster import Cluster
 from tasks.launch import SHUTDOWN_S, Launch, Launcher, LocalLauncher, trainer_environment
 
@@ -113,6 +113,9 @@ class TorchrunLauncher:
         """Return how many processes were asked for."""
         return self.cluster.processes
 
+    def live(self, job: Path) -> None:
+        """Nothing outlives this process: `__exit__` ends it."""
+
     def start(self, job: Path, processes: int, logs: Path) -> TorchrunLaunch:
         """Start torchrun with a store of its own and no restarts."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
@@ -136,7 +139,8 @@ class TorchrunLaunch:
     """One torchrun."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self.log = process, log
+        self.process, self.log, self.logs = process, log, log.parent
+        self.label = f"torchrun, process {process.pid}"
 
     def poll(self) -> Outcome | None:
         """Return how it ended, or None while it runs."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 from prefect.task_runners import TaskRunner
 
 from llama3.data.job import Runner, in_turn
@@ -68,14 +69,26 @@ def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
     def submit(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
         size = max(1, -(-len(items) // (workers * BATCHES_PER_WORKER)))
         batches = [list(items[start : start + size]) for start in range(0, len(items), size)]
-        futures = [
-            runner.submit(work_on, {"job": job, "step": step, "first": batch[0], "work": work, "items": batch})
-            for batch in batches
-        ]
+        with _bare_context():
+            futures = [
+                runner.submit(work_on, {"job": job, "step": step, "first": batch[0], "work": work, "items": batch})
+                for batch in batches
+            ]
         for future in futures:
             future.result(raise_on_failure=True)
 
     return submit
+
+
+@contextmanager
+def _bare_context() -> Iterator[None]:
+    """Submit without the parameters of the step around: Prefect would send them along, and ours hold locks."""
+    here = TaskRunContext.get()
+    if here is None:
+        yield
+        return
+    with here.model_copy(update={"parameters": {}}):
+        yield
 
 
 def _task_runner(cluster: Cluster) -> TaskRunner[Any]:

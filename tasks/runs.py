@@ -7,17 +7,21 @@ reruns and MLflow are made from; nothing here needs a server.
 from __future__ import annotations
 
 import re
+import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+import yaml
 from pydantic import BaseModel
 
-from llama3.recipe.load import digest, load_recipe, resolved, to_yaml
+from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from storage.filesystem import write_atomic
+from storage.root import Root
 
-State = Literal["running", "finished", "failed", "interrupted"]
+State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
 
 
 class StepRecord(BaseModel):
@@ -44,12 +48,16 @@ class RunRecord(BaseModel):
     rerun_of: str = ""
     redo_from: str = ""
     """Step from which this run makes everything anew, whatever exists."""
+    until: str = ""
+    """Last step that was asked for; empty: all."""
     steps: dict[str, StepRecord] = {}
     verdict: str = ""
     """`promoted`, `refused`, or empty while there is none."""
     error: str = ""
     mlflow_run: str = ""
     mlflow_experiment: str = ""
+    mlflow_stale: bool = False
+    """Whether MLflow was away at some time and may lack something; `herd republish` sends everything again."""
     prefect_run: str = ""
     peak_memory_gib: float = 0.0
 
@@ -57,56 +65,107 @@ class RunRecord(BaseModel):
 class Runs:
     """The runs under one root."""
 
-    def __init__(self, root: Path) -> None:
-        self.folder = root / "runs"
+    def __init__(self, root: Root) -> None:
+        self.root = root
 
     def place(self, name: str) -> Path:
-        return self.folder / name
+        """Return the run's folder here: recipe, logs, report. Raises ValueError for a name that leaves it."""
+        return self.root.file("runs", name)
 
     def all(self) -> list[RunRecord]:
         """Return every run, oldest first."""
-        records = [RunRecord.model_validate_json(path.read_text()) for path in self.folder.glob("*/run.json")]
+        records = [record for name in self.root.names("runs") if (record := self._read(name))]
         return sorted(records, key=lambda record: record.started)
 
     def find(self, name: str) -> RunRecord:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
-        path = self.place(name) / "run.json"
-        if not path.is_file():
-            known = ", ".join(record.name for record in self.all()) or "none yet; start one with: herd run RECIPE"
-            raise ValueError(f"run {name!r} does not exist under {self.folder.parent}; runs: {known}")
-        return RunRecord.model_validate_json(path.read_text())
+        record = self._read(name)
+        if record is None:
+            known = ", ".join(self.root.names("runs")) or "none yet; start one with: herd run RECIPE"
+            raise ValueError(f"run {name!r} does not exist under {self.root.uri}; runs: {known}")
+        return record
 
     def recipe(self, name: str) -> Recipe:
         """Return the resolved recipe that run `name` was started with."""
-        return load_recipe(self.place(self.find(name).name) / "recipe.yaml")
+        text = self.root.read("runs", self.find(name).name, "recipe.yaml") or b""
+        return parse_recipe(yaml.safe_load(text), f"{name}/recipe.yaml", [])
 
     def save(self, record: RunRecord) -> None:
-        write_atomic(self.place(record.name) / "run.json", record.model_dump_json(indent=1))
+        self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
 
-    def unfinished(self, recipe: Recipe) -> RunRecord | None:
-        """Return the newest run of exactly this recipe if it did not finish: it is continued, not begun again."""
-        same = [record for record in self.all() if record.recipe_digest == digest(resolved(recipe))]
+    def publish(self, name: str, file: str) -> None:
+        """Bring a file of the run's folder to the root, where everybody sees it."""
+        if not self.root.is_local:
+            self.root.write(self.place(name).joinpath(file).read_bytes(), "runs", name, file)
+
+    def unfinished(self, recipe: Recipe, until: str = "") -> RunRecord | None:
+        """Return the newest run of exactly this recipe, up to the same step, if it did not finish.
+
+        It is continued, not begun again.
+        """
+        wanted = (digest(resolved(recipe)), until)
+        same = [record for record in self._family(recipe) if (record.recipe_digest, record.until) == wanted]
         return same[-1] if same and same[-1].state != "finished" else None
 
-    def begin(self, recipe: Recipe, code: str, rerun_of: str = "", redo_from: str = "") -> RunRecord:
+    def of_flow_run(self, recipe: Recipe, flow_run: str) -> RunRecord | None:
+        """Return the run of this recipe that the Prefect flow run `flow_run` began: a Retry goes on with it."""
+        mine = [record for record in self._family(recipe) if flow_run and record.prefect_run == flow_run]
+        return mine[-1] if mine else None
+
+    def begin(self, recipe: Recipe, code: str, rerun_of: str = "", redo_from: str = "", until: str = "") -> RunRecord:
         """Create the next run of the recipe's family (`quickstart-7`) and write its resolved recipe."""
-        record = RunRecord(
-            name=self._next_name(recipe.name),
-            family=recipe.name,
-            recipe_digest=digest(resolved(recipe)),
-            started=now(),
-            code=code,
-            rerun_of=rerun_of,
-            redo_from=redo_from,
-        )
-        write_atomic(self.place(record.name) / "recipe.yaml", to_yaml(recipe))
+        while True:
+            record = RunRecord(
+                name=self._next_name(recipe.name),
+                family=recipe.name,
+                recipe_digest=digest(resolved(recipe)),
+                started=now(),
+                code=code,
+                rerun_of=rerun_of,
+                redo_from=redo_from,
+                until=until,
+            )
+            claim = f"{record.started} {uuid.uuid4().hex}\n"  # the name is ours if this, and nobody else's, is there
+            if self.root.create(claim, "runs", record.name, "claim"):
+                break
+        self.root.write(to_yaml(recipe), "runs", record.name, "recipe.yaml")
         self.save(record)
         return record
 
+    def local_recipe(self, name: str) -> Path:
+        """Return the run's recipe as a file of this machine."""
+        path = self.place(name) / "recipe.yaml"
+        if not self.root.is_local:
+            write_atomic(path, self.root.read("runs", name, "recipe.yaml") or b"")
+        return path
+
+    def _read(self, name: str) -> RunRecord | None:
+        try:
+            text = self.root.read("runs", name, "run.json")
+        except ValueError:
+            return None
+        return RunRecord.model_validate_json(text) if text else None
+
+    def _family(self, recipe: Recipe) -> list[RunRecord]:
+        """Return the runs of the recipe's family, oldest first."""
+        named = [name for name in self.root.names("runs") if _number(recipe.name, name)]
+        records = [record for name in named if (record := self._read(name))]
+        return sorted(records, key=lambda record: record.started)
+
     def _next_name(self, family: str) -> str:
-        pattern = re.compile(rf"{re.escape(family)}-(\d+)")
-        taken = [int(match[1]) for path in self.folder.glob("*/") if (match := pattern.fullmatch(path.name))]
+        taken = [_number(family, name) for name in self.root.names("runs")]
         return f"{family}-{max(taken, default=0) + 1}"
+
+
+def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
+    """Return the training stages that the run has finished, in order."""
+    return [span for span in Schedule(recipe).trained if span.name in record.steps]
+
+
+def _number(family: str, name: str) -> int:
+    """Return the number of a run of `family`, or 0 for the name of another."""
+    match = re.fullmatch(rf"{re.escape(family)}-(\d+)", name)
+    return int(match[1]) if match else 0
 
 
 def now() -> str:

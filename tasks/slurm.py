@@ -1,9 +1,9 @@
 """Start the trainer on Slurm: one job per attempt, one agent per node, a script that a person can read and submit.
 
-The job outlives whoever submitted it: a new supervisor finds it by name and follows it. How an attempt ended is read
-from the files that the agents leave beside the logs, since not every cluster keeps accounts (sacct); Slurm is asked
-only whether the job is there. What this gives up: a job is a place in the queue, so a restart after a failure may
-wait; on preemption and node failure Slurm itself queues the same job again.
+The job outlives a supervisor that is killed: a new one finds it by name and follows it. A supervisor that is told to
+stop cancels it. How an attempt ended is read from the files that the agents leave beside the logs, since not every
+cluster keeps accounts (sacct); Slurm is asked only whether the job is there. What this gives up: a job is a place in
+the queue, so a restart after a failure may wait; on preemption and node failure Slurm itself queues the job again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llama3.train.attempt import Outcome, first_failure, last_lines, outcomes_in
 from llama3.train.main import TERMINATED
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
-from tasks.launch import agent_command, agent_variables, trainer_environment
+from tasks.launch import agent_command, agent_variables, keep_job, same_job, trainer_environment
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "RESIZING")
@@ -72,16 +72,36 @@ class SlurmLauncher:
         nodes = len(set(listed.split()))
         return min(nodes * self.cluster.slurm.processes_per_node, self.cluster.processes)
 
+    def live(self, job: Path) -> SlurmLaunch | None:
+        """Return the job of this name that is queued, runs or is ending, whoever submitted it, or None."""
+        found = self._found()
+        if found is not None and not same_job(found, job):
+            found.stop()
+            return None
+        return found
+
+    def _found(self) -> SlurmLaunch | None:
+        listed = _squeue(f"--name={self.name}", "--format=%i %o").splitlines()
+        if not listed:
+            return None
+        job_id, script = listed[0].split(maxsplit=1)
+        return SlurmLaunch(job_id, Path(script).parent, self.cluster.slurm.poll_s)
+
     def start(self, job: Path, processes: int, logs: Path) -> SlurmLaunch:
-        """Submit `processes` ranks, or follow the job of this name that is still there."""
+        """Submit `processes` ranks. Raises RuntimeError with sbatch's words if Slurm refuses them."""
         logs.mkdir(parents=True, exist_ok=True)
-        found = _ask("squeue", "--noheader", f"--name={self.name}", "--format=%i %o").split()
-        if found:
-            logs = Path(found[1]).parent
-            return SlurmLaunch(found[0], logs, self.cluster.slurm.poll_s)
+        keep_job(job, logs)
         script = logs / "job.sbatch"
         write_atomic(script, slurm_script(self.cluster, self.name, job, processes, logs))
-        return SlurmLaunch(_ask("sbatch", "--parsable", str(script)).split(";")[0], logs, self.cluster.slurm.poll_s)
+        try:
+            return SlurmLaunch(_ask("sbatch", "--parsable", str(script)).split(";")[0], logs, self.cluster.slurm.poll_s)
+        except RuntimeError:
+            if (found := self._found()) is None:  # a busy controller may take a job and yet not answer in time
+                raise
+            return found
+        except BaseException:
+            subprocess.run(["scancel", f"--name={self.name}"], start_new_session=True)  # stopped while it submitted
+            raise
 
 
 class SlurmLaunch:
@@ -89,6 +109,7 @@ class SlurmLaunch:
 
     def __init__(self, job_id: str, logs: Path, poll_s: float) -> None:
         self.job_id, self.logs, self.poll_s = job_id, logs, poll_s
+        self.label = f"Slurm job {job_id}"
         self.state, self.asked, self.ended = "PENDING", float("-inf"), None
 
     def poll(self) -> Outcome | None:
@@ -160,11 +181,14 @@ def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: P
 
 def _state(job_id: str) -> str:
     """Return the state of a job, or nothing if it is over. Raises RuntimeError if Slurm gives no answer for long."""
+    return _squeue(f"--jobs={job_id}", "--format=%T")
+
+
+def _squeue(*words: str) -> str:
+    """Return what squeue lists, nothing for a job that it forgot. Raises RuntimeError without an answer for LOST_S."""
     deadline = time.monotonic() + LOST_S
     while True:
-        asked = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], capture_output=True, text=True
-        )
+        asked = subprocess.run(["squeue", "--noheader", *words], capture_output=True, text=True)
         if asked.returncode == 0:
             return asked.stdout.strip()
         if "Invalid job id" in asked.stderr:
@@ -182,7 +206,8 @@ def _final_state(job_id: str) -> str:
 
 
 def _ask(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Return what a command prints; Ctrl-C reaches us, not it, so that what it does is done."""
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

@@ -19,7 +19,7 @@ from tasks.step import Context, ensure
 VERSION = 1
 
 
-@task(name="start", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="start", cache_policy=NO_CACHE, persist_result=False)
 def import_start(context: Context, tokenizer: Artifact) -> Artifact:
     """Return the weights that the recipe's `start` names, as an artifact of ours."""
     recipe = context.recipe

@@ -1,36 +1,65 @@
 """A step: one tracked unit of work that leaves an artifact.
 
-Whatever a step does, it happens in the same order: find an artifact with the same key and reuse it; else say what is
-new, open an MLflow run, call the library in a staging folder, commit, record. So retries, reruns and second runs all
-do the same right thing, and none of them rests on Prefect's cache.
+Whatever a step does, it happens in the same order: find an artifact with the same key and reuse it; else take the
+artifact's lease, look again, say what is new, call the library in a staging folder, check the lease, commit, record. So
+retries, reruns, second runs and runs side by side all do the same right thing, and none of them rests on Prefect's
+cache. What this gives up: two runs that want one artifact do not share the work, the second waits for it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 
 from llama3.recipe.schema import Recipe
+from llama3.recipe.units import tokens
 from storage.artifact import Artifact, Design, Store
+from storage.lease import Lease, LeaseHeld, lease
+from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
+from tasks.events import artifact_committed
+from tasks.project import Shown, child_tags, project_step
 from tasks.runs import RunRecord, Runs, StepRecord
-from tasks.tracking import Point, Tracker
+from tasks.tracking import Tracker
 
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's facts; also gets the id of the step's MLflow run."""
-Show = Callable[[Artifact, str], None]
-"""Shows a finished artifact in the step's MLflow run."""
+
+
+REUSED, MADE = "reused", "made"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work in progress of a step, in a folder that outlives a killed process; several designs may share it."""
+
+    name: str
+    """Of the folder below `Context.scratch`; it is removed once the artifact is committed."""
+    resumes: Callable[[], int | None] = lambda: None
+    """Returns the position at which the work will be gone on with, or None if it begins."""
+    done: Callable[[], None] = lambda: None
+    """Removes what lies elsewhere, once the artifact is committed."""
+
+
+class Made(NamedTuple):
+    """An artifact and how the step came by it."""
+
+    artifact: Artifact
+    outcome: str = REUSED
+    why: str = ""
+    seconds: float = 0.0
 
 
 @dataclass
@@ -47,6 +76,12 @@ class Context:
     steps: list[str]
     """Names of all steps in order."""
     made: dict[str, Artifact] = field(default_factory=dict)
+    fence: int = 0
+    """Of the lease on the run: higher than that of every process that had the run before."""
+
+    @property
+    def root(self) -> Root:
+        return self.runs.root
 
     @property
     def folder(self) -> Path:
@@ -56,7 +91,7 @@ class Context:
     @property
     def scratch(self) -> Path:
         """Where work in progress lives; outlives a killed process."""
-        return self.store.root / "work"
+        return self.root.local / "work"
 
     def tags(self) -> dict[str, str]:
         """Return the tags that every MLflow run of this run carries."""
@@ -71,46 +106,47 @@ class Context:
         }
 
 
-def ensure(context: Context, step: str, design: Design, build: Build, show: Show | None = None) -> Artifact:
+def ensure(context: Context, step: str, design: Design, build: Build, work: Work | None = None) -> Artifact:
     """Return the artifact of `design`, reused or made by `build`.
 
-    Records the step in the run and in MLflow. What `build` raises passes through, with nothing committed.
+    While it is made its lease is held: of several runs that want it one makes it, the others wait and reuse it. Records
+    the step in the run and in MLflow. What `build` raises passes through, with nothing committed; so does LeaseLost.
     """
     design = _anew(context, step, design)
     found = context.store.find(design)
     with tracked(context, design.kind, step, design.key) as mlflow_run:
-        if found is not None:
-            artifact, outcome, why, seconds = found, "reused", "", 0.0
+        made = Made(found) if found else _make(context, step, design, build, mlflow_run, work)
+        artifact = made.artifact
+        if made.outcome == REUSED:
             context.console.say(f"  {step:<18}reused {artifact.label} [dim](made by {artifact.manifest.made_by})[/]")
-        else:
-            why = context.store.explain(design)
-            context.console.say(f"  {step:<18}[dim]{escape(why)}[/]")
-            artifact, seconds = _make(context, design, build, mlflow_run)
-            outcome = "made"
         _record(context, step, artifact, StepRecord(
-            artifact=artifact.label, outcome=outcome, why=why, seconds=seconds, mlflow_run=mlflow_run
+            artifact=artifact.label, outcome=made.outcome, why=made.why, seconds=made.seconds, mlflow_run=mlflow_run
         ))  # fmt: skip
-        _project(context, mlflow_run, artifact, outcome)
-        if show is not None:
-            show(artifact, mlflow_run)
+        if made.outcome != REUSED:
+            artifact_committed(context, step, artifact)
+        project_step(Shown(context.tracker, context.store, context.record, step, artifact, mlflow_run))
     return artifact
 
 
 def ensure_in_scratch(
-    context: Context, step: str, design: Design, build: Callable[[Path, Path], dict[str, Any]], show: Show | None = None
+    context: Context, step: str, design: Design, build: Callable[[Path, Path], dict[str, Any]]
 ) -> Artifact:
     """Do as `ensure` does; `build` also gets a scratch folder of the artifact's key, which outlives a killed process.
 
     What is half done there is gone on with by the next attempt; it is removed once the artifact is committed.
     """
-    scratch = context.scratch / f"{step}-{design.key[:8]}"
+    design = _anew(context, step, design)
+    work = Work(f"{step}-{design.key[:8]}")
+    scratch = context.scratch / work.name
 
     def in_scratch(folder: Path, _: str) -> dict[str, Any]:
         scratch.mkdir(parents=True, exist_ok=True)
         return build(folder, scratch)
 
-    artifact = ensure(context, step, design, in_scratch, show)
-    shutil.rmtree(scratch, ignore_errors=True)
+    artifact = ensure(context, step, design, in_scratch, work)
+    if scratch.exists():  # of a process that was killed between the commit and the removal
+        with suppress(LeaseHeld), lease(context.root, f"work/{work.name}", context.record.name):
+            shutil.rmtree(scratch, ignore_errors=True)
     return artifact
 
 
@@ -123,13 +159,50 @@ def link_files(source: Path, target: Path) -> None:
             os.link(path, place)
 
 
-def _make(context: Context, design: Design, build: Build, mlflow_run: str) -> tuple[Artifact, float]:
-    began = time.monotonic()
-    with context.store.staging() as folder:
-        facts = build(folder, mlflow_run)
-        seconds = time.monotonic() - began
-        made_by, code = context.record.name, context.record.code
-        return context.store.commit(design, folder, facts, made_by, code, seconds), seconds
+def _make(context: Context, step: str, design: Design, build: Build, mlflow_run: str, work: Work | None) -> Made:
+    """Make the artifact under its lease, unless another run has made it by then."""
+    with _held(context, step, design, work) as leases:
+        if (found := context.store.find(design)) is not None:
+            return Made(found)
+        why, outcome = _news(context, design), MADE
+        position = work.resumes() if work else None
+        if position is not None:
+            outcome = f"resumed at {tokens(position)}"
+        context.console.say(f"  {step:<18}{outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
+        began = time.monotonic()
+        with context.store.staging() as folder:
+            facts = build(folder, mlflow_run)
+            seconds = time.monotonic() - began
+            for held in leases:
+                held.check()
+            by, code = context.record.name, context.record.code
+            artifact = context.store.commit(design, folder, facts, by, code, seconds)
+        if work:
+            shutil.rmtree(context.scratch / work.name, ignore_errors=True)
+            work.done()
+        return Made(artifact, outcome, why, seconds)
+
+
+@contextmanager
+def _held(context: Context, step: str, design: Design, work: Work | None) -> Iterator[list[Lease]]:
+    """Hold the leases of the artifact and of the work folder; wait for whoever has one."""
+
+    def wait(holder: str) -> None:
+        context.console.say(f"  {step:<18}[yellow]waits for {escape(holder)}, which is making it[/]")
+
+    def leave() -> None:
+        context.console.say(f"  [red]{step}: another process has taken it over; this one leaves[/]")
+        os.kill(os.getpid(), signal.SIGTERM)  # unwinds like any stop: the trainer saves and ends
+
+    names = [design.label, *([f"work/{work.name}"] if work else [])]
+    with ExitStack() as stack:
+        yield [stack.enter_context(lease(context.root, name, context.record.name, wait, lost=leave)) for name in names]
+
+
+def _news(context: Context, design: Design) -> str:
+    """Return what is new about `design`, without its name: `curate.dedup.jaccard 0.8 -> 0.7`."""
+    why = context.store.explain(design)
+    return why.partition(": new, ")[2] or why
 
 
 def _anew(context: Context, step: str, design: Design) -> Design:
@@ -147,27 +220,6 @@ def _record(context: Context, step: str, artifact: Artifact, entry: StepRecord) 
     context.runs.save(context.record)
 
 
-def _project(context: Context, mlflow_run: str, artifact: Artifact, outcome: str) -> None:
-    """Show the artifact in MLflow: what it was made from as params, its numbers as metrics."""
-    tracker, manifest = context.tracker, artifact.manifest
-    tracker.set_tags(mlflow_run, {"artifact": artifact.label, "outcome": outcome, "made_by": manifest.made_by})
-    tracker.log_params(mlflow_run, {key: value for key, value in manifest.parameters.items() if key != "recipe"})
-    tracker.log_params(mlflow_run, {f"input.{role}": key[:16] for role, key in manifest.inputs.items()})
-    numbers = _numbers(manifest.facts)
-    tracker.log_points([mlflow_run], [Point(key, value, artifact.created, 0) for key, value in numbers.items()])
-
-
-def _numbers(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested facts under keys with `/` between levels."""
-    numbers: dict[str, float] = {}
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            numbers |= _numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[f"{prefix}{key}"] = float(value)
-    return numbers
-
-
 @contextmanager
 def tracked(context: Context, kind: str, step: str, key: str) -> Iterator[str]:
     """Open the MLflow child run of `step` and close it with the truth, however the block ends.
@@ -175,7 +227,7 @@ def tracked(context: Context, kind: str, step: str, key: str) -> Iterator[str]:
     An attempt that makes the same artifact continues the same child; another key (the sources changed, say) gets its
     own, because MLflow's params cannot change.
     """
-    tags = {**context.tags(), "stage": step, "kind": kind, "artifact.key": key[:16]}
+    tags = child_tags(context.tags(), step, kind, key)
     run_id = context.tracker.open_child(context.record.mlflow_run, context.record.name, tags)
     try:
         yield run_id

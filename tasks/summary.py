@@ -8,39 +8,62 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from llama3.recipe.schedule import Schedule
+from llama3.recipe.schedule import StageSpan
 from storage.artifact import Store
-from tasks.runs import RunRecord, Runs
-from tasks.tracking import tracking_uri
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.runs import RunRecord, Runs, trained_stages
+from tasks.scores import SCORE, scores_of
+from tasks.tracking_uri import tracking_uri
 
 SAMPLE_CHARACTERS = 200
 
 
-def summary_lines(root: Path, name: str) -> list[str]:
-    """Return the summary of a finished run, one line each, with rich markup."""
-    runs, store = Runs(root), Store(root)
+def summary_lines(root: Root, name: str) -> list[str]:
+    """Return the summary of a run that ended, one line each, with rich markup; what it has not come to is left out."""
+    runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(name), runs.recipe(name)
-    last = recipe.stages[-1].name
-    trained = [span.name for span in Schedule(recipe).trained]
-    checkpoint = store.at(record.steps[trained[-1]].artifact)
-    evaluation = store.at(record.steps[f"evaluate-{last}"].artifact)
-    scores = {key: value for key, value in evaluation.facts.items() if key.startswith("eval/")}
-    colour = "green" if record.verdict == "promoted" else "red"
+    spans = trained_stages(recipe, record)
+    trained = [span.name for span in spans]
+    colour = {"promoted": "green", "refused": "red"}.get(record.verdict, "yellow")
+    verdict = record.verdict or f"stopped after {record.until or 'its last step'}"
     minutes = (datetime.fromisoformat(record.ended) - datetime.fromisoformat(record.started)).total_seconds() / 60
+    peak = f", peak {record.peak_memory_gib} GiB" if record.peak_memory_gib else ""
     return [
         "",
-        f"[bold]{name}[/] [{colour}]{record.verdict}[/] after {minutes:.1f} min, peak {record.peak_memory_gib} GiB",
-        "  loss      " + " -> ".join(f"{loss:.3f}" for loss in _losses(store, record, trained)),
-        "  scores    " + "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in sorted(scores.items())),
-        f"  sample    [dim]{escape(_sample(evaluation.path))}[/]",
+        f"[bold]{name}[/] [{colour}]{verdict}[/] after {minutes:.1f} min{peak}",
+        *_results(store, record, spans),
         f"  report    {runs.place(name) / 'report.html'}",
-        f"  model     {checkpoint.path / 'model'}",
+        *(f"  model     {_place(store, record, stage)}/model" for stage in trained[-1:]),
         f"  MLflow    {tracking_uri(root)}, run {name} ({record.mlflow_run})",
         "next:",
         "  herd up                                see it in Prefect and MLflow",
-        f"  herd rerun {name} --from {trained[-1]} --set stages.{last}.average=2",
+        *_rerun(name, spans),
         f"  herd compare {name} {record.family}-{int(name.rsplit('-', 1)[1]) + 1}",
     ]
+
+
+def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[str]:
+    """Return losses, scores and a sample of the newest model that was scored."""
+    lines = []
+    if spans:
+        losses = _losses(store, record, [span.name for span in spans])
+        lines.append("  loss      " + " -> ".join(f"{loss:.3f}" for loss in losses))
+    scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's
+    if scored:
+        evaluation = store.at(record.steps[scored[-1]].artifact)
+        words = (f"{key.removeprefix(SCORE)} {value:.3f}" for key, value in sorted(scores_of(evaluation).items()))
+        lines.append("  scores    " + "  ".join(words))
+        lines.append(f"  sample    [dim]{escape(_sample(evaluation.part('generations.json')))}[/]")
+    return lines
+
+
+def _place(store: Store, record: RunRecord, stage: str) -> str:
+    return store.at(record.steps[stage].artifact).uri.removeprefix("file://")
+
+
+def _rerun(name: str, spans: list[StageSpan]) -> list[str]:
+    return [f"  herd rerun {name} --from {span.name} --set stages.{span.stage.name}.average=2" for span in spans[-1:]]
 
 
 def _losses(store: Store, record: RunRecord, stages: list[str]) -> list[float]:
@@ -49,8 +72,8 @@ def _losses(store: Store, record: RunRecord, stages: list[str]) -> list[float]:
     return [facts[0]["first_loss"], *(fact["last_loss"] for fact in facts)]
 
 
-def _sample(evaluation: Path) -> str:
-    generations = json.loads((evaluation / "generations.json").read_text())
+def _sample(file: Path) -> str:
+    generations = json.loads(file.read_text())
     first = generations[0]
     text = " ".join(f"{first['prompt']}{first['text']}".split())
     return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " ..."

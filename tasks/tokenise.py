@@ -13,6 +13,7 @@ from llama3.tokens.shards import tokenise
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import make_tokenizer
 from storage.artifact import Artifact, Design, file_digest
+from storage.lazy import lazy_folder
 from tasks.runners import data_runner
 from tasks.step import Context, ensure, ensure_in_scratch, link_files
 
@@ -20,7 +21,7 @@ TOKENIZER_VERSION = 2
 TOKENS_VERSION = 2
 
 
-@task(name="tokenizer", tags=["tokenise"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="tokenizer", cache_policy=NO_CACHE, persist_result=False)
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
     recipe = context.recipe
@@ -32,7 +33,7 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     return ensure(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
 
 
-@task(name="tokenise", tags=["tokenise"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="tokenise", cache_policy=NO_CACHE, persist_result=False)
 def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards, and refuse a run that would repeat a domain more often than the recipe allows."""
     recipe = context.recipe
@@ -55,23 +56,6 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         link_files(scratch, folder)
         return facts
 
-    def show(artifact: Artifact, mlflow_run: str) -> None:
-        for run in (mlflow_run, context.record.mlflow_run):
-            context.tracker.log_inputs(run, _datasets(artifact))
-
-    artifact = ensure_in_scratch(context, "tokenise", design, build, show)
-    TokenStream(artifact.path, recipe).check()
+    artifact = ensure_in_scratch(context, "tokenise", design, build)
+    TokenStream(lazy_folder(artifact, 0), recipe).check()
     return artifact
-
-
-def _datasets(artifact: Artifact) -> list[dict[str, Any]]:
-    """Return what MLflow shows as the run's data: one entry per domain, with its counts."""
-    return [
-        {
-            "name": domain,
-            "digest": artifact.key[:36],
-            "uri": artifact.path.as_uri(),
-            "profile": {name: artifact.facts[name][domain] for name in ("tokens", "documents")},
-        }
-        for domain in artifact.facts["tokens"]
-    ]

@@ -3,6 +3,10 @@
 MLflow is a projection: everything sent here also stands in artifacts and journals, so sending it again is always
 safe. A point is sent with the time stamp it was recorded with, which MLflow's primary key (key, step, time, value)
 then stores once however often it arrives. The x axis (`step`) is the position in tokens, everywhere.
+
+Nothing that writes raises or waits for a server that is away (`tasks.reach`); `stale` says that MLflow lacks something.
+A run that could not be opened has a handle in place of an id, which every method takes; it is opened at the first use
+that succeeds. MLflow's own asynchronous logging is not used: it loses points without a word.
 """
 
 from __future__ import annotations
@@ -10,31 +14,36 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# A dead server must cost seconds, not MLflow's default of minutes.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for every run that ends
+# A dead server must cost seconds, not MLflow's default of minutes; a second try would only double them.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
 
-import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-BATCH = 1000
-PARAM_CHARACTERS = 6000
+from storage.root import Root
+from tasks.entities import batches, dataset_of, params_of, tags_of
+from tasks.reach import Reach
+from tasks.tracking_uri import run_page, set_tracking_uri, tracking_uri
 
-for _name in ("mlflow", "alembic"):
-    logging.getLogger(_name).setLevel(logging.WARNING)
+BATCH = 1000
+AWAY = "away-"
+"""Beginning of the handle of a run that could not be opened yet."""
+logging.getLogger("mlflow").setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 class Point(NamedTuple):
-    """One value of one series."""
-
     key: str
     value: float
     time: float
@@ -43,105 +52,227 @@ class Point(NamedTuple):
     """Tokens trained on, from the start of the run."""
 
 
-CONFIGURED = os.environ.get("MLFLOW_TRACKING_URI", "")
-"""Read once: MLflow itself overwrites the variable when a tracking URI is set."""
+@dataclass(frozen=True)
+class Opening:
+    """What is needed to find an MLflow run, or to make it."""
 
-
-def tracking_uri(root: Path) -> str:
-    """Return `MLFLOW_TRACKING_URI` if the process was started with one, else the SQLite file under the root."""
-    return CONFIGURED or f"sqlite:///{root.resolve()}/mlflow.db"
+    identity: dict[str, str]
+    """Tags that it alone carries."""
+    name: str
+    tags: dict[str, str]
+    params: dict[str, Any] = field(default_factory=dict)
+    parent: str = ""
+    start: float | None = None
+    """When it began, in seconds since 1970; None: now."""
 
 
 class Tracker:
     """The MLflow experiment of one recipe family."""
 
-    def __init__(self, root: Path, family: str) -> None:
-        self.uri = tracking_uri(root)
-        mlflow.set_tracking_uri(self.uri)  # the registry looks models up through the process-wide URI
+    def __init__(self, root: Root, family: str) -> None:
+        self.root, self.uri, self.family = root, tracking_uri(root), family
+        root.local.mkdir(parents=True, exist_ok=True)
+        set_tracking_uri(self.uri)  # the registry looks models up through the process-wide URI
         self.client = MlflowClient(self.uri, registry_uri=self.uri)
-        self.family = family
-        self.experiment = self._experiment(root)
+        self.reach = Reach(lambda: self.client.search_experiments(max_results=1))
+        self.whole: set[str] = set()
+        """Handles of stage runs that got every point while their trainer ran."""
+        self._experiment = ""
+        self._openings: dict[str, Opening] = {}
+        self._opened: dict[str, str] = {}
+        self._uids: dict[str, dict[str, str]] = {}
 
-    def _experiment(self, root: Path) -> str:
-        found = self.client.get_experiment_by_name(self.family)
-        if found is not None:
-            return str(found.experiment_id)
-        folder = (root.resolve() / "mlflow-artifacts").as_uri() if self.uri.startswith("sqlite") else None
-        tags = {"mlflow.experimentKind": "custom_model_development"}
-        return str(self.client.create_experiment(self.family, artifact_location=folder, tags=tags))
+    @property
+    def stale(self) -> bool:
+        """Whether MLflow lacks something because it was away."""
+        return self.reach.stale
 
-    def open_run(self, name: str, tags: dict[str, str], params: dict[str, Any]) -> str:
-        """Return the MLflow run that stands for run `name`, made if there is none, and set it running."""
-        return self._open(f"tags.`herd.run` = '{name}' and tags.kind = 'run'", name, {**tags, "kind": "run"}, params)
+    def available(self) -> bool:
+        """Return whether MLflow answers; at most one probe per half minute while it does not."""
+        return self.reach.available()
 
-    def open_child(self, parent: str, run: str, tags: dict[str, str]) -> str:
-        """Return the MLflow run of one step of run `run`, made if there is none, and set it running.
+    def wait_until_available(self, seconds: float, say: Callable[[str], None]) -> bool:
+        """Return whether MLflow answers within `seconds`; says so if it must be waited for."""
+        return self.reach.wait(seconds, say)
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's id; empty while MLflow is away."""
+        return self.reach.attempt(self._experiment_id, "")
+
+    def open_run(self, name: str, tags: dict[str, str], params: dict[str, Any], start: float | None = None) -> str:
+        """Return the handle of the MLflow run that stands for run `name`, made if there is none, and set it running."""
+        self._note_tags(name, tags)
+        identity = {"herd.run": name, "kind": "run", **self._uid(name)}
+        return self._handle(Opening(identity, name, {**tags, **identity}, params, start=start))
+
+    def open_child(self, parent: str, run: str, tags: dict[str, str], start: float | None = None) -> str:
+        """Return the handle of the MLflow run of one step of run `run`, made if there is none, and set it running.
 
         `tags` must hold kind, stage and artifact.key, which together identify it.
         """
-        identity = {key: tags[key] for key in ("herd.run", "kind", "stage", "artifact.key")}
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        return self._open(query, f"{run} {tags['stage']}", {**tags, "mlflow.parentRunId": parent}, {})
+        identity = {key: tags[key] for key in ("herd.run", "kind", "stage", "artifact.key")} | self._uid(run)
+        return self._handle(
+            Opening(identity, f"{run} {tags['stage']}", {**tags, **identity}, parent=parent, start=start)
+        )
 
-    def _open(self, query: str, name: str, tags: dict[str, str], params: dict[str, Any]) -> str:
-        found = self.client.search_runs([self.experiment], query, max_results=1)
+    def query(self, run: str) -> str:
+        """Return what finds every MLflow run of run `run` of this root, for `client.search_runs`."""
+        return _query({"herd.run": run, **self._uid(run)})
+
+    def opening(self, handle: str) -> Opening | None:
+        """Return what the run behind `handle` was opened with here."""
+        return self._openings.get(handle)
+
+    def run_id(self, handle: str) -> str:
+        """Return MLflow's id of the run behind `handle`, or "" if it could not be opened yet."""
+        return self._opened.get(handle, "" if handle.startswith(AWAY) else handle)
+
+    def log_params(self, handle: str, params: dict[str, Any]) -> None:
+        """Record parameters; a list or mapping is written whole, as JSON."""
+        self.reach.attempt(lambda: self._params(self._open(handle), params), None)
+
+    def log_points(self, handles: Iterable[str], points: list[Point], model_id: str | None = None) -> bool:
+        """Send points to each of the runs and return whether all went; `model_id` also attaches them to that model."""
+        return self.reach.attempt(lambda: self._points([*handles], points, model_id), False)
+
+    def log_inputs(self, handle: str, datasets: list[dict[str, Any]]) -> None:
+        """Record what a run was trained on; each mapping has name, digest, uri and profile."""
+        inputs = [dataset_of(data) for data in datasets]
+        self.reach.attempt(lambda: self.client.log_inputs(self._open(handle), datasets=inputs), None)
+
+    def checkpoint_model(self, handles: list[str], label: str, uri: str, position: int, digest: str) -> str:
+        """Return the external LoggedModel of a checkpoint artifact, made once per artifact; no bytes are uploaded.
+
+        It is shown as an output of the runs; the first is the one that it comes from. Returns "" if MLflow is away.
+        """
+        return self.reach.attempt(lambda: self._model(handles, label, uri, position, digest), "")
+
+    def log_file(self, handle: str, path: Path) -> None:
+        self.reach.attempt(lambda: self.client.log_artifact(self._open(handle), str(path)), None)
+
+    def set_tags(self, handle: str, tags: dict[str, str]) -> None:
+        if (opening := self._openings.get(handle)) and opening.identity["kind"] == "run":
+            self._note_tags(opening.name, tags)
+        self.reach.attempt(lambda: self._tags(self._open(handle), tags), None)
+
+    def close(self, handle: str, status: str, end: float | None = None) -> None:
+        """End a run as FINISHED, FAILED or KILLED, at `end` (seconds since 1970) or now."""
+        self.reach.attempt(lambda: self.client.set_terminated(self._open(handle), status, _milliseconds(end)), None)
+
+    def page(self, handle: str) -> str:
+        """Return the address of the run's page, or "" where no MLflow server is used or it is away."""
+        run_id, experiment = self.run_id(handle), self._experiment
+        address = run_page(self.uri.rstrip("/"), experiment, run_id)
+        return address if self.uri.startswith("http") and run_id and experiment else ""
+
+    def series(self, handle: str, key: str) -> list[tuple[int, float]]:
+        """Return one series of a run as (position, value). Raises MlflowException if there is no answer."""
+        history = self.client.get_metric_history(self.run_id(handle), key)
+        return sorted((int(metric.step), float(metric.value)) for metric in history)
+
+    def tags(self, handle: str) -> dict[str, str]:
+        """Return the tags of a run; none if MLflow is away."""
+        found: dict[str, str] = self.reach.attempt(lambda: self.client.get_run(self.run_id(handle)).data.tags, {})
+        return {str(key): str(value) for key, value in found.items()}
+
+    def noted_tags(self, name: str) -> dict[str, str]:
+        """Return the tags of run `name` as they were written down beside its record."""
+        return dict(json.loads(self.root.read("runs", name, "tags.json") or b"{}"))
+
+    def _uid(self, run: str) -> dict[str, str]:
+        """Return the tag that tells a run from one of the same name under another root on the same server."""
+        if run not in self._uids:
+            claim = (self.root.read("runs", run, "claim") or b"").decode().split()
+            self._uids[run] = {"herd.uid": claim[-1]} if claim else {}
+        return self._uids[run]
+
+    def _note_tags(self, name: str, tags: dict[str, str]) -> None:
+        """Write down what the record does not say (where it ran, links), so that the run's page can be made again."""
+        known = self.noted_tags(name)
+        if {**known, **tags} != known:
+            self.root.write(json.dumps({**known, **tags}, indent=1), "runs", name, "tags.json")
+
+    def _experiment_id(self) -> str:
+        if self._experiment:
+            return self._experiment
+        found = self.client.get_experiment_by_name(self.family)
+        if found is None:
+            try:
+                self.client.create_experiment(
+                    self.family, self._artifacts(), tags={"mlflow.experimentKind": "custom_model_development"}
+                )
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run made it at the same moment
+                    raise
+            found = self.client.get_experiment_by_name(self.family)
+        self._experiment = str(found.experiment_id)
+        return self._experiment
+
+    def _artifacts(self) -> str | None:
+        """Return where MLflow keeps the files of runs: below the root; a server knows its own place."""
+        if self.uri.startswith("http"):
+            return None
+        if self.root.is_local:
+            return (self.root.local.resolve() / "mlflow-artifacts").as_uri()
+        return self.root.join("mlflow-artifacts")
+
+    def _handle(self, opening: Opening) -> str:
+        run_id = self.reach.attempt(lambda: self._find_or_make(opening), "")
+        handle = run_id or f"{AWAY}{uuid.uuid4().hex[:12]}"
+        self._openings[handle] = opening
+        if run_id:
+            self._opened[handle] = run_id
+        return handle
+
+    def _open(self, handle: str) -> str:
+        """Return the id behind `handle`; opens the run if that failed before. Raises what MLflow raises."""
+        if handle not in self._opened and handle in self._openings:
+            self._opened[handle] = self._find_or_make(self._openings[handle])
+        return self._opened.get(handle, handle)
+
+    def _find_or_make(self, opening: Opening) -> str:
+        found = self.client.search_runs([self._experiment_id()], _query(opening.identity), max_results=1)
         if found:
             run_id = str(found[0].info.run_id)
             self.client.update_run(run_id, status="RUNNING")
-            self.set_tags(run_id, tags)
+            self._tags(run_id, opening.tags)
             return run_id
-        run_id = str(self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id)
-        self.log_params(run_id, params)
+        parent = {"mlflow.parentRunId": self._open(opening.parent)} if opening.parent else {}
+        start, tags = _milliseconds(opening.start), {**opening.tags, **parent}
+        run_id = str(self.client.create_run(self._experiment_id(), start, tags, opening.name).info.run_id)
+        self._params(run_id, opening.params)
         return run_id
 
-    def log_params(self, run_id: str, params: dict[str, Any]) -> None:
-        """Record parameters; a list or mapping is written whole, as JSON."""
-        entries = (Param(key, _text(value)[:PARAM_CHARACTERS]) for key, value in params.items())
-        for batch in _batches(entries, 100):
+    def _params(self, run_id: str, params: dict[str, Any]) -> None:
+        for batch in batches(params_of(params), 100):
             self.client.log_batch(run_id, params=batch)
 
-    def log_points(self, run_ids: Iterable[str], points: list[Point], model_id: str | None = None) -> None:
-        """Send points to each of the runs; `model_id` also attaches them to that LoggedModel."""
-        for run_id in run_ids:
+    def _tags(self, run_id: str, tags: dict[str, str]) -> None:
+        self.client.log_batch(run_id, tags=tags_of(tags))
+
+    def _points(self, handles: list[str], points: list[Point], model_id: str | None) -> bool:
+        for handle in handles:
+            run_id = self._open(handle)
             metrics = (Metric(p.key, p.value, round(p.time * 1000), p.position, model_id=model_id) for p in points)
-            for batch in _batches(metrics, BATCH):
+            for batch in batches(metrics, BATCH):
                 self.client.log_batch(run_id, metrics=batch)
+        return True
 
-    def log_inputs(self, run_id: str, datasets: list[dict[str, Any]]) -> None:
-        """Record what a run was trained on; each mapping has name, digest, uri and profile."""
-        inputs = [
-            DatasetInput(
-                dataset=Dataset(
-                    name=data["name"],
-                    digest=data["digest"][:36],
-                    source_type="local",
-                    source=json.dumps({"uri": data["uri"]}),
-                    profile=json.dumps(data["profile"]),
-                ),
-                tags=[InputTag("mlflow.data.context", "training")],
-            )
-            for data in datasets
-        ]
-        self.client.log_inputs(run_id, datasets=inputs)
-
-    def checkpoint_model(self, run_ids: list[str], label: str, uri: str, position: int, digest: str) -> str:
-        """Return the external LoggedModel of a checkpoint artifact, made once per artifact; no bytes are uploaded."""
-        found = self.client.search_logged_models(
-            [self.experiment], filter_string=f"tags.`herd.artifact` = '{label}'", max_results=1
-        )
-        if found:
-            model_id = str(found[0].model_id)
-        else:
-            model_id = self._create_model(run_ids[0], label, uri, position, digest)
+    def _model(self, handles: list[str], label: str, uri: str, position: int, digest: str) -> str:
+        run_ids = [self._open(handle) for handle in handles]
+        query = f"tags.`herd.artifact` = '{label}' and tags.`herd.uri` = '{uri}'"
+        found = self.client.search_logged_models([self._experiment_id()], filter_string=query, max_results=1)
+        model_id = str(found[0].model_id) if found else self._make_model(run_ids[0], label, uri, position, digest)
         for run_id in run_ids:
             self._add_output(run_id, model_id, position)
         return model_id
 
-    def _create_model(self, run_id: str, label: str, uri: str, position: int, digest: str) -> str:
+    def _make_model(self, run_id: str, label: str, uri: str, position: int, digest: str) -> str:
         """Make an external LoggedModel: a name, tags and a place for scores; the bytes stay where they are."""
         tags = {"herd.artifact": label, "herd.uri": uri, "herd.digest": digest, MLFLOW_MODEL_IS_EXTERNAL: "true"}
         name, params = label.rsplit("/", 1)[-1], {"position": str(position)}
-        model = self.client.create_logged_model(self.experiment, name, run_id, tags, params, model_type="checkpoint")
+        model = self.client.create_logged_model(self._experiment, name, run_id, tags, params, model_type="checkpoint")
         return str(self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY).model_id)
 
     def _add_output(self, run_id: str, model_id: str, position: int) -> None:
@@ -150,34 +281,10 @@ class Tracker:
         if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
             self.client.log_outputs(run_id, models=[LoggedModelOutput(model_id, step=position)])
 
-    def log_file(self, run_id: str, path: Path) -> None:
-        self.client.log_artifact(run_id, str(path))
 
-    def set_tags(self, run_id: str, tags: dict[str, str]) -> None:
-        for key, value in tags.items():
-            self.client.set_tag(run_id, key, value)
-
-    def close(self, run_id: str, status: str) -> None:
-        """End a run as FINISHED, FAILED or KILLED."""
-        self.client.set_terminated(run_id, status)
-
-    def page(self, run_id: str) -> str:
-        """Return the address of the run's page, or "" where no MLflow server is used."""
-        if not self.uri.startswith("http"):
-            return ""
-        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment}/runs/{run_id}?workflowType=machine_learning"
-
-    def series(self, run_id: str, key: str) -> list[tuple[int, float]]:
-        """Return one series of a run as (position, value)."""
-        history = self.client.get_metric_history(run_id, key)
-        return sorted((int(metric.step), float(metric.value)) for metric in history)
+def _query(tags: dict[str, str]) -> str:
+    return " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as parquet
 from prefect import task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
 from llama3.model.files import weight_files
 from llama3.recipe.load import digest, resolved
-from llama3.recipe.past import past
 from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.units import Bytes
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
@@ -30,10 +30,16 @@ from llama3.train.job import TrainJob
 from llama3.train.main import REFUSED, TERMINATED
 from llama3.train.skips import Skips
 from storage.artifact import MANIFEST, Artifact, Design, file_digest
-from storage.filesystem import filesystem_of, write_atomic
-from tasks.follow import Follower, send_series
-from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launcher_of
-from tasks.step import Context, ensure
+from storage.filesystem import write_atomic
+from storage.lazy import lazy_folder
+from storage.objects import remove_all
+from tasks.alerts import Alerts
+from tasks.follow import Follower
+from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launch_key, launcher_of
+from tasks.pages import StagePage
+from tasks.result_pages import stage_done
+from tasks.standing import IN_PROGRESS, name_of_work, newest
+from tasks.step import Context, Work, ensure, link_files
 
 VERSION = 1
 SILENCE = 2
@@ -42,7 +48,7 @@ LAST_STEPS = 16
 """The loss at a stage's end is the mean of so many steps; a single batch is a few documents."""
 
 
-@task(name="pretrain", task_run_name="pretrain-{stage}", tags=["pretrain"], cache_policy=NO_CACHE, persist_result=False)
+@task(name="pretrain", task_run_name="pretrain-{stage}", cache_policy=NO_CACHE, persist_result=False)
 def train_stage(
     context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None
 ) -> Artifact:
@@ -52,66 +58,57 @@ def train_stage(
     """
     span = Schedule(context.recipe).span(stage)
     design = _design(context, span, tokens, parent)
-    runs = [context.record.mlflow_run]
+    redo = context.record.name if stage == context.record.redo_from else ""
+    work = context.scratch / name_of_work(context.recipe, span, design.inputs["tokens"], design.inputs["parent"], redo)
+    kept = _checkpoints(context, work)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
-        work = context.scratch / _place(context, span, design)
-        _train(context, span, _job(context, span, tokens, parent, work), [*runs, mlflow_run])
-        for item in (work / "result").iterdir():
-            item.rename(folder / item.name)
+        job = _job(context, span, tokens, parent, work)
+        _train(context, span, job, [context.record.mlflow_run, mlflow_run])
+        link_files(work / "result", folder)  # not moved: killed before the commit, the next attempt finds it whole
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
-        shutil.rmtree(work)
-        if (uri := _checkpoints(context, work)) and filesystem_of(uri).exists(uri):
-            filesystem_of(uri).rm(uri, recursive=True)
         return _facts(span, folder)
 
-    def show(artifact: Artifact, mlflow_run: str) -> None:
-        send_series(context, [*runs, mlflow_run], artifact.path / "metrics.parquet")
-        digest = artifact.facts["model_sha256"]
-        context.tracker.checkpoint_model([mlflow_run, *runs], artifact.label, artifact.path.as_uri(), span.end, digest)
+    def done() -> None:
+        if kept:
+            remove_all(kept)
 
-    return ensure(context, stage, design, build, show)
+    artifact = ensure(context, stage, design, build, Work(work.name, partial(_resumes, span, work, kept), done))
+    stage_done(context, stage)
+    return artifact
 
 
 def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Design:
     """Everything that decides the stage's result, and nothing of where it runs."""
     recipe = context.recipe
     plain = resolved(recipe)
+    schedule = Schedule(recipe).rates(span.start, span.end)
+    rates = [rate for _, rate in schedule]
     parameters = {
         "model": {key: value for key, value in plain["model"].items() if key not in ("preset", "max_seq")},
         "optimizer": plain["optimizer"],
-        "lr": digest(Schedule(recipe).rates(span.start, span.end))[:16],
+        "lr": f"{rates[0]:.3g} to {rates[-1]:.3g}, peak {max(rates):.3g}",
+        "rates": digest(schedule)[:16],
         "z_loss": recipe.z_loss,
         "compute": recipe.compute,
         "seed": recipe.seed,
         "mix": {domain: str(share) for domain, share in span.shares.items()},
         "shape": [[part.start, part.seq, part.batch, part.steps] for part in span.segments],
         "average": span.stage.average,
-        "stream": TokenStream(tokens.path, recipe).identity(span.start, span.end),
+        "stream": TokenStream(lazy_folder(tokens, 0), recipe).identity(span.start, span.end),
     }
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
     return Design("checkpoint", f"{recipe.name}-{span.name}", VERSION, parameters, inputs)
 
 
-def _place(context: Context, span: StageSpan, design: Design) -> str:
-    """Return the name of the stage's work folder.
-
-    It is named by what was decided before the stage began, not by its end: a stage that is made longer while it trains
-    goes on where it stands (the trainer refuses a changed past). A step that is to be redone has a folder of its own.
-    """
-    redo = design.inputs.get("redo", "")
-    before = [past(context.recipe, span.start), design.inputs["tokens"], design.inputs["parent"], redo]
-    return f"{span.name}-{digest(before)[:16]}"
-
-
 def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, work: Path) -> Path:
     cluster = context.cluster
     job = TrainJob(
-        recipe=context.folder / "recipe.yaml",
+        recipe=context.runs.local_recipe(context.record.name),
         stage=span.name,
-        tokens=tokens.path,
-        parent=parent.path / "state" if parent and parent.manifest.kind == "checkpoint" else None,
-        start=parent.path / "model" if parent and parent.manifest.kind == "weights" else None,
+        tokens=lazy_folder(tokens, int(Bytes.parse(cluster.token_cache))),
+        parent=parent.part("state") if parent and parent.manifest.kind == "checkpoint" else None,
+        start=parent.part("model") if parent and parent.manifest.kind == "weights" else None,
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.device,
@@ -127,27 +124,35 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
     return path
 
 
+def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:
+    """Return the position at which a stage in progress goes on, None if it begins."""
+    if (work / "result").is_dir():
+        return span.end
+    saved = newest([str(work / "checkpoints"), *([kept] if kept else [])])
+    return saved.position if saved else None
+
+
 def _checkpoints(context: Context, work: Path) -> str | None:
     """Return where the checkpoints of the stage that works in `work` are kept, if not there."""
-    return f"{context.cluster.checkpoints.rstrip('/')}/{work.name}" if context.cluster.checkpoints else None
+    place = context.cluster.checkpoints.rstrip("/")
+    if not place and not context.root.is_local:
+        place = context.root.join(IN_PROGRESS)
+    return f"{place}/{work.name}" if place else None
 
 
 def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> None:
     """Run the trainer until the stage is complete. Raises TrainingFailed when attempts get no further."""
-    artifact = create_progress_artifact(0.0, key=f"{context.record.name}-{span.name}", description=f"stage {span.name}")
-
-    def report(tokens_done: float) -> None:
-        update_progress_artifact(artifact, 100.0 * tokens_done / span.tokens)  # type: ignore[arg-type]
-
-    with context.console.progress(span.name, span.tokens) as line, launcher_of(context.cluster, job.parent.name) as by:
-        follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line)
+    name = context.record.name
+    page = StagePage(name, span.name, span.start, span.tokens)
+    alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
+    with context.console.progress(span.name, span.tokens) as line, launcher_of(context.cluster, launch_key(job)) as by:
+        follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
         attempts = Attempts(context, span, by)
         while True:
             before = follower.position
             launch = attempts.start(job)
-            outcome = follower.follow(launch, span.start, SILENCE * context.cluster.timeout_s, report)
+            outcome = follower.follow(launch, span.start, SILENCE * context.cluster.timeout_s)
             if outcome.status == 0:
-                report(span.tokens)
                 return
             attempts.ended(outcome, progress=follower.position > before)
 
@@ -161,7 +166,15 @@ class Attempts:
         self.fruitless = 0
 
     def start(self, job: Path) -> Launch:
-        """Start the next attempt on the processes that are there. Raises TrainingFailed if they are too few."""
+        """Start the next attempt on the processes that are there, or follow one that a lost supervisor left running.
+
+        Raises TrainingFailed if they are too few.
+        """
+        live = self.launcher.live(job)
+        if live is not None:
+            self._say(f"follows {live.label}, which goes on without its supervisor")
+            self.folder = live.logs
+            return live
         asked = self.context.cluster.processes
         processes = fitting(self.span, self.context.cluster, self.launcher.capacity())
         if processes != asked:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,28 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "guard"), *filter(None, 
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "1"
-_cache = tempfile.TemporaryDirectory(prefix="herd-cache-")
-os.environ["XDG_CACHE_HOME"] = _cache.name
+if "PYTEST_XDIST_WORKER" in os.environ:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it, and so would every child that we start
+else:
+    _cache = tempfile.TemporaryDirectory(prefix="herd-cache-")  # the workers use it too
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
     os.environ.pop(_name, None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file on one worker, and all of e2e, which shares one server and one undisturbed run, on another.
+
+    The mark `xdist_group` would say so, but xdist 3.8 sets it in a way that pytest 9.2 does not read.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
+
+from storage.processes import free_port
 
 PRELOADED = [
     "torch._dynamo",
@@ -30,17 +31,19 @@ PRELOADED = [
     "llama3.train.main",
     "llama3.train.trainer",
     "llama3.train.writer",
+    "storage.remote_store",
+    "storage.s3",
 ]
 TIMEOUT_S = 60
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return what `function(*arguments)` returns on each of `world` ranks; raise RuntimeError if one fails or hangs."""
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world):
-        mine, theirs = _context().Pipe(duplex=False)
-        process = _context().Process(target=_rank, args=(theirs, rank, world, port, function, arguments))
+        mine, theirs = forkserver().Pipe(duplex=False)
+        process = forkserver().Process(target=_rank, args=(theirs, rank, world, port, function, arguments))
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -75,7 +78,8 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 @cache
-def _context() -> ForkServerContext:
+def forkserver() -> ForkServerContext:
+    """Return what forks from the one server that Python has: whoever asks first decides what it has imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -93,9 +97,3 @@ def _rank(
         pipe.send((None, function(*arguments)))
     except BaseException:  # CheckpointException is one
         pipe.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from llama3.bench.measure import Cost, NotMeasured
 
-LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken")
+LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken", "s3fs")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,26 @@ TRAIN_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `herd bench train`, in order; a step is as fast as a peer's within the noise of some 3 %."""
 
-_BOUNDS = {**TARGETS, **TRAIN_TARGETS}
+STORAGE_TARGETS: Mapping[str, Target] = {
+    "write/wall": Target(0.9, "x put_file"),
+    "write/cpu": Target(0.9, "x put_file"),
+    "reuse/local": Target(1, "s", "at most"),
+    "reuse/remote": Target(1, "s", "at most"),
+    "explain/local": Target(1, "s", "at most"),
+    "explain/remote": Target(None, "s"),
+}
+"""Every row of `herd bench storage`, in order; of several thousand artifacts in one place."""
+
+ORCHESTRATION_TARGETS: Mapping[str, Target] = {
+    "orchestration/seconds": Target(15, "s", "at most"),
+    "orchestration/share": Target(5, "% of the plain calls", "at most"),
+    "orchestration/supervisor": Target(1, "% of a core", "at most"),
+    "orchestration/first-prefect": Target(None, "s"),
+    "orchestration/first-mlflow": Target(None, "s"),
+}
+"""Every row of `herd bench orchestration`, in order."""
+
+_BOUNDS = {**TARGETS, **TRAIN_TARGETS, **STORAGE_TARGETS, **ORCHESTRATION_TARGETS}
 
 
 def measured(name: str, value: float, note: str = "", **detail: Any) -> Row:
@@ -130,10 +149,6 @@ class Run(Protocol):
         """What the user chose; `only` has names of rows or of their groups."""
         ...
 
-    def wanted(self, name: str) -> bool:
-        """Return whether the user asked for the row `name`."""
-        ...
-
 
 R = TypeVar("R", bound=Run)
 
@@ -143,11 +158,12 @@ def rows_of(run: R, targets: Iterable[str], measures: Mapping[str, Callable[[R, 
 
     Raises ValueError if the user asked for a row that there is not.
     """
-    known = {*measures, *(name.split("/")[0] for name in measures)}
-    unknown = [name for name in run.settings.only if name not in known]
+    only, known = run.settings.only, {*measures, *(name.split("/")[0] for name in measures)}
+    unknown = [name for name in only if name not in known]
     if unknown:
         raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(measures)}")
-    for name in filter(run.wanted, targets):
+    wanted = [name for name in targets if not only or name in only or name.split("/")[0] in only]
+    for name in wanted:
         try:
             yield measures[name](run, name)
         except NotMeasured as error:

@@ -65,11 +65,6 @@ class Session:
         peers = {"peer_documents": made.peers.documents, "peer_mb": round(made.peers.bytes / 1e6, 1)}
         return {**about, **peers, "size": given.size, "from": str(given.corpus or "installed")}
 
-    def wanted(self, name: str) -> bool:
-        """Return whether the user asked for the row `name`, by its name or its group."""
-        only = self.settings.only
-        return not only or name in only or name.split("/")[0] in only
-
     def cost(self, module: str, kind: str = "shard", on: str = "", **options: Any) -> Cost:
         """Return the cost of `module` on its side's input, or on the input named `on`, as jsonl or shard."""
         name = on or module.split(".")[0]

@@ -83,11 +83,6 @@ class TrainSession:
     def size(self) -> Size:
         return SIZES[self.settings.size]
 
-    def wanted(self, name: str) -> bool:
-        """Return whether the user asked for the row `name`, by its name or its group."""
-        only = self.settings.only
-        return not only or name in only or name.split("/")[0] in only
-
     @cached_property
     def products(self) -> str:
         """How torch multiplies fp32 on this processor when the trainer has chosen."""

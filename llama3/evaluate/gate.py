@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from llama3.evaluate.scores import Score, Scores
 from llama3.recipe.rules import GateRule
+
+if TYPE_CHECKING:  # it imports pyarrow, and whoever only reads decisions (`herd status`) should not wait for that
+    from llama3.evaluate.scores import Score, Scores
 
 INTEGRITY = "integrity/finite"
 

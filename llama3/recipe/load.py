@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from llama3.recipe.schema import Recipe
+from storage.secrets import refuse_secrets
 
 
 class RecipeError(ValueError):
@@ -38,6 +39,10 @@ def parse_recipe(data: object, name: str, overrides: list[str] | None = None) ->
         raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
     for override in overrides or []:
         _apply(data, override)
+    try:
+        refuse_secrets(data, name)  # before anything that would repeat one in a message
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

@@ -19,7 +19,7 @@ from llama3.recipe.rates import LearningRate, Rate
 from llama3.recipe.rules import GateRule
 from llama3.recipe.section import Domain, Name, Section
 from llama3.recipe.stage import Stage
-from llama3.recipe.units import Cadence, Share, Tokens
+from llama3.recipe.units import Cadence, Duration, Share, Tokens
 
 
 class RopeScaling(Section):
@@ -168,6 +168,10 @@ class Promote(Section):
     """Alias of the registered model that a passing candidate takes over."""
     when: dict[str, GateRule] = Field(default_factory=lambda: {"eval/bpb": GateRule.parse("no worse than 0.5%")})
     """Metric -> rule: `better`, `no worse than 0.5%`, `at most 2.5`, `at least 0.3`."""
+    approval: Literal["none", "person"] = "none"
+    """`person`: a candidate that passes is the `challenger` until somebody approves or refuses it."""
+    patience: Duration = Duration.parse("1 h")
+    """How long a promotion waits for an MLflow server that does not answer before the run fails."""
 
 
 class Recipe(Section):

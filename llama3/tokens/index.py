@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from storage.filesystem import write_atomic
+from storage.lazy import brought
 
 Counts = dict[str, list[int]]
 """Value -> tokens and documents."""
@@ -40,7 +41,7 @@ def write_index(folder: Path, leaves: Mapping[str, str], dtype: str, vocabulary:
 def read_index(folder: Path, leaves: list[str]) -> dict[str, Any]:
     """Return the index of the shards in `folder`. Raises ValueError unless it lists all of `leaves`."""
     try:
-        index: dict[str, Any] = json.loads((folder / NAME).read_text())
+        index: dict[str, Any] = json.loads(brought(folder / NAME).read_text())
     except OSError as error:
         raise ValueError(f"{folder}: {NAME} cannot be read ({error}); tokenise first") from error
     missing = [name for name in leaves if name not in index["leaves"]]

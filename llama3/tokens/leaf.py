@@ -3,7 +3,8 @@
 Token j lies in epoch j // tokens; a binary search over the epoch's blocks finds the block, another over the documents
 of the block the document (see `order.py`), and the shard's index finds its place in the bin. In memory are the tokens
 per chunk and the orders of the last few blocks; shards are mapped when they are needed. What this gives up: the bins
-are read in as many runs as a block has chunks, so they belong in the page cache or on a disk without a head.
+are read in as many runs as a block has chunks, so they belong in the page cache, on a disk without a head, or in an
+object store from which they come in pages (`paged.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import pyarrow.parquet as pq
 from llama3.tokens.index import ROW_GROUP, Counts, add_counts
 from llama3.tokens.kernels import Ints, gather
 from llama3.tokens.megatron import Pair, open_pair
-from llama3.tokens.order import EpochOrder, chunk_edges
+from llama3.tokens.order import BLOCK, CHUNK, EpochOrder, chunk_edges
+from llama3.tokens.paged import PagedBins, Runs
+from storage.digests import PAGE
+from storage.lazy import brought, lazy_of
 
 EPOCHS_KEPT = 2
 """A read may straddle two epochs."""
@@ -86,6 +90,10 @@ class LeafStream:
         self._block = lru_cache(BLOCKS_KEPT)(self._make_block)
         self._footer = lru_cache(SHARDS_KEPT)(self._read_footer)
         self._values = lru_cache(GROUPS_KEPT)(self._read_values)
+        lazy, places = lazy_of(folder), range(len(self._numbers))
+        self._bins = PagedBins(lazy, [self._file("tokens", place, ".bin") for place in places]) if lazy else None
+        self._ahead = (-1, -1)
+        """Epoch and block that are brought ahead of their reading."""
 
     def blocks(self, first: int, stop: int) -> Iterator[Documents]:
         """Yield, block by block, the documents that overlap tokens [first, stop) of the stream, in its order."""
@@ -105,9 +113,13 @@ class LeafStream:
 
     def copy(self, documents: Documents, skipped: Ints, lengths: Ints, places: Ints, out: Ints) -> None:
         """Copy `lengths` tokens of each document, from its token `skipped` on, to `out` at `places`."""
-        sources = documents.offset + skipped
-        for shard, here in _grouped(documents.shard):
-            gather(self._shard(shard).tokens, sources[here], places[here], lengths[here], out)
+        runs = Runs(documents.shard, documents.offset + skipped, lengths, places)
+        if self._bins is None:
+            self._gather(runs, out)
+            return
+        self._bring_ahead(documents)
+        for piece in self._bins.pieces(runs, self._itemsize):
+            self._gather(piece, out)
 
     def labels(self, column: str, documents: Documents) -> list[str]:
         """Return the values that `column` of the tables has for `documents`."""
@@ -134,6 +146,43 @@ class LeafStream:
             for value, counts in self.by[column].items():
                 add_counts(totals[column], value, [count * len(whole) for count in counts])
         return totals
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the pages of one block, if they are brought from a store: 256 runs of neighbours of any length."""
+        if self._bins is None or not self.documents:
+            return 0
+        tokens = self.tokens * min(1.0, CHUNK * BLOCK / self.documents)
+        return min(self._bins.pages, int(tokens * self._itemsize) // PAGE + BLOCK) * PAGE
+
+    def _gather(self, runs: Runs, out: Ints) -> None:
+        for shard, here in _grouped(runs.shard):
+            gather(self._shard(shard).tokens, runs.source[here], runs.place[here], runs.length[here], out)
+
+    def _bring_ahead(self, documents: Documents) -> None:
+        """See to it that the tables of `documents` are here, and the block after theirs once it is read."""
+        assert self._bins is not None
+        self._bring_tables(documents)
+        epoch = int(documents.epoch[-1])
+        starts = self._epoch(epoch).starts
+        after = int(np.searchsorted(starts, documents.start[-1] - epoch * self.tokens, "right"))
+        ahead = (epoch, after) if after < len(starts) - 1 else (epoch + 1, 0)
+        if ahead != self._ahead:
+            self._ahead = ahead
+            self._bins.lazy.later(lambda: self._bring_block(*ahead))
+
+    def _bring_block(self, epoch: int, block: int) -> None:
+        documents = self._block(epoch, block)
+        assert self._bins is not None
+        self._bring_tables(documents)
+        runs = Runs(documents.shard, documents.offset, documents.length, documents.start)
+        self._bins.bring(runs, self._itemsize)
+
+    def _bring_tables(self, documents: Documents) -> None:
+        """Bring what counting the sources of `documents` will read; one source is counted without."""
+        if self._bins is not None and len(self.by["source"]) > 1:
+            places = np.unique(documents.shard).tolist()
+            self._bins.lazy.fetch(self._file("documents", place, ".parquet") for place in places)
 
     def _count(self, documents: Documents, first: int, stop: int, totals: dict[str, Counts]) -> None:
         read = np.minimum(documents.start + documents.length, stop) - np.maximum(documents.start, first)
@@ -175,6 +224,8 @@ class LeafStream:
     def _chunk_tokens(self) -> Ints:
         """Tokens of each chunk of documents, the shards' pointers read at the chunks' edges only."""
         edges = chunk_edges(self.documents)
+        if self._bins is not None:
+            self._bins.lazy.fetch(self._file("tokens", place, ".idx") for place in range(len(self._numbers)))
         before = np.full(len(edges), self.tokens)
         bounds = np.searchsorted(edges, self._rows).tolist()
         for place, (low, high) in enumerate(pairwise(bounds)):
@@ -183,18 +234,23 @@ class LeafStream:
                 before[low:high] = self._shard(place).offsets(local) + self._tokens[place]
         return np.diff(before)
 
-    def _stem(self, kind: str, place: int) -> Path:
-        return self.folder / f"{kind}-{self._numbers[place]:05}"
+    @cached_property
+    def _itemsize(self) -> int:
+        """Bytes of a token."""
+        return int(self._shard(0).tokens.itemsize)
+
+    def _file(self, kind: str, place: int, suffix: str) -> Path:
+        return self.folder / f"{kind}-{self._numbers[place]:05}{suffix}"
 
     def _open_shard(self, place: int) -> Pair:
-        return open_pair(self._stem("tokens", place))
+        return open_pair(self._file("tokens", place, ""))
 
     def _read_footer(self, place: int) -> Any:
-        return pq.read_metadata(self._stem("documents", place).with_suffix(".parquet"))
+        return pq.read_metadata(brought(self._file("documents", place, ".parquet")))
 
     def _read_values(self, column: str, place: int, group: int) -> Any:
         """Return a column of a row group of a shard's table, as a dictionary but for the ids."""
-        file = self._stem("documents", place).with_suffix(".parquet")
+        file = brought(self._file("documents", place, ".parquet"))
         repeated = [] if column == "id" else [column]
         with pq.ParquetFile(file, metadata=self._footer(place), read_dictionary=repeated) as table:
             return table.read_row_group(group, [column])[column].unify_dictionaries().combine_chunks()

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from llama3.data.job import replacing
 from llama3.tokens.kernels import Ints
+from storage.lazy import brought
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
@@ -77,8 +78,11 @@ def index_bytes(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
 
 
 def open_pair(stem: Path) -> Pair:
-    """Map a pair into memory. Raises ValueError if the .idx is of another format."""
-    path = stem.with_suffix(".idx")
+    """Map a pair into memory; in a lazy folder its tokens are zeros but for pages that are held (`storage.lazy`).
+
+    Raises ValueError if the .idx is of another format.
+    """
+    path = brought(stem.with_suffix(".idx"))
     index = np.memmap(path, np.uint8, "r").view(np.ndarray)
     if len(index) < HEADER.size:
         raise ValueError(f"{path}: {len(index)} bytes are no Megatron index; tokenise again")
@@ -88,7 +92,7 @@ def open_pair(stem: Path) -> Pair:
         raise ValueError(f"{path}: no Megatron index of version {VERSION} with uint16 or int32 ids; tokenise again")
     dtype = np.dtype(names[code]).newbyteorder("<")
     return Pair(
-        np.memmap(stem.with_suffix(".bin"), dtype, "r").view(np.ndarray),
+        np.memmap(brought(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),
         np.frombuffer(index, "<i4", sequences, HEADER.size),
         np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences),
     )

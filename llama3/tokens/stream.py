@@ -67,6 +67,14 @@ class TokenStream:
         """Positions of the run."""
         return self.spans[-1].end
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a cache of token pages must hold, or every batch brings whole blocks again; 0 for a plain folder.
+
+        Twice as much for each leaf lets the next block be brought while one is read; small shares want more (`paged`).
+        """
+        return sum(stream.block_bytes for stream in self._streams)
+
     def read(self, start: int, stop: int) -> Window:
         """Return the tokens at positions [start, stop); `stop` may be one past the run's end.
 

@@ -22,7 +22,8 @@ from llama3.train.agree import led
 from llama3.train.manifest import Damaged, Manifest, verified
 from llama3.train.remote import RemoteShelf
 from llama3.train.saving import Background, Savable, Saved, describe, own_group, plain_errors, write
-from llama3.train.shelf import LocalShelf, Place, Shelf
+from llama3.train.segments import Segments
+from llama3.train.shelf import LocalShelf, Place, Shelf, Superseded, kept
 from llama3.train.snapshot import Snapshot
 
 THREADS = 4
@@ -56,14 +57,19 @@ class Checkpoints:
         world: World,
         *,
         uri: str | None = None,
+        work: Path | None = None,
         threads: int = THREADS,
         tolerated: int = TOLERATED,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Open the place; every process must do so at the same point. `say` is told of saves that failed."""
+        """Open the place; every process must do so at the same point. `say` is told of saves that failed.
+
+        With a `uri`, the journal in the folder `work` and what belongs to it are kept with the checkpoints.
+        """
         self.keep, self.world, self.threads, self.tolerated, self.say = keep, world, threads, tolerated, say
         self.attempt = world.from_leader(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
         self.shelf: Shelf = RemoteShelf(uri, folder, self.attempt) if uri else LocalShelf(folder)
+        self.segments = Segments(uri, work, self.attempt) if uri and work and world.leads else None
         self.snapshot, self.group = Snapshot(), own_group(world, TIMEOUT_S)
         self.failures: list[str] = []
         """What went wrong in the saves since the last that succeeded."""
@@ -89,8 +95,9 @@ class Checkpoints:
         changed = self.snapshot.take(state.tensors())
         blocked = time.perf_counter() - began - waited
         self._saves += 1
+        mark = self.segments.mark() if self.segments else 0
         cost = Saved(state.position, 0, blocked, waited, 0.0)
-        self._running = Background(lambda: self._save(manifest, changed, cost, began + waited))
+        self._running = Background(lambda: self._save(manifest, changed, cost, began + waited, mark))
         return waited + blocked
 
     def poll(self) -> list[Saved]:
@@ -101,9 +108,13 @@ class Checkpoints:
         return done
 
     def finish(self) -> list[Saved]:
-        """Wait for the save in progress; return as `poll` does. Raises SaveFailed as `begin` does."""
+        """Wait for the save in progress; return as `poll` does. Every process calls it.
+
+        Raises SaveFailed as `begin` does, and Superseded if a later attempt has begun.
+        """
         self._wait()
         self._give_up()
+        led(self.world, self.shelf.check)
         return self.poll()
 
     def save(self, state: Savable, stage: str) -> Saved:
@@ -135,6 +146,17 @@ class Checkpoints:
                 led(self.world, lambda place=place: self.shelf.set_aside(place, skipped[-1]))  # type: ignore[misc]
         return Found(None, None, tuple(skipped))
 
+    def restore(self, found: Found) -> bool:
+        """Bring the journal and what belongs to it to this machine if they are not those of `found`.
+
+        Every process calls it, before anything is read from that folder or written there. Returns whether it was
+        needed. Raises Damaged if they are not to be had.
+        """
+        segment = found.manifest.journal if found.manifest else None
+        if segment is None:
+            return False
+        return led(self.world, lambda: self.segments is not None and self.segments.restore(segment))
+
     def positions(self) -> list[int]:
         """Return the positions of all committed checkpoints, in order."""
         return sorted({place.position for place in self.shelf.places()})
@@ -162,7 +184,7 @@ class Checkpoints:
             if self.world.leads:
                 self.shelf.pins.remove(place.position, reason)
 
-    def _save(self, manifest: Manifest, changed: bool, cost: Saved, began: float) -> Saved:
+    def _save(self, manifest: Manifest, changed: bool, cost: Saved, began: float, mark: int) -> Saved:
         """What the thread does: wait for the copy, write, commit, delete what the recipe does not keep."""
         from llama3.train.writer import Planner, Writer
 
@@ -179,7 +201,7 @@ class Checkpoints:
             self.threads,
             start=lambda: self.shelf.start(building),
             stored=lambda path: self.shelf.stored(building, path),
-            commit=lambda files: self.shelf.commit(building, manifest.model_copy(update={"files": files})),
+            commit=lambda files: self._commit(building, manifest.model_copy(update={"files": files}), mark),
         )
         committed = False
         try:
@@ -193,6 +215,13 @@ class Checkpoints:
         size = sum(digest.bytes for digest in writer.written.values())
         return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
 
+    def _commit(self, building: Path, manifest: Manifest, mark: int) -> None:
+        """What the leading process does once all files are there. The journal goes first: up to `mark`."""
+        if self.segments is not None:
+            segment = self.segments.store(manifest.position, self._saves, mark)
+            manifest = manifest.model_copy(update={"journal": segment})
+        self.shelf.commit(building, manifest)
+
     def _wait(self) -> None:
         """Wait for the save in progress and note how it ended."""
         if self._running is None:
@@ -201,6 +230,8 @@ class Checkpoints:
         try:
             self._done.append(running.result())
             self.failures = []
+        except Superseded:
+            raise
         except Exception as error:
             self.failures.append(str(error))
             if self.world.leads:
@@ -255,14 +286,3 @@ def load_state(
         verified(folder, world)  # a damaged file is the likely cause, and its name says more
         raise
     state.position = manifest.position
-
-
-def kept(positions: list[int], keep: Keep) -> set[int]:
-    """Return which of `positions` (ascending) the rule keeps: the newest few, and the first after each milestone."""
-    newest = set(positions[-keep.last :])
-    if keep.every is None:
-        return newest
-    first: dict[int, int] = {}
-    for position in positions:
-        first.setdefault(position // keep.every, position)
-    return newest | {position for milestone, position in first.items() if milestone}

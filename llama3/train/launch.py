@@ -19,7 +19,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from typing import NoReturn
 from llama3.train.attempt import Attempt, Outcome, last_lines
 from llama3.train.main import TERMINATED, leave, main
 from storage.filesystem import write_atomic
+from storage.processes import die_with_parent, free_port
 
 GRACE_S = 15.0
 """From the request to stop to SIGKILL: a checkpoint must be written by then."""
@@ -45,7 +45,7 @@ PRELOADED = (
     "pyarrow.parquet",
 )
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 
 
 def run_attempt(attempt: Attempt) -> Outcome:
@@ -53,7 +53,7 @@ def run_attempt(attempt: Attempt) -> Outcome:
     attempt.logs.mkdir(parents=True, exist_ok=True)
     attempt.outcome.unlink(missing_ok=True)
     with _held_back(WATCHED) as mask:
-        port = attempt.port or _free_port()
+        port = attempt.port or free_port()
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {_fork(attempt, rank, port, mask): rank for rank in attempt.ranks}
@@ -123,11 +123,6 @@ class Watch:
         return Outcome(status=status, time=when, words="\n".join([*words, last_lines(self.attempt.log(rank))]))
 
 
-def die_with_parent(number: int) -> None:
-    """Have the kernel send signal `number` to this process when the thread that started it ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
 def preload() -> None:
     """Import what every rank needs. Nothing here may start a thread that computes, or touch CUDA."""
     for name in PRELOADED:
@@ -193,12 +188,6 @@ def _held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[set[int]]:
         yield mask
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _parsed(arguments: list[str]) -> Attempt | None:

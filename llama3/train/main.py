@@ -20,7 +20,7 @@ from typing import NoReturn
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from llama3.train.job import TrainJob
-from storage.lease import LeaseHeld, lease
+from storage.lease import LeaseHeld, folder_lease
 
 TERMINATED = 128 + signal.SIGTERM
 REFUSED = 2
@@ -49,7 +49,7 @@ def train(job: TrainJob) -> bool:
     stop = Stop()
     recipe = load_recipe(job.recipe)
     leads = os.environ.get("RANK", "0") == "0"
-    with lease(job.work, f"stage {job.stage}") if leads else nullcontext():
+    with folder_lease(job.work, f"stage {job.stage}") if leads else nullcontext():
         return True if _complete(job, recipe) else _train(job, recipe, stop)
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from llama3.parallel.mesh import World
 from llama3.train.agree import led, together
@@ -30,6 +30,15 @@ PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 class Damaged(ValueError):
     """A checkpoint that cannot be trusted; the text names the file and what is wrong with it."""
+
+
+class Segment(BaseModel):
+    """A piece of the journal that is kept beside the checkpoints (see `segments`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=rf"^{PLAIN.pattern}$")
+    sha256: str
 
 
 class Manifest(BaseModel):
@@ -50,6 +59,8 @@ class Manifest(BaseModel):
     attempt: str
     """Start of the trainer that wrote it: a time and a random part."""
     files: dict[str, FileDigest]
+    journal: Segment | None = None
+    """The last piece of the journal up to this position; None on a local disk, where the journal itself is."""
 
     @field_validator("files")
     @classmethod

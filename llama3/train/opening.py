@@ -28,6 +28,7 @@ from llama3.train.precision import Precision
 from llama3.train.recorder import log
 from llama3.train.state import TrainState
 from storage.filesystem import write_atomic
+from storage.lazy import brought, lazy_of
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,22 @@ class Opened:
 def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     """Return the stage of `job`; every process calls it. Raises ValueError if the job's parts do not fit each other."""
     span = _span(recipe, job.stage)
-    rows = int(json.loads((job.tokens / "tokens.json").read_text())["rows"])
+    rows = int(json.loads(brought(job.tokens / "tokens.json").read_text())["rows"])
     check_batches(recipe, world.layout.dp(world.size))
     world.layout.check(recipe.model, rows, world.size)
     for segment in span.segments:
         world.layout.check_sequence(segment.seq)
     stream = TokenStream(job.tokens, recipe)
+    _check_cache(job.tokens, stream)
     precision = Precision.of(recipe, world.device)
     state = TrainState(recipe, rows, precision, world, span.start, exact=job.deterministic)
-    checkpoints = Checkpoints(job.work / "checkpoints", recipe.checkpoint.keep, world, uri=job.checkpoints, say=log)
+    folder, keep = job.work / "checkpoints", recipe.checkpoint.keep
+    checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, say=log)
     found = checkpoints.resume(state)
     for reason in found.skipped if world.leads else ():
         log(f"checkpoint passed over: {reason}")
+    if checkpoints.restore(found) and world.leads:
+        log("the journal was brought from the object store: another machine trained up to here")
     origin = f"checkpoint {found.path.name}" if found.path else begin(state, job, recipe, span, world)
     led(world, lambda: _take_past(job, recipe, stream, span.start, state.position))
     led(world, lambda: write_atomic(job.trained_recipe, to_yaml(recipe)))
@@ -88,6 +93,15 @@ def _span(recipe: Recipe, stage: str) -> StageSpan:
     except KeyError:
         known = ", ".join(span.name for span in schedule.trained)
         raise ValueError(f"stage: {stage!r} is not in the recipe; its stages are {known}") from None
+
+
+def _check_cache(tokens: Path, stream: TokenStream) -> None:
+    lazy = lazy_of(tokens)
+    if lazy is not None and lazy.limit_bytes < stream.block_bytes:
+        raise ValueError(
+            f"token_cache: {lazy.limit_bytes:,} bytes do not hold a block of documents of each source, and every batch "
+            f"would bring whole blocks again; write at least {stream.block_bytes:,}, better four times as much"
+        )
 
 
 def _take_past(job: TrainJob, recipe: Recipe, stream: TokenStream, start: int, position: int) -> None:

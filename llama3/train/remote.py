@@ -5,24 +5,28 @@ Each process writes its files to a local folder, sends them, and asks for their 
 writing it; two attempts at one position leave two whole checkpoints, never a mixed one, even on servers that let two
 writers win a conditional PUT. Readers download and verify before they believe. What this gives up: a load brings the
 whole checkpoint to each machine, so its local disk must hold one.
+
+Each attempt numbers itself when it starts, in `<uri>/attempts/`, and looks before it commits whether a later one has:
+a machine that was given up by mistake, and is not dead, ends there. No clocks are compared.
 """
 
 from __future__ import annotations
 
 import shutil
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llama3.parallel.mesh import World
 from llama3.train.agree import led, together
 from llama3.train.manifest import MANIFEST, Damaged, Manifest
 from llama3.train.pins import Pins
-from llama3.train.shelf import DIGITS, Place
-from storage.digests import THREADS, digest_file
+from llama3.train.shelf import DIGITS, Place, Superseded
+from storage.digests import digest_file
 from storage.filesystem import is_local
-from storage.objects import children, get_bytes, get_file, put_bytes, put_file, remove, remove_all
+from storage.objects import children, create_bytes, get_bytes, get_file, put_bytes, put_file, remove, remove_all
+from storage.threads import each
 
+ATTEMPTS = "attempts"
 MARK = "damaged.txt"
 """Beside the files of a checkpoint that failed to verify: why."""
 
@@ -35,6 +39,8 @@ class RemoteShelf:
         if is_local(uri):
             raise ValueError(f"checkpoints: {uri!r} is not the URI of an object store; write s3://bucket/prefix")
         self.uri, self.attempt, self.pins = uri.rstrip("/"), attempt, Pins(uri)
+        self.number: int | None = None
+        """Of this attempt; None until it has cleaned up after earlier ones."""
         self.staging = folder / ".staging" / socket.gethostname()
 
     def building(self, position: int, serial: int) -> Path:
@@ -50,7 +56,18 @@ class RemoteShelf:
     def commit(self, building: Path, manifest: Manifest) -> None:
         prefix = self._prefix(building)
         manifest.compare(children(prefix).keys(), prefix)
+        self.check()
         put_bytes(f"{prefix}/{MANIFEST}", manifest.text().encode())
+
+    def check(self) -> None:
+        if self.number is None:
+            return
+        newest = max(children(f"{self.uri}/{ATTEMPTS}"), default="")
+        if newest != f"{self.number:06}" or get_bytes(f"{self.uri}/{ATTEMPTS}/{newest}") != self.attempt.encode():
+            raise Superseded(
+                f"{self.uri}: attempt {newest or 'unknown'} trains this stage now, here or on another machine; this "
+                f"one is number {self.number} and ends"
+            )
 
     def settle(self, building: Path, committed: bool, leads: bool) -> None:
         shutil.rmtree(building.parent, ignore_errors=True)
@@ -67,6 +84,7 @@ class RemoteShelf:
         return found
 
     def clean(self, world: World) -> None:
+        led(world, self._begin)
         led(world, self._clean)
         if self._among(world)[0] == 0:
             shutil.rmtree(self.staging, ignore_errors=True)
@@ -104,12 +122,9 @@ class RemoteShelf:
     def _download(self, place: Place, manifest: Manifest, folder: Path, names: list[str]) -> None:
         """Bring `names` into `folder` and verify them. Raises Damaged, or OSError if they cannot be brought."""
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(THREADS) as pool:
-            for problem in pool.map(lambda name: self._one(place, manifest, folder, name), names):
-                if problem:
-                    raise Damaged(problem)
+        each(lambda name: self._one(place, manifest, folder, name), names)
 
-    def _one(self, place: Place, manifest: Manifest, folder: Path, name: str) -> str | None:
+    def _one(self, place: Place, manifest: Manifest, folder: Path, name: str) -> None:
         """Download one file, a second time if its bytes are wrong: they may have changed on the way only."""
         uri = f"{self.uri}/{place.name}/{name}"
         problem = None
@@ -117,12 +132,24 @@ class RemoteShelf:
             try:
                 get_file(uri, folder / name)
                 found = digest_file(folder / name)
-            except FileNotFoundError:
-                return f"{uri}: is missing"
+            except FileNotFoundError as error:
+                raise Damaged(f"{uri}: is missing") from error
             problem = manifest.difference(uri, found)
             if problem is None:
-                break
-        return problem
+                return
+        raise Damaged(problem)
+
+    def _begin(self) -> None:
+        """Take a number above that of every attempt before. Their numbers are not needed any more."""
+        if self.number is not None:
+            return
+        before = children(f"{self.uri}/{ATTEMPTS}")
+        number = int(max(before, default="0")) + 1
+        while not create_bytes(f"{self.uri}/{ATTEMPTS}/{number:06}", self.attempt.encode()):
+            number += 1
+        for name in before:
+            remove(f"{self.uri}/{ATTEMPTS}/{name}")
+        self.number = number
 
     def _clean(self) -> None:
         """Remove what earlier attempts left without a manifest; a later attempt's prefix is not ours to judge."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from llama3.parallel.mesh import World, local
 from llama3.train.manifest import Manifest
+from llama3.train.shelf import Superseded
 
 T = TypeVar("T")
 
@@ -144,11 +145,17 @@ class Background(Generic[T]):
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which `except Exception` does not catch, into RuntimeError."""
+    """Turn torch's CheckpointException, which `except Exception` does not catch, into RuntimeError.
+
+    If it came about because a later attempt has begun, that is raised: Superseded.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
+        for failure in error.failures.values():
+            if isinstance(failure[0], Superseded):
+                raise failure[0] from None
         reasons = "; ".join(f"process {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
         raise RuntimeError(f"{what}: {reasons}") from error

@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from llama3.parallel.mesh import World
+from llama3.recipe.schema import Keep
 from llama3.train.agree import led
 from llama3.train.manifest import Manifest
 from llama3.train.pins import Pins
 from storage.filesystem import sync_folder
+from storage.lease import LeaseHeld
 
 SAVING, DELETING, DAMAGED, REPLACED = ".saving", ".deleting", ".damaged", ".replaced"
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
+
+
+class Superseded(LeaseHeld):
+    """A later attempt works on the stage, maybe on another machine; this one must end and commit nothing."""
 
 
 class Place(NamedTuple):
@@ -44,7 +50,10 @@ class Shelf(Protocol):
         """Take a finished file; called by the process that wrote it, in several threads."""
 
     def commit(self, building: Path, manifest: Manifest) -> None:
-        """Make the checkpoint visible, whole or not at all. Raises OSError."""
+        """Make the checkpoint visible, whole or not at all. Raises OSError and Superseded."""
+
+    def check(self) -> None:
+        """Raise Superseded if a later attempt has begun; nothing may be committed then."""
 
     def settle(self, building: Path, committed: bool, leads: bool) -> None:
         """Remove what a save leaves behind; every process calls it at the end of each."""
@@ -94,6 +103,9 @@ class LocalShelf:
         if old:
             shutil.rmtree(old)
 
+    def check(self) -> None:
+        """The lease of the stage's folder sees to it."""
+
     def settle(self, building: Path, committed: bool, leads: bool) -> None:
         if leads and not committed:
             shutil.rmtree(building, ignore_errors=True)
@@ -135,3 +147,14 @@ class LocalShelf:
         aside = path.with_name(f"{mark}-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         return path.rename(aside)
+
+
+def kept(positions: list[int], keep: Keep) -> set[int]:
+    """Return which of `positions` (ascending) the rule keeps: the newest few, and the first after each milestone."""
+    newest = set(positions[-keep.last :])
+    if keep.every is None:
+        return newest
+    first: dict[int, int] = {}
+    for position in positions:
+        first.setdefault(position // keep.every, position)
+    return newest | {position for milestone, position in first.items() if milestone}

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
 import pytest
 import yaml
 
-from flows.operate import await_answer, child, prefect_command
+from flows.children import await_answer, child, prefect_command
 from llama3.data.sources import open_source
 from llama3.recipe.load import load_recipe
+from storage.processes import die_with_parent, free_port
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.runs import RunRecord, Runs
+
+Found = TypeVar("Found")
 
 TINY = Path("tests/e2e/tiny.yaml")
 """The tiny recipe on text found on the machine."""
@@ -39,6 +49,8 @@ class Herd:
     printed: str = ""
     """What the first run of the session's root printed."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    """More environment: an object store's address, its root."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,6 +60,7 @@ class Herd:
             "HERD_ROOT": str(self.root),
             "COLUMNS": "200",
             "HERD_THREADS": "1",
+            **self.variables,
         }
 
     def start(self, *words: str, server: bool = True) -> subprocess.Popen[str]:
@@ -60,6 +73,7 @@ class Herd:
             text=True,
             env={**self.environment, **api},
             start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
         self.started.append(process)
         return process
@@ -78,6 +92,10 @@ class Herd:
             except ProcessLookupError:
                 continue
             process.wait()
+
+
+NewHerd = Callable[[Path], Herd]
+"""Makes a command line on a root."""
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +127,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[Callable[[Path], Herd]]:
+def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[NewHerd]:
     """Makes a command line on a root; whatever it leaves running is killed at the end."""
     made: list[Herd] = []
 
@@ -123,14 +141,82 @@ def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[Call
 
 
 @pytest.fixture(scope="session")
-def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: Callable[[Path], Herd]) -> Herd:
-    """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`."""
+def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: NewHerd) -> Herd:
+    """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`; only test_chain.py runs more on it."""
     made = new_herd(tmp_path_factory.mktemp("root"))
     made.printed = made("run", made.recipe)
     return made
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture(scope="session")
+def undisturbed(herd: Herd) -> dict[str, str]:
+    """The bytes that every run of the tiny recipe must end in."""
+    return bytes_made(Root.of(herd.root), "tiny-1")
+
+
+def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
+    """Give a new root some artifacts of the undisturbed run, so that a test begins where it matters."""
+    for pattern in ("collected/*", "annotated/*", "curated/*", "tokenizer/*", "tokens/*", *patterns):
+        for path in herd.root.glob(pattern):
+            shutil.copytree(path, root / path.relative_to(herd.root))
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Return what `process` prints up to the line that holds `text`."""
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if text in line:
+            return printed
+    raise AssertionError(f"ended without {text!r}:\n{printed}")
+
+
+def wait_for(condition: Callable[[], Found | None], what: str, seconds: float = 120, every_s: float = 0.05) -> Found:
+    """Return what `condition` returns once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(every_s)
+    return found
+
+
+def trainers(pid: int) -> list[psutil.Process]:
+    """Return the trainer processes below `pid`, without the agent that forked them."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if process.name().startswith("herd-rank-"):
+                found.append(process)
+    return found
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL a process and everything it started, all at once; some of it may have left already."""
+    with suppress(psutil.NoSuchProcess):
+        everything = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        for process in everything:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        for process in everything:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(everything, 10)
+
+
+def journal_lines(root: Path, stage: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (root / "work").glob(f"{stage}-*/journal.jsonl"))
+
+
+def record(herd: Herd, name: str) -> RunRecord:
+    return Runs(Root.of(herd.root)).find(name)
+
+
+def bytes_made(root: Root, run: str) -> dict[str, str]:
+    """Return a digest of everything that the result of `run` consists of."""
+    steps, store = Runs(root).find(run).steps, open_store(root)
+    made = {step: store.at(entry.artifact) for step, entry in steps.items()}
+    digests: dict[str, str] = {}
+    for step in ("collect", "annotate", "curate", "tokenizer", "tokenise"):
+        digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
+    return digests | {stage: made[stage].facts["model_sha256"] for stage in ("ramp", "main", "anneal")}

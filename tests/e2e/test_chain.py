@@ -13,14 +13,11 @@ from mlflow import MlflowClient
 
 from llama3.recipe.section import DOMAINS
 from storage.artifact import Store
-from tasks.runs import RunRecord, Runs
-from tests.e2e.conftest import Herd
+from storage.root import Root
+from tasks.runs import Runs
+from tests.e2e.conftest import Herd, record
 
 pytestmark = pytest.mark.slow
-
-
-def record(herd: Herd, name: str) -> RunRecord:
-    return Runs(herd.root).find(name)
 
 
 def client(herd: Herd) -> MlflowClient:
@@ -134,7 +131,7 @@ def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
     printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
     steps = record(herd, "tiny-3").steps
     assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
-    assert "checkpoint/tiny-anneal: new, average 2 -> 3" in printed
+    assert "anneal            new: average 2 -> 3" in printed
 
 
 def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
@@ -152,8 +149,10 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
 
 
 def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
-    printed = herd("run", herd.recipe, "--set", "stages.main.until=20Ki")
+    worse = ("--set", "stages.main.until=20Ki", "--set", "lr.peak=1e-5", "--set", "lr.cosine.to=0")
+    printed = herd("run", herd.recipe, *worse)
     assert "refused" in printed
+    assert '-> "2e-06 to 9.16e-06, peak 9.94e-06" and 1 more' in printed, "what is new is told in numbers"
     run = record(herd, "tiny-5")
     assert (run.state, run.verdict) == ("finished", "refused")
     rows = json.loads((herd.root / "runs" / "tiny-5" / "promotion.json").read_text())["rows"]
@@ -167,11 +166,11 @@ def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> 
 
 
 def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
-    printed = herd("compare", "tiny-1", "tiny-5")
+    printed = herd("compare", "tiny-1", "tiny-5", "--no-browser")
     assert "stages.main.until" in printed
     assert "20Ki" in printed
     assert "eval/bpb" in printed
-    assert "compare-runs?runs=" in printed
+    assert (herd.root / "comparisons" / "tiny-1-tiny-5.html").exists()
     assert herd("generate", "tiny@champion", "--prompt", "The", "--tokens", "5").startswith("The")
     assert herd("report", "tiny-1").strip().endswith("report.html")
 
@@ -184,18 +183,18 @@ def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
         (["rerun", "tiny-1", "--from", "later"], "from_step: 'later' is not a step"),
         (["run", "RECIPE", "--processes", "3"], "data-parallel size 3"),
         (["run", "RECIPE", "--root", "/proc/herd"], "root: /proc/herd cannot be written"),
-        (["run", "RECIPE", "--root", "s3://bucket/herd"], "is remote"),
+        (["run", "RECIPE", "--root", "s3://user:secret@bucket/herd"], "root"),
         (["run", "RECIPE", "--set", "tokenizer={use: none.model}"], "tokenizer.use: 'none.model' is not a file"),
         (["run", "RECIPE", "--set", "sources.math=[{uri: none/*.txt}]"], "sources.math.0.uri: 'none/*.txt'"),
         (["compare", "tiny-1"], "name at least two"),
     ],
 )
 def test_a_mistake_is_refused_before_any_work(herd: Herd, words: list[str], fault: str) -> None:
-    before = len(Runs(herd.root).all())
+    before = len(Runs(Root.of(herd.root)).all())
     printed = herd(*(herd.recipe if word == "RECIPE" else word for word in words), status=2)
     assert fault in printed
     assert "Traceback" not in printed
-    assert len(Runs(herd.root).all()) == before
+    assert len(Runs(Root.of(herd.root)).all()) == before
 
 
 def test_too_little_text_is_refused(herd: Herd) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,69 +12,21 @@ import psutil
 import pytest
 
 from storage.artifact import Store
-from storage.lease import lease
+from storage.root import Root
 from tasks.runs import Runs
-from tests.e2e.conftest import Herd
+from tests.e2e.conftest import (
+    Herd,
+    NewHerd,
+    bytes_made,
+    copy_artifacts,
+    journal_lines,
+    kill_all,
+    record,
+    trainers,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
-NewHerd = Callable[[Path], Herd]
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
-
-
-def trainers(pid: int) -> list[psutil.Process]:
-    """Return the trainer processes below `pid`, without the agent that forked them."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            if process.name().startswith("herd-rank-"):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def journal_lines(root: Path, stage: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in (root / "work").glob(f"{stage}-*/journal.jsonl"))
-
-
-def kill_all(pid: int) -> None:
-    """SIGKILL a run and everything it started, all at once."""
-    everything = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in everything:
-        process.suspend()
-    for process in everything:
-        process.kill()
-    psutil.wait_procs(everything, 10)
-
-
-def bytes_made(root: Path, run: str) -> dict[str, str]:
-    """Return a digest of everything that the result of `run` consists of."""
-    record, store = Runs(root).find(run), Store(root)
-    made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
-    digests = {}
-    for step in ("collect", "annotate", "curate", "tokenizer", "tokenise"):
-        digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
-    for stage in ("ramp", "main", "anneal"):
-        digests[stage] = made[stage].facts["model_sha256"]
-    return digests
-
-
-@pytest.fixture(scope="module")
-def undisturbed(herd: Herd) -> dict[str, str]:
-    return bytes_made(herd.root, "tiny-1")
-
-
-def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
-    """Give a new root some artifacts of the undisturbed run, so that a test begins where it matters."""
-    for pattern in ("collected/*", "annotated/*", "curated/*", "tokenizer/*", "tokens/*", *patterns):
-        for path in herd.root.glob(pattern):
-            shutil.copytree(path, root / path.relative_to(herd.root))
 
 
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
@@ -95,9 +46,9 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
             kill_all(process.pid)
     printed = again("run", again.recipe)
     assert "continuing tiny-1, which did not finish" in printed
-    assert len(Runs(again.root).all()) == 1
-    assert Runs(again.root).find("tiny-1").attempts >= 4
-    assert bytes_made(again.root, "tiny-1") == undisturbed
+    assert len(Runs(Root.of(again.root)).all()) == 1
+    assert record(again, "tiny-1").attempts >= 4
+    assert bytes_made(Root.of(again.root), "tiny-1") == undisturbed
 
 
 def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
@@ -113,7 +64,7 @@ def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: New
     assert "main: rank 0 was killed by SIGKILL" in printed
     logs = again.root / "runs" / "tiny-1" / "logs" / "main"
     assert [path.name for path in sorted(logs.glob("attempt-*/rank-*"))] == ["rank-0.log", "rank-0.log"]
-    assert bytes_made(again.root, "tiny-1") == undisturbed
+    assert bytes_made(Root.of(again.root), "tiny-1") == undisturbed
 
 
 def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
@@ -138,14 +89,7 @@ def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path:
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
     assert "the same command continues" in printed
-    assert Runs(again.root).find("tiny-1").state == "interrupted"
-
-
-def test_a_root_in_use_is_refused(herd: Herd) -> None:
-    with lease(herd.root, "run tiny-7"):
-        printed = herd("run", herd.recipe, status=2)
-    assert "is used by run tiny-7" in printed
-    assert "choose another root" in printed
+    assert record(again, "tiny-1").state == "interrupted"
 
 
 def test_a_full_disk_loses_nothing(new_herd: NewHerd, tmp_path: Path) -> None:

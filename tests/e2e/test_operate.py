@@ -1,83 +1,62 @@
-"""`herd up`: real servers, a real worker, the deployment of prefect.yaml run by it, and a clean stop."""
+"""`herd up` refuses what cannot work before it starts anything."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from mlflow import MlflowClient
 
-from tasks.runs import Runs
-from tests.e2e.conftest import TINY, Herd, free_port
-
-pytestmark = pytest.mark.slow
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Return what `process` prints up to the line that holds `text`."""
-    assert process.stdout is not None
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if text in line:
-            return printed
-    raise AssertionError(f"ended without {text!r}:\n{printed}")
+from flows.operate import Servers, mlflow_command
+from storage.processes import free_port
+from storage.root import Root
+from tests.e2e.conftest import NewHerd
 
 
-def prefect(api: str, home: Path, *words: str) -> str:
-    environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
-    command = [sys.executable, "-m", "prefect", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_up_registers_the_deployment_and_a_worker_runs_it(
-    new_herd: Callable[[Path], Herd], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    herd = new_herd(tmp_path / "root")
-    herd.home = tmp_path_factory.mktemp("home")
-    ports = free_port(), free_port()
-    up = herd.start("up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1]), server=False)
-    printed = read_until(up, "Ctrl-C stops")
-    assert f"http://127.0.0.1:{ports[0]}" in printed
-    servers = psutil.Process(up.pid).children(recursive=True)
-
-    api = f"http://127.0.0.1:{ports[0]}/api"
-    config = {"recipe": str(TINY), "root": str(herd.root), "cluster": {"threads": 1}}
-    params = json.dumps({"config": config})
-    prefect(api, herd.home, "deployment", "run", "pipeline/quickstart", "--params", params, "--watch")
-
-    run = Runs(herd.root).find("tiny-1")
-    assert (run.state, run.verdict) == ("finished", "promoted")
-    mlflow = MlflowClient(f"http://127.0.0.1:{ports[1]}")
-    assert mlflow.get_run(run.mlflow_run).data.tags["prefect.flow_run_id"] == run.prefect_run
-    with urllib.request.urlopen(f"{api}/flow_runs/{run.prefect_run}", timeout=10) as answer:
-        flow_run = json.load(answer)
-    assert (flow_run["name"], flow_run["state_type"]) == ("tiny-1", "COMPLETED")
-
-    up.send_signal(signal.SIGINT)
-    assert up.wait(60) == 0
-    _, alive = psutil.wait_procs(servers, timeout=20)
-    assert not alive
-    for port in ports:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port))
-
-
-def test_a_taken_port_is_refused(new_herd: Callable[[Path], Herd], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_taken_port_is_refused(new_herd: NewHerd, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        printed = new_herd(tmp_path / "root")("up", "--prefect-port", str(port), status=2)
+        printed = new_herd(tmp_path / "root")("up", "--prefect-port", str(port), status=2, server=False)
     assert f"port {port} is taken; choose another" in printed
+
+
+def test_servers_that_run_elsewhere_are_used_and_none_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.lab:4200/api")
+    port = free_port()
+    half = Servers.found(1, port, "127.0.0.1")
+    assert [name for name, _, _ in half.commands(Root.of(tmp_path))] == ["mlflow"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.lab:5000")
+    both = Servers.found(1, 1, "127.0.0.1")
+    environment = both.environment(Root.of(tmp_path))
+    assert list(both.commands(Root.of(tmp_path))) == []
+    assert environment["PREFECT_API_URL"] == "http://prefect.lab:4200/api"
+    assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow.lab:5000"
+
+
+def test_everything_binds_to_loopback_unless_somebody_asks_otherwise(tmp_path: Path) -> None:
+    root, port, other = Root.of(tmp_path), free_port(), free_port()
+    for _, command, health in Servers.found(port, other, "127.0.0.1").commands(root):
+        assert command[command.index("--host") + 1] == "127.0.0.1"
+        assert health.startswith("http://127.0.0.1:")
+    with pytest.raises(ValueError, match=r"--host: 203\.0\.113\.7 is no address of this machine"):
+        Servers.found(port, other, "203.0.113.7")
+
+
+def test_mlflow_keeps_artifacts_of_a_remote_root_there_and_its_database_here(tmp_path: Path) -> None:
+    command = mlflow_command(Root.of("s3://bucket/herd", scratch=str(tmp_path)), 5000)
+    assert command[command.index("--artifacts-destination") + 1] == "s3://bucket/herd/mlflow-artifacts"
+    assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_the_environment_of_what_is_started_names_the_root_and_a_fast_heartbeat(tmp_path: Path) -> None:
+    port, other = free_port(), free_port()
+    environment = Servers.found(port, other, "127.0.0.1").environment(Root.of(tmp_path))
+    assert environment["HERD_ROOT"] == str(tmp_path)
+    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+    assert set(os.environ) <= set(environment)

@@ -1,50 +1,238 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefect.flows import Flow
+from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
+from flows.change import CADENCE, SHARE, SPAN, TOKENS, MixChange, RecipeChange, StageChange
+from flows.checkpoint import evaluate, promote
 from flows.opening import chosen_recipe, step_names
-from flows.parameters import PipelineParameters
-from flows.pipeline import pipeline
-from llama3.recipe.load import load_recipe
+from flows.parameters import NOTHING, PipelineParameters, RerunParameters, StageParameters
+from flows.pipeline import first_step, last_step, pipeline
+from flows.report import report
+from flows.rerun import rerun
+from flows.retention import retention
+from flows.stages import curate, pretrain, tokenise
+from llama3.recipe.load import RecipeError, load_recipe
+from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
+from tasks.cluster import Cluster
+
+FLOWS: list[Flow[Any, Any]] = [pipeline, curate, tokenise, pretrain, rerun, evaluate, promote, report, retention]
+QUICKSTART = Path("recipes/quickstart.yaml")
 
 
-def test_every_parameter_has_a_default_so_that_a_quick_run_is_one_click() -> None:
-    schema = pipeline.parameters.model_dump()
-    assert schema.get("required", []) == []
+def schema_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+    return flow.parameters.model_dump()
+
+
+def form(flow: Flow[Any, Any]) -> dict[str, Any]:
+    """Return the fields of the flow's form, as the UI gets them."""
+    schema = schema_of(flow)
     assert set(schema["properties"]) == {"config"}
-    form = schema["definitions"]["PipelineParameters"]["properties"]
-    assert [form[name]["position"] for name in form] == list(range(len(form)))
-    assert all(form[name].get("title", name == "cluster") and form[name]["description"] for name in form)
+    (model,) = {name for name in schema["definitions"] if name.endswith("Parameters")}
+    fields: dict[str, Any] = schema["definitions"][model]["properties"]
+    return fields
 
 
-def test_an_unknown_parameter_is_refused() -> None:
-    with pytest.raises(ValidationError, match="recepie"):
-        PipelineParameters.model_validate({"recepie": "x"})
+def title_of(flow: Flow[Any, Any], field: dict[str, Any]) -> str:
+    """Return the heading that the UI draws: the field's own, or that of the section it opens."""
+    section = field.get("$ref", "").removeprefix("#/definitions/")
+    return str(field["title"] if not section else schema_of(flow)["definitions"][section]["title"])
 
 
-def test_a_remote_root_is_refused() -> None:
-    with pytest.raises(ValueError, match="root: s3://bucket/herd is remote"):
-        _ = PipelineParameters(root="s3://bucket/herd").root_path
+def refused(flow: Flow[Any, Any], config: dict[str, Any]) -> list[str]:
+    """Return what the server says to `config`: the check that it makes before it accepts a flow run."""
+    schema = schema_of(flow)
+    assert is_valid_schema(schema, preprocess=False) is None
+    return [error.message for error in validate({"config": config}, schema, raise_on_error=False, preprocess=True)]
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_a_quick_run_is_one_click(flow: Flow[Any, Any]) -> None:
+    schema = schema_of(flow)
+    assert schema.get("required", []) == []
+    assert all(not model.get("required") for model in schema["definitions"].values())
+    assert refused(flow, {}) == []
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_what_the_form_starts_from_is_accepted(flow: Flow[Any, Any]) -> None:
+    """The UI sends back every default; one that the schema does not know makes the form useless."""
+    assert refused(flow, schema_of(flow)["properties"]["config"]["default"]) == []
+
+
+def test_the_form_draws_few_fields_of_a_cluster_and_takes_all() -> None:
+    section = schema_of(pipeline)["definitions"]["Cluster"]
+    assert list(section["properties"]) == ["processes", "threads", "micro_batch", "device", "launcher", "memory"]
+    assert set(section["properties"]) < set(Cluster.model_fields)
+    sent = {"cluster": {"launcher": "slurm", "slurm": {"partition": "gpu"}, "layout": {"tp": 2}, "processes": 2}}
+    assert refused(pipeline, sent) == []
+    assert PipelineParameters.model_validate(sent).model_dump(mode="json")["cluster"]["layout"]["tp"] == 2
+    assert refused(pipeline, {"cluster": {"launcher": "slum"}})
+    assert PipelineParameters().model_dump()["cluster"] == {}
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_every_field_has_a_title_a_place_and_a_word_of_help(flow: Flow[Any, Any]) -> None:
+    fields = form(flow)
+    places = [field["position"] for field in fields.values()]
+    assert len(set(places)) == len(places)
+    assert all(field["description"] and title_of(flow, field) for field in fields.values())
+    assert sorted(fields, key=lambda name: fields[name]["position"])[-1] in ("root", "cluster")
+
+
+def test_the_form_of_a_rerun_reads_in_this_order_and_offers_the_steps() -> None:
+    fields = form(rerun)
+    assert fields["change"]["$ref"] == "#/definitions/RecipeChange"
+    assert schema_of(rerun)["definitions"]["RecipeChange"]["title"] == "Change the recipe"
+    assert sorted(fields, key=lambda name: fields[name]["position"]) == [
+        "run", "from_step", "stage", "change", "overrides", "until", "root", "cluster"
+    ]  # fmt: skip
+    offered = fields["from_step"]["enum"]
+    assert offered[0] == fields["from_step"]["default"] == NOTHING
+    assert {"curate", "tokenise", "pretrain", "ramp-1", "main", "anneal", "promote"} < set(offered)
+
+
+def test_the_pipeline_does_not_draw_what_the_deployment_rerun_is_for() -> None:
+    assert not {"rerun_of", "from_step"} & set(form(pipeline))
+    assert PipelineParameters(rerun_of="quickstart-7", from_step="main").settled().rerun_of == "quickstart-7"
+
+
+@pytest.mark.parametrize(
+    ("flow", "config", "message"),
+    [
+        (pipeline, {"recepie": "x"}, "recepie"),
+        (pipeline, {"change": {"every": "10 minutes"}}, "10 minutes"),
+        (pipeline, {"change": {"every": "10"}}, "10"),
+        (pipeline, {"change": {"jaccard": "1.7"}}, "1.7"),
+        (pipeline, {"change": {"stages": [{"name": "main", "until": "840"}]}}, "840"),
+        (pipeline, {"change": {"stages": [{"name": "main", "batch": "4 MB"}]}}, "4 MB"),
+        (pipeline, {"change": {"mixes": [{"name": "base", "math": "0.25"}]}}, "0.25"),
+        (rerun, {"from_step": "curat"}, "curat"),
+        (curate, {"new": "yes"}, "yes"),
+        (report, {"cluster": {}}, "cluster"),
+    ],
+)
+def test_the_server_refuses_nonsense_before_there_is_a_run(
+    flow: Flow[Any, Any], config: dict[str, Any], message: str
+) -> None:
+    found = refused(flow, config)
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> None:
+    change = {
+        "stages": [
+            {"name": "main", "until": "400K", "batch": "4Ki", "lr": "constant"},
+            {"name": "anneal", "seq": "256"},
+        ],
+        "mixes": [{"name": "base", "math": "35%", "general": "40%"}],
+        "peak": "1e-3",
+        "warmup": "40 steps",
+        "jaccard": "70%",
+        "held_out": "2.5 %",
+        "every": "10 min",
+        "seed": "7",
+    }
+    assert refused(pipeline, {"change": change, "overrides": ["evaluate.questions=40"]}) == []
+    wanted = StageParameters.model_validate({"change": change, "overrides": ["evaluate.questions=40"]})
+    recipe = chosen_recipe(wanted.settled("curate"))
+
+    main, anneal = recipe.stages[-2:]
+    assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("400K"), Tokens.parse("4Ki"), "constant")
+    assert (anneal.seq, str(anneal.length)) == (256, "160K")
+    assert {domain: str(share) for domain, share in recipe.mix["base"].items()} == {
+        "general": "40%", "math": "35%", "code": "17%", "multilingual": "8%"
+    }  # fmt: skip
+    assert (recipe.lr.peak, str(recipe.lr.warmup), recipe.seed) == (1e-3, "40 steps", 7)
+    assert (recipe.curate.dedup.jaccard, str(recipe.curate.held_out)) == (0.7, "2.5%")
+    assert (str(recipe.checkpoint.every), recipe.evaluate.questions) == ("10 min", 40)
+
+
+def test_a_new_end_takes_the_place_of_the_other_kind() -> None:
+    change = RecipeChange(stages=[StageChange(name="anneal", until="1M"), StageChange(name="main", length="540K")])
+    recipe = chosen_recipe(PipelineParameters(change=change).settled())
+    assert [(stage.until, stage.length) for stage in recipe.stages[-2:]] == [
+        (None, Tokens.parse("540K")),
+        (Tokens.parse("1M"), None),
+    ]
+    with pytest.raises(ValidationError, match="either 'Ends at' or 'Or trains for'"):
+        StageChange(name="main", until="1M", length="1M")
+
+
+def test_what_the_schema_cannot_know_the_recipe_says_in_one_line() -> None:
+    short = PipelineParameters(change=RecipeChange(mixes=[MixChange(name="base", math="20%")]))
+    with pytest.raises(RecipeError, match=r"mix: the shares of base sum to 95%; change them until they sum to 100%"):
+        chosen_recipe(short.settled())
+    unknown = PipelineParameters(change=RecipeChange(stages=[StageChange(name="mian", until="1M")]))
+    with pytest.raises(RecipeError, match=r"there is no element 'mian' in that list"):
+        chosen_recipe(unknown.settled())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values"),
+    [
+        (TOKENS, st.integers(0, 10**15).map(Tokens)),
+        (SPAN, st.builds(Span, st.integers(0, 10**12), st.sampled_from(["tokens", "steps"]))),
+        (SHARE, st.integers(0, 10_000).map(lambda share: Share.parse(f"{share / 100}%"))),
+        (CADENCE, st.builds(Cadence, st.integers(1, 10**9), st.sampled_from(["tokens", "seconds"]))),
+        (CADENCE, st.integers(1, 10**7).map(Duration)),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_pattern_takes_every_quantity_as_it_is_printed(pattern: str, values: Any, data: st.DataObject) -> None:
+    import re
+
+    text = str(data.draw(values))
+    assert re.search(pattern, text), text
+    assert re.search(pattern, f" {text} "), text
+
+
+def test_settling_folds_the_form_into_one_list_of_overrides_and_leaves_the_rest() -> None:
+    config = PipelineParameters(change=RecipeChange(seed="3"), overrides=["seed=4"], until=" main ", root="/data")
+    settled = config.settled()
+    assert (settled.overrides, settled.until, settled.root) == (["seed=3", "seed=4"], "main", "/data")
+    assert settled.settled() == settled
+    assert StageParameters(root="/data", new=True).settled("curate") == PipelineParameters(
+        root="/data", new=True, until="curate", cluster=settled.cluster
+    )
+
+
+def test_a_rerun_redoes_from_the_list_or_from_a_stage_of_ones_own() -> None:
+    assert RerunParameters().settled("quickstart-7").from_step == ""
+    assert RerunParameters(from_step="curate").settled("quickstart-7").from_step == "curate"
+    assert RerunParameters(stage="cooldown").settled("quickstart-7").from_step == "cooldown"
+    with pytest.raises(ValueError, match="fill in one of them"):
+        RerunParameters(from_step="curate", stage="cooldown").settled("quickstart-7")
+
+
+def test_an_empty_root_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert PipelineParameters().root_at.local == Path("herd-data").absolute()
+    monkeypatch.setenv("HERD_ROOT", str(tmp_path))
+    assert PipelineParameters().root_at.local == tmp_path
+    assert PipelineParameters(root="s3://bucket/herd").root_at.uri == "s3://bucket/herd"
+
+
+def test_general_words_name_the_first_or_last_step_of_their_kind() -> None:
+    recipe = load_recipe(QUICKSTART)
+    assert (first_step(recipe, "pretrain"), last_step(recipe, "pretrain")) == ("ramp-1", "anneal")
+    assert (first_step(recipe, "evaluate"), last_step(recipe, "evaluate")) == ("evaluate-main", "evaluate-anneal")
+    assert (first_step(recipe, "main"), last_step(recipe, "")) == ("main", "")
 
 
 def test_steps_are_named_in_order() -> None:
-    assert step_names(load_recipe(Path("recipes/quickstart.yaml"))) == [
-        "collect",
-        "annotate",
-        "curate",
-        "tokenizer",
-        "tokenise",
-        "ramp-1",
-        "ramp-2",
-        "main",
-        "evaluate-main",
-        "anneal",
-        "evaluate-anneal",
-        "promote",
-    ]
+    assert step_names(load_recipe(QUICKSTART)) == [
+        "collect", "annotate", "curate", "tokenizer", "tokenise",
+        "ramp-1", "ramp-2", "main", "evaluate-main", "anneal", "evaluate-anneal", "promote",
+    ]  # fmt: skip
 
 
 def test_overrides_change_the_chosen_recipe() -> None:

@@ -3,19 +3,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.artifact import Design, Store, flatten
 from storage.filesystem import glob, write_atomic
-from storage.lease import LeaseHeld, lease
+from storage.manifest import DamagedArtifact, Manifest
+from storage.staging import clear_staging
 
-FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def design(**parameters: object) -> Design:
@@ -84,6 +85,136 @@ def test_a_damaged_artifact_is_moved_aside(tmp_path: Path, harm: Callable[[Path]
     assert store.find(design()) is not None
 
 
+def test_parts_and_names(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    build(store, design())
+    artifact = store.at(design().label)
+    assert artifact.part("documents") == artifact.path / "documents"
+    assert artifact.part("documents/a.txt").read_text() == "hello"
+    assert artifact.uri == artifact.path.as_uri()
+    with pytest.raises(ValueError, match=r"has no 'model'; it has documents"):
+        artifact.part("model")
+
+
+@pytest.mark.parametrize(
+    "label", ["../x-1a2b3c4d", "curated/../x-1a2b3c4d", "/etc/x-1a2b3c4d", "a/b/c-1a2b3c4d", "web"]
+)
+def test_labels_that_leave_the_root_are_refused(tmp_path: Path, label: str) -> None:
+    for call in (Store(tmp_path).at, Store(tmp_path).delete):
+        with pytest.raises(ValueError, match="write kind/name-key8"):
+            call(label)
+
+
+def test_a_manifest_that_changed_is_not_believed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    build(store, design(loss=1))
+    place = tmp_path / design(loss=1).label / "manifest.json"
+    text = place.read_text()
+    place.write_text(text.replace('"documents": 1', '"documents": 7'))
+    with pytest.raises(DamagedArtifact, match="changed since it was written"):
+        store.at(design(loss=1).label)
+    assert store.all("curated") == []
+    assert store.find(design(loss=1)) is None
+    build(store, design(loss=1))
+    assert len(store.all("curated")) == 1
+
+
+def test_a_manifest_of_before_seals_is_believed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    build(store, design())
+    place = tmp_path / design().label / "manifest.json"
+    place.write_text(store.at(design().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
+    assert store.find(design()) is not None
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"])),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abß漢"), inner, max_size=3),
+    )
+)
+def test_seals_survive_reading_and_writing(value: object) -> None:
+    manifest = design(value=value).manifest({}, {"value": value}, "test-1", "abc", 0.1)
+    read = Manifest.parse(manifest.text(), manifest.label)
+    assert read.text() == manifest.text()
+
+
+def test_deleting_is_idempotent(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    build(store, design())
+    for _ in range(2):
+        store.delete(design().label)
+    assert store.find(design()) is None
+    assert not list((tmp_path / "curated").iterdir())
+    assert not list((tmp_path / ".staging").iterdir())
+
+
+def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
+    """Names that begin alike, and manifests that cannot be read, do not."""
+    store = Store(tmp_path)
+    for age, loss in ((30, 0.1), (20, 0.2), (10, 0.3)):
+        build(store, design(loss=loss))
+        place = tmp_path / design(loss=loss).label / "manifest.json"
+        os.utime(place, (1e9 - age, 1e9 - age))
+    place.write_text("{")
+    other = Design("curated", "web-2", 1, {"loss": 9}, {"sources": "a" * 64})
+    build(store, other)
+    assert store.explain(design(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
+
+
+def commit_when_told(text: str, go: Connection) -> None:
+    """Commit in each root that comes, until there is none."""
+    while root := go.recv():
+        build(Store(root), design(), text)
+        go.send((root / design().label / "documents" / "a.txt").read_text())
+
+
+def test_of_processes_that_commit_the_same_one_wins(tmp_path: Path) -> None:
+    pipes, processes = [], []
+    for n in range(4):
+        ours, theirs = SPAWN.Pipe()
+        processes.append(SPAWN.Process(target=commit_when_told, args=(f"text {n}", theirs)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for number in range(5):
+        for pipe in pipes:
+            pipe.send(tmp_path / str(number))
+        assert len({pipe.recv() for pipe in pipes}) == 1
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
+        assert process.exitcode == 0
+
+
+def stage_and_wait(root: Path, ready: Connection) -> None:
+    with Store(root).staging() as folder:
+        (folder / "half").write_text("half")
+        ready.send(str(folder))
+        ready.recv()
+
+
+def test_only_what_the_dead_left_in_staging_is_removed(tmp_path: Path) -> None:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=stage_and_wait, args=(tmp_path, theirs))
+    process.start()
+    half = Path(ours.recv()) / "half"
+    with Store(tmp_path).staging() as mine:
+        Store(tmp_path).clear_staging()
+        assert mine.is_dir()
+        assert half.exists(), "its process lives"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert clear_staging(tmp_path, older_than_s=60) == (0, 0), "younger"
+        assert clear_staging(tmp_path)[0] == 1
+        assert mine.is_dir()
+        assert not half.exists()
+    assert not list((tmp_path / ".staging").iterdir())
+    assert not list((tmp_path / ".locks" / "staging").iterdir())
+
+
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path)
     build(store, design())
@@ -104,26 +235,6 @@ def test_flattening_keeps_lists_whole_and_stops_where_told() -> None:
     data = {"a": {"b": {"c": 1}}, "d": [1, {"e": 2}]}
     assert flatten(data) == {"a.b.c": 1, "d": [1, {"e": 2}]}
     assert flatten(data, depth=2) == {"a.b": {"c": 1}, "d": [1, {"e": 2}]}
-
-
-def hold(folder: Path, ready: object) -> None:
-    with lease(folder, "run quickstart-1"):
-        ready.set()  # type: ignore[attr-defined]
-        time.sleep(60)
-
-
-def test_a_lease_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:
-    ready = FORK.Event()
-    process = FORK.Process(target=hold, args=(tmp_path, ready))
-    process.start()
-    assert ready.wait(10)
-    with pytest.raises(LeaseHeld, match=rf"run quickstart-1 \(process {process.pid}"), lease(tmp_path, "second"):
-        pass
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    with lease(tmp_path, "second"):
-        pass
 
 
 def test_atomic_writes_leave_no_other_file(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.digests import digest_file, digest_folder
-from storage.filesystem import filesystem_of
-from storage.objects import children, get_bytes, put_bytes, put_file, remove, remove_all
+from storage.filesystem import filesystem_of, write_atomic
+from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file, remove, remove_all
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,6 +47,14 @@ def test_objects_come_and_go(tmp_path: Path) -> None:
         remove(f"{place}/a")
         remove_all(f"{place}/deep")
     assert children(place) == {}
+
+
+def test_files_that_are_created_can_be_read_by_others_as_those_that_are_replaced_can(tmp_path: Path) -> None:
+    assert create_bytes(str(tmp_path / "runs" / "claim"), b"mine")
+    assert not create_bytes(str(tmp_path / "runs" / "claim"), b"theirs")
+    write_atomic(tmp_path / "record", b"mine")
+    for path in (tmp_path / "runs" / "claim", tmp_path / "record"):
+        assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"mine", 0o644)
 
 
 def test_a_store_that_loses_bytes_is_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

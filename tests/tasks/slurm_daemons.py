@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import pytest
+
+from storage.processes import die_with_parent, free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = ("n1", "n2")
@@ -74,13 +80,28 @@ def slurm(folder: Path) -> Iterator[Path]:
         yield config
 
 
+@contextmanager
+def slurm_for_children() -> Iterator[Path]:
+    """Run a Slurm that the environment names, in a folder of its own. Skips the test, aloud, where there is none."""
+    folder = Path(tempfile.mkdtemp(prefix="herd-slurm-"))  # munged refuses a path with folders that others cannot enter
+    folder.chmod(0o755)
+    try:
+        with slurm(folder) as config, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(config))
+            yield config
+    except NoSlurm as error:
+        pytest.skip(f"NOT TESTED: no Slurm here: {error}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _configure(folder: Path) -> Path:
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o600)
     (folder / "state").mkdir()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(folder=folder, host=socket.gethostname(), user=user, ports=_free_ports(3)))
+    config.write_text(CONFIG.format(folder=folder, host=socket.gethostname(), user=user, ports=free_ports(3)))
     return config
 
 
@@ -88,7 +109,12 @@ def _configure(folder: Path) -> Path:
 def _daemon(command: list[str], folder: Path, environment: dict[str, str]) -> Iterator[None]:
     with (folder / "daemons.log").open("ab") as log:
         process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            command,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with_parent(signal.SIGKILL),
         )
     try:
         yield
@@ -116,13 +142,3 @@ def _await(condition, folder: Path, what: str) -> None:  # type: ignore[no-untyp
 
 def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -20,6 +20,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
 from storage.artifact import Artifact, Design, Store
+from storage.root import Root
 from tasks.advance import HeldBack, advance
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
@@ -47,7 +48,7 @@ class Room:
         self.root, self.store = root, Store(root)
         self.tokenizer = train_tokenizer(TEXTS, 300)
         self.curated = self.commit("curated", "documents", {})
-        self.tracker = Tracker(root, "quickstart")
+        self.tracker = Tracker(Root.of(root), "quickstart")
 
     def commit(self, kind: str, name: str, facts: dict[str, int], uniform: bool = False) -> Artifact:
         design = Design(kind, name, 1, {}, {"made from": name})
@@ -67,7 +68,7 @@ class Room:
         self.tokenizer.save(folder)
 
     def context(self, recipe: Recipe) -> Context:
-        runs = Runs(self.root)
+        runs = Runs(Root.of(self.root))
         record = runs.begin(recipe, "none")
         record.mlflow_run = self.tracker.open_run(record.name, {"herd.run": record.name}, {})
         console = TerminalConsole(RichConsole(width=200, record=True, file=(self.root / "console").open("w")))

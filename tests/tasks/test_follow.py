@@ -11,6 +11,7 @@ import pytest
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome
 from storage.artifact import Store
+from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.follow import HUNG, Follower
@@ -28,9 +29,9 @@ SPAN = Schedule(ASKED).span("main")
 
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
-    runs, cluster = Runs(tmp_path), Cluster(processes=2, attempts=2)
+    runs, cluster = Runs(Root.of(tmp_path)), Cluster(processes=2, attempts=2)
     record = runs.begin(ASKED, "code")
-    tracker = Tracker(tmp_path, "tiny")
+    tracker = Tracker(Root.of(tmp_path), "tiny")
     record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
     return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), ["main"])
 
@@ -52,7 +53,7 @@ def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: Loca
     hung.suspend()
     with context.console.progress("main", SPAN.tokens) as line:
         follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, line)
-        ended = follower.follow(launch, 0, 2.0, lambda position: None)
+        ended = follower.follow(launch, 0, 2.0)
     assert ended == Outcome(status=HUNG, words="no step for 2 s; it was stopped")
     assert follower.position >= 3 * STEP
     assert not hung.is_running()

@@ -1,17 +1,25 @@
-"""The Kubernetes manifests: rendered, parsed again, and held against what the two controllers require.
+"""The Kubernetes manifests: rendered, parsed again, and held against the controllers' own schemas.
 
-No cluster and no schema of these kinds comes in a package, so the checks are ours, and nothing was ever applied here.
+Kubeflow's package of API models has JobSet, the Job in it and the pod, generated from their OpenAPI documents: types,
+required fields, and no field that the schema does not know. Not checked by it: rules between fields and patterns (an
+API server's admission), and PyTorchJob around its pods, which it no longer has. Nothing was ever applied here.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import IoK8sApiCoreV1PodTemplateSpec
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from pydantic import ValidationError
 
 from llama3.train.launch import _parsed
 from tasks.cluster import Cluster
@@ -51,6 +59,37 @@ def agent(pod: dict[str, Any], **variables: str) -> Any:
     ).stdout.split("\0")
     assert words[:3] == ["python", "-m", "llama3.train.launch"]
     return _parsed(words[3:-1])
+
+
+@pytest.mark.parametrize("processes", [1, 16])
+@pytest.mark.parametrize("gpus", [True, False])
+def test_job_set_is_what_the_schema_allows(processes: int, gpus: bool) -> None:
+    """The models drop what they do not know, so what comes back must be what went in."""
+    read = rendered("JobSet", processes, queue="research", gpus=gpus)
+    model = JobsetV1alpha2JobSet.from_dict(read)
+    assert model is not None
+    assert model.to_dict() == read
+
+
+def test_the_schema_refuses_what_a_cluster_would_refuse() -> None:
+    read = rendered("JobSet")
+    (job,) = read["spec"]["replicatedJobs"]
+    job["template"]["spec"]["completions"] = "2"
+    with pytest.raises(ValidationError, match="completions"):
+        JobsetV1alpha2JobSet.from_dict(read)
+    read = rendered("JobSet")
+    read["spec"]["maxRestarts"] = 0  # belongs into failurePolicy
+    model = JobsetV1alpha2JobSet.from_dict(read)
+    assert model is not None
+    assert model.to_dict() != read
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+def test_pods_are_what_the_schema_allows(kind: str) -> None:
+    for _, pod in pods(rendered(kind)):
+        model = IoK8sApiCoreV1PodTemplateSpec.from_dict(pod)
+        assert model is not None
+        assert model.to_dict() == pod
 
 
 def test_job_set() -> None:
@@ -130,6 +169,61 @@ def test_no_kubectl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         KubernetesLauncher(Cluster(), "main")
 
 
+KUBECTL = """\
+#!{python}
+# Stands for kubectl and a cluster with room for one job: a file.
+import json, sys, yaml
+from pathlib import Path
+file, words = Path(__file__).with_name("job.json"), [word for word in sys.argv[1:] if not word.startswith("--")]
+match words:
+    case ["get", "pods"]:
+        print(json.dumps({{"items": [{{"status": {{"phase": "Running"}}}}] if file.exists() else []}}))
+    case ["get", _]:
+        print(file.read_text() if file.exists() else "", end="")
+    case ["create"]:
+        if file.exists():
+            sys.exit("Error from server (AlreadyExists)")
+        file.write_text(json.dumps(yaml.safe_load(sys.stdin)))
+    case ["delete", _]:
+        file.unlink(missing_ok=True)
+"""
+
+
+def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kubectl").write_text(KUBECTL.format(python=sys.executable))
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cluster = Cluster.model_validate({"kubernetes": {"mount": str(tmp_path), "poll_s": 1e-9}})
+    job, first, second = (tmp_path / name for name in ("job", "attempt-1", "attempt-2"))
+    job.write_text("{}")
+    launcher = KubernetesLauncher(cluster, "main-1a2b")
+    assert launcher.live(job) is None
+    launch = launcher.start(job, 1, first)
+    assert launch.poll() is None
+    assert not launch.waits()
+    with pytest.raises(RuntimeError, match="AlreadyExists"):
+        launcher.start(job, 1, second)
+    found = KubernetesLauncher(cluster, "main-1a2b").live(job)
+    assert found is not None
+    assert (found.logs, found.label) == (first, "JobSet herd-main-1a2b")
+    read = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps(read | {"status": {"conditions": [FAILED]}}))
+    over = found.poll()
+    assert over is not None
+    assert (over.status, over.words) == (1, "JobSet herd-main-1a2b: Failed: FailedJobs a job failed")
+    assert launcher.live(job) is None
+    again = launcher.start(job, 1, second)  # in place of the one that has ended
+    job.write_text("{ }")  # asked for something else since
+    assert launcher.live(job) is None
+    assert launcher.live(job) is None
+    ended_by_us = again.poll()
+    assert ended_by_us is not None
+    assert "it was deleted" in ended_by_us.words
+
+
+FAILED = {"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "a job failed"}
+
+
 def test_ends_are_read_from_conditions() -> None:
     def told(*conditions: tuple[str, str]) -> dict[str, Any]:
         return {"status": {"conditions": [{"type": kind, "status": status} for kind, status in conditions]}}
@@ -139,8 +233,7 @@ def test_ends_are_read_from_conditions() -> None:
     assert ended(told(("Running", "False"), ("Succeeded", "True"))) == (0, "Succeeded:")
     assert ended(told(("Completed", "True"))) == (0, "Completed:")
     assert ended(told(("Failed", "False"))) is None
-    failed = {"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "a job failed"}
-    assert ended({"status": {"conditions": [failed]}}) == (1, "Failed: FailedJobs a job failed")
+    assert ended({"status": {"conditions": [FAILED]}}) == (1, "Failed: FailedJobs a job failed")
 
 
 def test_capacity_counts_nodes_that_are_ready_and_open() -> None:

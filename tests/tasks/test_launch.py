@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome, first_failure
 from tasks.cluster import Cluster, load_cluster
-from tasks.launch import LocalLauncher, TrainingFailed, fitting, launcher_of
+from tasks.launch import LocalLauncher, TrainingFailed, fitting, launch_key, launcher_of
 from tasks.restart import measure_restart, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
@@ -244,6 +244,18 @@ def test_a_cluster_is_a_file_of_yaml(tmp_path: Path) -> None:
     file.write_text("slurm: {partion: gpu}\n")
     with pytest.raises(ValueError, match=r"cluster\.slurm\.partion: Extra inputs are not permitted"):
         load_cluster(file)
+
+
+def test_the_key_tells_roots_apart_and_not_their_spellings(tmp_path: Path) -> None:
+    one, other = (tmp_path / root / "work" / "main-1a2b" / "job.json" for root in ("one", "other"))
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    assert launch_key(one).startswith("main-1a2b-")
+    assert launch_key(one) != launch_key(other)
+    assert launch_key(one) == launch_key(tmp_path / "link" / "work" / "main-1a2b" / "job.json")
+
+
+def test_nothing_is_left_behind_on_this_machine(launcher: LocalLauncher, tmp_path: Path) -> None:
+    assert launcher.live(tmp_path) is None
 
 
 @pytest.mark.parametrize(("launcher", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])

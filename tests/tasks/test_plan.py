@@ -10,6 +10,7 @@ from llama3.data.sources import DomainSurvey
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.section import DOMAINS
+from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import make_plan, plan_markdown, shortage, stage_table, summary_lines, tokens_needed
 from tasks.preflight import check_place, preflight
@@ -65,17 +66,17 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
 )
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
-        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), tmp_path)
+        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.of(tmp_path))
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
-        check_place(load_recipe(QUICKSTART), Cluster(), tmp_path / "root")
+        check_place(load_recipe(QUICKSTART), Cluster(), Root.of(tmp_path / "root"))
 
 
 def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
     with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
-        preflight(recipe, Cluster(), tmp_path / "root")
+        preflight(recipe, Cluster(), Root.of(tmp_path / "root"))

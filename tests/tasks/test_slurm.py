@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from tasks.launch import Launch, fitting
 from tasks.slurm import CHECKOUT, SlurmLauncher, slurm_script
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
-from tests.tasks.slurm_daemons import NoSlurm, slurm
+from tests.tasks.slurm_daemons import slurm_for_children
 
 GOLDEN = Path("tests/golden/attempt.sbatch")
 WAIT_S = 240
@@ -48,19 +47,8 @@ def test_script_is_the_golden_one() -> None:
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """A Slurm of this module's own, in the environment of its commands."""
-    folder = Path(tempfile.mkdtemp(prefix="herd-slurm-"))  # munged refuses a path with folders that others cannot enter
-    folder.chmod(0o755)
-    before = dict(os.environ)
-    try:
-        with slurm(folder) as config:
-            os.environ["SLURM_CONF"] = str(config)
-            yield
-    except NoSlurm as error:
-        pytest.skip(f"NOT TESTED: no Slurm here: {error}")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
+    with slurm_for_children():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +90,15 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
 
 
 def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "with a blank"
     path, cluster = job(tmp_path, ASKED), cluster_of(1)
+    assert SlurmLauncher(cluster, "orphan").live(path) is None
     launch = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-1")
     wait_for(lambda: len(records(path)) >= 2, launch)
-    found = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-2")
-    assert (found.job_id, found.logs) == (launch.job_id, launch.logs)
+    assert SlurmLauncher(cluster, "orpha").live(path) is None
+    found = SlurmLauncher(cluster, "orphan").live(path)
+    assert found is not None
+    assert (found.job_id, found.logs, found.label) == (launch.job_id, launch.logs, f"Slurm job {launch.job_id}")
     assert found.poll() is None
     assert not found.waits()
     found.stop()
@@ -114,6 +106,7 @@ def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undi
     assert [told.status for told in outcomes_in(launch.logs)] == [143]
     newest = max(int(folder.name) for folder in (work(path) / "checkpoints").iterdir())
     assert newest == records(path)[-1].position  # not a step is lost
+    assert SlurmLauncher(cluster, "orphan").live(path) is None
     last = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-3")
     assert last.job_id != launch.job_id
     wait_for(lambda: last.poll() is not None)
@@ -131,6 +124,52 @@ def test_a_job_that_cannot_start_says_why(running: None, tmp_path: Path) -> None
     assert ended is not None
     assert f"Slurm job {launch.job_id} ended (FAILED)" in ended.words
     assert "no module cuda" in ended.words
+
+
+SBATCH = """\
+#!/bin/bash
+{real} "$@"
+{then}
+"""
+
+
+def in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Put an sbatch before the real one that submits and then does what a busy controller or a person may do."""
+    real = shutil.which("sbatch")
+    (folder / "sbatch").write_text(SBATCH.format(real=real, then=then))
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_a_job_is_followed_although_sbatch_gave_up_waiting(
+    running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way(tmp_path, monkeypatch, 'echo "Socket timed out on send/recv operation" >&2; exit 1')
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "late")
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    live = launcher.live(path)
+    assert live is not None
+    assert launch.job_id == live.job_id
+    launch.stop()
+    assert launcher.live(path) is None
+
+
+def test_a_job_with_another_task_is_not_followed(running: None, tmp_path: Path) -> None:
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "before")
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    path.write_text(path.read_text() + "\n")
+    assert launcher.live(path) is None
+    assert launch.poll() is not None
+
+
+def test_a_stop_while_the_job_is_submitted_leaves_none(
+    running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way(tmp_path, monkeypatch, f"kill -INT {os.getpid()}; sleep 5")
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "regretted")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: launcher.live(path) is None)
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from storage.root import Root
 from tasks.tracking import Point, Tracker
 
 
 @pytest.fixture(scope="module")
 def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
-    return Tracker(tmp_path_factory.mktemp("root"), "family")
+    return Tracker(Root.of(tmp_path_factory.mktemp("root")), "family")
 
 
 def test_points_sent_twice_count_once(tracker: Tracker) -> None:
@@ -46,8 +48,15 @@ def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: Tracker) -
     assert [output.step for output in outputs] == [4096]
 
 
+def test_a_root_does_not_decide_where_the_next_one_records(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        made = Tracker(Root.of(tmp_path / name), "family")
+        assert made.uri == f"sqlite:///{tmp_path / name}/mlflow.db"
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+
+
 def test_everything_stays_under_the_root(tracker: Tracker, tmp_path: Path) -> None:
-    own = Tracker(tmp_path, "elsewhere")
+    own = Tracker(Root.of(tmp_path), "elsewhere")
     run = own.open_run("elsewhere-1", {"herd.run": "elsewhere-1"}, {})
     (tmp_path / "note.txt").write_text("x")
     own.log_file(run, tmp_path / "note.txt")

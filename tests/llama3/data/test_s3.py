@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +19,7 @@ from llama3.data.skips import SourceError
 from llama3.data.sources import fingerprint
 from llama3.recipe.schema import Recipe
 from storage.filesystem import filesystem_of
+from storage.processes import free_port
 
 moto = pytest.importorskip("moto.server")
 Make = Callable[..., Recipe]
@@ -28,9 +28,7 @@ Make = Callable[..., Recipe]
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Any]:
     """A bucket called corpus, as an s3fs file system: one for the module, as a process keeps its file systems."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=port)
     server.start()
     with pytest.MonkeyPatch.context() as environment:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from llama3.recipe.schema import Keep, Optimizer
 from llama3.recipe.units import Cadence, Tokens
-from llama3.train.checkpoint import kept
 from llama3.train.optimizer import adamw, scale, squared_norm
+from llama3.train.shelf import kept
 from llama3.train.trainer import Due
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llama3.recipe.schema import Recipe
-from storage.lease import lease
+from storage.lease import folder_lease
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,
@@ -208,7 +208,7 @@ def test_sigterm_saves_and_leaves(undisturbed: Path, tmp_path: Path) -> None:
 
 def test_second_trainer_is_refused_by_name(tmp_path: Path) -> None:
     path = job(tmp_path)
-    with lease(work(path), "stage main"):
+    with folder_lease(work(path), "stage main"):
         assert run(1, train, path) == [2]
     assert f"process {os.getpid()} on" in output(path)
     assert not (work(path) / "journal.jsonl").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import llama3.train.remote as remote
 from llama3.train.checkpoint import Checkpoints, SaveFailed
 from storage.filesystem import filesystem_of
+from storage.processes import free_port
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import State, assert_holds, opened, resume_with, save_with
 
@@ -22,9 +22,7 @@ BUCKET = "checkpoints"
 @pytest.fixture(scope="module")
 def server() -> Iterator[dict[str, str]]:
     """The environment in which s3fs finds the server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=port)
     running.start()
     names = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,13 @@ def output(path: Path) -> str:
     return path.with_suffix(".log").read_text()
 
 
-def train_until_signal(path: Path, number: int, target: str, calls: int, after: bool) -> int:
-    """Train, and get signal `number` at call number `calls` of `target` (`module:name`), before or `after` it."""
+def train_until_signal(
+    path: Path, number: int, target: str, calls: int, after: bool, ready: Callable[[], object] = lambda: None
+) -> int:
+    """Train, and get signal `number` at call number `calls` of `target` (`module:name`), before or `after` it.
+
+    `ready` is called first and may wait for something that happens in another thread.
+    """
     module_name, name = target.split(":")
     module = importlib.import_module(module_name)
     owner: Any = module
@@ -128,11 +134,15 @@ def train_until_signal(path: Path, number: int, target: str, calls: int, after: 
         nonlocal count
         count += 1
         if count == calls and not after:
-            os.kill(os.getpid(), number)
+            end()
         value = original(*arguments, **keywords)
         if count == calls and after:
-            os.kill(os.getpid(), number)
+            end()
         return value
+
+    def end() -> None:
+        ready()
+        os.kill(os.getpid(), number)
 
     setattr(owner, last, deadly)
     return train(path)

@@ -1,0 +1,86 @@
+"""End a run that crashes again and again, but not one that gets further between crashes or that a person retries.
+
+The automation `resume crashed runs` (flows/setup.py) schedules a crashed flow run again for ever. So each attempt notes
+in the flow run's labels how much there was when it began: steps done and bytes of the stages' journals, which grow with
+every new optimizer step and with no repeated one. An attempt that a machine resumed and that finds no more than the one
+before is a fruitless one; the sixth in a row fails instead of working. A Retry by a person starts the count again. What
+this gives up: shards of a data step that is half done do not count, and the journals are those of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+
+from flows.temporary import is_temporary
+from llama3.recipe.schema import Recipe
+from storage.root import Root
+from tasks.runs import Runs
+
+RESUMED = "resumed by the automation for crashed runs"
+"""Message of the state in which the automation puts a crashed run; a person's Retry has another."""
+FRUITLESS = 5
+"""So many resumed attempts in a row may bring nothing new."""
+FOUND, COUNT = "herd.found", "herd.fruitless"
+
+
+class TooManyCrashes(RuntimeError):
+    """A flow run crashed again and again and got no further."""
+
+
+def check_attempts(root: Root, recipe: Recipe) -> None:
+    """Note what this attempt of the flow run finds. Raises TooManyCrashes if resuming it has become pointless."""
+    if not flow_run.id or is_temporary():  # no automation resumes it, and nobody can retry it
+        return
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(flow_run.id)))
+        here = found(root, recipe, str(own.id))
+        fruitless = count_fruitless(own.labels, here, was_resumed(client.read_flow_run_states(own.id)))
+        client.update_flow_run_labels(own.id, {FOUND: here, COUNT: fruitless})
+    if fruitless > FRUITLESS:
+        raise TooManyCrashes(
+            f"attempt {own.run_count}: the run crashed {fruitless} times in a row without a new step; the logs of its "
+            "attempts say why (an out-of-memory kill leaves no words). Mend that, then Retry: nothing done is lost"
+        )
+
+
+def count_fruitless(labels: Mapping[str, object], now: str, resumed: bool) -> int:
+    """Return how many resumed attempts in a row have found no more than the one before them."""
+    before = str(labels.get(FOUND, ""))
+    if not resumed or _amounts(now) > _amounts(before):
+        return 0
+    return int(str(labels.get(COUNT, 0))) + 1
+
+
+def found(root: Root, recipe: Recipe, flow: str) -> str:
+    """Return how far the run of the flow run `flow` is, as `steps:bytes`; larger compares as further."""
+    record = Runs(root).of_flow_run(recipe, flow)
+    journals = (root.local / "work").glob("*/journal.jsonl")
+    return f"{len(record.steps) if record else 0}:{sum(_bytes(path) for path in journals)}"
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # the stage was committed at this moment
+        return 0
+
+
+def _amounts(text: str) -> tuple[int, int]:
+    steps, _, journals = text.partition(":")
+    return int(steps or -1), int(journals or -1)
+
+
+def was_resumed(states: Iterable[State[Any]]) -> bool:
+    """Return whether the automation started the newest attempt: whether its word is the last that scheduled it.
+
+    `Late` and `AwaitingConcurrencySlot` are scheduled states too, but only say that it waits.
+    """
+    asked = [state for state in states if state.name in ("Scheduled", "AwaitingRetry")]
+    return bool(asked) and max(asked, key=lambda state: state.timestamp).message == RESUMED

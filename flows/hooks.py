@@ -1,0 +1,75 @@
+"""Hooks for every flow that works on a run: they carry the end of a flow run to the record and to MLflow.
+
+Prefect calls them in the flow's own process, or in the worker's when that process was killed; it calls them with
+keywords, so their parameters must have these names. They only make what is shown true (`tasks.reconcile`): called
+twice, late, or after the run was taken up again they change nothing, and they never raise. What this gives up: a flow
+run that the server alone ends (an automation) has no hook; its witness and the flow `reconcile` see to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import State as PrefectState
+
+from flows.parameters import RootParameters
+from storage.root import Root
+from tasks.reconcile import OPEN, Settler
+from tasks.runs import RunRecord, Runs, State
+
+log = logging.getLogger("herd.hooks")
+
+
+def on_cancellation(flow: Flow[Any, Any], flow_run: FlowRun, state: PrefectState) -> None:
+    """A person cancelled it."""
+    _settle(flow_run, "cancelled")
+
+
+def on_crashed(flow: Flow[Any, Any], flow_run: FlowRun, state: PrefectState) -> None:
+    """Its process was ended from outside."""
+    _settle(flow_run, "interrupted")
+
+
+def on_failure(flow: Flow[Any, Any], flow_run: FlowRun, state: PrefectState) -> None:
+    """It raised."""
+    _settle(flow_run, "failed")
+
+
+HOOKS: dict[str, Any] = {"on_cancellation": [on_cancellation], "on_crashed": [on_crashed], "on_failure": [on_failure]}
+"""For the decorator: `@flow(name="pipeline", **HOOKS)`."""
+
+
+def ending(error: BaseException) -> State:
+    """Return what a run is that `error`, no Exception, has ended: cancelled by a person in Prefect, or interrupted."""
+    try:
+        from prefect._internal.control_listener import get_intent
+    except ImportError:  # Prefect's own business: the hook says it a second later
+        return "interrupted"
+    return "cancelled" if get_intent() == "cancel" else "interrupted"
+
+
+def run_of(root: Root, flow_run: FlowRun) -> RunRecord | None:
+    """Return the record that the flow run `flow_run` works on: the run of its name, else the one that names it."""
+    runs = Runs(root)
+    for name in dict.fromkeys([flow_run.name, *reversed(root.names(OPEN))]):
+        try:
+            record = runs.find(name)
+        except ValueError:
+            continue
+        if record.prefect_run == str(flow_run.id):
+            return record
+    return None
+
+
+def _settle(flow_run: FlowRun, state: State) -> None:
+    try:
+        config = (flow_run.parameters or {}).get("config") or {}
+        named = config.get("root", "") if isinstance(config, dict) else config.root
+        root = RootParameters(root=named).root_at
+        if (record := run_of(root, flow_run)) is not None:
+            Settler(root, None).settle(record.name, state)
+    except Exception:
+        log.warning("the end of flow run %s could not be recorded; `reconcile` will", flow_run.name, exc_info=True)

@@ -1,0 +1,121 @@
+"""Commands for those who look after runs: `herd up | setup | status | compare | approve | republish | retention`."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from flows.parameters import DEFAULT_ROOT
+from flows.terminal import RootOption, mistakes, out
+from storage.root import Root
+
+RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
+
+
+def add_operations(app: typer.Typer) -> None:
+    """Give `app` the commands of this file."""
+    for command in (up, setup, status, compare, approve, republish, retention):
+        app.command()(command)
+
+
+def up(
+    root: RootOption = DEFAULT_ROOT,
+    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server.")] = 5000,
+    host: Annotated[str, typer.Option(help="Address to bind to; others than loopback need a password.")] = "127.0.0.1",
+) -> None:
+    """Start a local Prefect server, an MLflow server and a worker, with the deployments registered."""
+    from flows.operate import serve
+
+    with mistakes():
+        serve(Root.of(root), prefect_port, mlflow_port, host)
+
+
+def setup(
+    root: RootOption = DEFAULT_ROOT,
+    deploy: Annotated[bool, typer.Option(help="Also register the deployments of prefect.yaml.")] = True,
+) -> None:
+    """Make work pool, queues, result storage and automations on the server of PREFECT_API_URL; safe to repeat."""
+    from flows.setup import deploy as deploy_all
+    from flows.setup import setup as make
+
+    with mistakes():
+        for line in make(Root.of(root)):
+            out.print(line)
+        if deploy:
+            deploy_all(dict(os.environ))
+            out.print("deployments of prefect.yaml registered")
+
+
+def status(
+    run: Annotated[str, typer.Argument(help="A run; none: all of them.")] = "",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Show where runs stand: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
+    from tasks.status import status_tables
+
+    with mistakes():
+        for table in status_tables(Root.of(root), run or None):
+            out.print(table)
+            out.print()
+
+
+def compare(
+    runs: RunsArgument,
+    root: RootOption = DEFAULT_ROOT,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Show runs side by side: what differs in their recipes and results, and as a page with curves over tokens."""
+    from tasks.compare import comparison, comparison_tables, comparison_url
+
+    with mistakes():
+        place = Root.of(root)
+        made = comparison(place, runs)
+        for table in comparison_tables(made):
+            out.print(table)
+        url = comparison_url(place, made)
+        out.print(f"page: {url}")
+        if browser:
+            webbrowser.open(url)
+
+
+def approve(
+    run: Annotated[str, typer.Argument(help="A run whose promotion waits for a person.")],
+    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse instead.")] = False,
+    by: Annotated[str, typer.Option(help="Who decides; default: you.", show_default=False)] = "",
+    comment: Annotated[str, typer.Option(help="Why.")] = "",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Decide on a promotion that waits for a person (promote.approval)."""
+    from tasks.approval import approve as decide
+
+    with mistakes():
+        out.print(f"{run}: {decide(Root.of(root), run, refuse, by, comment).verdict}")
+
+
+def republish(run: str, root: RootOption = DEFAULT_ROOT) -> None:
+    """Make MLflow complete for a run, from artifacts and journals alone; safe to repeat."""
+    from tasks.republish import republish as publish
+
+    with mistakes():
+        done = publish(Root.of(root), run)
+        out.print(f"{run}: {done.runs} MLflow runs, {done.points:,} points, {done.versions} model versions")
+        if done.gone:
+            out.print(f"[yellow]{done.gone} steps are not there any more: their artifacts were deleted[/]")
+
+
+def retention(
+    keep_runs: Annotated[int, typer.Option(min=1, help="Newest runs of each family that are kept.")] = 5,
+    older_than: Annotated[str, typer.Option(help="Only what is older than this: 12 h, 7 d.")] = "7 d",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without, only list.")] = False,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Delete artifacts that no kept run, alias or live process stands on; lists them unless told to delete."""
+    from flows.retention import clean_up
+    from tasks.console import TerminalConsole
+
+    with mistakes():
+        out.print(clean_up(Root.of(root), keep_runs, older_than, not delete, TerminalConsole()))

@@ -1,0 +1,42 @@
+"""What the operating system gives processes that belong together: an end with the parent, free ports to meet on, and a
+name of the boot that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(number: int) -> None:
+    """Have the kernel send signal `number` to this process when the thread that started it ends, even by SIGKILL.
+
+    Only Linux can; elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def boot_id() -> str:
+    """Return what differs from boot to boot of this machine. Raises OSError where there is no /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports of loopback that nothing listens on now; somebody else may take one before it is used."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def free_port() -> int:
+    """Return a port of loopback that nothing listens on now."""
+    return free_ports(1)[0]

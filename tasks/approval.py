@@ -1,0 +1,169 @@
+"""Ask a person whether a model that passed the gate is to take over.
+
+A flow run of a deployment is suspended: its process ends, nothing waits, and *Resume* in Prefect shows a form; then
+the flow is started again, reuses every step, and is given the answer here. Prefect suspends only flow runs of
+deployments, so elsewhere a terminal is asked, and without one the run ends with a challenger on which `herd approve`
+decides. What this gives up: who may approve is up to who may reach Prefect or the root.
+"""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+from rich.markup import escape
+from rich.prompt import Confirm, Prompt
+
+from tasks.console import TerminalConsole
+from tasks.events import emit, resource_id
+from tasks.promotions import APPROVAL, WAITS, Approval, Promotion, last_promotion
+from tasks.runs import now
+
+if TYPE_CHECKING:
+    from prefect.input import RunInput
+
+    from storage.root import Root
+    from tasks.registry import Registry
+    from tasks.step import Context
+
+
+def ask(context: Context, promotion: Promotion) -> Approval | None:
+    """Return what a person decides on the model, or None if nobody can be asked here.
+
+    In a flow run of a deployment that nobody has answered yet this ends the process (Prefect's `Pause`).
+    """
+    from prefect.runtime import deployment
+
+    payload = {"run": promotion.run, "root": context.root.uri, "artifact": promotion.artifact}
+    emit("herd.approval.wanted", resource_id(promotion.artifact), promotion.artifact, payload)
+    if deployment.id:
+        context.console.say(f"  {'':<18}[cyan]suspended; answer with Resume on the page of this flow run[/]")
+        return _from_form(promotion)
+    if isinstance(context.console, TerminalConsole) and context.console.rich.is_terminal and sys.stdin.isatty():
+        return _from_terminal(context.console, promotion)
+    context.console.say(f"  {'':<18}[cyan]decide with: herd approve {promotion.run} [--refuse] --comment WHY[/]")
+    return None
+
+
+def _from_form(promotion: Promotion) -> Approval:
+    from prefect.flow_runs import suspend_flow_run
+
+    form = approval_form().with_initial_data(description=question(promotion))
+    answer = suspend_flow_run(wait_for_input=form, key=f"approve-{promotion.digest[:16]}")
+    decision, name, comment = (getattr(answer, field) for field in ("decision", "name", "comment"))
+    return Approval(approved=decision == "approve", by=name, comment=comment, time=now())
+
+
+def approval_form() -> type[RunInput]:
+    """Return the form that Prefect shows at *Resume*."""
+    from prefect.input import RunInput
+
+    class Answer(RunInput):
+        """The person's decision."""
+
+        decision: Literal["approve", "refuse"] = Field(
+            title="Decision",
+            description="approve: the model takes over. refuse: it stays a candidate.",
+            json_schema_extra={"position": 0},
+        )
+        name: str = Field(
+            min_length=1, title="Your name", description="Kept with the decision.", json_schema_extra={"position": 1}
+        )
+        comment: str = Field(
+            default="", title="Comment", description="Why; kept with the decision.", json_schema_extra={"position": 2}
+        )
+
+    return Answer
+
+
+def question(promotion: Promotion) -> str:
+    """Return what a person has to know, as markdown."""
+    rules = [row for row in promotion.decision.rows if row.metric != APPROVAL]
+    rows = [f"| {row.metric} | {row.rule} | {row.reason.replace('|', '/')} |" for row in rules]
+    against = f"`{promotion.champion}`" if promotion.champion else "none yet"
+    return "\n".join([
+        f"**{promotion.family} version {promotion.version}** of run **{promotion.run}** passed the gate. "
+        f"Shall it become the **{promotion.alias}**?",
+        "",
+        f"model `{promotion.artifact}`, {promotion.alias} so far: {against}",
+        "",
+        "| metric | rule | result |",
+        "|---|---|---|",
+        *rows,
+    ])  # fmt: skip
+
+
+def _from_terminal(console: TerminalConsole, promotion: Promotion) -> Approval:
+    target = f"{promotion.family} version {promotion.version}"
+    approved = Confirm.ask(f"  make {escape(target)} the {promotion.alias}?", console=console.rich, default=False)
+    comment = Prompt.ask("  comment", console=console.rich, default="", show_default=False)
+    return Approval(approved=approved, by=getpass.getuser(), comment=comment, time=now())
+
+
+def approve(root: Root, run: str, refuse: bool, by: str = "", comment: str = "") -> Promotion:
+    """Decide on the model of a run that waits for approval (`herd approve`) and return the decision.
+
+    Raises ValueError if the run does not wait, if a process works on it, if MLflow is away, or if the champion has
+    changed since the gate compared the model with it.
+    """
+    from storage.lease import LeaseHeld, lease
+    from tasks.promote import settle
+    from tasks.registry import Registry
+    from tasks.runs import Runs
+    from tasks.tracking import Tracker
+
+    runs = Runs(root)
+    record = runs.find(run)
+    approval = Approval(approved=not refuse, by=by or getpass.getuser(), comment=comment, time=now())
+    try:
+        with lease(root, f"runs/{run}", f"approval by {approval.by}"):
+            promotion = _waiting(root, run)
+            tracker = Tracker(root, record.family)
+            if not tracker.wait_until_available(60, print):
+                raise ValueError(f"approve: MLflow at {tracker.uri} does not answer; start it and try again")
+            registry = Registry(tracker)
+            _check_champion(registry, promotion)
+            settled = promotion.decided(approval, now())
+            settle(root, runs, runs.find(run), registry, settled)
+    except LeaseHeld as error:
+        raise ValueError(f"approve: run {run} is being worked on: {error}; answer there, or wait") from error
+    _resume(record.prefect_run, approval)
+    return settled
+
+
+def _waiting(root: Root, run: str) -> Promotion:
+    promotion = last_promotion(root, run)
+    if promotion is None or promotion.verdict != WAITS:
+        verdict = f"it is {promotion.verdict}" if promotion else "it has no decision yet"
+        raise ValueError(f"approve: run {run} does not wait for approval: {verdict}")
+    return promotion
+
+
+def _check_champion(registry: Registry, promotion: Promotion) -> None:
+    """Refuse to approve on the ground of a comparison with a model that is not the champion any more."""
+    champion = registry.holder(promotion.alias)
+    label = champion.tags.get("herd.artifact", "") if champion is not None else ""
+    if label != promotion.champion:
+        raise ValueError(
+            f"approve: the {promotion.alias} is {label or 'nobody'} now, and {promotion.run} was compared with "
+            f"{promotion.champion or 'nobody'}; have the gate judge it again: herd rerun {promotion.run} --from promote"
+        )
+
+
+def _resume(flow_run: str, approval: Approval) -> None:
+    """Let a suspended flow run of the same run go on, so that it ends; it finds the decision made."""
+    from prefect.settings import PREFECT_API_URL
+
+    if not flow_run or not PREFECT_API_URL.value():
+        return
+    from uuid import UUID
+
+    from prefect.flow_runs import resume_flow_run
+
+    decision = "approve" if approval.approved else "refuse"
+    try:
+        resume_flow_run(UUID(flow_run), run_input={"decision": decision, "name": approval.by, "comment": ""})
+    except Exception:  # not suspended, or no server: the decision stands without it
+        return

@@ -1,0 +1,195 @@
+"""Make MLflow show a run again, from its record, artifacts, journals and decisions alone: into an empty server too.
+
+Used by `herd republish RUN`, and by a run itself when MLflow was away and answers again. It sends everything: points
+carry the time they were recorded with, runs are found by their tags and models by their artifact, so whatever MLflow
+has already stays single. What it cannot know it leaves out: a step that failed left no artifact and so no run, the
+journal of a stage that still trains is on the machine that supervises it, and MLflow gives model versions its own
+numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from llama3.recipe.load import resolved
+from llama3.train.journal import read_journal
+from storage.artifact import Artifact, Store, flatten
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.project import Shown, Thinning, checkpoint_model, child_tags, project_step, send_records, step_tags
+from tasks.promotions import Promotion, promotions
+from tasks.registry import Registry
+from tasks.runs import RunRecord, Runs
+from tasks.tracking import Tracker
+
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
+"""What MLflow calls the state of a run that ended."""
+FILES = ("recipe.yaml", "report.html", "report.md", "data.html")
+FOLLOWED = "tracking.json"
+"""In the work folder of a stage that trains: which run shows it in MLflow, and how its points are thinned."""
+
+
+@dataclass
+class Republished:
+    """What was sent; most of it MLflow may have had already."""
+
+    runs: int = 0
+    points: int = 0
+    versions: int = 0
+    gone: int = 0
+    """Steps whose artifact is not there any more."""
+    complete: bool = True
+    """Whether MLflow answered until the end."""
+
+
+def republish(root: Root, run: str, tracker: Tracker | None = None, record: RunRecord | None = None) -> Republished:
+    """Make MLflow complete for `run`; safe at any time and any number of times.
+
+    A running run passes its own `tracker` and `record`, whose MLflow ids are set. Raises ValueError if there is no such
+    run, or MLflow does not answer.
+    """
+    runs = Runs(root)
+    mine = record or runs.find(run)
+    tracker = tracker or Tracker(root, mine.family)
+    if not tracker.wait_until_available(0, lambda text: None):
+        raise ValueError(f"MLflow at {tracker.uri} does not answer; start it (herd up) and publish {run} again")
+    tracker.reach.stale = False
+    before = mine.model_copy(deep=True)
+    done = _Publisher(root, runs, mine, tracker).publish()
+    done.complete = not tracker.stale
+    if record is None and mine.state != "running":  # the record of a running run is its own to write
+        mine.mlflow_stale = tracker.stale
+        if mine != before:
+            runs.save(mine)
+    return done
+
+
+class _Publisher:
+    """One publishing of one run."""
+
+    def __init__(self, root: Root, runs: Runs, record: RunRecord, tracker: Tracker) -> None:
+        self.root, self.runs, self.record, self.tracker = root, runs, record, tracker
+        self.store: Store = open_store(root)
+        self.done = Republished()
+        self.tags = self._tags()
+
+    def publish(self) -> Republished:
+        self._run()
+        steps = list(self.record.steps)
+        for step in steps:
+            self._step(step)
+        for folder in sorted(self.root.file("work").glob(f"*/{FOLLOWED}")):
+            self._stage_in_progress(folder)
+        for decision in {found.artifact: found for found in promotions(self.root, self.record.name)}.values():
+            self._promotion(decision)
+        if self.done.versions:
+            decisions = promotions(self.root)
+            self.tracker.reach.attempt(lambda: Registry(self.tracker).show_aliases(decisions), None)
+        self._end()
+        return self.done
+
+    def _tags(self) -> dict[str, str]:
+        """Return the tags of the run: what was written down when it was opened, and what its record says."""
+        record = self.record
+        known = {
+            "herd.run": record.name,
+            "recipe.digest": record.recipe_digest[:16],
+            "code.commit": record.code,
+            "prefect.flow_run_id": record.prefect_run,
+            "attempts": str(record.attempts),
+            **({"verdict": record.verdict} if record.verdict else {}),
+        }
+        return {**self.tracker.noted_tags(record.name), **known}
+
+    def _run(self) -> None:
+        record, tracker = self.record, self.tracker
+        params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
+        handle = tracker.open_run(record.name, self.tags, params, start=_time(record.started))
+        tracker.log_params(handle, params)
+        record.mlflow_run, record.mlflow_experiment = handle, tracker.experiment
+        self.done.runs += 1
+        for file in FILES:
+            path = self.runs.place(record.name) / file
+            if not path.is_file() and (data := self.root.read("runs", record.name, file)) is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            if path.is_file():
+                tracker.log_file(handle, path)
+
+    def _step(self, step: str) -> None:
+        entry = self.record.steps[step]
+        try:
+            artifact = self.store.at(entry.artifact)
+        except ValueError:
+            self.done.gone += 1
+            return
+        made = not entry.outcome.startswith("reused")
+        start = artifact.created - artifact.manifest.seconds if made else _time(self.record.started)
+        child = self._child(step_tags(step, artifact.manifest.kind, artifact.key), start)
+        self.done.points += project_step(Shown(self.tracker, self.store, self.record, step, artifact, child))
+        self.tracker.close(child, "FINISHED", artifact.created if made else start)
+        entry.mlflow_run = child
+
+    def _stage_in_progress(self, path: Path) -> None:
+        """Publish the journal of a stage that is not finished, if it is this run's."""
+        followed: dict[str, Any] = json.loads(path.read_text())
+        if followed["run"] != self.record.name or followed["tags"]["stage"] in self.record.steps:
+            return
+        child = self._child(followed["tags"], _time(self.record.started))
+        thinning = Thinning(followed["steps"], followed["end"])
+        records = read_journal(path.with_name("journal.jsonl"))
+        self.done.points += send_records(self.tracker, [self.record.mlflow_run, child], records, thinning)
+        if self.record.state != "running":
+            self.tracker.close(child, STATUS[self.record.state], _time(self.record.ended))
+
+    def _promotion(self, decision: Promotion) -> None:
+        """Publish a decision on a model: its MLflow run, the model version, and the gate's table."""
+        scored = self._judged(decision.artifact)
+        if scored is None:
+            self.done.gone += 1
+            return
+        checkpoint, evaluation = scored
+        child = self._child(step_tags("promote", "promotion", evaluation.key), _time(decision.time))
+        self.tracker.set_tags(child, {"verdict": decision.verdict})
+        model = checkpoint_model(self.tracker, [child], checkpoint)
+
+        def version() -> int:
+            registry = Registry(self.tracker)
+            made = registry.version(checkpoint, self.record.name, child, model)
+            registry.note(str(made.version), decision.tags)
+            return 1
+
+        self.done.versions += self.tracker.reach.attempt(version, 0)
+        self.tracker.close(child, "FINISHED", _time(decision.time))
+
+    def _judged(self, label: str) -> tuple[Artifact, Artifact] | None:
+        """Return the checkpoint that was judged and its evaluation, or None if either is gone."""
+        try:
+            checkpoint = self.store.at(label)
+            made = [self.store.at(entry.artifact) for entry in self.record.steps.values() if _is_evaluation(entry)]
+        except ValueError:
+            return None
+        found = [artifact for artifact in made if artifact.manifest.inputs.get("checkpoint") == checkpoint.key]
+        return (checkpoint, found[-1]) if found else None
+
+    def _child(self, tags: dict[str, str], start: float) -> str:
+        self.done.runs += 1
+        own = child_tags(self.tags, tags["stage"], tags["kind"], tags["artifact.key"])
+        return self.tracker.open_child(self.record.mlflow_run, self.record.name, own, start)
+
+    def _end(self) -> None:
+        record = self.record
+        if record.state != "running":
+            self.tracker.close(record.mlflow_run, STATUS[record.state], _time(record.ended) if record.ended else None)
+
+
+def _is_evaluation(entry: Any) -> bool:
+    return bool(entry.artifact.startswith("evaluation/"))
+
+
+def _time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

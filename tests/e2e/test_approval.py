@@ -1,0 +1,148 @@
+"""A person has the last word on a promotion: in Prefect's form, or by `herd approve`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.deployments.runner import RunnerDeployment
+from prefect.flow_runs import resume_flow_run
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from storage.root import Root
+from tasks.promotions import APPROVAL, CHALLENGER, WAITS, Promotion, last_promotion
+from tasks.registry import Registry
+from tasks.runs import Runs
+from tasks.tracking import Tracker
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
+
+ASKED = "promote.approval=person"
+
+
+@pytest.fixture(scope="module")
+def herd(herd: Herd, new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> Herd:
+    """A root of this module's own, with a champion: what is decided here would change what other modules find."""
+    made = new_herd(tmp_path_factory.mktemp("approval") / "root")
+    copy_artifacts(herd, made.root, "checkpoint/*", "evaluation/*")
+    made("run", made.recipe)
+    return made
+
+
+@pytest.fixture
+def client(herd: Herd) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: herd.api}), get_client(sync_client=True) as found:
+        yield found
+
+
+def newest(herd: Herd) -> str:
+    return Runs(Root.of(herd.root)).all()[-1].name
+
+
+def decision(herd: Herd, run: str) -> Promotion:
+    found = last_promotion(Root.of(herd.root), run)
+    assert found is not None
+    return found
+
+
+def holder(herd: Herd, alias: str) -> str:
+    version = Registry(Tracker(Root.of(herd.root), "tiny")).holder(alias)
+    return "" if version is None else str(version.tags["herd.artifact"])
+
+
+def execute(herd: Herd, client: SyncPrefectClient, flow_run: UUID) -> State:
+    """Do what a worker does with a flow run, and return the state in which it leaves it."""
+    command = [sys.executable, "-m", "prefect", "flow-run", "execute", str(flow_run)]
+    environment = {**herd.environment, "PREFECT_API_URL": herd.api}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    state = client.read_flow_run(flow_run).state
+    assert state is not None, done.stdout + done.stderr
+    return state
+
+
+@pytest.mark.slow
+def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd, client: SyncPrefectClient) -> None:
+    champion = holder(herd, "champion")
+    deployment = RunnerDeployment.from_entrypoint("flows/pipeline.py:pipeline", name="approval").apply()
+    assert isinstance(deployment, UUID)
+    changes = [ASKED, "stages.anneal.average=last 3"]
+    config = {"recipe": herd.recipe, "overrides": changes, "root": str(herd.root), "cluster": {"threads": 1}}
+    flow_run = client.create_flow_run_from_deployment(deployment, parameters={"config": config}).id
+
+    state = execute(herd, client, flow_run)
+    assert (state.type.value, state.name) == ("PAUSED", "Suspended")
+    run = client.read_flow_run(flow_run).name
+    waiting = decision(herd, run)
+    assert (waiting.verdict, waiting.champion) == (WAITS, champion)
+    assert not waiting.decision.accepted
+    assert waiting.decision.refusals == ["waits for approval by a person"]
+    assert (holder(herd, CHALLENGER), holder(herd, "champion")) == (waiting.artifact, champion)
+    assert "challenger" in herd("status")
+
+    for wrong in ({"decision": "perhaps", "name": "Ada"}, {"decision": "approve", "name": ""}, {}):
+        with pytest.raises(RuntimeError, match="Validation failed"):
+            resume_flow_run(flow_run, run_input=wrong)
+    resume_flow_run(flow_run, run_input={"decision": "approve", "name": "Ada", "comment": "reads well"})
+    assert execute(herd, client, flow_run).name == "Completed"
+
+    done = decision(herd, run)
+    assert done.approval is not None
+    assert (done.verdict, done.approval.by, done.approval.comment) == ("promoted", "Ada", "reads well")
+    assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (done.artifact, "")
+    ended = record(herd, run)
+    assert (ended.state, ended.verdict, newest(herd)) == ("finished", "promoted", run)  # no second run was begun
+    version = Registry(Tracker(Root.of(herd.root), "tiny")).holder("champion")
+    assert version is not None
+    assert "approved by Ada" in version.tags["gate.approval.person"]
+
+
+@pytest.mark.slow
+def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_decides(herd: Herd) -> None:
+    champion = holder(herd, "champion")
+    printed = herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 4")
+    run = newest(herd)
+    assert f"decide with: herd approve {run}" in printed
+    assert record(herd, run).verdict == WAITS
+    assert holder(herd, CHALLENGER) == decision(herd, run).artifact
+
+    herd("approve", run, "--refuse", "--by", "Ada", "--comment", "not yet")
+    done = decision(herd, run)
+    assert done.approval is not None
+    assert (done.verdict, done.approval.comment, record(herd, run).verdict) == ("refused", "not yet", "refused")
+    assert [row.passed for row in done.decision.rows if row.metric == APPROVAL] == [False]
+    assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (champion, "")
+    printed = herd("approve", run, status=2)
+    assert f"run {run} does not wait for approval: it is refused" in printed
+
+    printed = herd("rerun", run, "--from", "promote")
+    assert record(herd, newest(herd)).verdict == WAITS  # a new run, so a new question
+
+
+@pytest.mark.slow
+def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refused(herd: Herd) -> None:
+    herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 5")
+    run = newest(herd)
+    registry = Registry(Tracker(Root.of(herd.root), "tiny"))
+    if record(herd, run).verdict != WAITS:
+        pytest.fail(f"the gate refused it: {decision(herd, run).decision.refusals}")
+    former = registry.holder("champion")
+    challenger = registry.holder(CHALLENGER)
+    assert former is not None
+    assert challenger is not None
+    try:
+        registry.promote(str(challenger.version), "champion")
+        printed = herd("approve", run, status=2)
+        assert "herd rerun" in printed
+        assert f"the champion is {decision(herd, run).artifact} now" in printed
+    finally:
+        registry.promote(str(former.version), "champion")
+
+
+def test_this_process_asks_no_server() -> None:
+    """Else the approvals above would go to whichever server this machine has."""
+    assert "PREFECT_API_URL" not in os.environ

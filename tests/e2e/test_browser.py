@@ -1,0 +1,213 @@
+"""The pages as people see them: a browser fills in the form, watches a run, retries it, and opens the comparison.
+
+What the UI sends is not what its API takes: it sends back every default and leaves out what was emptied. A hidden field
+once made the form of `pipeline` useless, and a table without a column name an artifact that would not open; only a
+browser notices. Screenshots are kept in HERD_SCREENSHOTS, or the test's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.objects import FlowRun
+
+import tasks.compare
+from storage.root import Root
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
+from tests.e2e.up import Up, await_true, running_up
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[dev]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SLOW_MS = 60_000
+"""For a page whose server shares two processors with a trainer."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the pages are not looked at"),
+]
+
+
+@dataclass
+class Pages:
+    """A browser on a running `herd up`."""
+
+    page: Any
+    folder: Path
+    prefect: str
+
+    def open(self, path: str) -> None:
+        self.page.goto(f"{self.prefect}/v2/{path}")
+
+    def rest(self) -> None:
+        """Show nothing: drawing the time line of a running flow takes as much of the processor as the flow."""
+        self.page.goto("about:blank")
+
+    def keep(self, name: str, whole: bool = False) -> None:
+        """Keep a screenshot once what moves on the page has come to rest."""
+        self.page.wait_for_timeout(800)
+        self.page.screenshot(path=str(self.folder / f"{name}.png"), full_page=whole)
+
+    def fill(self, title: str, text: str) -> None:
+        self.page.get_by_label(f"{title} (Optional)", exact=True).fill(text)
+
+    def add(self, after: str, text: str) -> None:
+        """Add `text` to the list with the heading `after`."""
+        heading = self.page.get_by_text(f"{after} (Optional)", exact=True)
+        heading.locator("xpath=following::button[normalize-space()='Add item'][1]").click()
+        heading.locator("xpath=following::textarea[1]").fill(text)
+
+    def press(self, name: str, within: str = "button") -> None:
+        self.page.get_by_role(within, name=name, exact=True).click()
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        self.page.get_by_text(text, exact=True).first.wait_for(timeout=seconds * 1000)
+
+    def text(self) -> str:
+        return str(self.page.inner_text("body"))
+
+
+@pytest.fixture(scope="module")
+def up(herd: Herd, new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """`herd up` on data that is there, in which checkpoints are not evaluated on the side."""
+    made = new_herd(tmp_path_factory.mktemp("browser") / "root")
+    made.home = tmp_path_factory.mktemp("browser-home")
+    copy_artifacts(herd, made.root)
+    with running_up(made) as running:
+        running.pause_evaluations()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pages(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    folder = Path(os.environ.get("HERD_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(SLOW_MS)
+        yield Pages(page, folder, f"http://127.0.0.1:{up.ports[0]}")
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of the evaluation that cannot be read, so that a run fails late."""
+    path = tmp_path_factory.mktemp("questions") / "facts.jsonl"
+    path.write_text("{\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sent(up: Up, pages: Pages, questions: Path) -> FlowRun:
+    """The flow run that the form of `pipeline` makes; some of its fields were filled in and emptied again."""
+    pages.open("deployments")
+    pages.wait_for("retention", 60)
+    pages.keep("prefect-deployments")
+    pages.open(f"deployments/deployment/{up.client.read_deployment_by_name('pipeline/pipeline').id}/run")
+    pages.fill("Recipe", up.herd.recipe)
+    pages.fill("Peak learning rate", "2e-3")
+    for title in ("Seed", "Stop after", "Warm-up"):
+        pages.fill(title, "1")
+        pages.fill(title, "")
+    pages.fill("Root", str(up.herd.root))
+    pages.fill("Threads", "1")
+    pages.fill("Memory for data", "")
+    pages.add("Other changes", f"evaluate.tasks=[{questions}]")
+    pages.keep("prefect-form", whole=True)
+    pages.press("Submit")
+    named = DeploymentFilter(name=DeploymentFilterName(any_=["pipeline"]))
+    try:
+        found = await_true(lambda: up.client.read_flow_runs(deployment_filter=named), "a flow run", 20)
+    except AssertionError:
+        raise AssertionError(pages.text()[-600:]) from None
+    sent: FlowRun = found[0]
+    return sent
+
+
+def test_the_form_sends_what_was_filled_in_and_no_nulls(sent: FlowRun, up: Up) -> None:
+    config = sent.parameters["config"]
+    assert (config["recipe"], config["root"], config["change"]["peak"]) == (up.herd.recipe, str(up.herd.root), "2e-3")
+    assert config["cluster"]["threads"] == 1
+    assert "None" not in str(config)
+    assert not {"rerun_of", "from_step", "until"} & set(config)
+
+
+def test_a_failed_run_is_retried_from_the_menu_and_goes_on(
+    up: Up, pages: Pages, sent: FlowRun, questions: Path
+) -> None:
+    pages.open(f"runs/flow-run/{sent.id}")
+    pages.wait_for("Running", 60)
+    pages.rest()
+    up.await_state(sent.id, "FAILED", seconds=200)
+    pages.open(f"runs/flow-run/{sent.id}")
+    pages.wait_for("Failed", 60)
+    pages.keep("prefect-failed")
+    before = up.record_of(sent)
+    assert (before.state, list(before.steps)[-1]) == ("failed", "main")
+
+    questions.write_text('{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n')
+    pages.page.locator("button[aria-haspopup=menu]").first.click()
+    pages.keep("prefect-menu")
+    pages.press("Retry", "menuitem")
+    pages.press("Retry")
+    await_true(lambda: up.client.read_flow_run(sent.id).state_name != "Failed", "the retry", 60)
+    pages.rest()
+    up.await_state(sent.id, "COMPLETED", seconds=150)
+    pages.open(f"runs/flow-run/{sent.id}")
+    pages.wait_for("Completed", 60)
+    record = up.record_of(sent)
+    assert (record.name, record.state, record.attempts) == ("tiny-1", "finished", 2)
+    assert record.steps["main"].artifact == before.steps["main"].artifact
+    assert up.client.read_flow_run(sent.id).run_count == 2
+    pages.keep("prefect-run")
+
+
+def test_every_page_of_the_run_opens(up: Up, pages: Pages, sent: FlowRun) -> None:
+    pages.open(f"runs/flow-run/{sent.id}")
+    pages.press("Artifacts", "tab")
+    pages.wait_for("tiny-1-steps", 30)
+    pages.keep("prefect-artifacts", whole=True)
+    shown = {"plan": "Plan of tiny", "tiny-1-main-result": "SHA-256 of the model", "tiny-1-steps": "evaluate-anneal"}
+    for key, text in {**shown, "tiny-1-scores": "bpb/math", "mlflow-run": "MLflow run tiny-1"}.items():
+        pages.open(f"artifacts/artifact/{_page(up, sent.id, key)}")
+        pages.page.get_by_text(text).first.wait_for()
+        pages.keep(f"prefect-page-{key}")
+
+
+def _page(up: Up, flow_run: UUID, key: str) -> str:
+    """Return the id of the newest page of the flow run with that key."""
+    asked = {"artifacts": {"flow_run_id": {"any_": [str(flow_run)]}, "key": {"any_": [key]}}, "sort": "CREATED_DESC"}
+    answer = up.client._client.post("/artifacts/filter", json=asked)  # the client's own filters know no sort
+    return str(answer.json()[0]["id"])
+
+
+def test_mlflow_draws_the_prepared_comparison(
+    up: Up, pages: Pages, sent: FlowRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.rest()
+    again = up.start("rerun/rerun", run="tiny-1", change={"stages": [{"name": "anneal", "length": "32Ki"}]})
+    up.await_state(again.id, "COMPLETED", seconds=150)
+    server = f"http://127.0.0.1:{up.ports[1]}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    root = Root.of(up.herd.root)
+    url = tasks.compare.comparison_url(root, tasks.compare.comparison(root, ["tiny-1", "tiny-2"]))
+    assert url.startswith(f"{server}/#/experiments/")
+    pages.page.goto(url)
+    pages.wait_for("Loss by domain", 60)
+    pages.page.locator(".js-plotly-plot").first.wait_for()
+    assert {"Loss", "Throughput", "tiny-1", "tiny-2"} <= set(pages.text().split("\n"))
+    pages.keep("mlflow-compare")
+    record = up.runs.find("tiny-2")
+    pages.page.goto(
+        f"{server}/#/experiments/{record.mlflow_experiment}/runs/{record.mlflow_run}?workflowType=machine_learning"
+    )
+    pages.wait_for("tiny-2", 60)
+    pages.keep("mlflow-run")

@@ -1,0 +1,245 @@
+"""Whatever is killed, in whatever order: no orphan trainer, true states, and in the end the bytes of a quiet run.
+
+A real Prefect server with its automations, a real worker, the real flow. One run dies several deaths in a row, because
+every beginning costs seconds; each death is waited for until the run trains again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import AwaitingRetry, Cancelling
+
+from flows.children import POOL, worker_command
+from flows.resume import AUTO_RESUME
+from flows.setup import WATCHED, setup
+from storage.root import Root
+from tasks.reconcile import reconcile
+from tasks.runs import RunRecord, Runs
+from tasks.tracking import Tracker
+from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+PATIENCE_S = 120
+"""The figure: kill -9 of engine, trainer and worker together, until training resumes."""
+
+
+class Place:
+    """One root, the worker that serves it, and one flow run."""
+
+    def __init__(self, herd: Herd, client: SyncPrefectClient) -> None:
+        self.herd, self.client, self.root = herd, client, Root.of(herd.root)
+        self.tracker = Tracker(self.root, "tiny")
+        self.workers: list[subprocess.Popen[bytes]] = []
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        words = [*worker_command(), "--work-queue", "default"]
+        timing = {"PREFECT_WORKER_QUERY_SECONDS": "3", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+        with (self.herd.root / "worker.log").open("ab") as log:
+            self.workers.append(
+                subprocess.Popen(
+                    words,
+                    stdout=log,
+                    stderr=log,
+                    env={**self.herd.environment, **timing, "PREFECT_API_URL": self.herd.api},
+                    start_new_session=True,
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` ignores it
+                )
+            )
+        return self.workers[-1]
+
+    def begin(self) -> None:
+        """Create the flow run."""
+        deployment = self.client.read_deployment_by_name("pipeline/takeover")
+        config = {"recipe": self.herd.recipe, "root": self.root.uri, "cluster": {"threads": 1}}
+        made = self.client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
+        self.id: UUID = made.id
+
+    def record(self) -> RunRecord:
+        return Runs(self.root).find("tiny-1")
+
+    def engine(self) -> int:
+        """Return the process that works on the run, or 0; a lease names us last once we have settled the run."""
+        text = self.root.read("leases", "runs", "tiny-1")
+        pid = int(json.loads(text)["pid"]) if text else 0
+        return pid if pid not in (0, os.getpid()) and psutil.pid_exists(pid) else 0
+
+    def trains(self, attempt: int, steps: int) -> None:
+        """Wait until attempt `attempt` has recorded a step and the stage `main` has `steps`."""
+        began = journal_lines(self.herd.root, "main")
+        wait_for(lambda: self._attempt() >= attempt and bool(self._trainers()), f"attempt {attempt}", PATIENCE_S)
+        wanted = max(steps, began + 1)
+        wait_for(lambda: journal_lines(self.herd.root, "main") >= wanted, f"{wanted} steps", 60)
+
+    def _attempt(self) -> int:
+        try:
+            return self.record().attempts
+        except ValueError:
+            return 0
+
+    def _trainers(self) -> list[psutil.Process]:
+        try:
+            return trainers(self.engine()) if self.engine() else []
+        except psutil.Error:
+            return []
+
+    def dies(self, *deaths: tuple[int, signal.Signals]) -> list[psutil.Process]:
+        """Send the signals; return the trainers that there were."""
+        there = self._trainers()
+        assert len(there) == 1
+        for pid, number in deaths:
+            os.kill(pid, number)
+        return there
+
+    def state(self) -> str:
+        state = self.client.read_flow_run(self.id).state
+        assert state is not None
+        return state.name or ""
+
+    def mlflow(self) -> set[str]:
+        """Return the statuses of the run in MLflow and of its steps."""
+        found = self.tracker.client.search_runs([self.tracker.experiment], "tags.`herd.run` = 'tiny-1'")
+        return {each.info.status for each in found}
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            engine = self.engine()
+            worker.kill()  # nothing if it has been waited for: its number may be another's
+            if engine:
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
+            worker.wait()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=40)[1]
+
+
+@pytest.fixture(scope="module")
+def client(
+    prefect_api: str, prefect_home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncPrefectClient]:
+    """The session's server with work pool, automations and the pipeline as a deployment."""
+    setup(Root.of(tmp_path_factory.mktemp("results")), prefect_api)
+    words = ["deploy", "flows/pipeline.py:pipeline", "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
+    words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(prefect_home)}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with temporary_settings({PREFECT_API_URL: prefect_api}), get_client(sync_client=True) as made:
+        yield made
+
+
+@pytest.fixture
+def place(herd: Herd, new_herd: NewHerd, client: SyncPrefectClient, tmp_path: Path) -> Iterator[Place]:
+    made = Place(new_herd(tmp_path / "root"), client)
+    copy_artifacts(herd, made.herd.root, "checkpoint/tiny-ramp-*")
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def test_deaths_in_a_row(place: Place, undisturbed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    worker = place.start_worker()
+    place.begin()
+
+    place.trains(attempt=1, steps=3)
+    left = place.dies((place.engine(), signal.SIGKILL))  # the worker sees it and says Crashed; the automation resumes
+    assert gone(left)
+
+    place.trains(attempt=2, steps=7)
+    left = place.dies((worker.pid, signal.SIGTERM))  # which kills the engine; nobody but the witness can say so
+    assert gone(left)
+    wait_for(lambda: place.state() in ("Crashed", "AwaitingRetry"), "Prefect to know", PATIENCE_S)
+    wait_for(lambda: place.record().state == "interrupted", "the witness", 60)
+    wait_for(lambda: "RUNNING" not in place.mlflow(), "MLflow to know", 60)
+    worker.wait(60)
+    worker = place.start_worker()
+
+    place.trains(attempt=3, steps=11)
+    (trainer,) = place._trainers()
+    left = place.dies(*((pid, signal.SIGKILL) for pid in (place.engine(), trainer.pid, worker.pid)))
+    began = time.monotonic()
+    assert gone(left)
+    worker.wait(60)
+    worker = place.start_worker()
+    place.trains(attempt=4, steps=0)
+    with capsys.disabled():
+        print(f"\nkill -9 of engine, trainer and worker together: trains again after {time.monotonic() - began:.0f} s")
+
+    place.trains(attempt=4, steps=15)
+    place.dies((worker.pid, signal.SIGKILL))  # the engine's next line of log finds a broken pipe, and rich ends it
+    worker.wait(60)
+    place.start_worker()
+    wait_for(lambda: place.state() == "Completed", "the end", 200)
+    ends(place, undisturbed)
+
+
+def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything is killed at once, the witness too: missing heartbeats are all that is left to tell."""
+    worker = place.start_worker()
+    place.begin()
+    place.trains(attempt=1, steps=3)
+    (trainer,) = place._trainers()
+    (witness,) = [child for child in psutil.Process(place.engine()).children() if "flows.witness" in child.cmdline()]
+    left = place.dies(*((pid, signal.SIGKILL) for pid in (witness.pid, place.engine(), trainer.pid, worker.pid)))
+    began = time.monotonic()
+    assert gone(left)
+    worker.wait(60)
+    place.start_worker()
+    place.trains(attempt=2, steps=0)
+    with capsys.disabled():
+        print(f"\nkill -9 of the witness too: trains again after {time.monotonic() - began:.0f} s")
+    wait_for(lambda: place.state() == "Completed", "the end", 200)
+    ends(place, undisturbed)
+
+
+def test_cancel_and_retry(place: Place, undisturbed: dict[str, str]) -> None:
+    place.start_worker()
+    place.begin()
+    place.trains(attempt=1, steps=4)
+    (trainer,) = left = place.dies()
+    trainer.kill()  # a trainer's death alone is the supervisor's business
+    wait_for(lambda: gone(left) and bool(place._trainers()), "the next trainer", 60)
+
+    left = place.dies()
+    place.client.set_flow_run_state(place.id, Cancelling())
+    wait_for(lambda: place.state() == "Cancelled", "the cancellation", PATIENCE_S)
+    assert gone(left)
+    wait_for(lambda: place.record().state == "cancelled", "the hook", 60)
+    wait_for(lambda: "RUNNING" not in place.mlflow(), "MLflow to know", 60)
+
+    place.client.set_flow_run_state(place.id, AwaitingRetry(), force=True)
+    wait_for(lambda: place.state() == "Completed", "the end", 200)
+    ends(place, undisturbed)
+
+
+def ends(place: Place, undisturbed: dict[str, str]) -> None:
+    """Check that all states are true without more ado, and that the bytes are those of the undisturbed run."""
+    found: list[Any] = reconcile(place.root, place.client, grace_s=0)
+    assert [line for line in found if line.where != "storage"] == []
+    record = place.record()
+    assert (record.state, record.verdict) == ("finished", "promoted")
+    assert place.mlflow() == {"FINISHED", "KILLED"} or place.mlflow() == {"FINISHED"}
+    assert place.tracker.client.get_run(record.mlflow_run).info.status == "FINISHED"
+    assert record.steps["main"].outcome.startswith("resumed at ")
+    assert [run.name for run in Runs(place.root).all()] == ["tiny-1"]
+    assert not place._trainers()
+    assert bytes_made(place.root, "tiny-1") == undisturbed

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefect.client.schemas.objects import State, StateType
+
+from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found, was_resumed
+from llama3.recipe.load import load_recipe
+from storage.root import Root
+from tasks.runs import Runs, StepRecord
+
+
+def attempts(amounts: list[str], resumed: list[bool]) -> list[int]:
+    """Return the count that each attempt notes, one after the other."""
+    labels: dict[str, object] = {}
+    counts = []
+    for amount, by_machine in zip(amounts, resumed, strict=True):
+        counts.append(count_fruitless(labels, amount, by_machine))
+        labels = {FOUND: amount, COUNT: counts[-1]}
+    return counts
+
+
+def test_attempts_that_find_nothing_new_are_counted_and_the_sixth_is_one_too_many() -> None:
+    counts = attempts(["5:100"] * 7, [False] + [True] * 6)
+    assert counts == [0, 1, 2, 3, 4, 5, 6]
+    assert counts[-1] > FRUITLESS
+
+
+def test_a_new_step_or_a_longer_journal_starts_the_count_again() -> None:
+    assert attempts(["0:0", "0:0", "0:0", "0:90", "0:90", "5:0"], [False] + [True] * 5) == [0, 1, 2, 0, 1, 0]
+
+
+def test_a_retry_by_a_person_starts_the_count_again() -> None:
+    assert attempts(["5:100"] * 4, [False, True, True, False]) == [0, 1, 2, 0]
+
+
+def test_who_started_an_attempt_is_told_from_its_states() -> None:
+    def state(name: str, minute: int, message: str = "") -> State[None]:
+        at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+        return State(type=StateType.SCHEDULED, name=name, timestamp=at, message=message)
+
+    first, resumed = state("Scheduled", 1), state("AwaitingRetry", 2, RESUMED)
+    assert not was_resumed([first])
+    assert was_resumed([resumed, first])
+    assert was_resumed([first, resumed, state("AwaitingConcurrencySlot", 3), state("Late", 4)])
+    assert not was_resumed([first, resumed, state("AwaitingRetry", 5)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10**9)), min_size=8, unique=True))
+@settings(max_examples=50, deadline=None)
+def test_a_run_that_always_gets_further_is_resumed_for_ever(amounts: list[tuple[int, int]]) -> None:
+    texts = [f"{steps}:{journals}" for steps, journals in sorted(amounts)]
+    assert set(attempts(texts, [False] + [True] * (len(texts) - 1))) == {0}
+
+
+def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(tmp_path: Path) -> None:
+    root, recipe = Root.of(tmp_path), load_recipe(Path("recipes/quickstart.yaml"))
+    assert found(root, recipe, "one") == "0:0"
+    record = Runs(root).begin(recipe, "code")
+    record.prefect_run = "one"
+    record.steps["collect"] = StepRecord(artifact="collected/quickstart-1a2b3c4d", outcome="made")
+    Runs(root).save(record)
+    (tmp_path / "work" / "main-1a2b3c4d").mkdir(parents=True)
+    (tmp_path / "work" / "main-1a2b3c4d" / "journal.jsonl").write_bytes(b"12345")
+    assert found(root, recipe, "one") == "1:5"
+    assert found(root, recipe, "another") == "0:5"

@@ -1,0 +1,117 @@
+"""What carries the end of a flow run to its record: hooks, and the witness of a process that was killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import psutil
+import pytest
+from prefect import flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Crashed
+
+from flows.hooks import on_cancellation, on_crashed, on_failure
+from llama3.recipe.load import load_recipe
+from storage.lease import lease
+from storage.root import Root
+from tasks.reconcile import mark_open
+from tasks.runs import RunRecord, Runs
+
+RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
+WORKS = """
+import sys, time
+from contextlib import suppress
+from flows.witness import witnessed
+from storage.lease import lease
+from storage.root import Root
+root, run = Root.of(sys.argv[1]), sys.argv[2]
+with suppress(KeyError), lease(root, f"runs/{run}", run), witnessed(root, run, 0):
+    print("works", flush=True)
+    if sys.stdin.readline() == "fail\\n":
+        raise KeyError
+"""
+
+
+@flow(name="pipeline")
+def pipeline() -> None:
+    """Its hooks are called by hand."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    return Root.of(tmp_path_factory.mktemp("root"))
+
+
+@pytest.fixture
+def run(root: Root) -> RunRecord:
+    record = Runs(root).begin(RECIPE, "code")
+    record.prefect_run = str(uuid4())
+    Runs(root).save(record)
+    mark_open(root, record.name)
+    return record
+
+
+def flow_run(root: Root, run: RunRecord, name: str = "") -> FlowRun:
+    parameters = {"config": {"root": root.uri}}
+    return FlowRun(id=UUID(run.prefect_run), flow_id=uuid4(), name=name or run.name, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("hook", "state"), [(on_cancellation, "cancelled"), (on_crashed, "interrupted"), (on_failure, "failed")]
+)
+def test_a_hook_says_how_it_ended(hook: object, state: str, root: Root, run: RunRecord) -> None:
+    for _ in range(2):
+        hook(flow=pipeline, flow_run=flow_run(root, run), state=Crashed())  # type: ignore[operator]
+        assert Runs(root).find(run.name).state == state
+
+
+def test_a_hook_finds_a_renamed_flow_run_and_leaves_others(root: Root, run: RunRecord) -> None:
+    other = run.model_copy(update={"prefect_run": str(uuid4())})
+    on_crashed(flow=pipeline, flow_run=flow_run(root, other), state=Crashed())
+    assert Runs(root).find(run.name).state == "running"
+    on_crashed(flow=pipeline, flow_run=flow_run(root, run, "my favourite"), state=Crashed())
+    assert Runs(root).find(run.name).state == "interrupted"
+
+
+def test_a_late_hook_does_not_touch_a_run_that_was_taken_up_again(root: Root, run: RunRecord) -> None:
+    with lease(root, f"runs/{run.name}", run.name):
+        on_crashed(flow=pipeline, flow_run=flow_run(root, run), state=Crashed())
+    assert Runs(root).find(run.name).state == "running"
+
+
+def test_a_hook_never_raises(run: RunRecord) -> None:
+    broken = FlowRun(id=UUID(run.prefect_run), flow_id=uuid4(), name="x", parameters={"config": {"root": 7}})
+    on_failure(flow=pipeline, flow_run=broken, state=Crashed())
+
+
+def works(root: Root, run: RunRecord) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a process that works on `run`; return it and its witness."""
+    words = [sys.executable, "-c", WORKS, root.uri, run.name]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "works\n"
+    (witness,) = psutil.Process(process.pid).children()
+    return process, witness
+
+
+def test_the_witness_of_a_killed_process_settles_its_run_and_leaves(root: Root, run: RunRecord) -> None:
+    process, witness = works(root, run)
+    witness.send_signal(signal.SIGTERM)  # as systemd does to everything in the group
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs([witness], timeout=90)
+    assert not alive
+    assert Runs(root).find(run.name).state == "interrupted"
+
+
+@pytest.mark.parametrize("word", ["end", "fail"])
+def test_the_witness_of_a_process_that_ends_by_itself_has_nothing_to_say(word: str, root: Root, run: RunRecord) -> None:
+    process, witness = works(root, run)
+    process.communicate(f"{word}\n", timeout=60)
+    _, alive = psutil.wait_procs([witness], timeout=30)
+    assert not alive
+    assert Runs(root).find(run.name).state == "running"

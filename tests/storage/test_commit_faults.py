@@ -1,0 +1,181 @@
+"""Artifacts in Swift behind a proxy that does what networks do, and writers that are killed at every request.
+
+After every fault an artifact is whole or absent, and the same commit without the fault succeeds. What is there is
+looked up at the server itself, past the proxy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from storage.janitor import tidy
+from storage.manifest import DamagedArtifact
+from storage.remote_store import open_store
+from storage.root import Root
+from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, committing, contents, design, in_scratch
+from tests.storage.fault_proxy import Fault, Rule
+from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with started(tmp_path_factory.mktemp("swift")) as running:
+        yield running
+
+
+@pytest.fixture
+def root(world: World, tmp_path: Path) -> Root:
+    world.proxy.use()
+    return Root.of(world.server.fresh()[0], str(tmp_path / "scratch"))
+
+
+@pytest.mark.parametrize("fault", [*BURSTS, "flip-sent"])
+def test_a_commit_outlasts_a_burst(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
+    method = "PUT" if fault == "flip-sent" else ""
+    (rule,) = world.proxy.use(Rule(fault, method, skip=1, times=4))
+    with world.faulty():
+        commit(root, design())
+    assert rule.done == 4
+    with world.direct():
+        assert_whole(in_scratch(root, tmp_path / "other"))
+
+
+@pytest.mark.parametrize("skip", [0, 4])
+@pytest.mark.parametrize("fault", ["error", "reset", "hang"])
+def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
+    world: World, root: Root, fault: Fault, skip: int
+) -> None:
+    (rule,) = world.proxy.use(Rule(fault, skip=skip, times=None))
+    size = len(FILES["weights.bin"]) / 2**20
+    with world.faulty(SHORT), fails_in_time(SHORT + size):
+        commit(root, design())
+    assert rule.done
+    with world.direct():
+        assert open_store(root).find(design()) is None
+        commit(root, design())
+        assert_whole(root)
+
+
+def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, root: Root) -> None:
+    (rule,) = world.proxy.use(Rule("drop-reply", "PUT", path=r"\.json$", skip=0))
+    with world.faulty():
+        made = commit(root, design())
+    assert rule.done == 1
+    with world.direct():
+        found = open_store(root).find(design())
+        assert found is not None
+        assert (found.uri, attempts(root, design())) == (made.uri, {made.uri.rsplit("/", 1)[1]})
+
+
+def test_kill_9_at_every_request_of_a_commit_leaves_all_or_nothing(world: World, root: Root, tmp_path: Path) -> None:
+    with world.faulty():
+        commit(root, design(kill="never"))
+    requests = world.proxy.log[:]
+    commits = next(k for k, request in enumerate(requests) if request.startswith("PUT") and request.endswith(".json"))
+    with world.direct():
+        found = [killed_at(world, root, tmp_path, k) for k in range(len(requests))]
+        assert found == [k > commits for k in range(len(requests))], requests
+        left = [attempts(root, design(kill=k)) for k in range(len(requests))]
+        assert len(left[commits]) == 2, "killed at its manifest: all files of the first attempt are there"
+        assert tidy(root, AT_ONCE).attempts == sum(len(names) - 1 for names in left)
+        assert all(len(attempts(root, design(kill=k))) == 1 for k in range(len(requests)))
+
+
+def killed_at(world: World, root: Root, folder: Path, k: int) -> bool:
+    """Kill a process at request `k` of its commit; return whether another machine then finds the artifact, whole."""
+    intent = design(kill=k)
+    process, go = committing(world.variables(), in_scratch(root, folder / f"killed-{k}"), intent)
+    (rule,) = world.proxy.use(Rule("kill", skip=k, pid=process.pid or 0))
+    go.set()
+    process.join(60)
+    assert (process.exitcode, rule.done) == (-9, 1), f"request {k}: {world.proxy.log}"
+    artifact = open_store(in_scratch(root, folder / f"reader-{k}")).find(intent)
+    assert artifact is None or contents(artifact) == FILES
+    assert contents(commit(in_scratch(root, folder / f"next-{k}"), intent)) == FILES
+    return artifact is not None
+
+
+def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, root: Root, tmp_path: Path) -> None:
+    rules = world.proxy.use(
+        Rule("slow-down", times=3, skip=5), Rule("drop-reply", "PUT", path=r"\.json$", times=2), Rule("reset", skip=9)
+    )
+    roots = [in_scratch(root, tmp_path / f"writer-{number}") for number in range(4)]
+    with world.faulty(), ThreadPoolExecutor(len(roots)) as pool:
+        made = list(pool.map(lambda mine: commit(mine, design()), roots))
+    assert all(rule.done for rule in rules)
+    with world.direct():
+        assert all(contents(artifact) == FILES for artifact in made)
+        tidy(root, AT_ONCE)
+        found = assert_whole(in_scratch(root, tmp_path / "reader"))
+        assert attempts(root, design()) == {found}
+
+
+# Bringing
+
+
+@pytest.mark.parametrize("fault", [*BURSTS, *IN_BODIES, "flip"])
+def test_what_is_brought_is_what_was_committed(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
+    with world.faulty():
+        commit(root, design())
+        (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=2))
+        assert_whole(in_scratch(root, tmp_path / "other"))
+    assert rule.done == 2
+
+
+def test_a_manifest_that_comes_changed_is_read_again_and_stays(world: World, root: Root) -> None:
+    for flips in (1, 2):
+        with world.faulty():
+            commit(root, design(flips=flips))
+            (rule,) = world.proxy.use(Rule("flip", "GET", path=r"\.json$", times=flips))
+            first = open_store(root).find(design(flips=flips))
+            assert (first is not None) == (flips == 1), "two in a row look like a damaged one: made again"
+            assert rule.done == flips
+            assert open_store(root).find(design(flips=flips)) is not None
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate", "hang", "error"])
+def test_a_file_that_never_comes_right_is_never_there(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
+    other = in_scratch(root, tmp_path / "other")
+    with world.faulty(SHORT):
+        commit(root, design())
+        (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=None))
+        artifact = open_store(other).find(design())
+        assert artifact is not None
+        with fails_in_time(SHORT + 1, DamagedArtifact if fault == "flip" else OSError):
+            artifact.path  # noqa: B018
+        assert rule.done
+        assert not (artifact.folder / "weights.bin").exists()
+        world.proxy.use()
+        assert contents(artifact) == FILES
+
+
+def test_a_bit_that_flips_on_the_servers_disk_is_found(world: World, root: Root, tmp_path: Path) -> None:
+    other = in_scratch(root, tmp_path / "other")
+    with world.direct():
+        rotten = os.urandom(2**20 + 99)
+        commit(root, design(), {**FILES, "weights.bin": rotten})
+        places = [path for path in world.server.folder.rglob("*.data") if path.stat().st_size == len(rotten)]
+        (place,) = [path for path in places if path.read_bytes() == rotten]
+        with place.open("r+b") as file:
+            file.seek(500_000)
+            file.write(bytes([rotten[500_000] ^ 1]))
+        artifact = open_store(other).find(design())
+        assert artifact is not None
+        with pytest.raises(DamagedArtifact, match="weights"):
+            artifact.path  # noqa: B018
+        assert not (artifact.folder / "weights.bin").exists()
+
+
+def assert_whole(root: Root) -> str:
+    """Check the artifact of `design()` as a machine finds it that has nothing yet; return its attempt."""
+    found = open_store(root).find(design())
+    assert found is not None
+    assert contents(found) == FILES
+    return found.uri.rsplit("/", 1)[1]

@@ -1,0 +1,113 @@
+"""What the janitor removes, and what it leaves, against moto on loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.artifact import Artifact, Design
+from storage.filesystem import filesystem_of
+from storage.janitor import Tidied, tidy
+from storage.objects import files_below, put_bytes, remove
+from storage.remote_store import open_store
+from storage.root import Root
+from tests.storage.commit_samples import AT_ONCE
+from tests.storage.s3 import moto
+
+NOTHING = Tidied(0, 0, 0, 0, 0)
+LATER = 3600
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with moto(tmp_path_factory.mktemp("moto")) as uri:
+        yield uri
+
+
+@pytest.fixture
+def root(bucket: str, tmp_path: Path) -> Root:
+    return Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path))
+
+
+def build(root: Root, number: int = 1) -> Artifact:
+    intent = Design("curated", "web", 1, {"number": number}, {})
+    store = open_store(root)
+    with store.staging() as folder:
+        (folder / "a.txt").write_text("hello")
+        return store.commit(intent, folder, {}, "test-1", "abc", 0.1)
+
+
+def test_attempts_that_no_manifest_names_go(root: Root) -> None:
+    made = build(root)
+    put_bytes(root.join(made.label, "0" * 32, "deep/left.bin"), b"x" * 100)
+    put_bytes(root.join("curated/gone-1a2b3c4d", "1" * 32, "left.bin"), b"x" * 10)
+    assert tidy(root, LATER) == NOTHING
+    assert tidy(root, AT_ONCE) == Tidied(0, 2, 0, 0, 110)
+    assert tidy(root, AT_ONCE) == NOTHING
+    assert set(files_below(root.join("curated"))) == {
+        f"{made.folder.name}.json",
+        f"{made.folder.name}/{made.manifest.attempt}/a.txt",
+    }
+
+
+def test_what_is_not_an_attempt_stays(root: Root) -> None:
+    others = ["runs/web-1a2b3c4d/" + "0" * 32 + "/x", "curated/web-1a2b3c4d/notes/x", "other/x", ".damaged/x.json"]
+    for name in others:
+        put_bytes(f"{root.uri}/{name}", b"x")
+    assert tidy(root, AT_ONCE) == NOTHING
+    assert sorted(files_below(root.uri)) == sorted(others)
+
+
+def test_a_damaged_manifest_leaves_its_attempts_alone(root: Root) -> None:
+    made = build(root)
+    put_bytes(root.join(made.label, "0" * 32, "left.bin"), b"x")
+    put_bytes(root.join(f"{made.label}.json"), b"{")
+    assert tidy(root, AT_ONCE) == NOTHING
+
+
+def test_uploads_that_were_never_finished_go(root: Root, bucket: str) -> None:
+    filesystem = filesystem_of(root.uri)
+    name = bucket.removeprefix("s3://")
+    prefix = root.uri.removeprefix(f"{bucket}/")
+    for key in (f"{prefix}/curated/web-1a2b3c4d/{'0' * 32}/a", f"{prefix}-other/a"):
+        upload = filesystem.call_s3("create_multipart_upload", Bucket=name, Key=key)["UploadId"]
+        filesystem.call_s3("upload_part", Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * 1000)
+    assert tidy(root, LATER) == NOTHING
+    assert tidy(root, AT_ONCE) == Tidied(1, 0, 0, 0, 1000)
+    assert [upload["Key"] for upload in filesystem.list_multipart_uploads(name)] == [f"{prefix}-other/a"]
+    assert tidy(root, AT_ONCE) == NOTHING
+
+
+def test_copies_of_what_is_gone_go(root: Root) -> None:
+    kept, gone, part = (build(root, number) for number in range(3))
+    os.replace(part.folder / "manifest.json", part.folder / ".bringing")
+    scratch = root.local / "work" / "main-1a2b3c4d" / "journal"
+    cache = root.local / "lazy" / gone.label / gone.manifest.attempt / "shard"
+    working = root.local / "work" / "ramp-1a2b3c4d" / "manifest.json"
+    for path in (scratch, working, cache):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    for artifact in (gone, part):
+        remove(root.join(f"{artifact.label}.json"))
+    assert tidy(root, LATER) == NOTHING
+    tidied = tidy(root, AT_ONCE)
+    assert tidied[:4] == (0, 2, 0, 3)
+    assert not cache.parent.parent.exists()
+    assert scratch.exists()
+    assert working.exists()
+    assert [path.name for path in (root.local / "curated").iterdir()] == [kept.folder.name]
+
+
+def test_a_local_root_has_only_staging_to_tidy(tmp_path: Path) -> None:
+    root = Root.of(tmp_path)
+    build(root)
+    left = tmp_path / ".staging" / "left"
+    left.mkdir()
+    os.utime(left, (1e9, 1e9))
+    with open_store(root).staging() as mine:
+        assert tidy(root, LATER)[:4] == (0, 0, 1, 0)
+        assert mine.exists()
+    assert not left.exists()

@@ -1,0 +1,168 @@
+"""Small objects and bounded waits, through s3fs, against moto on loopback and a server that never answers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.filesystem import filesystem_of
+from storage.objects import (
+    children,
+    create_bytes,
+    files_below,
+    files_in,
+    get_bytes,
+    get_file,
+    put_bytes,
+    put_file,
+    remove,
+    remove_all,
+    size_of,
+)
+from storage.s3 import StoreTimeout
+from storage.threads import each
+from tests.storage.fault_proxy import FaultProxy, Rule
+from tests.storage.fault_world import faulty_moto
+from tests.storage.s3 import BUCKET, environment, pointed_at
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    with faulty_moto(tmp_path_factory.mktemp("moto")) as running:
+        yield running
+
+
+@pytest.fixture
+def uri(proxy: FaultProxy, tmp_path: Path) -> str:
+    proxy.use()
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def test_objects_come_and_go(uri: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    put_file(tmp_path / "file", f"{uri}/a")
+    put_bytes(f"{uri}/deep/b", b"12")
+    put_bytes(f"{uri}/deep.json", b"123")
+    assert children(uri) == {"a": 5, "deep": 0, "deep.json": 3}
+    assert {name: stored.bytes for name, stored in files_below(uri).items()} == {"a": 5, "deep/b": 2, "deep.json": 3}
+    assert list(files_in(uri, "deep")) == ["deep.json"]
+    assert abs(files_below(uri)["a"].modified - time.time()) < 60
+    assert (size_of(f"{uri}/a"), size_of(f"{uri}/deep"), size_of(f"{uri}/b")) == (5, None, None)
+    get_file(f"{uri}/a", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"12345"
+    for _ in range(2):
+        remove(f"{uri}/a")
+        remove_all(f"{uri}/deep")
+    assert children(uri) == {"deep.json": 3}, "a name that begins alike stays"
+    assert files_below(f"{uri}/none") == children(f"{uri}/none") == {}
+    with pytest.raises(FileNotFoundError):
+        get_file(f"{uri}/none", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_listings_of_several_pages_are_whole(proxy: FaultProxy, uri: str) -> None:
+    names = [f"web-{number:08x}.json" for number in range(1010)]
+    filesystem_of(uri).pipe({f"{uri}/{name}": b"{}" for name in names})
+    proxy.use()
+    assert list(files_in(uri, "web-")) == names
+    assert len(proxy.log) == 2
+    assert len(files_in(uri, "web-0000001")) == 16
+    assert list(children(uri)) == list(files_below(uri)) == names
+    remove_all(uri)
+    assert children(uri) == {}
+
+
+def test_what_another_process_wrote_is_seen_at_once(uri: str) -> None:
+    assert children(uri) == {}
+    other = filesystem_of(uri).__class__(skip_instance_cache=True)
+    other.pipe_file(f"{uri}/new", b"1")
+    assert children(uri) == {"new": 1}
+    assert filesystem_of(uri).exists(f"{uri}/new")
+
+
+def test_of_writers_that_create_the_same_one_wins(uri: str) -> None:
+    for number in range(3):
+        names = [b"writer %d" % n for n in range(8)]
+        won = each(lambda data, number=number: create_bytes(f"{uri}/{number}", data), names, 8)
+        assert [name for name, mine in zip(names, won, strict=True) if mine] == [get_bytes(f"{uri}/{number}")]
+    assert create_bytes(f"{uri}/0", get_bytes(f"{uri}/0")), "our own, stored before the reply was lost"
+
+
+@pytest.mark.parametrize("fault", ["drop-reply", "reset", "error", "slow-down", "unavailable"])
+def test_creating_survives_a_bad_moment(proxy: FaultProxy, uri: str, fault: Any) -> None:
+    (rule,) = proxy.use(Rule(fault, "PUT", times=4 if fault != "drop-reply" else 1))
+    assert create_bytes(f"{uri}/{fault}", b"me")
+    assert rule.done in (1, 4)
+    assert not create_bytes(f"{uri}/{fault}", b"you")
+
+
+def test_creating_a_file_is_exclusive_too(tmp_path: Path) -> None:
+    assert create_bytes(f"{tmp_path}/deep/a", b"me")
+    assert not create_bytes(f"{tmp_path}/deep/a", b"you")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a"]
+    assert (tmp_path / "deep" / "a").read_bytes() == b"me"
+
+
+CALLS: dict[str, Callable[[str, Path], object]] = {
+    "get": lambda uri, path: get_bytes(f"{uri}/x"),
+    "put": lambda uri, path: put_bytes(f"{uri}/x", b"1"),
+    "create": lambda uri, path: create_bytes(f"{uri}/x", b"1"),
+    "list": lambda uri, path: children(uri),
+    "find": lambda uri, path: files_below(uri),
+    "remove": lambda uri, path: remove(f"{uri}/x"),
+    "remove all": lambda uri, path: remove_all(uri),
+    "put file": lambda uri, path: put_file(path, f"{uri}/x"),
+    "get file": lambda uri, path: get_file(f"{uri}/x", path),
+    "open": lambda uri, path: filesystem_of(uri).open(f"{uri}/x").read(),
+    "glob": lambda uri, path: filesystem_of(uri).glob(f"{uri}/*"),
+    "exists": lambda uri, path: filesystem_of(uri).exists(f"{uri}/x"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_server_that_never_answers_is_given_up(call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The deadline is below all other limits here; the test's own limit is what fails if nothing bounds the call."""
+    (tmp_path / "file").write_bytes(b"1")
+    monkeypatch.setenv("HERD_S3_DEADLINE_S", "0.5")
+    message = r"s3://nowhere.* within 0\.5 s; see that it is up .*HERD_S3_DEADLINE_S"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pointed_at(environment(f"http://127.0.0.1:{silent.getsockname()[1]}")),
+        pytest.raises(StoreTimeout, match=message),
+    ):
+        CALLS[call]("s3://nowhere/at/all", tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1"])
+def test_a_deadline_that_is_none_is_refused(text: str) -> None:
+    message = f"HERD_S3_DEADLINE_S: '{text}' is not a number of seconds above 0"
+    with pointed_at({"HERD_S3_DEADLINE_S": text}), pytest.raises(ValueError, match=message):
+        filesystem_of("s3://bucket")
+
+
+def test_checksums_in_trailers_can_be_switched_off(uri: str) -> None:
+    with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
+        filesystem_of(uri).connect()
+        assert filesystem_of(uri).s3.meta.config.request_checksum_calculation == "when_required"
+        put_bytes(f"{uri}/plain", b"1")
+
+
+def test_after_the_first_error_nothing_new_is_begun() -> None:
+    begun, gate = [], threading.Barrier(2)
+
+    def work(item: int) -> int:
+        begun.append(item)
+        gate.wait(10)
+        raise OSError(f"item {item}")
+
+    with pytest.raises(OSError, match=r"item [01]"):
+        each(work, range(100), 2)
+    assert sorted(begun) == [0, 1]
+    assert each(str, range(20), 3) == [str(item) for item in range(20)]

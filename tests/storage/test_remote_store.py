@@ -1,0 +1,316 @@
+"""Artifacts in an object store, through s3fs, against a server on loopback and a proxy that does it harm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from storage.artifact import MANIFEST, Artifact, Design, Store
+from storage.digests import PAGE, digest_bytes, digest_pages
+from storage.janitor import tidy
+from storage.manifest import DamagedArtifact
+from storage.objects import files_below, get_bytes, put_bytes, remove
+from storage.remote_artifact import BRINGING, PAGES
+from storage.remote_store import RemoteStore, open_store
+from storage.root import Root
+from tests.storage.commit_samples import AT_ONCE, attempts, in_scratch
+from tests.storage.fault_proxy import FaultProxy, Rule
+from tests.storage.fault_world import faulty_moto
+from tests.storage.s3 import BUCKET
+
+SPAWN = multiprocessing.get_context("spawn")
+LARGE = bytes(range(256)) * (11 * PAGE // 256) + b"tail"
+"""11 MiB and 4 bytes: three parts of an upload (see `proxy`), twelve pages."""
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    with faulty_moto(tmp_path_factory.mktemp("moto")) as running, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("s3fs.core.calculate_chunksize", lambda *_, **__: 5 * PAGE)
+        yield running
+
+
+@pytest.fixture
+def root(proxy: FaultProxy, tmp_path: Path) -> Root:
+    proxy.use()
+    return Root.of(f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path / "here"))
+
+
+def elsewhere(root: Root, name: str = "there") -> Root:
+    """The same root as another machine sees it."""
+    return in_scratch(root, root.local.parent / name)
+
+
+def design(**parameters: object) -> Design:
+    return Design("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
+
+
+def build(root: Root, intent: Design, text: str = "hello", large: bytes = LARGE) -> Artifact:
+    store = open_store(root)
+    with store.staging() as folder:
+        (folder / "documents").mkdir()
+        (folder / "documents" / "a.txt").write_text(text)
+        (folder / "large.bin").write_bytes(large)
+        return store.commit(intent, folder, {"documents": 1}, "test-1", "abc", 0.1)
+
+
+def test_what_one_machine_commits_another_finds_and_brings(root: Root, proxy: FaultProxy) -> None:
+    made = build(root, design())
+    proxy.use()
+    assert (made.path / "large.bin").read_bytes() == LARGE
+    assert proxy.log == [], "the staged folder is the copy"
+    found = open_store(elsewhere(root)).find(design())
+    assert found is not None
+    assert (found.label, found.facts, found.uri) == (made.label, {"documents": 1}, made.uri)
+    assert found.folder == root.local.parent / "there" / found.label
+    assert not found.folder.exists()
+    assert (found.path / "documents" / "a.txt").read_text() == "hello"
+    assert (found.path / MANIFEST).read_text() == get_bytes(root.join(f"{found.label}.json")).decode()
+    assert not (found.path / BRINGING).exists()
+    found.verify()
+    assert open_store(root).at(made.label).manifest == made.manifest == open_store(root).all("curated")[0].manifest
+    assert open_store(root).find(design(jaccard=0.7)) is None
+
+
+def test_finding_is_one_get_and_one_listing(root: Root, proxy: FaultProxy) -> None:
+    build(root, design())
+    proxy.use()
+    open_store(root).find(design())
+    assert [line.split()[0] for line in proxy.log] == ["GET", "GET"]
+    assert "list-type=2" in proxy.log[1]
+
+
+def test_a_part_is_brought_alone_and_the_rest_later(root: Root, proxy: FaultProxy) -> None:
+    build(root, design())
+    found = open_store(elsewhere(root)).at(design().label)
+    proxy.use()
+    assert found.part("documents") == found.folder / "documents"
+    assert (found.part("documents/a.txt")).read_text() == "hello"
+    assert [line.split("?")[0].rsplit("/", 1)[1] for line in proxy.log] == ["a.txt", "a.txt"]
+    assert not (found.folder / "large.bin").exists()
+    assert not (found.folder / MANIFEST).exists(), "not whole yet"
+    proxy.use()
+    found.verify()
+    assert not [line for line in proxy.log if "a.txt" in line], "brought once"
+    with pytest.raises(ValueError, match=r"has no 'model'; it has documents, large\.bin"):
+        found.part("model")
+
+
+def test_pages_of_large_files_can_be_verified_alone(root: Root) -> None:
+    made = build(root, design())
+    assert list(made.manifest.pages) == ["large.bin"]
+    stored = get_bytes(f"{made.uri}/{PAGES}/large.bin")
+    assert digest_bytes(stored) == made.manifest.pages["large.bin"]
+    assert stored == digest_pages(made.path / "large.bin")[1]
+    assert len(stored) == 12 * 32
+
+
+def test_a_copy_of_another_attempt_is_not_mixed_with_ours(root: Root) -> None:
+    there = elsewhere(root)
+    build(root, design(), "first")
+    open_store(there).at(design().label).part("documents")
+    open_store(root).delete(design().label)
+    assert open_store(there).find(design()) is None
+    assert files_below(root.join("curated")) == {}
+    build(root, design(), "again")
+    found = open_store(there).at(design().label)
+    assert (found.path / "documents" / "a.txt").read_text() == "again"
+    (found.folder / "large.bin").write_bytes(b"short")
+    found.verify()
+
+
+def test_the_second_of_two_writers_gets_the_first_one_s(root: Root) -> None:
+    first, second = build(root, design(), "first"), build(elsewhere(root), design(), "second")
+    assert second.uri == first.uri
+    assert (second.path / "documents" / "a.txt").read_text() == "first"
+    assert attempts(root, design()) == {first.manifest.attempt}
+
+
+@pytest.mark.parametrize("harm", [remove, lambda uri: put_bytes(uri, b"shor")], ids=["missing", "short"])
+def test_a_damaged_artifact_is_set_aside_and_made_again(root: Root, harm: object) -> None:
+    made = build(root, design())
+    harm(f"{made.uri}/documents/a.txt")  # type: ignore[operator]
+    assert made.missing() == ["documents/a.txt"]
+    assert open_store(root).find(design()) is None
+    assert next(iter(files_below(root.join(".damaged")))).startswith(made.label.replace("/", "-"))
+    assert build(root, design()).uri != made.uri
+    assert open_store(root).find(design()) is not None
+
+
+def test_wrong_bytes_in_the_store_are_named(root: Root) -> None:
+    made = build(root, design())
+    put_bytes(f"{made.uri}/documents/a.txt", b"hellp")
+    found = open_store(elsewhere(root)).find(design())
+    assert found is not None
+    with pytest.raises(DamagedArtifact, match=rf"{made.uri}/documents/a.txt"):
+        _ = found.path
+    assert not (found.folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("name", ["large.bin", "a.txt", r"\.json"])
+def test_bits_that_flip_on_the_way_are_asked_for_again(root: Root, proxy: FaultProxy, name: str) -> None:
+    build(root, design())
+    (rule,) = proxy.use(Rule("flip", "GET", rf"{name}$"))
+    open_store(elsewhere(root)).at(design().label).verify()
+    assert rule.done == 1
+
+
+def test_a_lost_reply_to_the_commit_is_our_own_commit(root: Root, proxy: FaultProxy) -> None:
+    (rule,) = proxy.use(Rule("drop-reply", "PUT", r"web-\w{8}\.json$"))
+    made = build(root, design())
+    assert rule.done == 1
+    assert [line.split()[0] for line in proxy.log if line.split()[1].endswith(".json")] == ["PUT", "PUT", "GET"]
+    found = open_store(root).find(design())
+    assert found is not None
+    assert found.uri == made.uri
+
+
+def test_a_new_key_is_explained_by_the_newest_of_its_name(root: Root, proxy: FaultProxy) -> None:
+    store = open_store(root)
+    assert store.explain(design(jaccard=0.8)) == "curated/web: new, the first of its name"
+    build(root, design(jaccard=0.9), large=b"")
+    time.sleep(1.1)  # objects carry whole seconds
+    build(root, design(jaccard=0.8), large=b"")
+    proxy.use()
+    assert store.explain(design(jaccard=0.7)) == "curated/web: new, jaccard 0.8 -> 0.7"
+    assert [line.split()[0] for line in proxy.log] == ["GET", "GET"], "however many there are"
+    remove(root.join(".newest/curated/web"))
+    assert store.explain(design(jaccard=0.7)) == "curated/web: new, jaccard 0.8 -> 0.7"
+    store.delete(design(jaccard=0.8).label)
+    assert store.explain(design(jaccard=0.7)) == "curated/web: new, jaccard 0.9 -> 0.7"
+
+
+@pytest.mark.parametrize(
+    "label", ["../x-1a2b3c4d", "curated/../x-1a2b3c4d", "/etc/x-1a2b3c4d", "a/b/c-1a2b3c4d", "web"]
+)
+def test_names_that_leave_the_root_are_refused(root: Root, label: str) -> None:
+    for store in (open_store(root), Store(root.local)):
+        with pytest.raises(ValueError, match="write kind/name-key8"):
+            store.at(label)
+        with pytest.raises(ValueError, match="write kind/name-key8"):
+            store.delete(label)
+    with pytest.raises(ValueError, match="write kind/name-key8"):
+        open_store(root).find(Design("curated", "../web", 1, {}, {}))
+
+
+def test_a_manifest_cannot_name_files_outside(root: Root) -> None:
+    made = build(root, design())
+    for name in ("../../evil", "/etc/evil", "documents/../../evil"):
+        bad = made.manifest.model_copy(update={"files": {name: digest_bytes(b"x")}})
+        put_bytes(root.join(f"{made.label}.json"), bad.text().encode())
+        with pytest.raises(DamagedArtifact, match="is no name of a file inside an artifact"):
+            open_store(root).at(made.label)
+
+
+def _bring(root: Root, label: str, go: Connection) -> None:
+    artifact = open_store(root).at(label)
+    go.send("ready")
+    go.recv()
+    artifact.verify()
+
+
+def _bringing(root: Root, label: str) -> tuple[multiprocessing.context.SpawnProcess, Connection]:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_bring, args=(root, label, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    return process, ours
+
+
+def test_processes_that_want_one_artifact_bring_it_once(root: Root, proxy: FaultProxy) -> None:
+    build(root, design(), large=b"x" * 100)
+    bringers = [_bringing(elsewhere(root), design().label) for _ in range(2)]
+    proxy.use()
+    for _, pipe in bringers:
+        pipe.send("go")
+    for process, _ in bringers:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted(line.rsplit("/", 1)[1] for line in proxy.log if line.startswith("GET")) == ["a.txt", "large.bin"]
+
+
+def test_a_half_brought_copy_is_gone_on_with(root: Root, proxy: FaultProxy) -> None:
+    build(root, design(), large=b"x" * 100)
+    process, pipe = _bringing(elsewhere(root), design().label)
+    assert process.pid is not None
+    (rule,) = proxy.use(Rule("kill", "GET", r"(a\.txt|large\.bin)$", skip=1, pid=process.pid))
+    pipe.send("go")
+    process.join()
+    assert (process.exitcode, rule.done) == (-9, 1)
+    found = open_store(elsewhere(root)).at(design().label)
+    assert not (found.folder / MANIFEST).exists()
+    found.verify()
+    assert (found.folder / MANIFEST).exists()
+
+
+def _commit(root: Root, intent: Design, text: str, go: Connection) -> None:
+    go.send("ready")
+    go.recv()
+    large = LARGE if text == "hello" else b""
+    go.send(build(root, intent, text, large).manifest.attempt)
+
+
+def _started(root: Root, intent: Design, text: str) -> tuple[multiprocessing.context.SpawnProcess, Connection]:
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_commit, args=(root, intent, text, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    return process, ours
+
+
+def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: FaultProxy) -> None:
+    for number in range(2):
+        writers = [_started(elsewhere(root, f"w{n}"), design(number=number), f"text {n}") for n in range(3)]
+        for _, pipe in writers:
+            pipe.send("go")
+        [winner] = {pipe.recv() for _, pipe in writers}
+        for process, _ in writers:
+            process.join()
+        assert attempts(root, design(number=number)) == {winner}
+
+
+@pytest.mark.slow
+def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: FaultProxy) -> None:
+    whole, k, ended, left = 0, 0, False, [0]
+    while not ended:
+        intent = design(k=k)
+        process, pipe = _started(root, intent, "hello")
+        assert process.pid is not None
+        (rule,) = proxy.use(Rule("kill", skip=k, pid=process.pid))
+        pipe.send("go")
+        process.join()
+        ended = rule.done == 0
+        assert process.exitcode == (0 if ended else -9)
+        proxy.use()
+        found = open_store(elsewhere(root)).find(intent)
+        if found is not None:
+            found.verify()
+            whole += 1
+        shutil.rmtree(elsewhere(root).local, ignore_errors=True)
+        build(root, intent, large=LARGE if ended else b"").verify()
+        assert len(list((root.local / ".staging").iterdir())) == (0 if ended else 1)
+        there = len(attempts(root, intent))
+        left.extend([there - 1] if found is None else [])
+        tidied = tidy(root, AT_ONCE)
+        assert (tidied.attempts, tidied.uploads) == (there - 1, 0)
+        assert len(attempts(root, intent)) == 1
+        assert tidy(root, AT_ONCE) == (0, 0, 0, 0, 0)
+        again = open_store(root).find(intent)
+        assert again is not None
+        k += 1
+    assert k >= 10
+    assert 1 <= whole < k
+    assert left[-1] == 1, "the last one that is not found was killed at its manifest: its files are there"
+
+
+def test_the_store_of_a_folder_is_the_local_one(tmp_path: Path) -> None:
+    assert type(open_store(Root.of(tmp_path))) is Store
+    assert type(open_store(Root.of("s3://bucket/x", str(tmp_path)))) is RemoteStore

@@ -1,0 +1,118 @@
+"""Files and bytes in Swift behind a proxy that does what networks do: each fault is counted, each wait is bounded.
+
+After every fault the result is whole or absent. What is there is looked up at the server itself, past the proxy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file
+from storage.s3 import StoreTimeout
+from tests.storage.fault_proxy import Fault, Rule
+from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
+from tests.storage.s3_servers import BUCKET
+
+pytestmark = pytest.mark.slow
+ENDLESS: tuple[Fault, ...] = ("slow-down", "unavailable", "error", "reset", "hang", "truncate")
+DATA = os.urandom(70_000)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with started(tmp_path_factory.mktemp("swift")) as running:
+        yield running
+
+
+@pytest.fixture
+def uri(world: World) -> str:
+    world.proxy.use()
+    return world.server.fresh()[0]
+
+
+@pytest.mark.parametrize("fault", [*BURSTS, *IN_BODIES])
+def test_a_read_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
+    with world.faulty():
+        put_bytes(f"{uri}/data", DATA)
+        (rule,) = world.proxy.use(Rule(fault, "GET", times=3))
+        assert get_bytes(f"{uri}/data") == DATA
+    assert rule.done == 3
+
+
+@pytest.mark.parametrize("fault", [*BURSTS, "error-in-200", "flip-sent"])
+def test_a_write_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
+    (rule,) = world.proxy.use(Rule(fault, "PUT", times=3))
+    with world.faulty():
+        put_bytes(f"{uri}/data", DATA)
+    assert rule.done == 3
+    with world.direct():
+        assert get_bytes(f"{uri}/data") == DATA
+
+
+@pytest.mark.parametrize("fault", [fault for fault in ENDLESS if fault != "truncate"])
+def test_a_write_to_a_broken_server_ends_and_leaves_nothing(world: World, uri: str, fault: Fault) -> None:
+    (rule,) = world.proxy.use(Rule(fault, "PUT", times=None))
+    with world.faulty(SHORT), fails_in_time(SHORT):
+        put_bytes(f"{uri}/data", DATA)
+    assert rule.done
+    with world.direct():
+        assert children(uri) == {}
+
+
+@pytest.mark.parametrize("fault", ENDLESS)
+def test_a_read_from_a_broken_server_ends(world: World, uri: str, fault: Fault) -> None:
+    with world.faulty(SHORT):
+        put_bytes(f"{uri}/data", DATA)
+        (rule,) = world.proxy.use(Rule(fault, "GET", times=None))
+        with fails_in_time(SHORT):
+            get_bytes(f"{uri}/data")
+    assert rule.done
+
+
+def test_a_server_that_hangs_is_named(world: World, uri: str) -> None:
+    (rule,) = world.proxy.use(Rule("hang", times=None))
+    with world.faulty(SHORT):
+        for call in (lambda: get_bytes(f"{uri}/x"), lambda: children(uri), lambda: create_bytes(f"{uri}/x", b"x")):
+            with fails_in_time(SHORT, StoreTimeout):
+                call()
+    assert rule.done >= 3
+
+
+def test_a_slow_server_is_waited_for(world: World, uri: str) -> None:
+    (rule,) = world.proxy.use(Rule("delay", "PUT", seconds=1.5))
+    with world.faulty():
+        put_bytes(f"{uri}/data", DATA)
+    assert rule.done == 1
+
+
+def test_our_own_exclusive_create_is_recognised_when_its_reply_is_lost(world: World, uri: str) -> None:
+    (rule,) = world.proxy.use(Rule("drop-reply", "PUT"))
+    with world.faulty():
+        assert create_bytes(f"{uri}/one", b"writer 1")
+        assert not create_bytes(f"{uri}/one", b"writer 2")
+    assert (rule.done, rule.seen) == (1, 3), "stored, refused as existing, refused"
+
+
+def test_a_write_that_is_read_back_changed_is_no_success(world: World, uri: str) -> None:
+    (rule,) = world.proxy.use(Rule("flip", "GET"))
+    with world.faulty(), pytest.raises(OSError, match="other bytes"):
+        put_bytes(f"{uri}/data", DATA)
+    assert rule.done == 1
+
+
+def test_a_file_in_parts_outlasts_a_reset_part_and_a_lost_completion(world: World, uri: str, tmp_path: Path) -> None:
+    block = os.urandom(2**20)
+    (tmp_path / "big").write_bytes(block * 101)  # s3fs sends in parts from 100 MiB on
+    part, complete = world.proxy.use(
+        Rule("reset", "PUT", query="partNumber=2"), Rule("drop-reply", "POST", query="^uploadId")
+    )
+    with world.faulty():
+        put_file(tmp_path / "big", f"{uri}/big")
+    assert (part.done, complete.done) == (1, 1)
+    with world.direct():
+        assert children(uri) == {"big": 101 * 2**20}
+    assert not world.server.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")

@@ -1,0 +1,80 @@
+"""Status and retention of a root in an object store, from another machine than the one that trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llama3.train import metrics
+from storage.objects import put_bytes
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.alerts import Alert, read_alerts, tell
+from tasks.console import TerminalConsole
+from tasks.retention import COPY, carry_out, plan_retention
+from tasks.runs import Runs
+from tasks.standing import IN_PROGRESS, standings
+from tests.storage.s3 import moto
+from tests.tasks.standing_root import begun, commit, tiny, train
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with moto(tmp_path_factory.mktemp("moto")) as uri:
+        yield uri
+
+
+@pytest.mark.slow
+def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(bucket: str, tmp_path: Path) -> None:
+    here = Root.of(f"{bucket}/status", scratch=str(tmp_path / "here"))
+    there = Root.of(f"{bucket}/status", scratch=str(tmp_path / "there"))
+    recipe = tiny()
+    record = begun(here, recipe)
+    record.state = "interrupted"
+    Runs(here).save(record)
+    work = train(here, recipe, record, steps=8, saved=8)
+    checkpoint = next((work / "checkpoints").iterdir())
+    place = here.join(IN_PROGRESS, work.name)
+    found = standings(there, [record])[0]
+    assert (found.step, found.position, found.saved is not None) == ("main", 16_384, True)  # the stage before
+
+    journal = (work / "journal.jsonl").read_bytes()
+    put_bytes(
+        f"{place}/journal/{checkpoint.name}-a-0001-000.jsonl", b'{"before":null,"start":0,"files":{}}\n' + journal
+    )
+    put_bytes(f"{place}/{checkpoint.name}/a-0001/manifest.json", b"{}")
+    found = standings(there, [record])[0]
+    assert found.position == int(checkpoint.name)
+    assert found.saved is not None
+    assert time.time() - found.saved.time < 60
+    assert found.last(metrics.GOODPUT) == 0.93
+
+
+@pytest.mark.slow
+def test_alerts_are_seen_from_everywhere(bucket: str, tmp_path: Path) -> None:
+    here = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "here"))
+    there = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "there"))
+    for number in range(2):
+        alert = Alert(time=number, kind="disk", run="tiny-1", stage="main", text="full", position=number)
+        tell(here, TerminalConsole(), alert)
+    assert [alert.position for alert in read_alerts(there, "tiny-1")] == [0, 1]
+
+
+@pytest.mark.slow
+def test_remote_artifacts_and_local_copies_are_deleted_and_what_is_used_stays(bucket: str, tmp_path: Path) -> None:
+    root = Root.of(f"{bucket}/retention", scratch=str(tmp_path))
+    kept = begun(root, tiny())  # its state is running, and so it is an open run
+    lost = commit(root, "checkpoint", "other-main", {"end": 1}, tokens="0" * 64)
+    later = time.time() + 86_400
+    plan = plan_retention(root, 1, 3600, [], later)
+    assert {(item.label, item.kind) for item in plan.doomed} == {(lost.label, "checkpoint"), (lost.label, COPY)}
+    deleted = carry_out(root, plan)
+    assert {item.kind for item in deleted} == {"checkpoint", COPY}
+    assert not root.file(lost.label).exists()
+    with pytest.raises(ValueError, match="there is none"):
+        open_store(root).at(lost.label)
+    for step in kept.steps.values():
+        open_store(root).at(step.artifact).verify()

@@ -1,0 +1,209 @@
+"""A step of runs that work side by side: made once, waited for, resumed, and given up when another took it over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama3.recipe.load import load_recipe
+from storage.artifact import Design
+from storage.lease import LeaseHeld, LeaseLost, lease
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.runs import Runs
+from tasks.step import Context, Work, ensure, ensure_in_scratch, tracked
+from tasks.tracking import Tracker
+
+RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Heard:
+    """A console that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def table(self, table: Any) -> None: ...
+
+    def progress(self, name: str, total: int) -> Any: ...
+
+    def about(self, step: str) -> list[str]:
+        return [line.split(step, 1)[1].strip() for line in self.lines if step in line]
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    return Tracker(Root.of(tmp_path_factory.mktemp("mlflow")), "quickstart")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return Root.of(tmp_path / "root")
+
+
+def context(root: Root, tracker: Tracker) -> Context:
+    """The context of one more run."""
+    runs = Runs(root)
+    record = runs.begin(RECIPE, "code")
+    record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
+    return Context(RECIPE, Cluster(), open_store(root), runs, record, tracker, Heard(), ["thing"])  # type: ignore[arg-type]
+
+
+def heard(of: Context) -> list[str]:
+    assert isinstance(of.console, Heard)
+    return of.console.about("thing")
+
+
+def design(**parameters: object) -> Design:
+    return Design("thing", "quickstart", 1, parameters, {})
+
+
+def writes(folder: Path, _: object) -> dict[str, Any]:
+    (folder / "a.txt").write_text("a")
+    return {"count": 1}
+
+
+def refuses(folder: Path, _: object) -> dict[str, Any]:
+    raise AssertionError("it is there and must not be made")
+
+
+def test_the_log_says_what_is_new_or_reused(root: Root, tracker: Tracker) -> None:
+    first, second = context(root, tracker), context(root, tracker)
+    ensure(first, "thing", design(jaccard=0.8), writes)
+    ensure(first, "thing", design(jaccard=0.7), writes)
+    assert heard(first) == ["[dim]new: the first of its name[/]", "[dim]new: jaccard 0.8 -> 0.7[/]"]
+    ensure(second, "thing", design(jaccard=0.7), refuses)
+    (line,) = heard(second)
+    assert line.startswith("reused thing/quickstart-")
+    assert second.record.steps["thing"].outcome == "reused"
+
+
+def test_a_second_run_waits_and_reuses(root: Root, tracker: Tracker) -> None:
+    maker, waiter = context(root, tracker), context(root, tracker)
+    began, go_on, found = threading.Event(), threading.Event(), []
+
+    def slowly(folder: Path, _: object) -> dict[str, Any]:
+        began.set()
+        assert go_on.wait(30)
+        return writes(folder, _)
+
+    threads = [threading.Thread(target=lambda: found.append(ensure(maker, "thing", design(), slowly)))]
+    threads[0].start()
+    assert began.wait(30)
+    threads.append(threading.Thread(target=lambda: found.append(ensure(waiter, "thing", design(), refuses))))
+    threads[1].start()
+    while not heard(waiter):
+        time.sleep(0.01)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert found[0].key == found[1].key
+    assert (maker.record.steps["thing"].outcome, waiter.record.steps["thing"].outcome) == ("made", "reused")
+    assert heard(waiter)[0].startswith("[yellow]waits for quickstart-1 (process")
+    assert heard(waiter)[0].endswith("which is making it[/]")
+    assert len(heard(waiter)) == 2
+
+
+def test_work_in_progress_is_resumed_and_then_removed(root: Root, tracker: Tracker) -> None:
+    run, done = context(root, tracker), []
+    folder = run.scratch / "thing-place"
+    folder.mkdir(parents=True)
+    ensure(run, "thing", design(), writes, work=Work("thing-place", lambda: 1_200_000_000, lambda: done.append(1)))
+    assert heard(run) == ["resumed at 1.2B"]
+    assert run.record.steps["thing"].outcome == "resumed at 1.2B"
+    assert not folder.exists()
+    assert done == [1]
+
+
+def test_designs_that_share_a_work_folder_wait_for_each_other(root: Root, tracker: Tracker) -> None:
+    run = context(root, tracker)
+
+    def tries(folder: Path, _: object) -> dict[str, Any]:
+        with pytest.raises(LeaseHeld, match="quickstart-1"), lease(root, "work/thing-place", "another"):
+            pass
+        return writes(folder, _)
+
+    ensure(run, "thing", design(), tries, work=Work("thing-place"))
+
+
+def test_scratch_outlives_an_error_but_not_the_commit(root: Root, tracker: Tracker) -> None:
+    run = context(root, tracker)
+
+    def half(folder: Path, scratch: Path) -> dict[str, Any]:
+        (scratch / "half").write_text("x")
+        raise OSError("no space left")
+
+    def whole(folder: Path, scratch: Path) -> dict[str, Any]:
+        assert (scratch / "half").read_text() == "x"
+        return writes(folder, None)
+
+    with pytest.raises(OSError, match="no space left"):
+        ensure_in_scratch(run, "thing", design(), half)
+    ensure_in_scratch(run, "thing", design(), whole)
+    assert not list(run.scratch.iterdir())
+
+
+def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: Tracker) -> None:
+    run = context(root, tracker)
+
+    def robbed(folder: Path, _: object) -> dict[str, Any]:
+        for path in (root.local / "leases" / "thing").iterdir():
+            path.unlink()
+        return writes(folder, _)
+
+    with pytest.raises(LeaseLost):
+        ensure(run, "thing", design(), robbed)
+    assert run.store.find(design()) is None
+    assert "thing" not in run.record.steps
+
+
+def make_and_report(root: Root, started: Any, results: Any) -> None:
+    folder = root.local / "made"
+    folder.mkdir(parents=True, exist_ok=True)
+    store = open_store(root)
+    started.wait(30)
+    with lease(root, "thing/x", "run", lambda _: None):
+        found = store.find(design())
+        if found is None:
+            with store.staging() as staging:
+                (folder / str(time.time_ns())).touch()
+                found = store.commit(design(), staging, writes(staging, None), "run", "code", 0.0)
+    results.put(found.label)
+
+
+def test_racing_processes_make_one(root: Root) -> None:
+    """The order of `ensure` (find, lease, find again, make) with four processes at once."""
+    started, results = SPAWN.Event(), SPAWN.Queue()
+    racers = [SPAWN.Process(target=make_and_report, args=(root, started, results)) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    started.set()
+    labels = {results.get(timeout=30) for _ in racers}
+    for racer in racers:
+        racer.join(30)
+    assert len(labels) == 1
+    assert len(list((root.local / "made").iterdir())) == 1
+
+
+def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: Tracker) -> None:
+    run = context(root, tracker)
+    ended = {}
+    for key, error in (("a", None), ("b", ValueError()), ("c", KeyboardInterrupt())):
+        try:
+            with tracked(run, "thing", f"step-{key}", key) as child:
+                if error:
+                    raise error
+        except (ValueError, KeyboardInterrupt):
+            pass
+        ended[key] = tracker.client.get_run(child).info.status
+    assert ended == {"a": "FINISHED", "b": "FAILED", "c": "KILLED"}

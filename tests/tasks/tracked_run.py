@@ -1,0 +1,195 @@
+"""A small run with every kind of artifact that MLflow shows, tracked as a run tracks itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from llama3.evaluate.gate import Decision, Row
+from llama3.recipe.load import resolved
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.train import metrics
+from llama3.train.journal import Journal, Record, to_parquet
+from storage.artifact import Artifact, Design, flatten
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.console import TerminalConsole
+from tasks.project import Shown, checkpoint_model, project_step
+from tasks.promotions import Promotion, write_promotion
+from tasks.registry import Registry
+from tasks.runs import Runs, StepRecord, now
+from tasks.step import Context, tracked
+from tasks.tracking import Tracker
+from tests.llama3.train.train_samples import recipe
+
+DOMAINS = ("general", "math", "code", "multilingual")
+BEGAN = 1_700_000_000.0
+
+
+def records(span: StageSpan, schedule: Schedule, better: float = 0.0) -> list[Record]:
+    """Return a made-up journal of a stage: a loss that falls, and what else stands in one."""
+    made = []
+    for number in range(1, span.steps + 1):
+        position = span.start + number * span.tokens // span.steps
+        loss = 3 + 3 * math.exp(-position / 2000) - better + 0.05 * math.sin(number)
+        values = {
+            metrics.LOSS: loss,
+            metrics.STEP: float(schedule.step_at(position)),
+            metrics.LEARNING_RATE: 1e-2 * (1 - position / 6000) + better / 100,
+            metrics.BATCH_TOKENS: 256.0,
+            metrics.SEQ_LEN: 16.0,
+            metrics.TOKENS_PER_S: 9000 + 100 * math.cos(number) + 1000 * better,
+            **{metrics.domain_loss(domain): loss + place / 5 for place, domain in enumerate(DOMAINS)},
+            **({metrics.CHECKPOINT_S: 0.25} if number % 3 == 0 else {}),
+        }
+        made.append(Record(BEGAN + position / 100, position, values))
+    return made
+
+
+class TrackedRun:
+    """Does what the steps of a run do, with made-up results."""
+
+    def __init__(self, root: Root, better: float = 0.0, **changes: Any) -> None:
+        self.root, self.better = root, better
+        recipe_ = recipe(**changes)
+        runs = Runs(root)
+        tracker, params = Tracker(root, recipe_.name), flatten(resolved(recipe_), depth=2)
+        record = runs.begin(recipe_, "c0de")
+        self.context = Context(recipe_, Cluster(), open_store(root), runs, record, tracker, TerminalConsole(), [])
+        record.mlflow_run = tracker.open_run(record.name, self.context.tags(), params)
+        record.mlflow_experiment = tracker.experiment
+        tracker.set_tags(record.mlflow_run, {"prefect.url": "http://prefect/1", "mlflow.note.content": "a note"})
+        runs.save(record)
+
+    def all(self) -> TrackedRun:
+        """Take every step and end."""
+        tokens = self.tokens()
+        checkpoint: Artifact | None = None
+        for span in Schedule(self.context.recipe).trained:
+            checkpoint = self.stage(span, tokens, checkpoint)
+        assert checkpoint is not None
+        self.promote(checkpoint, self.evaluate(checkpoint))
+        self.end()
+        return self
+
+    def tokens(self) -> Artifact:
+        counts = {"tokens": dict.fromkeys(DOMAINS, 4000), "documents": dict.fromkeys(DOMAINS, 40)}
+        return self.step("tokenise", Design("tokens", "tiny", 1, {"dtype": "uint16"}, {}), {**counts, "odd@key": 1}, {})
+
+    def stage(self, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Artifact:
+        inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
+        design = Design("checkpoint", f"tiny-{span.name}", 1, {"better": self.better}, inputs)
+        facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.0, "model_sha256": "d" * 64}
+        journal = records(span, Schedule(self.context.recipe), self.better)
+        return self.step(span.name, design, facts, {"metrics.parquet": journal})
+
+    def evaluate(self, checkpoint: Artifact) -> Artifact:
+        design = Design("evaluation", checkpoint.manifest.name, 1, {}, {"checkpoint": checkpoint.key})
+        facts = {"eval/bpb": 1.5 - self.better, "eval/arithmetic": 0.3}
+        return self.step("evaluate-anneal", design, facts, {"generations.json": []})
+
+    def step(self, step: str, design: Design, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
+        context = self.context
+        with tracked(context, design.kind, step, design.key) as child:
+            artifact = context.store.find(design) or self._make(design, facts, files)
+            outcome = "made" if artifact.manifest.made_by == context.record.name else "reused"
+            context.record.steps[step] = StepRecord(artifact=artifact.label, outcome=outcome, mlflow_run=child)
+            context.runs.save(context.record)
+            project_step(Shown(context.tracker, context.store, context.record, step, artifact, child))
+        return artifact
+
+    def _make(self, design: Design, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
+        with self.context.store.staging() as folder:
+            for name, content in files.items():
+                write(folder / name, content)
+            return self.context.store.commit(design, folder, facts, self.context.record.name, "c0de", 1.0)
+
+    def promote(self, checkpoint: Artifact, evaluation: Artifact) -> None:
+        context, registry = self.context, Registry(self.context.tracker)
+        row = Row(metric="eval/bpb", rule="better", candidate=1, champion=2, threshold=2, passed=True, reason="better")
+        decision = Decision(accepted=True, rows=(row,))
+        with tracked(context, "promotion", "promote", evaluation.key) as child:
+            model = checkpoint_model(context.tracker, [child], checkpoint)
+            version = str(registry.register(checkpoint, context.record.name, child, model).version)
+            promotion = Promotion(
+                time=now(),
+                run=context.record.name,
+                family=context.recipe.name,
+                artifact=checkpoint.label,
+                digest=checkpoint.facts["model_sha256"],
+                position=checkpoint.facts["end"],
+                version=version,
+                alias="champion",
+                verdict="promoted",
+                decision=decision,
+            )
+            write_promotion(self.root, promotion)
+            registry.note(version, promotion.tags)
+            registry.promote(version, "champion")
+            context.record.verdict = "promoted"
+            for run in (child, context.record.mlflow_run):
+                context.tracker.set_tags(run, {"verdict": "promoted"})
+
+    def end(self) -> None:
+        record = self.context.record
+        record.state, record.ended = "finished", now()
+        self.context.runs.save(record)
+        self.context.tracker.close(record.mlflow_run, "FINISHED")
+
+
+def write(path: Path, content: Any) -> None:
+    """Write a journal as the table of its metrics, anything else as JSON."""
+    if path.suffix != ".parquet":
+        path.write_text(json.dumps(content))
+        return
+    place = path.parent.parent / f"{path.parent.name}.jsonl"
+    with Journal(place) as journal:
+        for record in content:
+            journal.add(record)
+    to_parquet(place, path)
+    place.unlink()
+
+
+def seen(tracker: Tracker, names: list[str]) -> dict[str, Any]:
+    """Return everything that MLflow shows of runs, by names that do not change from server to server."""
+    client = tracker.client
+    found: dict[str, Any] = {}
+    for name in names:
+        for run in client.search_runs([tracker.experiment], f"tags.`herd.run` = '{name}'"):
+            tags = {key: value for key, value in run.data.tags.items() if key not in ("mlflow.parentRunId",)}
+            parent = run.data.tags.get("mlflow.parentRunId", "")
+            found[run.info.run_name] = {
+                "tags": tags,
+                "parent": client.get_run(parent).info.run_name if parent else "",
+                "params": run.data.params,
+                "status": run.info.status,
+                "points": {key: points(tracker, run.info.run_id, key) for key in run.data.metrics},
+                "inputs": [(i.dataset.name, i.dataset.digest, i.dataset.profile) for i in run.inputs.dataset_inputs],
+                "outputs": sorted(output.step for output in run.outputs.model_outputs),
+            }
+    return found
+
+
+def points(tracker: Tracker, run: str, key: str) -> list[tuple[int, float, int]]:
+    """Return the points of a series as (position, value, time in ms), each as often as it is there."""
+    history = tracker.client.get_metric_history(run, key)
+    return sorted((point.step, point.value, point.timestamp) for point in history)
+
+
+def models(tracker: Tracker) -> dict[str, Any]:
+    """Return the logged models by artifact, and the versions and aliases of the registered model."""
+    client = tracker.client
+    logged = {
+        model.tags["herd.artifact"]: (model.params, sorted((m.key, m.value, m.step) for m in model.metrics or []))
+        for model in client.search_logged_models([tracker.experiment])
+    }
+    versions = {v.tags["herd.artifact"]: v.tags for v in client.search_model_versions(f"name = '{tracker.family}'")}
+    aliases = client.get_registered_model(tracker.family).aliases
+    holders = {
+        alias: client.get_model_version(tracker.family, version).tags["herd.artifact"]
+        for alias, version in aliases.items()
+    }
+    return {"logged": logged, "versions": versions, "aliases": holders}
