@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "guard"), *filter(None, 
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "1"
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes start here; each would compile herd anew
+    sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" in os.environ:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it, and so would every child that we start
 else:

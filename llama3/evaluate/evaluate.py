@@ -26,6 +26,7 @@ from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, Score, write_
 from llama3.evaluate.scoring import Likelihood, score_requests
 from llama3.evaluate.suites import ARITHMETIC, BPB, CORE, Sample, Task, core, overall, samples, score, suite
 from llama3.model.files import load_model
+from llama3.model.rounding import keep_rounding
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer
@@ -151,6 +152,7 @@ def _threads(count: int) -> Iterator[None]:
     """Let torch use `count` threads until the block ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
+    keep_rounding()
     try:
         yield
     finally:

@@ -64,12 +64,14 @@ def _complete(job: TrainJob, recipe: Recipe) -> bool:
 def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     import torch
 
+    from llama3.model.rounding import keep_rounding
     from llama3.parallel.mesh import joined
     from llama3.train.profile import dump_flight, prepare
     from llama3.train.trainer import Trainer
 
     prepare(job.profile, job.work)
     torch.set_num_threads(job.threads)
+    keep_rounding()
     if job.deterministic:
         torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
     with joined(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:

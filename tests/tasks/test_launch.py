@@ -137,9 +137,11 @@ def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed
         assert other[position] == pytest.approx(values, rel=1e-4)
 
 
-def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
-    path = job(tmp_path, ASKED, threads=2)  # a fork must not hang a rank with two threads
-    launch = launcher.start(path, 2, tmp_path / "logs" / "1")
+def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """With two threads each: a fork must not hang them."""
+    undisturbed, path = (job(tmp_path / name, ASKED, threads=2) for name in ("undisturbed", "stopped"))
+    assert outcome(launcher, undisturbed, 2).status == 0
+    launch = launcher.start(path, 2, path.parent / "logs" / "1")
     wait_for(lambda: len(records(path)) >= 2)
     launch.stop()
     assert launch.poll() == Outcome(status=143)

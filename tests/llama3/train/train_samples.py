@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import deserialize
 
 from llama3.recipe.load import load_recipe, to_yaml
 from llama3.recipe.schema import Recipe
@@ -161,5 +162,7 @@ def work(path: Path) -> Path:
     return TrainJob.model_validate_json(path.read_text()).work
 
 
-def weights(path: Path) -> bytes:
-    return (work(path) / "result" / "model" / "model.safetensors").read_bytes()
+def weights(path: Path) -> dict[str, str]:
+    """Return a digest of each tensor of the stage's result: what differs shows at a glance."""
+    tensors = deserialize((work(path) / "result" / "model" / "model.safetensors").read_bytes())
+    return {name: hashlib.sha256(tensor["data"]).hexdigest()[:16] for name, tensor in tensors}
