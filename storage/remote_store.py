@@ -23,10 +23,8 @@ from storage.manifest import DamagedArtifact, Manifest, checked_label
 from storage.objects import children, create_bytes, files_in, get_bytes, put_bytes, put_file, remove, remove_all
 from storage.remote_artifact import PAGES, RemoteArtifact
 from storage.root import Root
-from storage.threads import each
+from storage.threads import READERS, each
 
-READERS = 16
-"""Manifests read at the same time: each is one request that waits for the network."""
 HINTS = ".newest"
 """Folder of small objects: label of the artifact of a kind and name that was committed last."""
 ROUNDS = 3

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 from storage.digests import THREADS
 
+READERS = 16
+"""Small documents read at the same time: each is one request that waits for the network."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 

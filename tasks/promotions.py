@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from llama3.evaluate.gate import Decision, Row
 from storage.root import Root
+from storage.threads import READERS, each
 
 FOLDER = "promotions"
 CHALLENGER = "challenger"
@@ -103,8 +104,9 @@ def write_promotion(root: Root, promotion: Promotion) -> None:
 def promotions(root: Root, run: str = "") -> list[Promotion]:
     """Return every decision, or those on the models of `run`, oldest first."""
     names = [name for name in root.names(FOLDER) if name.endswith(f"-{run}.json" if run else ".json")]
-    found = [Promotion.model_validate_json(text) for name in names if (text := root.read(FOLDER, name))]
-    return sorted((each for each in found if run in ("", each.run)), key=lambda each: each.time)
+    texts = each(lambda name: root.read(FOLDER, name), names, READERS)
+    found = [Promotion.model_validate_json(text) for text in texts if text]
+    return sorted((one for one in found if run in ("", one.run)), key=lambda one: one.time)
 
 
 def last_promotion(root: Root, run: str, artifact: str = "") -> Promotion | None:
@@ -120,7 +122,7 @@ def holders(decisions: list[Promotion]) -> dict[tuple[str, str], Promotion]:
     """
     last = {decision.run: decision for decision in decisions}
     held = {(decision.family, decision.alias): decision for decision in decisions if decision.verdict == "promoted"}
-    waiting = {(each.family, CHALLENGER): each for each in last.values() if each.verdict == WAITS}
+    waiting = {(one.family, CHALLENGER): one for one in last.values() if one.verdict == WAITS}
     return {**held, **waiting}
 
 

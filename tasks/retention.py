@@ -86,8 +86,8 @@ def closure(labels: Iterable[str], artifacts: Mapping[str, Artifact]) -> set[str
 def kept_runs(records: list[RunRecord], most: int, now: float) -> list[RunRecord]:
     """Return the newest `most` runs of each family and every open one; `records` are oldest first."""
     families = {record.family for record in records}
-    newest = [kept for family in families for kept in [r for r in records if r.family == family][-most:]]
-    return [record for record in records if record in newest or is_open(record, now)]
+    newest = {kept.name for family in families for kept in [r for r in records if r.family == family][-most:]}
+    return [record for record in records if record.name in newest or is_open(record, now)]
 
 
 def is_open(record: RunRecord, now: float) -> bool:
@@ -189,13 +189,14 @@ def listing(plan: Plan) -> list[str]:
 
 
 def _row(kind: str, items: list[Item], gone: list[Item]) -> dict[str, str]:
-    left = [item for item in items if item not in gone]
+    """Return a line of the table; `gone` are some of `items`."""
+    freed = sum(item.bytes for item in gone)
     return {
         "kind": kind,
-        "kept": str(len(left)),
-        "kept bytes": size(sum(item.bytes for item in left)),
+        "kept": str(len(items) - len(gone)),
+        "kept bytes": size(sum(item.bytes for item in items) - freed),
         "deleted": str(len(gone)),
-        "deleted bytes": size(sum(item.bytes for item in gone)),
+        "deleted bytes": size(freed),
     }
 
 

@@ -20,6 +20,7 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from storage.filesystem import write_atomic
 from storage.root import Root
+from storage.threads import READERS, each
 
 State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
 
@@ -74,8 +75,7 @@ class Runs:
 
     def all(self) -> list[RunRecord]:
         """Return every run, oldest first."""
-        records = [record for name in self.root.names("runs") if (record := self._read(name))]
-        return sorted(records, key=lambda record: record.started)
+        return self._records(self.root.names("runs"))
 
     def find(self, name: str) -> RunRecord:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
@@ -148,9 +148,12 @@ class Runs:
 
     def _family(self, recipe: Recipe) -> list[RunRecord]:
         """Return the runs of the recipe's family, oldest first."""
-        named = [name for name in self.root.names("runs") if _number(recipe.name, name)]
-        records = [record for name in named if (record := self._read(name))]
-        return sorted(records, key=lambda record: record.started)
+        return self._records([name for name in self.root.names("runs") if _number(recipe.name, name)])
+
+    def _records(self, names: list[str]) -> list[RunRecord]:
+        """Return the runs of these names that exist, oldest first."""
+        found = each(self._read, names, READERS)
+        return sorted((record for record in found if record), key=lambda record: record.started)
 
     def _next_name(self, family: str) -> str:
         taken = [_number(family, name) for name in self.root.names("runs")]

@@ -19,7 +19,7 @@ from storage.root import Root
 from tasks import compare
 from tasks.compare_view import TAG, view_key, view_tag
 from tests.tasks.mlflow_server import mlflow_server, use
-from tests.tasks.tracked_run import DOMAINS, TrackedRun
+from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -36,10 +36,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    root = Root.of(tmp_path_factory.mktemp("root"))
-    TrackedRun(root).all()
-    TrackedRun(root, better=0.5, seed=4).all()
-    return root
+    return two_runs(tmp_path_factory.mktemp("root"))
 
 
 def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,13 @@ from tasks.republish import republish
 from tasks.runs import Runs
 from tasks.tracking import Tracker
 from tests.tasks.mlflow_server import use
-from tests.tasks.tracked_run import TrackedRun, models, records, seen
+from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     """Two runs of one family, tracked in the root's own database; the second reuses the tokens."""
-    root = Root.of(tmp_path_factory.mktemp("root"))
-    TrackedRun(root).all()
-    TrackedRun(root, better=0.5, seed=4).all()
-    return root
+    return two_runs(tmp_path_factory.mktemp("root"))
 
 
 def test_an_empty_database_shows_the_same_as_the_live_one(

@@ -140,6 +140,14 @@ class TrackedRun:
         self.context.tracker.close(record.mlflow_run, "FINISHED")
 
 
+def two_runs(folder: Path) -> Root:
+    """Return a root with two runs of one family, `tiny-1` and `tiny-2`; the second is better and reuses the tokens."""
+    root = Root.of(folder)
+    TrackedRun(root).all()
+    TrackedRun(root, better=0.5, seed=4).all()
+    return root
+
+
 def write(path: Path, content: Any) -> None:
     """Write a journal as the table of its metrics, anything else as JSON."""
     if path.suffix != ".parquet":
