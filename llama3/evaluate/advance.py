@@ -16,11 +16,13 @@ import torch
 from llama3.evaluate.held_out import Document, held_out
 from llama3.evaluate.needle import KEY as NEEDLE
 from llama3.evaluate.needle import find_needles
-from llama3.evaluate.requests import Request, digest, from_documents
+from llama3.evaluate.requests import from_documents
+from llama3.evaluate.samples import samples, score
 from llama3.evaluate.scores import Score, write_scores
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.statistics import Estimate
-from llama3.evaluate.suites import BPB, Task, overall, samples, score
+from llama3.evaluate.suites import BPB, overall
+from llama3.evaluate.task import Request, Task, digest
 from llama3.model.files import load_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe

@@ -21,10 +21,11 @@ import torch
 
 from llama3.evaluate.generate import generate
 from llama3.evaluate.held_out import Document, document_bytes, held_out, longest_sequence
-from llama3.evaluate.requests import digest
+from llama3.evaluate.samples import Sample, samples, score
 from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, Score, write_scores
 from llama3.evaluate.scoring import Likelihood, score_requests
-from llama3.evaluate.suites import ARITHMETIC, BPB, CORE, Sample, Task, core, overall, samples, score, suite
+from llama3.evaluate.suites import ARITHMETIC, BPB, CORE, core, overall, suite
+from llama3.evaluate.task import Task, digest
 from llama3.model.files import load_model
 from llama3.model.rounding import keep_rounding
 from llama3.model.transformer import Transformer

@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from llama3.evaluate.held_out import Document
+from llama3.evaluate.task import Request
 
 ANSWER = "Answer:"
 CHOICES = 4
@@ -24,27 +25,6 @@ CONTEXT_CHARS = 160
 """Most characters of the opening that a continuation question shows."""
 CONTINUATION_CHARS = 64
 """Characters of the continuation to be recognised."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to score given another."""
-
-    task: str
-    """Key of the score it counts towards, such as `eval/bpb/math`."""
-    document: str
-    """Id of the document or question; the choices of one question share it."""
-    choice: int
-    context: str
-    continuation: str
-    """The text that is scored; a choice begins with the space that joins it to the context."""
-    gold: int
-    """The right choice; 0 for a whole document."""
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of the scored text, the joining space included."""
-        return len(self.continuation.encode())
 
 
 class Question(Protocol):
@@ -63,12 +43,6 @@ class FileQuestion:
     query: str
     choices: tuple[str, ...]
     gold: int
-
-
-def digest(requests: Iterable[Request]) -> str:
-    """Return the SHA-256 (hex) of the requests in their order."""
-    lines = (json.dumps(astuple(request), ensure_ascii=False, separators=(",", ":")) for request in requests)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def from_documents(task: str, documents: Iterable[Document]) -> list[Request]:

@@ -15,7 +15,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.evaluate.statistics import Estimate
+from llama3.evaluate.statistics import Estimate, Z
 
 SCORES_FILE = "scores.parquet"
 SAMPLES_FILE = "samples.parquet"
@@ -45,11 +45,20 @@ class Score:
     better: Better
     requests: str
     """Digest of what was asked; two scores with different digests were measured on different text."""
+    shots: int = 0
+    """Solved examples before each question."""
+    version: int = 1
+    """Of the task."""
 
     @classmethod
     def of(cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None) -> Score:
         """Return the score called `key` whose value and spread are `estimate`."""
         return cls(key=key, unit=unit, better=better, requests=requests, chance=chance, **dataclasses.asdict(estimate))
+
+    @property
+    def half(self) -> float:
+        """Half the width of the published interval, 1.96 sqrt(S (1 - S) / N) for a share (arXiv 2407.21783, 5.1)."""
+        return Z * self.stderr
 
     @property
     def estimate(self) -> Estimate:
@@ -71,6 +80,8 @@ _SCHEMA = pa.schema(
         ("unit", pa.string()),
         ("better", pa.string()),
         ("requests", pa.string()),
+        ("shots", pa.int64()),
+        ("version", pa.int64()),
     ]
 )
 

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama3.evaluate.requests import Request
+from llama3.evaluate.task import Request
 from llama3.model.loss import NO_TARGET
 
 POSITIONS = {"cpu": 2048}
@@ -51,6 +51,8 @@ class Encoder(Protocol):
 class Likelihood:
     nats: float
     tokens: int
+    greedy: bool | None = None
+    """Whether every scored token is the model's likeliest; None where it was not asked for."""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from llama3.recipe.schema import RopeScaling
 
 
 def rotation(
-    positions_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [S, 1, E/2] of the angles position x frequency, in `dtype`, where `positions_S` is.
+    """Return cosine and sine [S, 1, E/2] of the angles position x frequency, in `dtype`, where `positions` [S] is.
 
-    Positions are int64 and need not be consecutive: a part of a sequence passes its own.
+    Positions are int64 and need not be consecutive: a part of a sequence passes its own. Where they differ from one
+    sequence to the next they are [B, S], and the result [B, S, 1, E/2].
     """
-    angles = torch.outer(positions_S.double(), frequencies(head_dim, theta, scaling, positions_S.device)).unsqueeze(1)
+    turns = frequencies(head_dim, theta, scaling, positions.device)
+    angles = (positions.double().unsqueeze(-1) * turns).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -2,7 +2,7 @@
 
 It knows nothing of processes or devices: sharding wraps it from outside, and where a cut model talks to its other parts
 it calls its `exchange`. Layers stand in a dictionary, so that a part of them, a pipeline stage, keeps the parameter
-names of the whole. There is no cache of keys and values: generation runs the whole sequence again for each token.
+names of the whole. Keys and values of earlier calls come in through the exchange as well (see `cache`).
 
 Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V vocabulary rows.
 """
@@ -95,12 +95,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(spec.dim, spec.norm_eps, self.exchange) if last else None
         self.output = Linear(spec.dim, rows) if last and not spec.tied_embeddings else None
 
-    def forward(self, x: Tensor, documents_BS: Tensor | None = None, targets_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | Visible | None = None, targets_BS: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] or, with targets, nats per token [B, S] (fp32, 0 where the target is -100).
 
-        `x` is token ids [B, S], or what the part before returned. `documents_BS` numbers the document of each token of
-        the whole sequences, best on the CPU (see `documents`); tokens of one number read each other. None says that
-        each sequence is one document, which takes a faster attention kernel. A part that is not the last returns its
+        `x` is token ids [B, S], or what the part before returned. `documents` [B, S] numbers the document of each token
+        of the whole sequences, best on the CPU (see `documents`); tokens of one number read each other. None says that
+        each sequence is one document, which takes a faster attention kernel; a `Visible` says itself what is read. A part that is not the last returns its
         residual stream.
         """
         queries, keys = self.exchange.positions(
@@ -110,7 +110,10 @@ class Transformer(nn.Module):
         spec = self.spec
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         table = rotation(queries, spec.dim // spec.heads, spec.rope_theta, spec.rope_scaling, wide)
-        seen = visible(documents_BS, queries, keys, x_BSD.dtype, self._compiled)
+        if isinstance(documents, Visible):
+            seen = documents
+        else:
+            seen = visible(documents, queries, keys, x_BSD.dtype, self._compiled)
         for block in self.layers.values():
             x_BSD = self._run(block, x_BSD, table, seen)
         return x_BSD if self.norm is None else self._finish(x_BSD, targets_BS)

@@ -34,7 +34,7 @@ class StageRate(_Quantity):
 
 @dataclass(frozen=True)
 class GateRule(_Quantity):
-    """What a candidate's metric must satisfy; `better` and `no worse than` compare it with the champion's."""
+    """What a candidate's metric must satisfy; all but `at most` and `at least` compare it with the champion's."""
 
     kind: str
     bound: float = 0.0
@@ -45,17 +45,18 @@ class GateRule(_Quantity):
         if isinstance(text, GateRule):
             return text
         words = text if isinstance(text, str) else ""
-        if words == "better":
-            return cls("better")
+        if words in ("better", "no significant drop"):
+            return cls(words)
         if match := re.fullmatch(rf"no worse than {_NUMBER}%", words):
             return cls("no worse than", float(match[1]) / 100)
         if match := re.fullmatch(rf"(at most|at least) {_NUMBER}", words):
             return cls(match[1], float(match[2]))
         raise ValueError(
-            f"{text!r} is not a rule: write 'better', 'no worse than 0.5%', 'at most 2.5' or 'at least 0.3'"
+            f"{text!r} is not a rule: write 'better', 'no worse than 0.5%', 'no significant drop', 'at most 2.5' or "
+            "'at least 0.3'"
         )
 
     def __str__(self) -> str:
-        if self.kind == "better":
-            return "better"
+        if self.kind in ("better", "no significant drop"):
+            return self.kind
         return f"{self.kind} {self.bound * 100:g}%" if self.kind == "no worse than" else f"{self.kind} {self.bound:g}"

@@ -153,6 +153,16 @@ class Checkpoint(Section):
 class Evaluate(Section):
     after: list[str] = Field(default_factory=list)
     """Stages after which to evaluate; empty: the last one."""
+    every: Tokens | None = None
+    """How often training itself scores held-out documents (`eval/loop/<domain>`), such as `50B`; none: never."""
+    loop_documents: int = Field(default=16, ge=1)
+    """Held-out documents per domain that are scored inside training."""
+    suite: str = "quick"
+    """`quick` (needs no data but the recipe's), `core`, `full`, or a YAML file that lists tasks."""
+    data: str | None = None
+    """Folder, here or in an object store, of the published sets that `core` and `full` ask for."""
+    missing: Literal["refuse", "skip"] = "refuse"
+    """What to do where `data` lacks a file of the suite: refuse the recipe, or leave its task out, said aloud."""
     documents: int = Field(default=64, ge=2)
     """Held-out documents per domain to score."""
     questions: int = Field(default=100, ge=2)
@@ -160,7 +170,7 @@ class Evaluate(Section):
     needles: int = Field(default=55, ge=11)
     """Sentences that the `needle` gate of a long-context stage hides, spread over eleven depths."""
     tasks: list[str] = Field(default_factory=list)
-    """JSON-lines files of further multiple-choice tasks (`query`, `choices`, `gold`)."""
+    """Further tasks: YAML files, folders of rendered requests, or JSON-lines files of multiple-choice questions."""
 
 
 class Promote(Section):

@@ -20,10 +20,11 @@ from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
 from llama3.evaluate.requests import from_questions, read_questions
+from llama3.evaluate.samples import samples
 from llama3.evaluate.scores import read_scores
 from llama3.evaluate.scoring import Likelihood
 from llama3.evaluate.statistics import Z, proportion
-from llama3.evaluate.suites import Task, samples
+from llama3.evaluate.task import Task
 from llama3.model.files import save_model
 from llama3.model.initial import build
 from llama3.recipe.load import load_recipe

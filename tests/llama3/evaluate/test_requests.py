@@ -12,11 +12,11 @@ from llama3.evaluate.requests import (
     CONTEXT_CHARS,
     CONTINUATION_CHARS,
     continuations,
-    digest,
     from_documents,
     from_questions,
     read_questions,
 )
+from llama3.evaluate.task import digest
 
 
 def documents(domain: str, count: int) -> list[Document]:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.requests import Request
 from llama3.evaluate.scoring import POSITIONS, Likelihood, score_requests, score_sequences, windows
+from llama3.evaluate.task import Request
 from llama3.model.initial import build
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Model
