@@ -94,7 +94,7 @@ def _chain(context: Context) -> Iterator[tuple[str, Decision | None]]:
     for span in Schedule(context.recipe).trained:
         _announce(context, before, span)
         began = checkpoint if span.begins_stage else began
-        checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start)
+        checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start, curated)
         yield span.name, None
         if span.stage.advance:
             advance(context, span.name, checkpoint, began, curated)

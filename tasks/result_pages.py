@@ -6,6 +6,7 @@ from typing import Any
 
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import tokens
+from llama3.train.averaging import Choice
 from storage.artifact import Artifact
 from tasks import pages
 from tasks.runs import StepRecord
@@ -44,6 +45,7 @@ def _facts(context: Context, span: StageSpan) -> dict[str, str]:
         "steps": f"{span.steps:,}",
         "loss": f"{facts['first_loss']:.4f} > {facts['last_loss']:.4f}",
         "time": clock(entry.seconds) if entry.seconds else "",
+        "average": str(Choice.model_validate(facts["average"])) if "average" in facts else "",
         "artifact": f"{artifact.label} ({size(artifact.bytes)})",
         "SHA-256 of the model": facts["model_sha256"],
     }

@@ -26,6 +26,8 @@ from llama3.recipe.units import Bytes
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
+from llama3.train.averaging import FILE as AVERAGE
+from llama3.train.averaging import Choice
 from llama3.train.job import TrainJob
 from llama3.train.main import REFUSED, TERMINATED
 from llama3.train.skips import Skips
@@ -35,6 +37,7 @@ from storage.lazy import lazy_folder
 from storage.objects import remove_all
 from tasks.alerts import Alerts
 from tasks.follow import Follower
+from tasks.held_out import write_held_out
 from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launch_key, launcher_of
 from tasks.pages import StagePage
 from tasks.result_pages import stage_done
@@ -50,11 +53,12 @@ LAST_STEPS = 16
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", cache_policy=NO_CACHE, persist_result=False)
 def train_stage(
-    context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None
+    context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None, curated: Artifact
 ) -> Artifact:
     """Return the checkpoint artifact at the end of `stage`: state to go on from, model, and every metric.
 
-    `parent` is the checkpoint of the stage before, or the weights that the first stage starts from.
+    `parent` is the checkpoint of the stage before, or the weights that the first stage starts from. The trainer scores
+    held-out documents of `curated` now and then, which changes no weight.
     """
     span = Schedule(context.recipe).span(stage)
     design = _design(context, span, tokens, parent)
@@ -63,6 +67,10 @@ def train_stage(
     kept = _checkpoints(context, work)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
+        if context.recipe.evaluate.every != "never" and not write_held_out(
+            context.recipe, curated, tokenizer.path, work
+        ):
+            context.console.say(f"  [yellow]{span.name}: no held-out document to score while training[/]")
         job = _job(context, span, tokens, parent, work)
         _train(context, span, job, [context.record.mlflow_run, mlflow_run])
         link_files(work / "result", folder)  # not moved: killed before the commit, the next attempt finds it whole
@@ -74,6 +82,8 @@ def train_stage(
             remove_all(kept)
 
     artifact = ensure(context, stage, design, build, Work(work.name, partial(_resumes, span, work, kept), done))
+    if "average" in artifact.facts:
+        context.console.say(f"  {'average':<18}{Choice.model_validate(artifact.facts['average'])}")
     stage_done(context, stage)
     return artifact
 
@@ -94,7 +104,8 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
         "seed": recipe.seed,
         "mix": {domain: str(share) for domain, share in span.shares.items()},
         "shape": [[part.start, part.seq, part.batch, part.steps] for part in span.segments],
-        "average": span.stage.average,
+        "average": str(span.stage.average) if span.stage.average else None,
+        **({"keep": span.stage.keep} if span.stage.keep != "average" else {}),
         "stream": TokenStream(lazy_folder(tokens, 0), recipe).identity(span.start, span.end),
     }
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
@@ -206,6 +217,7 @@ class Attempts:
 
 def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
     table = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.LOSS)])
+    choice = _choice(folder)
     losses = [row["value"] for row in sorted(table.to_pylist(), key=lambda row: row["position"])]
     return {
         "start": span.start,
@@ -215,7 +227,14 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "last_loss": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
         "model_sha256": _model_digest(folder / "model"),
         "skips": Skips.read(folder).facts(),
+        **({"average": choice.model_dump(mode="json")} if choice is not None else {}),
     }
+
+
+def _choice(folder: Path) -> Choice | None:
+    """Return what the trainer kept of a stage with an average."""
+    path = folder / AVERAGE
+    return Choice.model_validate_json(path.read_text()) if path.exists() else None
 
 
 def _model_digest(folder: Path) -> str:

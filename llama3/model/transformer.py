@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V voca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from llama3.model.linear import Linear, RMSNorm, used
 from llama3.model.loss import token_nats
 from llama3.model.rope import rotation
 from llama3.recipe.schema import Model
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""What is made of the last hidden states [B, S, D], normed, and the output weights [V, D]."""
 
 
 class FeedForward(nn.Module):
@@ -95,13 +99,20 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(spec.dim, spec.norm_eps, self.exchange) if last else None
         self.output = Linear(spec.dim, rows) if last and not spec.tied_embeddings else None
 
-    def forward(self, x: Tensor, documents: Tensor | Visible | None = None, targets_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        documents: Tensor | Visible | None = None,
+        targets_BS: Tensor | None = None,
+        head: Head | None = None,
+    ) -> Tensor:
         """Return logits [B, S, V] or, with targets, nats per token [B, S] (fp32, 0 where the target is -100).
 
-        `x` is token ids [B, S], or what the part before returned. `documents` [B, S] numbers the document of each token
-        of the whole sequences, best on the CPU (see `documents`); tokens of one number read each other. None says that
-        each sequence is one document, which takes a faster attention kernel; a `Visible` says itself what is read. A part that is not the last returns its
-        residual stream.
+        `x` is token ids [B, S], or what the part before returned. `documents` [B, S] numbers the document of each
+        token of the whole sequences, best on the CPU (see `documents`); tokens of one number read each other. None
+        says that each sequence is one document, which takes a faster attention kernel; a `Visible` says itself what is
+        read. With `head` the result is what that makes of the last hidden states, for callers that want few of them.
+        A part that is not the last returns its residual stream.
         """
         queries, keys = self.exchange.positions(
             self.exchange.sequence(x.shape[1], whole=self.embedding is not None), x.device
@@ -116,7 +127,7 @@ class Transformer(nn.Module):
             seen = visible(documents, queries, keys, x_BSD.dtype, self._compiled)
         for block in self.layers.values():
             x_BSD = self._run(block, x_BSD, table, seen)
-        return x_BSD if self.norm is None else self._finish(x_BSD, targets_BS)
+        return x_BSD if self.norm is None else self._finish(x_BSD, targets_BS, head)
 
     @property
     def _compiled(self) -> bool:
@@ -143,12 +154,14 @@ class Transformer(nn.Module):
         again: Tensor = checkpoint(block, *arguments, use_reentrant=False, **more)
         return again
 
-    def _finish(self, x_BSD: Tensor, targets_BS: Tensor | None) -> Tensor:
+    def _finish(self, x_BSD: Tensor, targets_BS: Tensor | None, head: Head | None) -> Tensor:
         assert self.norm is not None
         hidden_BSD = self.exchange.gather(self.norm(x_BSD))
         holder = self.embedding if self.output is None else self.output
         assert holder is not None
         weight_VD = used(holder.weight, self.exact)
+        if head is not None:
+            return head(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
         if targets_BS is None:
             return F.linear(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
         return token_nats(hidden_BSD, weight_VD, targets_BS, self.z_loss, self.exchange)

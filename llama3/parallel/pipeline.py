@@ -82,7 +82,7 @@ class Pipeline:
         assert batch % micro_batch == 0, f"{batch} sequences in micro-batches of {micro_batch}"
         schedule = self._schedule(micro_batch, seq, batch // micro_batch, backward)
         inputs = (tokens_BS,) if 0 in self.parts else ()
-        more: dict[str, Any] = {} if documents_BS is None else {"documents_BS": documents_BS}
+        more: dict[str, Any] = {} if documents_BS is None else {"documents": documents_BS}
         if self.layout.stages - 1 in self.parts:
             more["targets_BS"] = targets_BS
         schedule.step(*inputs, target=targets_BS, return_outputs=False, **more)  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ def _few_steps(span: StageSpan) -> Iterator[str]:
     part = span.segments[-1]
     exact = sum(segment.asked for segment in span.segments) / part.batch
     average = span.stage.average
-    more = f" or to average {average} checkpoints" if average and average > span.steps else ""
+    more = f" or to average {average.count} checkpoints" if average and average.count > span.steps else ""
     yield (
         f"stages.{span.name}: {_asked(span)} at {Tokens(part.batch)} is {exact:.1f} steps, rounded to {span.steps}: "
         f"few for a learning rate to move in{more}"

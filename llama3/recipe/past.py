@@ -84,11 +84,11 @@ def _segment(schedule: Schedule, segment: Segment, position: int) -> dict[str, A
     }
 
 
-def _average(schedule: Schedule, position: int) -> list[int] | None:
+def _average(schedule: Schedule, position: int) -> list[str | int] | None:
     """Return what decides the weights averaged so far: the length of a stage in progress, if it averages."""
     for span in schedule.spans:
         if span.stage.average is not None and span.start < position < span.end:
-            return [span.stage.average, span.start, span.end]
+            return [str(span.stage.average), span.start, span.end]
     return None
 
 

@@ -7,11 +7,11 @@ their thresholds are ours, because the paper gives none.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
+from llama3.recipe.averaging import Average
 from llama3.recipe.rules import GateRule, StageRate
 from llama3.recipe.section import Name, Section
 from llama3.recipe.units import Tokens
@@ -48,8 +48,12 @@ class Stage(Section):
     """Name of an entry under `mix`."""
     lr: StageRate | None = None
     """`linear to 0`, `constant`, or left out: the run's schedule."""
-    average: int | None = Field(default=None, ge=2)
-    """Average the weights of this many checkpoints spread over the stage (`last 8` or 8)."""
+    average: Average | None = None
+    """Average weights of the stage into its model: `last 8` (8 positions spread over it), `polyak` (after every step)
+    or `ema 0.99` (after every step, the old ones forgotten)."""
+    keep: Literal["average", "better"] = "average"
+    """`better`: the stage's model is its average or its last weights, whichever needs fewer bits for the held-out
+    documents that the trainer scores (`evaluate.every`)."""
     advance: dict[Gate, GateRule] = Field(default_factory=dict)
     """Gates after each sequence length, each length a step of its own: `[short-context, needle]`, or with a threshold
     `{short-context: no worse than 1%, needle: at least 0.9}`. `short-context`: bits per byte of held-out documents at
@@ -57,12 +61,6 @@ class Stage(Section):
     sentences hidden in held-out text of this length that the model finds again. A failed gate stops the run."""
 
     model_config = ConfigDict(populate_by_name=True)
-
-    @field_validator("average", mode="before")
-    @classmethod
-    def _last(cls, value: object) -> object:
-        match = re.fullmatch(r"last (\d+)", value) if isinstance(value, str) else None
-        return int(match[1]) if match else value
 
     @field_validator("seq")
     @classmethod
@@ -104,6 +102,10 @@ class Stage(Section):
             raise ValueError(
                 f"stage {self.name}: average cannot go over several sequence lengths with gates between them; "
                 "average over a stage after it, or leave advance out"
+            )
+        if self.keep == "better" and self.average is None:
+            raise ValueError(
+                f"stage {self.name}: keep: better chooses between an average and the last weights; add average: last 8"
             )
         return self
 

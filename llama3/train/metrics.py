@@ -58,6 +58,11 @@ DEVICE_PEAK_GIB = "memory/device_peak_gib"
 DEVICE_RESERVED_GIB = "memory/device_reserved_gib"
 """The most that torch took from the device so far: what must fit."""
 
+HELD_OUT = "held_out/bpb"
+"""Bits per byte of a few held-out documents, scored by the trainer; the domains averaged by the first stage's mix."""
+HELD_OUT_S = "time/held_out_s"
+"""Time that training stood still for it."""
+
 RESTARTS = "recovery/restarts"
 ROLLBACKS = "recovery/rollbacks"
 """Times that the stage went back to before a spike."""
@@ -70,6 +75,11 @@ REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 def domain_loss(domain: str) -> str:
     """Nats per target token of one domain."""
     return f"loss/{domain}"
+
+
+def held_out(domain: str) -> str:
+    """Bits per byte of held-out documents of one domain."""
+    return f"{HELD_OUT}/{domain}"
 
 
 def share(domain: str) -> str:

@@ -15,7 +15,6 @@ from llama3.model.float8 import use_float8
 from llama3.model.initial import empty, initial_value
 from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
-from llama3.recipe.schedule import StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train.optimizer import adamw
 from llama3.train.precision import Precision
@@ -44,7 +43,7 @@ class TrainState:
         self.sum: dict[str, Tensor] = {}
         """Running sum of the weights at the positions averaged so far, in the weights' own precision."""
         self.averaged = 0
-        """How many that were."""
+        """What the sum is divided by: how many positions that were; 1 for an average that forgets."""
 
     def reset(self, recipe: Recipe, position: int, world: World) -> None:
         """Take the state with which a run starts: weights that depend on the recipe's model and seed only."""
@@ -80,34 +79,19 @@ class TrainState:
         if averaged:
             self.sum = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
 
-    def add_to_average(self) -> None:
-        """Count the present weights into the average."""
-        if not self.averaged:
+    def add_to_average(self, decay: float | None = None) -> None:
+        """Count the present weights into the average: into a sum, or into one that forgets with `decay`."""
+        first = not self.averaged
+        if first:
             self.make_average(1)
-            self.averaged = 0
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                self.sum[name].add_(parameter)
-        self.averaged += 1
-
-
-def average_positions(span: StageSpan) -> list[int]:
-    """Return the positions, at most `average` of them, evenly spread over the stage; the last is its end.
-
-    A stage of fewer steps than that averages over all of its steps.
-    """
-    if span.stage.average is None:
-        return []
-    count = min(span.stage.average, span.steps)
-    return [_position_after(span, -(-span.steps * number // count)) for number in range(1, count + 1)]
-
-
-def _position_after(span: StageSpan, steps: int) -> int:
-    for segment in span.segments:
-        if steps <= segment.steps:
-            return segment.start + steps * segment.batch
-        steps -= segment.steps
-    raise AssertionError("more steps than the stage has")
+                if decay is None or first:
+                    self.sum[name].add_(parameter)
+                else:
+                    self.sum[name].lerp_(parameter, 1 - decay)
+        if decay is None and not first:
+            self.averaged += 1
 
 
 def _build(recipe: Recipe, rows: int, precision: Precision, world: World, exact: bool) -> Mapping[int, Transformer]:

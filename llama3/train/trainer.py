@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,10 +20,13 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Cadence
 from llama3.tokens.batch import Batches
+from llama3.train import metrics
+from llama3.train.averaging import Averaging, choose
 from llama3.train.batch_documents import told, write_incident
 from llama3.train.checkpoint import SaveFailed
 from llama3.train.engine import Engine, Pending
 from llama3.train.finish import commit_result
+from llama3.train.held_out import HeldOut, HeldOutScores
 from llama3.train.job import TrainJob
 from llama3.train.meter import Timing
 from llama3.train.opening import begin, open_stage
@@ -31,7 +35,6 @@ from llama3.train.reader import Share, Step, read_ahead, steps_from
 from llama3.train.recorder import Recorder, log
 from llama3.train.skips import Skips
 from llama3.train.spikes import Judge, SpikeGuard, Verdict
-from llama3.train.state import average_positions
 from llama3.train.step import Outcome
 from llama3.train.stragglers import Stragglers
 
@@ -79,7 +82,7 @@ class Trainer:
         )
         self.schedule = Schedule(recipe)
         self.skips = world.from_leader(Skips.read(job.work) if world.leads else Skips())
-        self.average_at = set(average_positions(self.span))
+        self.averaging = Averaging(self.span)
         self.recorder: Recorder | None = None
         if world.leads:
             rows, position = self.state.rows, self.state.position
@@ -87,6 +90,7 @@ class Trainer:
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {opened.origin}")
         self.profiler = Profiler(job.profile, job.work, world.rank, world.device)
         self.stragglers = Stragglers.among(self.state.parts.values(), world)
+        self.held_out = self._held_out()
         self._take_up()
 
     def run(self) -> bool:
@@ -108,7 +112,8 @@ class Trainer:
             log(written)
         self.checkpoints.finish()
         if done:
-            commit_result(self.job, self.recipe, self.state, self.world, self.recorder)
+            choose_one = partial(choose, self.state, self.span, self.held_out, self.engine.nats)
+            commit_result(self.job, self.recipe, self.state, self.world, self.recorder, choose_one)
         elif self.checkpoints.failures:
             raise SaveFailed(self.checkpoints.failures[-1])
         return done
@@ -153,7 +158,8 @@ class Trainer:
         self._count(step)
         before = self._settle()
         self.ahead = Ahead(pending, waited_s)
-        return before if looks_later(self.world.device) else self._settle()
+        scored = self.held_out is not None and self.held_out.due(step)  # before the next step changes the weights
+        return before if looks_later(self.world.device) and not scored else before + self._settle()
 
     def _pass_over(self, step: Step) -> list[Outcome]:
         before = self._settle()
@@ -164,8 +170,7 @@ class Trainer:
         return before
 
     def _count(self, step: Step) -> None:
-        if step.end in self.average_at:
-            self.state.add_to_average()
+        self.averaging.add(self.state, step.end)
 
     def _settle(self) -> list[Outcome]:
         """Wait for the step that the device works on, if any, and draw the consequences. Returns its outcome."""
@@ -176,17 +181,35 @@ class Trainer:
         now = time.perf_counter()
         verdict = self.judge.judge(step, outcome)
         slow = self.stragglers.window() if self.stragglers is not None else None
+        scores = self._scores(step) if verdict.kind == "go on" else {}
         for line in slow.named if slow is not None and self.world.leads else ():
             log(line)
         if verdict.kind != "stop" and self.recorder is not None:
             written = [saved.total_s for saved in self.checkpoints.poll()]
             timing = Timing(now - self.settled, ahead.waited_s, self.blocked_s, written[-1] if written else None)
-            self.recorder.add(step, outcome, timing, slow.metrics() if slow else None)
+            self.recorder.add(step, outcome, timing, {**(slow.metrics() if slow else {}), **scores})
             self.blocked_s = None
-        self.settled = now
+        self.settled = time.perf_counter() if scores else now
         if verdict.kind != "go on":
             self._bad(step, outcome, verdict)
         return [outcome]
+
+    def _held_out(self) -> HeldOutScores | None:
+        """Return what scores held-out documents, if the job brings any and the recipe asks for it."""
+        held = HeldOut.read(self.job.work)
+        if held is None or self.recipe.evaluate.every == "never":
+            return None
+        layout = self.world.layout
+        always = {*self.averaging.positions, self.span.end}
+        return HeldOutScores(held, self.recipe, always, self.world, self.job.micro_batch * layout.pp)
+
+    def _scores(self, step: Step) -> dict[str, float]:
+        """Return the scores of held-out documents and what they cost, where they are due; all processes agree on it."""
+        if self.held_out is None or not self.held_out.due(step):
+            return {}
+        began = time.perf_counter()
+        scores = self.held_out.scores(self.engine.nats)
+        return {**scores, metrics.HELD_OUT_S: time.perf_counter() - began}
 
     def _bad(self, step: Step, outcome: Outcome, verdict: Verdict) -> None:
         """Write down a bad step and its documents, and end or go back if the verdict says so."""

@@ -33,7 +33,7 @@ STAGE: dict[str, list[Any]] = {
     "batch": ["512 tokens", "1Ki"],
     "mix": ["base", "twin", "late"],
     "lr": [None, "constant", "linear to 0"],
-    "average": [None, None, 3],
+    "average": [None, None, 3, "polyak", "ema 0.9"],
 }
 
 
@@ -58,9 +58,9 @@ def trained(asked: Recipe, position: int) -> list[tuple[Any, ...]]:
     return steps
 
 
-def averaging(asked: Recipe, position: int) -> tuple[int, int, int] | None:
+def averaging(asked: Recipe, position: int) -> tuple[str, int, int] | None:
     spans = [span for span in Schedule(asked).spans if span.stage.average and span.start < position < span.end]
-    return (spans[0].stage.average or 0, spans[0].start, spans[0].end) if spans else None
+    return (str(spans[0].stage.average), spans[0].start, spans[0].end) if spans else None
 
 
 @settings(max_examples=100, deadline=None)
@@ -118,7 +118,7 @@ def test_stages_behind_the_position_are_free(changed: list[int], done: int) -> N
         (1, "stages.ramp-1.mix=annealing", "- stages.ramp-1.mix.code: 17%\n+ stages.ramp-1.mix.code: 22%"),
         (1, "mix.base={general: 60%, math: 15%, code: 17%, multilingual: 8%}",
          "- stages.ramp-1.mix.general: 50%\n+ stages.ramp-1.mix.general: 60%"),
-        (900_000, "stages.anneal.average=2", "- stages.anneal.average: 4\n+ stages.anneal.average: 2"),
+        (900_000, "stages.anneal.average=2", "- stages.anneal.average: last 4\n+ stages.anneal.average: last 2"),
         (900_000, "stages.anneal.for=200K", "- stages.anneal.for: 160K\n+ stages.anneal.for: 200K"),
         (900_000, "stages.anneal.lr=constant", "- stages.anneal.lr: linear to 0\n+ stages.anneal.lr: constant"),
     ],

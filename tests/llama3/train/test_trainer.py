@@ -14,7 +14,7 @@ from llama3.model.files import load_model
 from llama3.recipe.schedule import Schedule
 from llama3.tokens.batch import Batches
 from llama3.tokens.stream import TokenStream
-from llama3.train.state import average_positions
+from llama3.train.averaging import average_positions
 from llama3.train.weights import weights_of
 from tests.dist import run
 from tests.llama3.train.train_samples import (

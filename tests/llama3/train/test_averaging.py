@@ -1,0 +1,136 @@
+"""Averages of a stage's weights: what each rule is, under any layout and restart, and which weights the stage keeps."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llama3.recipe.averaging import Average
+from llama3.recipe.schema import Recipe
+from llama3.train import metrics
+from llama3.train.averaging import FILE, Choice
+from llama3.train.held_out import pack
+from llama3.train.journal import read_journal
+from llama3.train.weights import weights_of
+from tests.dist import run
+from tests.llama3.train.test_held_out import SEQ, Bytes, documents
+from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
+
+STEPS = 5
+
+
+def asked(average: str, **more: Any) -> Recipe:
+    saving = {"every": f"{STEP} tokens", "keep": {"last": 9}}
+    return recipe(stages=[stages(STEPS)[0] | {"average": average, **more}], checkpoint=saving)
+
+
+def trained(folder: Path, average: str, held: bool = True, name: str = "work", size: int = 1, **more: Any) -> Path:
+    path = job(folder, asked(average, **more), name=name, micro_batch=2)
+    if held:
+        work(path).mkdir(exist_ok=True)
+        pack(documents(), Bytes(), SEQ).write(work(path))
+    assert run(size, train, path) == [0] * size, output(path)
+    return path
+
+
+def parts(path: Path) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after every step."""
+    saved = [work(path) / "checkpoints" / f"{step * STEP:018}" for step in range(1, STEPS)]
+    return [dict(weights_of(state, averaged=0)) for state in [*saved, work(path) / "result" / "state"]]
+
+
+def model(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(work(path) / "result" / "model" / "model.safetensors")
+    return found
+
+
+def choice(path: Path) -> Choice:
+    return Choice.model_validate_json((work(path) / "result" / FILE).read_text())
+
+
+@pytest.mark.parametrize("text", ["last 8", "polyak", "ema 0.99"])
+def test_an_average_is_written_as_it_is_read(text: str) -> None:
+    assert str(Average.parse(text)) == text
+    assert Average.parse(8) == Average.parse("last 8")
+
+
+@pytest.mark.parametrize("text", ["last 1", "ema 1", "ema 0.0", "ema -0.5", "mean", "1", None, ""])
+def test_what_is_no_average_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="is not an average: write 'last 8'"):
+        Average.parse(text)
+
+
+def test_polyak_is_the_mean_over_every_step(tmp_path: Path) -> None:
+    path = trained(tmp_path, "polyak")
+    every = parts(path)
+    for name, value in model(path).items():
+        torch.testing.assert_close(value, sum(part[name] for part in every) / STEPS, rtol=1e-13, atol=1e-18)
+
+
+def test_an_exponential_average_forgets(tmp_path: Path) -> None:
+    path = trained(tmp_path, "ema 0.7", size=2)
+    for name, value in model(path).items():
+        mean = parts(path)[0][name]
+        for part in parts(path)[1:]:
+            mean = 0.7 * mean + 0.3 * part[name]
+        torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-18)
+
+
+def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "ema 0.7")
+    path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=2)
+    work(path).mkdir()
+    pack(documents(), Bytes(), SEQ).write(work(path))
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.engine:Engine.take", 4, False)
+    assert not (work(path) / "result").exists()
+    assert run(1, train, path) == [0], output(path)
+    assert all(torch.equal(value, model(whole)[name]) for name, value in model(path).items())
+    assert choice(path) == choice(whole)
+
+
+def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
+    path = trained(tmp_path, "last 3")
+    found = choice(path)
+    journal = {record.position: record.metrics for record in read_journal(work(path) / "journal.jsonl")}
+    assert found.parts == {place * STEP: journal[place * STEP][metrics.HELD_OUT] for place in (2, 4, 5)}
+    assert found.last == found.parts[STEPS * STEP]
+    assert found.kept == "average"
+    assert found.average is not None
+    assert found.average != found.last
+    assert str(found) in output(path)
+
+
+def test_the_better_weights_are_kept(tmp_path: Path) -> None:
+    """Early weights of a short stage are so bad that their mean is worse than the end."""
+    path = trained(tmp_path, "polyak", keep="better")
+    found = choice(path)
+    assert found.average is not None
+    assert found.last is not None
+    assert found.last < found.average
+    assert found.kept == "last"
+    assert all(torch.equal(value, parts(path)[-1][name]) for name, value in model(path).items())
+    kept = trained(tmp_path, "polyak", name="kept")
+    assert choice(kept).average == found.average
+    assert choice(kept).kept == "average"
+
+
+def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
+    alone = choice(trained(tmp_path, "last 3"))
+    for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):
+        path = job(tmp_path, asked("last 3"), name=name, micro_batch=2, layout=layout)
+        work(path).mkdir()
+        pack(documents(), Bytes(), SEQ).write(work(path))
+        assert run(size, train, path) == [0] * size, output(path)
+        assert choice(path).average == pytest.approx(alone.average, rel=1e-9)
+
+
+def test_without_held_out_documents_the_average_is_kept_and_said(tmp_path: Path) -> None:
+    path = trained(tmp_path, "last 3", held=False)
+    assert choice(path) == Choice(rule="last 3", kept="average")
+    assert "no held-out document was scored" in output(path)

@@ -1,0 +1,144 @@
+"""Held-out documents scored inside training: packed whole, the same under any layout, and without a trace in it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.evaluate.held_out import Document
+from llama3.evaluate.scoring import score_requests
+from llama3.evaluate.task import Request
+from llama3.model.files import load_model
+from llama3.model.loss import NO_TARGET
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
+from llama3.train import metrics
+from llama3.train.held_out import HeldOut, interval, pack
+from llama3.train.journal import read_journal
+from tests.dist import run
+from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
+
+SEQ = 16
+EVERY = 3 * STEP
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "dp2": (2, {}),
+    "dp2-zero3": (2, {"zero": 3}),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}),
+    "dp2-pp2": (4, {"pp": 2, "virtual": 2}),
+}
+MODEL = {"layers": 4, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq": 64}
+TEXTS = ("one", "a little more text", "ü" * 30, "x", "four and twenty blackbirds", "é1", "{}", "z" * 40)
+
+
+class Bytes:
+    """A tokenizer whose ids are bytes."""
+
+    begin = BEGIN
+    base = tuple(bytes([value]) for value in range(256))
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def documents() -> list[Document]:
+    return [Document(f"d{number}", DOMAINS[number % 4], text) for number, text in enumerate(TEXTS)]
+
+
+def asked(**evaluate: Any) -> Recipe:
+    return recipe(model=MODEL, stages=stages(7), evaluate={"every": f"{EVERY} tokens", **evaluate})
+
+
+@given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 24))
+def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq: int) -> None:
+    held = pack([Document(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq)
+    scored = [token for token in held.batch.targets_BS.flatten().tolist() if token != NO_TARGET]
+    assert scored == [token for text in texts for token in list(text.encode())[:seq]]
+    assert sum(held.bytes.values()) == len(scored)
+    tokens, ids = held.batch.tokens_BS, held.batch.documents_BS
+    for row in range(len(tokens)):
+        starts = [place for place in range(seq) if tokens[row, place] == BEGIN]
+        assert [int(ids[row, place]) for place in starts] == list(range(len(starts)))
+        assert all(int(a) <= int(b) for a, b in zip(ids[row], ids[row][1:], strict=False))
+
+
+def test_the_interval_costs_a_hundredth_by_default() -> None:
+    assert interval(asked(every="auto"), 3000) == 100_000
+    assert interval(asked(), 3000) == EVERY
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One stage under each layout, and once without held-out documents."""
+    folder = tmp_path_factory.mktemp("trained")
+    paths = {}
+    for name, (size, layout) in {**LAYOUTS, "without": (1, {})}.items():
+        paths[name] = job(folder, asked(), name=name, layout=layout, micro_batch=2)
+        work(paths[name]).mkdir()
+        if name != "without":
+            pack(documents(), Bytes(), SEQ).write(work(paths[name]))
+        assert run(size, train, paths[name]) == [0] * size, output(paths[name])
+    return paths
+
+
+def scores(path: Path) -> dict[int, dict[str, float]]:
+    """Return the held-out scores in the journal by position."""
+    records = read_journal(work(path) / "journal.jsonl")
+    found = {
+        record.position: {key: value for key, value in record.metrics.items() if key.startswith(metrics.HELD_OUT)}
+        for record in records
+    }
+    return {position: values for position, values in found.items() if values}
+
+
+def test_scores_stand_at_multiples_of_the_interval_and_at_the_end(trained: dict[str, Path]) -> None:
+    assert sorted(scores(trained["alone"])) == [EVERY, 2 * EVERY, 7 * STEP]
+    assert not scores(trained["without"])
+
+
+def test_training_does_not_notice(trained: dict[str, Path]) -> None:
+    assert losses(trained["alone"]) == losses(trained["without"])
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "alone"])
+def test_any_layout_scores_the_same(trained: dict[str, Path], name: str) -> None:
+    mine, reference = scores(trained[name]), scores(trained["alone"])
+    assert mine.keys() == reference.keys()
+    for position, values in reference.items():
+        assert mine[position] == pytest.approx(values, rel=1e-9)
+
+
+def test_the_evaluation_finds_the_same(trained: dict[str, Path]) -> None:
+    model = load_model(work(trained["alone"]) / "result" / "model")
+    last = scores(trained["alone"])[7 * STEP]
+    for domain in DOMAINS:
+        cut = [d.text.encode()[:SEQ].decode(errors="ignore") for d in documents() if d.domain == domain]
+        found = score_requests(model, Bytes(), [Request("t", "d", 0, "", text, 0) for text in cut], 64)
+        bits = sum(likelihood.nats for likelihood in found) / math.log(2)
+        assert last[metrics.held_out(domain)] == pytest.approx(bits / sum(len(t.encode()) for t in cut), rel=1e-9)
+    shares = {domain: float(share) for domain, share in asked().mix["base"].items()}
+    mean = sum(shares[domain] * last[metrics.held_out(domain)] for domain in DOMAINS)
+    assert last[metrics.HELD_OUT] == pytest.approx(mean, rel=1e-12)
+
+
+def test_never_is_never(tmp_path: Path) -> None:
+    path = job(tmp_path, asked(every="never"))
+    work(path).mkdir()
+    pack(documents(), Bytes(), SEQ).write(work(path))
+    assert run(1, train, path) == [0], output(path)
+    assert not scores(path)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    held = pack(documents(), Bytes(), SEQ)
+    held.write(tmp_path)
+    again = HeldOut.read(tmp_path)
+    assert again is not None
+    assert again.bytes == held.bytes
+    assert (again.batch.tokens_BS == held.batch.tokens_BS).all()
+    assert HeldOut.read(tmp_path / "elsewhere") is None
