@@ -89,6 +89,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     **{name: train_state.checkpoint for name in TRAIN_TARGETS if name.startswith("checkpoint/")},
     **{name: train_state.restart for name in TRAIN_TARGETS if name.startswith("restart/")},
     "loader/wait": train_state.loader,
+    "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
     **{name: train_gpu.utilisation for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }

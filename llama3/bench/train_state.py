@@ -6,11 +6,13 @@ and a row. Wall-clock time, so an idle machine is wanted, except for the layout.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,13 +21,18 @@ from llama3.bench.measure import NotMeasured
 from llama3.bench.ours.token_shards import make_shards, stream_recipe
 from llama3.bench.rows import Row, measured
 from llama3.bench.train_session import TrainSession
+from llama3.evaluate.held_out import Document
 from llama3.parallel.mesh import joined
 from llama3.parallel.scale import measure_layout
 from llama3.recipe.load import to_yaml
-from llama3.recipe.schema import Model, Recipe
+from llama3.recipe.schema import Evaluate, Model, Recipe
+from llama3.recipe.section import DOMAINS
+from llama3.tokens.tokenizer import Tokenizer
+from llama3.train import metrics
 from llama3.train.disk_speed import measure_checkpoint
+from llama3.train.held_out import AUTO_SHARE, FORWARD, pack
 from llama3.train.job import TrainJob
-from llama3.train.journal import read_journal
+from llama3.train.journal import Record, read_journal
 from llama3.train.precision import Precision
 from llama3.train.state import TrainState
 
@@ -37,6 +44,8 @@ SHAPE = {"layers": 4, "dim": 192, "ffn": 672, "heads": 4, "kv_heads": 2, "max_se
 SMALL = {**SHAPE, "layers": 2, "dim": 32, "ffn": 64}
 """Of the model that is restarted: what is measured is not its steps."""
 DOCUMENTS = 2_000
+HELD_OUT_TIMES = 3
+"""Scorings of the run that measures what they cost."""
 STEPS_OUT = 2
 """First steps of a run that are not counted: torch compiles and allocates."""
 
@@ -79,18 +88,52 @@ def restart(run: TrainSession, name: str) -> Row:
 
 def loader(run: TrainSession, name: str) -> Row:
     """Share of the steps' time that waits for data, after the first steps."""
-    folder = run.settings.folder / "loader"
-    job = _job(folder, SHAPE if run.settings.size != "tiny" else SMALL, run.size.steps)
+    records = _trained(_job(run.settings.folder / "loader", _shape(run), run.size.steps))[STEPS_OUT:]
+    waited, took = (sum(record.metrics[f"time/{key}_s"] for record in records) for key in ("data_wait", "step"))
+    each_waited, each_took = (1e3 * seconds / len(records) for seconds in (waited, took))
+    note = f"{each_waited:.2f} ms of {each_took:,.0f} per step of {SEQ * SEQUENCES:,} tokens"
+    return measured(name, 100 * waited / took, note, steps=len(records))
+
+
+def held_out(run: TrainSession, name: str) -> Row:
+    """Share of the training time that scoring held-out documents takes at the interval that `every: auto` gives.
+
+    A run of the benchmark is shorter than that interval, so it scores more often, and time per scoring is divided by
+    the time of the steps between two of them.
+    """
+    often = f"{SEQ * SEQUENCES * max(1, run.size.steps // HELD_OUT_TIMES)} tokens"
+    job = _job(run.settings.folder / "held-out", _shape(run), run.size.steps, evaluate={"every": often})
+    held = pack(_documents(), Tokenizer([bytes([value]) for value in range(256)]), SEQ)
+    work = TrainJob.model_validate_json(job.read_text()).work
+    work.mkdir()
+    held.write(work)
+    records = _trained(job)[STEPS_OUT:]
+    steps = [record.metrics[metrics.STEP_S] for record in records]
+    scored = [record.metrics[metrics.HELD_OUT_S] for record in records if metrics.HELD_OUT_S in record.metrics]
+    tokens = held.batch.tokens_BS.numel()
+    between = math.ceil(tokens * FORWARD / AUTO_SHARE) / (SEQ * SEQUENCES) * mean(steps)
+    note = f"{mean(scored):.2f} s for {tokens:,} tokens, {between:,.0f} s between two"
+    return measured(name, 100 * mean(scored) / between, note, scorings=len(scored))
+
+
+def _documents() -> list[Document]:
+    """Return as many documents of each domain as a recipe scores, all longer than a row."""
+    texts = (f"{number:05} " * SEQ for number in range(len(DOMAINS) * Evaluate().every_documents))
+    return [Document(str(number), DOMAINS[number % len(DOMAINS)], text) for number, text in enumerate(texts)]
+
+
+def _shape(run: TrainSession) -> dict[str, Any]:
+    return SHAPE if run.settings.size != "tiny" else SMALL
+
+
+def _trained(job: Path) -> list[Record]:
+    """Run the trainer on one thread; return its journal."""
     command = [sys.executable, "-m", "llama3.train.main", str(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if ended.returncode:
         raise RuntimeError(f"the trainer ended with {ended.returncode}: {ended.stdout.strip()}")
-    records = read_journal(folder / "work" / "journal.jsonl")[STEPS_OUT:]
-    waited, took = (sum(record.metrics[f"time/{key}_s"] for record in records) for key in ("data_wait", "step"))
-    each_waited, each_took = (1e3 * seconds / len(records) for seconds in (waited, took))
-    note = f"{each_waited:.2f} ms of {each_took:,.0f} per step of {SEQ * SEQUENCES:,} tokens"
-    return measured(name, 100 * waited / took, note, steps=len(records))
+    return read_journal(job.parent / "work" / "journal.jsonl")
 
 
 def layout(run: TrainSession, name: str) -> Row:
@@ -106,19 +149,21 @@ def _layout() -> tuple[float, int]:
     return measure_layout()
 
 
-def _recipe(shape: dict[str, Any], steps: int) -> Recipe:
-    """Return a recipe over made-up token shards for so many steps."""
+def _recipe(shape: dict[str, Any], steps: int, **more: Any) -> Recipe:
+    """Return a recipe over made-up token shards for so many steps, with `more` sections."""
     plain = stream_recipe(SEQ * SEQUENCES * steps, SEQ).model_dump(mode="json", by_alias=True, exclude_none=True)
     for stage in plain["stages"]:
         stage["batch"] = f"{SEQ * SEQUENCES} tokens"
-    return Recipe.model_validate({**plain, "compute": "fp32", "model": Model.model_validate(shape).model_dump()})
+    return Recipe.model_validate(
+        {**plain, "compute": "fp32", "model": Model.model_validate(shape).model_dump(), **more}
+    )
 
 
-def _job(folder: Path, shape: dict[str, Any], steps: int) -> Path:
+def _job(folder: Path, shape: dict[str, Any], steps: int, **more: Any) -> Path:
     """Write tokens, recipe and job file into `folder`; return the job file."""
     folder.mkdir(parents=True)
     make_shards(folder / "tokens", DOCUMENTS, empty=False)
-    recipe = _recipe(shape, steps)
+    recipe = _recipe(shape, steps, **more)
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     fields: dict[str, Any] = {"recipe": folder / "recipe.yaml", "tokens": folder / "tokens", "work": folder / "work"}
     job = TrainJob(stage=recipe.stages[0].name, micro_batch=SEQUENCES, device="cpu", **fields)

@@ -59,6 +59,7 @@ def test_checkpoints_and_the_loader(run: TrainSession) -> None:
     assert saved.detail["bytes"] > 1e6
     assert row(run, "checkpoint/load").detail == saved.detail, "measured once"
     assert row(run, "loader/wait").detail["steps"] == run.size.steps - 2
+    assert row(run, "held-out/time").detail["scorings"] >= 2
 
 
 def test_restarts_are_measured_by_whoever_can_launch(run: TrainSession, tmp_path: Path) -> None:
