@@ -57,6 +57,16 @@ def domain_loss(data: ReportData) -> str:
     return as_svg(figure)
 
 
+def held_out(data: ReportData) -> str:
+    figure, axis = _over_tokens(data, "bits per byte")
+    for domain, colour in COLOURS.items():
+        points = data.series.get(metrics.held_out(domain), [])
+        axis.plot(*_xy(points), color=colour, linewidth=1.4, marker="o", markersize=3, label=domain)
+    axis.plot(*_xy(data.series[metrics.HELD_OUT]), color=INK, linewidth=1.8, marker="o", markersize=4, label="all")
+    axis.legend()
+    return as_svg(figure)
+
+
 def schedule(data: ReportData) -> str:
     figure, axis = _over_tokens(data, "learning rate")
     axis.plot(*_xy(data.series[metrics.LEARNING_RATE]), color="#3b6fb6", linewidth=1.8, label="learning rate")

@@ -15,6 +15,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from llama3.data.outcomes import explain
 from llama3.recipe.units import tokens
+from llama3.train import metrics
 from storage.filesystem import write_atomic
 from storage.root import Root
 from tasks import data_plots, plots
@@ -56,6 +57,7 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     figures = [
         ("Loss", "Training loss in nats per token against tokens seen, all stages as one curve.", plots.loss(data)),
         ("Loss by domain", "The same, for the tokens of each domain.", plots.domain_loss(data)),
+        *_held_out(data),
         ("Learning rate and batch", "The schedule as it was trained.", plots.schedule(data)),
         ("Throughput", "Tokens per second of each step.", plots.throughput(data)),
         ("Mix", "Planned share of each domain (outline) and realised share (filled), in tokens.", plots.mix(data)),
@@ -63,6 +65,13 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     if data.evaluations:
         figures.append(("Bits per byte", "On held-out documents; bars are 95 % intervals.", plots.bits_per_byte(data)))
     return figures
+
+
+def _held_out(data: ReportData) -> list[tuple[str, str, str]]:
+    if not data.series.get(metrics.HELD_OUT):
+        return []
+    what = "Bits per byte of a few held-out documents, scored by the trainer; all: weighted by the first stage's mix."
+    return [("Held-out documents while training", what, plots.held_out(data))]
 
 
 def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]]) -> str:
