@@ -144,6 +144,56 @@ def orchestration(
         _tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
 
 
+@bench.command()
+def evaluate(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: lm-eval,sharing/wall")] = "",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder with its tokenizer; default: random weights.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of benchmark files; default: eval of the shared data.")
+    ] = None,
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    work: WorkOption = None,
+) -> None:
+    """Evaluation: likelihood tasks by herd and by lm-eval on the same weights, one thread. Wants a quiet machine."""
+    from llama3.bench.evaluate import EvaluateSession, EvaluateSettings, evaluate_rows
+    from llama3.bench.rows import installed
+
+    names = tuple(filter(None, only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder = _empty(work) if work else Path(temporary)
+        given = EvaluateSettings(folder, data or _shared("eval") or SHARED / "eval", size, limit, model, names, peers)
+        with _mistakes():
+            rows = _told(evaluate_rows(EvaluateSession(given)), json_)
+        _tell({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
+
+
+@bench.command()
+def generate(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: cache,transformers/speed")] = "",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    work: WorkOption = None,
+) -> None:
+    """Generation: with a cache, computed anew, and by transformers, on the same weights. One core, CPU time."""
+    from llama3.bench.generate import GenerateSession, GenerateSettings, generate_rows
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder = _empty(work) if work else Path(temporary)
+        names = tuple(filter(None, only.split(",")))
+        session = GenerateSession(GenerateSettings(folder, size, names, peers or sys.executable))
+        with _mistakes():
+            rows = _told(generate_rows(session), json_)
+        _tell({}, rows, session.versions, json_, out_)
+
+
 @contextmanager
 def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
     """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""

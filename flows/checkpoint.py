@@ -1,8 +1,9 @@
-"""Score a checkpoint, or let the gate judge it, outside the run that made it.
+"""Score a checkpoint, or decide on it, outside the run that made it: judge, refuse, roll back.
 
-Both belong to that run: its recipe says on what to score, its record and its MLflow runs take the result. An event
+It belongs to that run: its recipe says on what to score, its record and its MLflow runs take the result. An event
 starts `evaluate` for every checkpoint that is committed. If the run that made it is at work and scores that stage
-itself, this leaves it to the run, so the event costs a flow run of a few seconds and no second scoring.
+itself, this leaves it to the run, so the event costs a flow run of a few seconds and no second scoring. A roll back
+holds no run: it is a record of the promotion log and waits for nobody.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from prefect import flow
 
 from flows.existing import Found, existing_run, existing_run_or_beside, find_checkpoint
 from flows.outcome import Outcome, told, why_not
-from flows.parameters import CheckpointParameters
+from flows.parameters import CheckpointParameters, PromotionParameters
 from storage.artifact import Artifact
 from storage.holder import LeaseHeld
+from tasks.approval import decide
 from tasks.evaluate import evaluate_model, evaluated_stages
+from tasks.judge import Asked
 from tasks.promote import promote_model
+from tasks.promotions import CHAMPION, decided
+from tasks.rollback import Wanted, roll_back
 from tasks.scores import SCORE, scores_of
 from tasks.step import Context
 
@@ -34,13 +39,14 @@ def evaluate(config: CheckpointParameters = CheckpointParameters()) -> str:  # n
 
 
 @flow(name="promote", persist_result=False)
-def promote(config: CheckpointParameters = CheckpointParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Let the gate judge a checkpoint, make it the champion if it passes, and return its run's name.
+def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Let the gate judge a checkpoint, refuse a challenger, or roll back; return the name of the model's run.
 
     Args:
-        config: Which checkpoint, and where.
+        config: What to do, with which checkpoint, and where.
     """
-    return told(lambda: _promote(config))
+    act = {"promote": _promote, "refuse": _refuse, "roll back": _roll_back}[config.action]
+    return told(lambda: act(config))
 
 
 def _evaluate(config: CheckpointParameters) -> Outcome:
@@ -53,18 +59,32 @@ def _evaluate(config: CheckpointParameters) -> Outcome:
         return Outcome(name, f"{label}: {_scores(scores)}")
 
 
-def _promote(config: CheckpointParameters) -> Outcome:
+def _promote(config: PromotionParameters) -> Outcome:
     found = find_checkpoint(config.root_at, config.checkpoint)
-    name = found.record.name
+    name, asked = found.record.name, Asked(config.by, config.comment, config.override.strip(), again=True)
     try:
         with existing_run(config.root_at, name, config.cluster, PATIENCE_S) as context:
             curated = _curated(context)
             scores = _scored(context, found, curated)
-            decision = promote_model(context, found.checkpoint, scores, curated)
+            decision = promote_model(context, found.checkpoint, scores, curated, asked)
     except LeaseHeld as error:
         raise ValueError(f"checkpoint: {name} is at work and comes to its gate itself; wait for it ({error})") from None
     message = f"{found.checkpoint.label} {context.record.verdict}, {_scores(scores)}{why_not(decision)}"
     return Outcome(name, message)
+
+
+def _refuse(config: PromotionParameters) -> Outcome:
+    name = find_checkpoint(config.root_at, config.checkpoint).record.name
+    promotion, shown = decide(config.root_at, name, False, config.by, config.comment)
+    return Outcome(name, decided(promotion, shown))
+
+
+def _roll_back(config: PromotionParameters) -> Outcome:
+    family, _, alias = config.checkpoint.strip().partition("@")
+    if not alias:
+        family, alias = find_checkpoint(config.root_at, config.checkpoint).record.family, CHAMPION
+    promotion, shown = roll_back(config.root_at, Wanted(family, alias, config.to.strip(), config.by, config.comment))
+    return Outcome(promotion.run, decided(promotion, shown))
 
 
 def _scored(context: Context, found: Found, curated: Artifact) -> Artifact:

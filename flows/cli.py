@@ -6,10 +6,9 @@ plain lines and exit status 2, never a traceback.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -17,8 +16,11 @@ from rich.markup import escape
 from flows.bench import bench
 from flows.operations import add_operations
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
-from flows.temporary import start_temporary_server
+from flows.promotion import add_promotions
+from flows.requests import add_requests
+from flows.temporary import quiet_prefect, start_temporary_server
 from flows.terminal import RootOption, mistakes, out
+from flows.use import add_uses
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.cluster import Cluster, load_cluster
@@ -104,42 +106,6 @@ def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
 
 
 @app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS such as quickstart@champion, or a model folder.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The",
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 80,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
-    seed: int = 0,
-    root: RootOption = DEFAULT_ROOT,
-) -> None:
-    """Continue a text with a model."""
-    from tasks.models import generate_text, model_folder
-
-    with mistakes():
-        folder = model_folder(Root.of(root), model)
-        out.print(escape(prompt + generate_text(folder, prompt, tokens, temperature, seed)))
-
-
-@app.command()
-def export(
-    model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS, or a model folder.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    format_: Annotated[
-        Literal["hf", "meta", "meta-safetensors"], typer.Option("--format", help="Whose files to write.")
-    ] = "hf",
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Number format of the weights.")] = "bf16",
-    root: RootOption = DEFAULT_ROOT,
-) -> None:
-    """Write a model as others read it: Hugging Face (config, safetensors, tokenizer) or Meta's own files."""
-    from llama3.export.convert import convert
-    from tasks.models import model_folder
-
-    with mistakes():
-        convert(model_folder(Root.of(root), model), "herd", target, format_, dtype)
-        out.print(f"wrote {target}")
-
-
-@app.command()
 def inspect(
     run: str,
     tokens: Annotated[str, typer.Option(help="Positions from:to, such as 120M:121M.")],
@@ -158,7 +124,10 @@ def inspect(
             out.print(f"[dim]the first {len(found.documents)} stretches; --limit shows more[/]")
 
 
+add_uses(app)
 add_operations(app)
+add_promotions(app)
+add_requests(app)
 
 
 @app.command()
@@ -179,7 +148,7 @@ def _run(config: PipelineParameters) -> None:
     with mistakes():
         check_quick(config)
         out.print("[dim]starting Prefect[/]")
-        _quiet_prefect()
+        quiet_prefect()
         ready = start_temporary_server(config.root_at.local)
         from httpx import TransportError
 
@@ -216,17 +185,6 @@ def check_quick(config: PipelineParameters) -> None:
 
     recipe = Runs(config.root_at).recipe(config.rerun_of) if config.rerun_of else None
     check_place(recipe or load_recipe(Path(config.recipe), config.overrides), config.cluster, config.root_at)
-
-
-def _quiet_prefect() -> None:
-    """Keep Prefect's own lines and its copy of every traceback out of the terminal; herd says what matters."""
-    os.environ["HERD_CONSOLE"] = "terminal"
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")  # a lost event would print a kilobyte
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    # 5, the default, is a minute for each call once the server is gone for good
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Commands for those who look after runs: `herd up | setup | status | compare | approve | republish | retention`."""
+"""Commands for those who look after runs: `herd up | setup | status | compare | republish | retention`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 
 def add_operations(app: typer.Typer) -> None:
     """Give `app` the commands of this file."""
-    for command in (up, setup, status, compare, approve, republish, retention):
+    for command in (up, setup, status, compare, republish, retention):
         app.command()(command)
 
 
@@ -80,20 +80,6 @@ def compare(
         out.print(f"page: {url}")
         if browser:
             webbrowser.open(url)
-
-
-def approve(
-    run: Annotated[str, typer.Argument(help="A run whose promotion waits for a person.")],
-    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse instead.")] = False,
-    by: Annotated[str, typer.Option(help="Who decides; default: you.", show_default=False)] = "",
-    comment: Annotated[str, typer.Option(help="Why.")] = "",
-    root: RootOption = DEFAULT_ROOT,
-) -> None:
-    """Decide on a promotion that waits for a person (promote.approval)."""
-    from tasks.approval import approve as decide
-
-    with mistakes():
-        out.print(f"{run}: {decide(Root.of(root), run, refuse, by, comment).verdict}")
 
 
 def republish(run: str, root: RootOption = DEFAULT_ROOT) -> None:

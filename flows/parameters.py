@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_serializer
@@ -193,6 +193,26 @@ class CheckpointParameters(PlaceParameters):
         "Checkpoint",
         LATEST,
         "checkpoint/quickstart-main-1a2b3c4d, a run (its last one), quickstart@champion, or latest.",
+    )
+
+
+class PromotionParameters(CheckpointParameters):
+    """What to decide about a checkpoint."""
+
+    action: Literal["promote", "refuse", "roll back"] = _field(
+        1,
+        "Action",
+        "promote",
+        "promote: the gate judges it. refuse: a challenger that waits for a person stays a candidate. roll back: its "
+        "family goes back to a model that was champion before.",
+    )
+    to: str = _field(
+        2, "Back to", "", "For roll back: label of a former champion, or its number in the log; empty: the one before."
+    )
+    by: str = _field(3, "Your name", "", "Kept with the decision.")
+    comment: str = _field(4, "Comment", "", "Why; kept with the decision.")
+    override: str = _field(
+        5, "Override", "", "For promote: why to promote it though the gate refuses it; integrity holds all the same."
     )
 
 

@@ -40,6 +40,17 @@ def start_temporary_server(root: Path) -> Callable[[], None]:
     return lambda: await_answer(f"{url}/health", process)
 
 
+def quiet_prefect() -> None:
+    """Keep Prefect's own lines and its copy of every traceback out of the terminal; herd says what matters."""
+    os.environ["HERD_CONSOLE"] = "terminal"
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")  # a lost event would print a kilobyte
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    # 5, the default, is a minute for each call once the server is gone for good
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+
+
 def is_temporary() -> bool:
     """Return whether Prefect's server ends with this process: nobody can open its pages, now or later."""
     return NAME in os.environ

@@ -3,14 +3,14 @@
 A flow run of a deployment is suspended: its process ends, nothing waits, and *Resume* in Prefect shows a form; then
 the flow is started again, reuses every step, and is given the answer here. Prefect suspends only flow runs of
 deployments, so elsewhere a terminal is asked, and without one the run ends with a challenger on which `herd approve`
-decides. What this gives up: who may approve is up to who may reach Prefect or the root.
+or `herd refuse` decides. What this gives up: who may approve is up to who may reach Prefect or the root.
 """
 
 from __future__ import annotations
 
 import getpass
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 from rich.markup import escape
@@ -18,15 +18,22 @@ from rich.prompt import Confirm, Prompt
 
 from tasks.console import TerminalConsole
 from tasks.events import emit, resource_id
-from tasks.promotions import APPROVAL, WAITS, Approval, Promotion, last_promotion
+from tasks.promotions import APPROVAL, WAITS, Log, Promotion, judged, reigning
 from tasks.runs import now
 
 if TYPE_CHECKING:
     from prefect.input import RunInput
 
     from storage.root import Root
-    from tasks.registry import Registry
     from tasks.step import Context
+
+
+class Approval(NamedTuple):
+    """What a person decided."""
+
+    approved: bool
+    by: str
+    comment: str = ""
 
 
 def ask(context: Context, promotion: Promotion) -> Approval | None:
@@ -43,7 +50,7 @@ def ask(context: Context, promotion: Promotion) -> Approval | None:
         return _from_form(promotion)
     if isinstance(context.console, TerminalConsole) and context.console.rich.is_terminal and sys.stdin.isatty():
         return _from_terminal(context.console, promotion)
-    context.console.say(f"  {'':<18}[cyan]decide with: herd approve {promotion.run} [--refuse] --comment WHY[/]")
+    context.console.say(f"  {'':<18}[cyan]decide with: herd approve {promotion.run} --comment WHY, or herd refuse[/]")
     return None
 
 
@@ -53,7 +60,7 @@ def _from_form(promotion: Promotion) -> Approval:
     form = approval_form().with_initial_data(description=question(promotion))
     answer = suspend_flow_run(wait_for_input=form, key=f"approve-{promotion.digest[:16]}")
     decision, name, comment = (getattr(answer, field) for field in ("decision", "name", "comment"))
-    return Approval(approved=decision == "approve", by=name, comment=comment, time=now())
+    return Approval(approved=decision == "approve", by=name, comment=comment)
 
 
 def approval_form() -> type[RunInput]:
@@ -84,8 +91,8 @@ def question(promotion: Promotion) -> str:
     rows = [f"| {row.metric} | {row.rule} | {row.reason.replace('|', '/')} |" for row in rules]
     against = f"`{promotion.champion}`" if promotion.champion else "none yet"
     return "\n".join([
-        f"**{promotion.family} version {promotion.version}** of run **{promotion.run}** passed the gate. "
-        f"Shall it become the **{promotion.alias}**?",
+        f"The model of run **{promotion.run}** passed the gate. Shall it become the **{promotion.alias}** of "
+        f"**{promotion.family}**?",
         "",
         f"model `{promotion.artifact}`, {promotion.alias} so far: {against}",
         "",
@@ -96,60 +103,60 @@ def question(promotion: Promotion) -> str:
 
 
 def _from_terminal(console: TerminalConsole, promotion: Promotion) -> Approval:
-    target = f"{promotion.family} version {promotion.version}"
-    approved = Confirm.ask(f"  make {escape(target)} the {promotion.alias}?", console=console.rich, default=False)
+    target = f"{promotion.artifact} the {promotion.alias} of {promotion.family}"
+    approved = Confirm.ask(f"  make {escape(target)}?", console=console.rich, default=False)
     comment = Prompt.ask("  comment", console=console.rich, default="", show_default=False)
-    return Approval(approved=approved, by=getpass.getuser(), comment=comment, time=now())
+    return Approval(approved=approved, by=getpass.getuser(), comment=comment)
 
 
-def approve(root: Root, run: str, refuse: bool, by: str = "", comment: str = "") -> Promotion:
-    """Decide on the model of a run that waits for approval (`herd approve`) and return the decision.
+def answered(log: Log, run: str, approval: Approval) -> Promotion:
+    """Return the record of what a person decided on the model of a run that waits.
 
-    Raises ValueError if the run does not wait, if a process works on it, if MLflow is away, or if the champion has
-    changed since the gate compared the model with it.
+    Raises ValueError if it does not wait, or the champion has changed since the gate compared the model with it.
+    """
+    found = judged(log, run)
+    if not found or found[-1].kind != WAITS:
+        verdict = f"it is {found[-1].kind}" if found else "it has no decision yet"
+        raise ValueError(f"approve: run {run} does not wait for approval: {verdict}")
+    waiting = found[-1]
+    champion = reigning(log, waiting.alias)
+    if approval.approved and champion != waiting.champion:
+        raise ValueError(
+            f"approve: the {waiting.alias} is {champion or 'nobody'} now, and {run} was compared with "
+            f"{waiting.champion or 'nobody'}; have the gate judge it again: herd promote {run}"
+        )
+    return waiting.decided(approval.approved, approval.by, approval.comment, now(), len(log))
+
+
+def decide(root: Root, run: str, approved: bool, by: str = "", comment: str = "") -> tuple[Promotion, bool]:
+    """Decide on the model of a run that waits for approval (`herd approve`, `herd refuse`).
+
+    Returns the record and whether MLflow shows it. Raises ValueError if the run does not wait, if a process works on
+    it, or if the champion has changed since the gate compared the model with it.
     """
     from storage.lease import LeaseHeld, lease
-    from tasks.promote import settle
-    from tasks.registry import Registry
+    from tasks.promotion_log import PromotionLog
     from tasks.runs import Runs
+    from tasks.settle import settle
     from tasks.tracking import Tracker
 
     runs = Runs(root)
     record = runs.find(run)
-    approval = Approval(approved=not refuse, by=by or getpass.getuser(), comment=comment, time=now())
+    approval = Approval(approved, by or getpass.getuser(), comment)
+    log, tracker = PromotionLog(root, record.family), Tracker(root, record.family)
     try:
         with lease(root, f"runs/{run}", f"approval by {approval.by}"):
-            promotion = _waiting(root, run)
-            tracker = Tracker(root, record.family)
-            if not tracker.wait_until_available(60, print):
-                raise ValueError(f"approve: MLflow at {tracker.uri} does not answer; start it and try again")
-            registry = Registry(tracker)
-            _check_champion(registry, promotion)
-            settled = promotion.decided(approval, now())
-            settle(root, runs, runs.find(run), registry, settled)
+            try:
+                promotion = log.append(lambda records: answered(records, run, approval))
+            except ValueError:
+                if found := judged(log.records, run):  # of a command that died before it showed what it decided
+                    settle(runs, runs.find(run), tracker, log.records, found[-1].artifact)
+                raise
+            shown = settle(runs, runs.find(run), tracker, log.records, promotion.artifact)
     except LeaseHeld as error:
         raise ValueError(f"approve: run {run} is being worked on: {error}; answer there, or wait") from error
     _resume(record.prefect_run, approval)
-    return settled
-
-
-def _waiting(root: Root, run: str) -> Promotion:
-    promotion = last_promotion(root, run)
-    if promotion is None or promotion.verdict != WAITS:
-        verdict = f"it is {promotion.verdict}" if promotion else "it has no decision yet"
-        raise ValueError(f"approve: run {run} does not wait for approval: {verdict}")
-    return promotion
-
-
-def _check_champion(registry: Registry, promotion: Promotion) -> None:
-    """Refuse to approve on the ground of a comparison with a model that is not the champion any more."""
-    champion = registry.holder(promotion.alias)
-    label = champion.tags.get("herd.artifact", "") if champion is not None else ""
-    if label != promotion.champion:
-        raise ValueError(
-            f"approve: the {promotion.alias} is {label or 'nobody'} now, and {promotion.run} was compared with "
-            f"{promotion.champion or 'nobody'}; have the gate judge it again: herd rerun {promotion.run} --from promote"
-        )
+    return promotion, shown
 
 
 def _resume(flow_run: str, approval: Approval) -> None:

@@ -9,13 +9,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from llama3.evaluate.evaluate import evaluate
+from llama3.evaluate.suites import suite_inputs
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, Design, file_digest
-from storage.filesystem import glob
+from storage.artifact import Artifact, Design
 from tasks.step import Context, ensure
 
-VERSION = 1
+VERSION = 2
 
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)
@@ -36,19 +36,19 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
 
 def _design(context: Context, checkpoint: Artifact, curated: Artifact) -> Design:
     recipe = context.recipe
-    tasks = {f"task.{Path(uri).stem}": file_digest(Path(path)) for uri in recipe.evaluate.tasks for path in glob(uri)}
     plain = resolved(recipe)
     return Design(
         kind="evaluation",
         name=checkpoint.manifest.name,
         version=VERSION,
         parameters={
+            "suite": recipe.evaluate.suite,
             "documents": recipe.evaluate.documents,
             "questions": recipe.evaluate.questions,
             "weights": plain["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },
-        inputs={"checkpoint": checkpoint.key, "curated": curated.key, **tasks},
+        inputs={"checkpoint": checkpoint.key, "curated": curated.key, **suite_inputs(recipe)},
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.remote_store import open_store
@@ -35,10 +38,17 @@ def _registered(root: Root, family: str, alias: str) -> Path:
 
 
 def label_of_alias(root: Root, family: str, alias: str) -> str | None:
-    """Return the label of the checkpoint that holds `alias` in the registry, or None.
+    """Return the label of the checkpoint that holds `alias`, or None.
 
-    Raises MlflowException if MLflow does not answer.
+    The promotion log decides; the registry is asked for an alias that somebody gave by hand. Raises MlflowException if
+    it does not answer then.
     """
+    from tasks.promotion_log import label_held
+    from tasks.promotions import ALIASES
+
+    label = label_held(root, family, alias)
+    if label or alias in ALIASES:
+        return label or None
     from tasks.registry import Registry
     from tasks.tracking import Tracker
 
@@ -46,11 +56,54 @@ def label_of_alias(root: Root, family: str, alias: str) -> str | None:
     return None if version is None else str(version.tags["herd.artifact"])
 
 
-def generate_text(folder: Path, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """Return the model's continuation of `prompt`, at most `count` tokens."""
-    from llama3.evaluate.generate import generate
+@dataclass
+class Written:
+    """What writing a text took; counted while it is written."""
+
+    tokens: int = 0
+    """Steps, the one that chose the end included."""
+    first_s: float = 0.0
+    """Seconds from the read model to the first token: the reading of the prompt."""
+    seconds: float = 0.0
+    """Seconds from the read model to the last token."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed after the first token; 0 if there was but one."""
+        return (self.tokens - 1) / (self.seconds - self.first_s) if self.tokens > 1 else 0.0
+
+
+def generate_text(
+    folder: Path,
+    prompt: str,
+    count: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    until: Sequence[str] = (),
+) -> tuple[Iterator[str], Written]:
+    """Return the model's continuation of `prompt` in pieces as they are written, and what that takes.
+
+    On a GPU if there is one. Raises ValueError, before anything is written, if a setting has no meaning or the
+    folder's tokenizer is not the model's.
+    """
+    import torch
+
+    from llama3.evaluate.generate import stream
     from llama3.model.files import load_model
     from llama3.tokens.tokenizer import Tokenizer
 
-    model, tokenizer = load_model(folder), Tokenizer.load(folder)
-    return generate(model, tokenizer, prompt, count, temperature=temperature, seed=seed)
+    model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
+    pieces = stream(model, Tokenizer.load(folder), prompt, count, temperature, top_p, seed, until)
+    written = Written()
+    return _counted(pieces, written), written
+
+
+def _counted(pieces: Iterator[str], written: Written) -> Iterator[str]:
+    began = time.perf_counter()
+    for piece in pieces:
+        written.tokens += 1
+        written.seconds = time.perf_counter() - began
+        written.first_s = written.first_s or written.seconds
+        yield piece
+        began = time.perf_counter() - written.seconds  # what the taker of a piece does is not counted

@@ -1,49 +1,49 @@
-"""The decisions on models, one small document each: `promotions/<time>-<run>.json` under the root.
+"""The records of a family's promotion log, and what follows from them: who holds which alias, and why.
 
-They are the truth about who is the champion and why; the registry of MLflow shows it. Where the recipe asks for a
-person, that is one more row of the gate's table: not passed while the model waits, then passed or not as the person
-decides, in a second document. So whoever reads `decision.accepted` reads the truth. Documents are never changed, and
-two machines can write them side by side.
+Everything here is a pure function of the records, oldest first: no file, no clock, no registry (`tasks.promotion_log`
+keeps them). A promotion that was rolled back from is taken off the pile of reigns, so that the next rollback goes
+further back and never forward. Where the recipe asks for a person, theirs is one more row of the gate's table, and so
+is an override; the gate's own decision stays as it was made, with the evidence that replays it.
 """
 
 from __future__ import annotations
 
-import re
+import uuid
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.evaluate.gate import Decision, Row
-from storage.root import Root
-from storage.threads import READERS, each
+from llama3.evaluate.gate import Decision, Evidence, Row
 
-FOLDER = "promotions"
+PROMOTED: Literal["promoted"] = "promoted"
+REFUSED: Literal["refused"] = "refused"
+WAITS: Literal["waits for approval"] = "waits for approval"
+ROLLED_BACK: Literal["rolled back"] = "rolled back"
+Kind = Literal["promoted", "refused", "waits for approval", "rolled back"]
+CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 CHALLENGER = "challenger"
 """Alias of a model that passed the gate and waits for a person."""
-WAITS: Literal["waits for approval"] = "waits for approval"
-APPROVAL = "approval/person"
-"""Row of the gate's table for the person's decision."""
-Verdict = Literal["promoted", "refused", "waits for approval"]
-
-
-class Approval(BaseModel):
-    """What a person decided."""
-
-    model_config = ConfigDict(frozen=True)
-
-    approved: bool
-    by: str
-    comment: str = ""
-    time: str
+ALIASES = frozenset({CANDIDATE, CHALLENGER, CHAMPION, PREVIOUS})
+"""Those that only the log decides on; a recipe may name one more (`promote.to`)."""
+APPROVAL, OVERRIDE = "approval/person", "approval/override"
+"""Rows of the gate's table for what a person decided."""
 
 
 class Promotion(BaseModel):
-    """One decision on one model."""
+    """One record: what was decided about one model."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
+    n: int = 0
+    """Place in the log, from 1; given when it is appended."""
+    previous: str = ""
+    """SHA-256 of the document before; empty in the first."""
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells this record from any other that wants the same place."""
     time: str
     """ISO 8601, UTC."""
+    kind: Kind
     run: str
     family: str
     artifact: str
@@ -51,81 +51,147 @@ class Promotion(BaseModel):
     digest: str
     """SHA-256 of the model's weights."""
     position: int
-    version: str
-    """Of the registered model, when it was decided."""
     alias: str
     """What the model is, or would have been, promoted to."""
     champion: str = ""
-    """Label of the checkpoint that held the alias and that it was compared with; empty: none did."""
-    verdict: Verdict
-    decision: Decision
-    """The gate's table, the person's row included."""
-    approval: Approval | None = None
+    """Label of the checkpoint that held the alias: judged against, or rolled back from. Empty: none did."""
+    against: int = 0
+    """Place of the newest record when this was decided."""
+    gate: Decision | None = None
+    """As the gate made it; None in a rollback, on which no gate decides."""
+    evidence: Evidence | None = None
+    """What the gate saw: `evidence.decide()` is `gate`."""
+    asked: bool = False
+    """Whether the recipe wants a person's approval of what passes the gate."""
+    override: str = ""
+    """Why a person promoted what the gate refused."""
+    by: str = ""
+    """Who decided, or started the judgement; empty: the run itself."""
+    comment: str = ""
+
+    @property
+    def decision(self) -> Decision:
+        """The gate's table with the person's row; accepted if the model holds, or held, the alias by this record."""
+        rows = self.gate.rows if self.gate else ()
+        return Decision(accepted=self.kind in (PROMOTED, ROLLED_BACK), rows=(*rows, *self._person()))
 
     @property
     def tags(self) -> dict[str, str]:
         """What the registered version says of the decision."""
         rows = {f"gate.{row.metric}".replace("/", "."): row.reason for row in self.decision.rows}
-        return {"verdict": self.verdict, **rows}
+        return {"verdict": self.kind, **rows}
 
-    def decided(self, approval: Approval, time: str) -> Promotion:
-        """Return the decision once a person has made theirs."""
-        update = {"time": time, "approval": approval, "decision": with_approval(self.decision, approval)}
-        return self.model_copy(update={**update, "verdict": "promoted" if approval.approved else "refused"})
+    @property
+    def why(self) -> str:
+        """The reason in a line."""
+        refusals = "; ".join(self.decision.refusals) if self.kind == REFUSED else ""
+        return "; ".join(text for text in (self.override, self.comment, refusals) if text)
 
+    def decided(self, approved: bool, by: str, comment: str, time: str, head: int) -> Promotion:
+        """Return the record of what a person decided on a model that waits."""
+        fresh = {"n": 0, "previous": "", "id": uuid.uuid4().hex, "against": head}
+        said = {"kind": PROMOTED if approved else REFUSED, "by": by, "comment": comment, "time": time}
+        return self.model_copy(update={**fresh, **said})
 
-def with_approval(decision: Decision, approval: Approval | None) -> Decision:
-    """Return the gate's decision with the row of the person, who has not decided yet if there is no `approval`."""
-    if approval is None:
-        reason = "waits for approval by a person"
-    else:
-        comment = f": {approval.comment}" if approval.comment else ""
-        reason = f"{'approved' if approval.approved else 'refused'} by {approval.by} at {approval.time}{comment}"
-    row = Row(
-        metric=APPROVAL,
-        rule="a person approves",
-        candidate=None,
-        champion=None,
-        threshold=None,
-        passed=approval is not None and approval.approved,
-        reason=reason,
-    )
-    rows = (*(known for known in decision.rows if known.metric != APPROVAL), row)
-    return Decision(accepted=all(known.passed for known in rows), rows=rows)
-
-
-def write_promotion(root: Root, promotion: Promotion) -> None:
-    """Write one decision. Raises OSError."""
-    stamp = re.sub(r"[^0-9TZ]", "", promotion.time.replace("+00:00", "Z"))
-    text = promotion.model_dump_json(indent=1)
-    root.write(text, FOLDER, f"{stamp}-{promotion.run}.json")
+    def _person(self) -> list[Row]:
+        """Return the row of the person who was asked, or who decided against the gate."""
+        said = f" by {self.by or 'somebody'} at {self.time}"
+        if self.override:
+            return [_row(OVERRIDE, "a person may decide against the gate", True, f"overridden{said}: {self.override}")]
+        if not self.asked or self.gate is None or not self.gate.accepted:
+            return []
+        if self.kind == WAITS:
+            return [_row(APPROVAL, "a person approves", False, "waits for approval by a person")]
+        comment = f": {self.comment}" if self.comment else ""
+        word = "approved" if self.kind == PROMOTED else "refused"
+        return [_row(APPROVAL, "a person approves", self.kind == PROMOTED, f"{word}{said}{comment}")]
 
 
-def promotions(root: Root, run: str = "") -> list[Promotion]:
-    """Return every decision, or those on the models of `run`, oldest first."""
-    names = [name for name in root.names(FOLDER) if name.endswith(f"-{run}.json" if run else ".json")]
-    texts = each(lambda name: root.read(FOLDER, name), names, READERS)
-    found = [Promotion.model_validate_json(text) for text in texts if text]
-    return sorted((one for one in found if run in ("", one.run)), key=lambda one: one.time)
+Log = Sequence[Promotion]
+"""Records of one family, oldest first."""
 
 
-def last_promotion(root: Root, run: str, artifact: str = "") -> Promotion | None:
-    """Return the last decision on the model of `run`, if any (on `artifact`, if it is given)."""
-    mine = [promotion for promotion in promotions(root, run) if artifact in ("", promotion.artifact)]
-    return mine[-1] if mine else None
+def changes(log: Log, alias: str) -> list[Promotion]:
+    """Return the records that gave `alias` to a model; the last names the holder."""
+    return [record for record in log if _changes(record, alias)]
 
 
-def holders(decisions: list[Promotion]) -> dict[tuple[str, str], Promotion]:
-    """Return the last promotion to each (family, alias), and to (family, challenger) of a model that still waits.
+def reigns(log: Log, alias: str) -> list[Promotion]:
+    """Return the records by which models hold, or held, `alias`, the holder's last; those rolled back from left out."""
+    pile: list[Promotion] = []
+    for record in changes(log, alias):
+        labels = [reign.artifact for reign in pile]
+        if record.kind == ROLLED_BACK and record.artifact in labels:
+            del pile[len(labels) - 1 - labels[::-1].index(record.artifact) :]
+        elif labels[-1:] == [record.artifact]:
+            pile.pop()
+        pile.append(record)
+    return pile
 
-    `decisions` are oldest first.
+
+def holder(log: Log, alias: str) -> str:
+    """Return the label of the model that holds `alias`, empty if none does."""
+    return holders(log).get(alias, "")
+
+
+def reigning(log: Log, alias: str) -> str:
+    """Return the label of the model to which `alias` was promoted (or rolled back) last, empty if none was."""
+    moved = (record for record in reversed(log) if _changes(record, alias))
+    return next((record.artifact for record in moved), "")
+
+
+def holders(log: Log) -> dict[str, str]:
+    """Return alias -> label of the model that holds it.
+
+    Besides what was promoted to: `candidate`, judged last; `challenger`, waits; `previous`, champion before.
     """
-    last = {decision.run: decision for decision in decisions}
-    held = {(decision.family, decision.alias): decision for decision in decisions if decision.verdict == "promoted"}
-    waiting = {(one.family, CHALLENGER): one for one in last.values() if one.verdict == WAITS}
-    return {**held, **waiting}
+    held = {alias: reigning(log, alias) for alias in {record.alias for record in log}}
+    held = {alias: label for alias, label in held.items() if label and alias not in ALIASES - {CHAMPION, CHALLENGER}}
+    if judgements := judged(log):
+        held[CANDIDATE] = judgements[-1].artifact
+    if len(champions := reigns(log, CHAMPION)) > 1:
+        held[PREVIOUS] = champions[-2].artifact
+    if waiting := [record for record in {record.run: record for record in judgements}.values() if record.kind == WAITS]:
+        held[CHALLENGER] = max(waiting, key=lambda record: record.n).artifact
+    return held
 
 
-def holders_of_aliases(root: Root) -> dict[tuple[str, str], Promotion]:
-    """Return who holds each (family, alias) by the decisions of the root."""
-    return holders(promotions(root))
+def judged(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
+    """Return the judgements on models (on those of `run`, on `artifact`): every record but rollbacks."""
+    return [
+        record
+        for record in log
+        if record.kind != ROLLED_BACK and run in ("", record.run) and artifact in ("", record.artifact)
+    ]
+
+
+def version_tags(log: Log, label: str) -> dict[str, str]:
+    """Return what the registered version of the model `label` says of itself."""
+    decisions = judged(log, artifact=label)
+    moved = [record for record in log if record.kind == ROLLED_BACK and label in (record.artifact, record.champion)]
+    tags = dict(decisions[-1].tags) if decisions else {}
+    return {**tags, "rollback": _rollback(moved[-1])} if moved else tags
+
+
+def decided(record: Promotion, shown: bool) -> str:
+    """Return in a line what was decided, and whether MLflow (`shown`) knows it."""
+    said = {
+        PROMOTED: f"{record.run}: promoted, {record.artifact} is the {record.alias}",
+        REFUSED: f"{record.run}: refused, {record.artifact} stays a candidate",
+        WAITS: f"{record.run}: waits for approval",
+        ROLLED_BACK: f"{record.family}@{record.alias}: rolled back from {record.champion} to {record.artifact}",
+    }[record.kind]
+    return said if shown else f"{said}; MLflow does not show it yet: the flow reconcile sends it when it answers"
+
+
+def _changes(record: Promotion, alias: str) -> bool:
+    return record.alias == alias and record.kind in (PROMOTED, ROLLED_BACK)
+
+
+def _rollback(record: Promotion) -> str:
+    comment = f": {record.comment}" if record.comment else ""
+    return f"{record.alias} from {record.champion} to {record.artifact} by {record.by} at {record.time}{comment}"
+
+
+def _row(metric: str, rule: str, passed: bool, reason: str) -> Row:
+    return Row(metric=metric, rule=rule, candidate=None, champion=None, threshold=None, passed=passed, reason=reason)

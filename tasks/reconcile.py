@@ -24,6 +24,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 from storage.janitor import tidy
 from storage.lease import LeaseHeld, Timing, holders, lease
 from storage.root import Root
+from tasks.promotion_log import families, read_log
+from tasks.registry import Registry
 from tasks.republish import STATUS, republish
 from tasks.runs import RunRecord, Runs, State, now
 from tasks.tracking import Tracker
@@ -56,7 +58,8 @@ def reconcile(
 ) -> list[Settled]:
     """Settle every run that is marked open and that nobody works on; with `full`, look at all runs.
 
-    Also sends what MLflow lacks and clears what killed processes left in storage. Raises OSError.
+    Also sends what MLflow lacks, gives its aliases to whom the promotion logs give them, and clears what killed
+    processes left in storage. Raises OSError.
     """
     full = full or root.read(OPEN, COMPLETE) is None
     names = root.names("runs") if full else root.names(OPEN)
@@ -68,6 +71,7 @@ def reconcile(
     tidied = tidy(root, LEFT_S)
     return [
         *found,
+        *(line for family in families(root) for line in show_aliases(root, family)),
         *([Settled("all", "storage", f"{tidied.bytes:,} bytes left over", "removed")] if tidied.bytes else []),
     ]
 
@@ -175,6 +179,13 @@ class Settler:
         name = f"runs/{record.name}"
         if (self.client is not None or not record.prefect_run) and name not in holders(self.root, [name], self.timing):
             self.root.remove(OPEN, record.name)
+
+
+def show_aliases(root: Root, family: str) -> list[Settled]:
+    """Make the aliases of a family in MLflow follow its promotion log; if it is away, another time will."""
+    tracker, log = Tracker(root, family), read_log(root, family)
+    changes = tracker.reach.attempt(lambda: Registry(tracker).show_aliases(log), [])
+    return [Settled(family, "MLflow", "aliases behind the promotion log", change) for change in changes]
 
 
 def close_runs(tracker: Tracker, run: str, status: str) -> int:

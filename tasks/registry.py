@@ -1,8 +1,8 @@
 """MLflow's model registry as herd uses it: one registered model per recipe family, aliases for roles.
 
 A version points at a checkpoint artifact; no bytes are copied. The gate's table is written as version tags, so that
-the registry page answers why a model is, or is not, the champion. Unlike the rest of what is sent to MLflow, these
-calls raise while it is away: "there is no champion" must never be read from a server that does not answer.
+the registry page answers why a model is, or is not, the champion. Aliases show the promotion log and are never read to
+decide anything; `show_aliases` makes them true from any state. Every method raises while MLflow is away.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 
 from storage.artifact import Artifact
-from tasks.promotions import CHALLENGER, Promotion, holders
+from tasks.promotions import ALIASES, Log, holders, version_tags
 from tasks.reach import is_absence
 from tasks.tracking import Tracker
 
-CANDIDATE = "candidate"
 NO_ALIAS = "INVALID_PARAMETER_VALUE"
 """What MLflow answers, with these words, where a model has no such alias."""
 
@@ -46,21 +45,53 @@ class Registry:
         found = self.client.search_model_versions(f"name = '{self.name}'")
         return {each.tags["herd.artifact"]: each for each in reversed(found) if "herd.artifact" in each.tags}
 
-    def register(self, checkpoint: Artifact, run: str, mlflow_run: str, model_id: str) -> Any:
-        """Return the version of `checkpoint`, made if there is none, and make it the candidate."""
-        version = self.version(checkpoint, run, mlflow_run, model_id)
-        self.promote(str(version.version), CANDIDATE)
-        return version
-
     def version(self, checkpoint: Artifact, run: str, mlflow_run: str, model_id: str) -> Any:
         """Return the version of `checkpoint`, made if there is none."""
+        if self._model() is None:
+            self.client.create_registered_model(self.name, description=f"Models of the recipe family {self.name}")
+        return self.find(checkpoint.label) or self._create(checkpoint, run, mlflow_run, model_id)
+
+    def note(self, version: str, tags: Mapping[str, str]) -> None:
+        """Write the gate's table, or whatever else is to be read there, as tags of the version."""
+        for key, value in tags.items():
+            self.client.set_model_version_tag(self.name, version, key, value)
+
+    def show(self, log: Log, *labels: str) -> list[str]:
+        """Show what the log says: all aliases, and the tags of the models `labels`. See `show_aliases`."""
+        changes, versions = self.show_aliases(log), self.versions()
+        for label in labels:
+            if label in versions:
+                self.note(str(versions[label].version), version_tags(log, label))
+        return changes
+
+    def show_aliases(self, log: Log) -> list[str]:
+        """Give each alias to whom the log gives it, and take it from everybody else; return what that changed.
+
+        An alias whose model is not registered here is held by nobody: better none than another model. Aliases that
+        the log does not decide on stay as they are, and so do all while it is empty.
+        """
+        model = self._model()
+        if model is None or not log:
+            return []
+        versions, before = self.versions(), {alias: str(version) for alias, version in model.aliases.items()}
+        wanted = {alias: str(versions[label].version) for alias, label in holders(log).items() if label in versions}
+        for alias, version in wanted.items():
+            if before.get(alias) != version:
+                self.client.set_registered_model_alias(self.name, alias, version)
+        managed = ALIASES | {record.alias for record in log}
+        gone = [alias for alias in before if alias in managed and alias not in wanted]
+        for alias in gone:
+            self.client.delete_registered_model_alias(self.name, alias)
+        moved = [f"{alias}: version {version}" for alias, version in wanted.items() if before.get(alias) != version]
+        return [*moved, *(f"{alias}: none" for alias in gone)]
+
+    def _model(self) -> Any | None:
         try:
-            self.client.get_registered_model(self.name)
+            return self.client.get_registered_model(self.name)
         except MlflowException as error:
             if not is_absence(error):
                 raise
-            self.client.create_registered_model(self.name, description=f"Models of the recipe family {self.name}")
-        return self.find(checkpoint.label) or self._create(checkpoint, run, mlflow_run, model_id)
+            return None
 
     def _create(self, checkpoint: Artifact, run: str, mlflow_run: str, model_id: str) -> Any:
         tags = {
@@ -71,29 +102,3 @@ class Registry:
         }
         source, run_id = f"models:/{model_id}", self.tracker.run_id(mlflow_run)
         return self.client.create_model_version(self.name, source, run_id=run_id, tags=tags, model_id=model_id)
-
-    def note(self, version: str, tags: Mapping[str, str]) -> None:
-        """Write the gate's table, or whatever else is to be read there, as tags of the version."""
-        for key, value in tags.items():
-            self.client.set_model_version_tag(self.name, version, key, value)
-
-    def promote(self, version: str, alias: str) -> None:
-        """Give `alias` to a version, away from whichever holds it."""
-        self.client.set_registered_model_alias(self.name, alias, version)
-
-    def show_aliases(self, decisions: list[Promotion]) -> None:
-        """Give each alias to whom the decisions (of every family, oldest first) gave it last.
-
-        One whose model is not registered here stays as it is: a run that this server was not told of yet.
-        """
-        mine, versions = [decision for decision in decisions if decision.family == self.name], self.versions()
-        wanted = {alias: decision.artifact for (_, alias), decision in holders(mine).items()}
-        registered = [decision.artifact for decision in mine if decision.artifact in versions]
-        if registered:
-            wanted[CANDIDATE] = registered[-1]
-        for alias, label in wanted.items():
-            version, held = versions.get(label), self.holder(alias)
-            if version is not None and (held is None or held.version != version.version):
-                self.promote(str(version.version), alias)
-        if CHALLENGER not in wanted and self.holder(CHALLENGER) is not None:
-            self.client.delete_registered_model_alias(self.name, CHALLENGER)

@@ -14,6 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from prefect.artifacts import create_markdown_artifact
 
 from llama3.data.outcomes import explain
+from llama3.evaluate.gate import Row
+from llama3.evaluate.scores import Score
 from llama3.recipe.units import tokens
 from llama3.train import metrics
 from storage.filesystem import write_atomic
@@ -94,12 +96,18 @@ def _environment(name: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"tokens": tokens, "num": _number, "count": _count, "seconds": _seconds, "when": _when}
+    environment.filters |= {"interval": _interval}
     environment.filters |= {"megabytes": _megabytes, "round_tokens": _round_tokens, "explain": explain}
     return environment
 
 
 def _number(value: Any, digits: int = 4) -> str:
     return "" if value is None or value != value else f"{value:.{digits}g}"
+
+
+def _interval(ends: Row | Score, digits: int = 4) -> str:
+    low, high = _number(ends.low, digits), _number(ends.high, digits)
+    return f"{low} .. {high}" if low and high else ""
 
 
 def _count(value: int) -> str:

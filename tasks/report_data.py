@@ -18,6 +18,7 @@ from storage.artifact import Artifact
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.data_page import DataPage, data_page
+from tasks.promotion_log import last_promotion
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
 
@@ -191,8 +192,8 @@ def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:
 
 
 def _decision(root: Root, run: str) -> Decision | None:
-    text = root.read("runs", run, "promotion.json")
-    return Decision.model_validate_json(text) if text else None
+    found = last_promotion(root, run)
+    return found.decision if found else None
 
 
 def _mlflow(root: Root, record: RunRecord) -> dict[str, str]:

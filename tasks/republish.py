@@ -21,7 +21,8 @@ from storage.artifact import Artifact, Store, flatten
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.project import Shown, Thinning, checkpoint_model, child_tags, project_step, send_records, step_tags
-from tasks.promotions import Promotion, promotions
+from tasks.promotion_log import read_log
+from tasks.promotions import Log, Promotion, judged, version_tags
 from tasks.registry import Registry
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
@@ -59,6 +60,8 @@ def republish(root: Root, run: str, tracker: Tracker | None = None, record: RunR
         raise ValueError(f"MLflow at {tracker.uri} does not answer; start it (herd up) and publish {run} again")
     tracker.reach.stale = False
     before = mine.model_copy(deep=True)
+    if found := judged(read_log(root, mine.family), run):
+        mine.verdict = found[-1].kind
     done = _Publisher(root, runs, mine, tracker).publish()
     done.complete = not tracker.stale
     if record is None and mine.state != "running":  # the record of a running run is its own to write
@@ -84,11 +87,12 @@ class _Publisher:
             self._step(step)
         for folder in sorted(self.root.file("work").glob(f"*/{FOLLOWED}")):
             self._stage_in_progress(folder)
-        for decision in {found.artifact: found for found in promotions(self.root, self.record.name)}.values():
-            self._promotion(decision)
-        if self.done.versions:
-            decisions = promotions(self.root)
-            self.tracker.reach.attempt(lambda: Registry(self.tracker).show_aliases(decisions), None)
+        log = read_log(self.root, self.record.family)
+        mine = judged(log, self.record.name)
+        for decision in {found.artifact: found for found in mine}.values():
+            self._promotion(decision, log)
+        if mine:
+            self.tracker.reach.attempt(lambda: Registry(self.tracker).show_aliases(log), [])
         self._end()
         return self.done
 
@@ -146,7 +150,7 @@ class _Publisher:
         if self.record.state != "running":
             self.tracker.close(child, STATUS[self.record.state], _time(self.record.ended))
 
-    def _promotion(self, decision: Promotion) -> None:
+    def _promotion(self, decision: Promotion, log: Log) -> None:
         """Publish a decision on a model: its MLflow run, the model version, and the gate's table."""
         scored = self._judged(decision.artifact)
         if scored is None:
@@ -154,13 +158,13 @@ class _Publisher:
             return
         checkpoint, evaluation = scored
         child = self._child(step_tags("promote", "promotion", evaluation.key), _time(decision.time))
-        self.tracker.set_tags(child, {"verdict": decision.verdict})
+        self.tracker.set_tags(child, {"verdict": decision.kind})
         model = checkpoint_model(self.tracker, [child], checkpoint)
 
         def version() -> int:
             registry = Registry(self.tracker)
             made = registry.version(checkpoint, self.record.name, child, model)
-            registry.note(str(made.version), decision.tags)
+            registry.note(str(made.version), version_tags(log, decision.artifact))
             return 1
 
         self.done.versions += self.tracker.reach.attempt(version, 0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import tokens
 from llama3.train.averaging import Choice
 from storage.artifact import Artifact
 from tasks import pages
 from tasks.runs import StepRecord
-from tasks.scores import SCORE, scores_of
+from tasks.scores import SCORE
 from tasks.step import Context
 from tasks.words import clock, size
 
@@ -68,5 +69,16 @@ def _scores(context: Context) -> list[dict[str, Any]]:
     evaluation = context.made.get(f"evaluate-{context.recipe.stages[-1].name}")
     if evaluation is None:
         return []
-    scores = sorted(scores_of(evaluation).items())
-    return [{"score": key.removeprefix(SCORE), "value": round(value, 4)} for key, value in scores]
+    return [_score_row(score) for _, score in sorted(read_scores(evaluation.path).items())]
+
+
+def _score_row(score: Score) -> dict[str, Any]:
+    return {
+        "score": score.key.removeprefix(SCORE),
+        "value": round(score.value, 4),
+        "95 %": f"{score.low:.4g} to {score.high:.4g}",
+        "n": score.n,
+        "chance": "" if score.chance is None else round(score.chance, 4),
+        "shots": score.shots,
+        "version": score.version,
+    }

@@ -25,7 +25,7 @@ from storage.lease import LeaseHeld, holders, lease
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.leftovers import leftovers, remove_leftover
-from tasks.promotions import holders_of_aliases
+from tasks.promotion_log import labels_held
 from tasks.runs import RunRecord, Runs
 from tasks.words import clock, size
 
@@ -109,9 +109,8 @@ def plan_retention(
     records = Runs(root).all()
     store, at = open_store(root), time.time() if now is None else now
     artifacts = {artifact.label: artifact for kind in _kinds(root) for artifact in store.all(kind)}
-    promoted = [promotion.artifact for promotion in holders_of_aliases(root).values()]
     used = [step.artifact for record in kept_runs(records, keep_runs, at) for step in record.steps.values()]
-    champions, standing = closure([*promoted, *aliases], artifacts), closure(used, artifacts)
+    champions, standing = closure([*labels_held(root), *aliases], artifacts), closure(used, artifacts)
     live = live_families(root, records)
     making = holders(root, list(artifacts)) if artifacts else {}
 

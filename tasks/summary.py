@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import datetime
 from pathlib import Path
 
 from rich.markup import escape
 
+from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.schedule import StageSpan
-from storage.artifact import Store
+from storage.artifact import Artifact, Store
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import RunRecord, Runs, trained_stages
-from tasks.scores import SCORE, scores_of
+from tasks.scores import SCORE
 from tasks.tracking_uri import tracking_uri
 
 SAMPLE_CHARACTERS = 200
+SCORES_A_LINE = 3
 
 
 def summary_lines(root: Root, name: str) -> list[str]:
@@ -52,10 +55,22 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
     scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's
     if scored:
         evaluation = store.at(record.steps[scored[-1]].artifact)
-        words = (f"{key.removeprefix(SCORE)} {value:.3f}" for key, value in sorted(scores_of(evaluation).items()))
-        lines.append("  scores    " + "  ".join(words))
+        lines += _scores(evaluation)
         lines.append(f"  sample    [dim]{escape(_sample(evaluation.part('generations.json')))}[/]")
     return lines
+
+
+def _scores(evaluation: Artifact) -> list[str]:
+    """Return the scores with their 95 % intervals, a few a line; of parts of a score only those of `bpb`."""
+    found = [(key.removeprefix(SCORE), score) for key, score in sorted(read_scores(evaluation.path).items())]
+    shown = [(key, score) for key, score in found if "/" not in key or key.startswith("bpb/")]
+    words = [f"{key} {score.value:.3f}{_interval(score)}" for key, score in shown]
+    lines = [words[place : place + SCORES_A_LINE] for place in range(0, len(words), SCORES_A_LINE)]
+    return [f"  {'' if place else 'scores':<10}{'  '.join(line)}" for place, line in enumerate(lines)]
+
+
+def _interval(score: Score) -> str:
+    return f" ({score.low:.3f} to {score.high:.3f})" if math.isfinite(score.stderr) else ""
 
 
 def _place(store: Store, record: RunRecord, stage: str) -> str:

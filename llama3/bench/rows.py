@@ -90,6 +90,7 @@ TRAIN_TARGETS: Mapping[str, Target] = {
     "restart/agent": Target(10, "s", "at most"),
     "restart/torchrun": Target(None, "s"),
     "loader/wait": Target(1, "% of step time", "at most"),
+    "held-out/time": Target(2, "% of training time", "at most"),
     "layout/time": Target(5, "CPU s", "at most"),
     "layout/memory": Target(1, "GB", "at most"),
     "gpu/1b-bf16": Target(50, "% MFU"),
@@ -120,7 +121,31 @@ ORCHESTRATION_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `herd bench orchestration`, in order."""
 
-_BOUNDS = {**TARGETS, **TRAIN_TARGETS, **STORAGE_TARGETS, **ORCHESTRATION_TARGETS}
+EVALUATE_TARGETS: Mapping[str, Target] = {
+    "lm-eval/wall": Target(2, "x less wall time"),
+    "lm-eval/cpu": Target(None, "x less CPU"),
+    "lm-eval/equal": Target(100, "% of samples"),
+    "lm-eval/imports": Target(None, "s"),
+    "sharing/wall": Target(None, "x less wall time"),
+}
+"""Every row of `herd bench evaluate`, in order."""
+
+GENERATE_TARGETS: Mapping[str, Target] = {
+    "cache/recompute": Target(5, "x less CPU"),
+    "transformers/speed": Target(1, "x transformers"),
+    "transformers/equal": Target(100, "% of tokens"),
+    "batch/speed": Target(None, "x one by one"),
+}
+"""Every row of `herd bench generate`, in order."""
+
+_BOUNDS = {
+    **TARGETS,
+    **TRAIN_TARGETS,
+    **STORAGE_TARGETS,
+    **ORCHESTRATION_TARGETS,
+    **EVALUATE_TARGETS,
+    **GENERATE_TARGETS,
+}
 
 
 def measured(name: str, value: float, note: str = "", **detail: Any) -> Row:

@@ -61,7 +61,8 @@ def measure(
         scores |= _short_context(recipe, network, coder, chosen, short, where)
     if needle is not None:
         chosen = held_out(documents, recipe.evaluate.documents, BYTES_PER_POSITION * needle)
-        found = find_needles(network, coder, (d.text for d in chosen), needle, recipe.evaluate.needles, where)
+        texts = [document.text for document in chosen]
+        found = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, where)
         scores |= found.scores()
         facts["text_tokens"] = found.text_tokens
     folder.mkdir(parents=True, exist_ok=True)

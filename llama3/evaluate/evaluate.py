@@ -1,9 +1,10 @@
-"""Evaluate one model: score the recipe's suite and write tables that a gate, a report and a comparison read.
+"""Evaluate one model: put it to the recipe's suite and write tables that a gate, a report and a comparison read.
 
 Files: `scores.parquet` (one row per score), `samples.parquet` (one row per document or question, so that two models can
-be compared sample by sample) and `generations.json` (a few continuations to look at). Equal inputs give equal bytes:
-nothing here depends on time, and every order is by keys. Weights are read as fp32, so that a score measures the
-model and not the number format of the machine; what this gives up is half the speed of bf16.
+be compared sample by sample), `answers.parquet` (what was written, where a task asks for that), `tasks.json` (what was
+asked, and what was left out) and `generations.json` (a few continuations to look at). Equal inputs give equal bytes, on
+any number of processes: nothing here depends on time, and every order is by keys. Weights are read as fp32, so that a
+score measures the model and not the number format of the machine; what this gives up is half the speed of bf16.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,40 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from llama3.evaluate.answers import Answer, answer_samples, answers, too_long, write_answers
 from llama3.evaluate.generate import generate
+from llama3.evaluate.gold import gold_key, gold_samples, gold_score
 from llama3.evaluate.held_out import Document, document_bytes, held_out, longest_sequence
-from llama3.evaluate.samples import Sample, samples, score
-from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, Score, write_scores
-from llama3.evaluate.scoring import Likelihood, score_requests
-from llama3.evaluate.suites import ARITHMETIC, BPB, CORE, core, overall, suite
+from llama3.evaluate.ranks import Ranks, Single
+from llama3.evaluate.samples import Sample, samples
+from llama3.evaluate.score_table import score_table
+from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, TASKS_FILE, write_scores
+from llama3.evaluate.scoring import score_requests
+from llama3.evaluate.suites import ARITHMETIC, Asked, asked_of
 from llama3.evaluate.task import Task, digest
 from llama3.model.files import load_model
 from llama3.model.rounding import keep_rounding
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer
+from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 
+WRITTEN = ("generate", "code")
+"""Kinds that are answered in writing."""
 PROMPT_CHARS = 80
 """Characters of a held-out document that a shown continuation starts from."""
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 0}
 GENERATED_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a model made of all tasks."""
+
+    samples: list[list[Sample]]
+    """Those of each task."""
+    gold: list[list[Sample]]
+    """Nats of the gold answers to each task; none where it has no such."""
+    answers: list[Answer]
 
 
 def evaluate(
@@ -47,19 +66,23 @@ def evaluate(
     *,
     threads: int = 2,
     device: str = "cpu",
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Score the model in folder `model` on the curated folder `documents` and write the tables into `folder`.
 
     Returns {key: value} of every score (keys begin with `eval/`), plus `requests` (digest of all that was asked),
-    `documents`, `questions`, `document_bytes` (where documents are cut) and `window`, the positions that the model sees
-    at once: the longest sequence that the recipe trains on, or the model's own limit where that is shorter. Compare
-    models under one recipe: both numbers follow it.
-    Raises ValueError if there are no held-out documents, a task file is wrong, or model and tokenizer do not fit.
+    `documents`, `questions`, `document_bytes` (where documents are cut), `window`, the positions that the model sees
+    at once: the longest sequence that the recipe trains on, or the model's own limit where that is shorter (compare
+    models under one recipe: both numbers follow it), `skipped` ({task: why}), `too_long` ({key: questions that were
+    not asked and count as wrong}) and `baselines` (`core 1`: table and version behind `eval/core`).
+    With `ranks`, several processes call this with the same arguments and share the work; the first one writes.
+    Raises ValueError if there are no held-out documents, a task is wrong, or model and tokenizer do not fit.
     """
+    ranks = ranks or Single()
     with _threads(threads):
-        coder = Tokenizer.load(tokenizer)
+        coder = _tokenizer(model, tokenizer)
         chosen = held_out(documents, recipe.evaluate.documents, document_bytes(recipe))
-        tasks = suite(recipe, chosen)
+        asked = asked_of(recipe, chosen)
         network = load_model(model, dtype=torch.float32, device=device)
         if network.rows != coder.rows:
             raise ValueError(
@@ -67,49 +90,91 @@ def evaluate(
                 "give the tokenizer that the model was trained with"
             )
         window = min(network.spec.max_seq, longest_sequence(recipe))
-        requests = [request for task in tasks for request in task.requests]
-        likelihoods = score_requests(network, coder, requests, window, device)
-        shown = _generations(network, coder, chosen, tasks)
-    by_task = _samples(tasks, likelihoods)
-    scores = score_table(recipe, tasks, by_task)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_scores(scores, folder)
-    _write_samples([sample for items in by_task for sample in items], folder)
-    (folder / GENERATIONS_FILE).write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    answered = [items for task, items in zip(tasks, by_task, strict=True) if task.kind == "choice"]
+        found = _answered(network, coder, asked.tasks, window, device, ranks)
+        shown = _generations(network, coder, chosen, asked.tasks)
+    baselines = asked.baselines()
+    scores, rows = score_table(recipe, asked.tasks, found.samples, baselines)
+    with_gold = [(task, items) for task, items in zip(asked.tasks, found.gold, strict=True) if items]
+    scores |= {gold_key(task.key): gold_score(task, items) for task, items in with_gold}
+    rows += [item for _, items in with_gold for item in items]
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_scores(scores, folder)
+        _write_samples(rows, folder)
+        if found.answers:
+            write_answers(found.answers, folder)
+        _write_json(shown, folder / GENERATIONS_FILE)
+        _write_json(_tasks(asked, found.samples, baselines), folder / TASKS_FILE)
     return {
         **{key: scores[key].value for key in sorted(scores)},
-        "requests": digest(requests),
+        "requests": digest(chain.from_iterable(task.requests or task.prompts for task in asked.tasks)),
         "documents": len(chosen),
-        "questions": sum(map(len, answered)),
+        "questions": sum(len(s) for task, s in zip(asked.tasks, found.samples, strict=True) if task.kind != "bits"),
         "window": window,
         "document_bytes": document_bytes(recipe),
+        "skipped": asked.skipped,
+        "too_long": too_long(found.answers),
+        "baselines": _table(asked),
     }
 
 
-def score_table(recipe: Recipe, tasks: Sequence[Task], by_task: Sequence[Sequence[Sample]]) -> dict[str, Score]:
-    """Return the scores of each task from its samples, and the two means `eval/bpb` and `eval/core`."""
-    scores = {task.key: score(task, items) for task, items in zip(tasks, by_task, strict=True)}
-    bits = [task for task in tasks if task.kind == "bits"]
-    choices = [task for task in tasks if task.kind == "choice"]
-    bpb = overall(recipe, {task.key: scores[task.key].estimate for task in bits})
-    centred = core([(scores[task.key].estimate, task.chance or 0.0) for task in choices])
-    scores[BPB] = Score.of(BPB, bpb, "bits per byte", "lower", _asked(bits), None)
-    scores[CORE] = Score.of(CORE, centred, "share above chance", "higher", _asked(choices), 0.0)
-    return scores
+def _tokenizer(model: Path, tokenizer: Path) -> Tokenizer:
+    """Return the tokenizer in folder `tokenizer`. Raises ValueError if the folder `model` holds another one."""
+    coder = Tokenizer.load(tokenizer)
+    if (model / MODEL_FILE).is_file() and model.resolve() != tokenizer.resolve():
+        own = Tokenizer.load(model).digest
+        if own != coder.digest:
+            raise ValueError(
+                f"model {model} was trained with tokenizer {own[:8]}, {tokenizer} is {coder.digest[:8]}: "
+                "give the tokenizer that the model was trained with"
+            )
+    return coder
 
 
-def _asked(tasks: Sequence[Task]) -> str:
-    return digest(request for task in tasks for request in task.requests)
-
-
-def _samples(tasks: Sequence[Task], likelihoods: Sequence[Likelihood]) -> list[list[Sample]]:
-    found, start = [], 0
+def _answered(
+    network: Transformer, coder: Tokenizer, tasks: Sequence[Task], window: int, device: str, ranks: Ranks
+) -> _Found:
+    """Return the samples of each task: all requests are scored together, writing tasks one after the other."""
+    requests = [request for task in tasks for request in task.requests]
+    cloze = frozenset(task.key for task in tasks if task.kind == "cloze")
+    likelihoods = iter(score_requests(network, coder, requests, window, device, greedy=cloze, ranks=ranks))
+    found = _Found([], [], [])
     for task in tasks:
-        end = start + len(task.requests)
-        found.append(samples(task, likelihoods[start:end]))
-        start = end
+        mine = [next(likelihoods) for _ in task.requests]
+        found.gold.append(gold_samples(task, mine))
+        if task.kind in WRITTEN:
+            written = answers(network, coder, task, window, ranks)
+            found.answers.extend(written)
+            found.samples.append(answer_samples(task, written))
+        else:
+            found.samples.append(samples(task, mine))
     return found
+
+
+def _tasks(asked: Asked, by_task: Sequence[Sequence[Sample]], baselines: dict[str, float]) -> dict[str, Any]:
+    """Return what was asked, for people and for whoever compares two evaluations."""
+    tasks = [
+        {
+            "key": task.key,
+            "kind": task.kind,
+            "version": task.version,
+            "shots": task.shots,
+            "n": len(items),
+            "chance": task.chance,
+            "baseline": baselines.get(task.key),
+            "average": task.average,
+            "digest": task.digest,
+            "sources": asked.sources.get(task.key, {}),
+        }
+        for task, items in zip(asked.tasks, by_task, strict=True)
+    ]
+    return {"suite": asked.suite.name, "baselines": _table(asked), "tasks": tasks, "skipped": asked.skipped}
+
+
+def _table(asked: Asked) -> str:
+    """Return name and version of the table of baselines behind `eval/core`."""
+    table = asked.suite.baselines
+    return f"{asked.suite.table} {table.version}" if table else "chance of each task"
 
 
 def _write_samples(items: Sequence[Sample], folder: Path) -> None:
@@ -121,9 +186,14 @@ def _write_samples(items: Sequence[Sample], folder: Path) -> None:
         "tokens": pa.int64(),
         "picked": pa.int64(),
         "gold": pa.int64(),
+        "group": pa.string(),
     }
     rows = [dataclasses.asdict(item) for item in sorted(items, key=lambda item: (item.key, item.id))]
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(columns.items()))), folder / SAMPLES_FILE)
+
+
+def _write_json(content: object, path: Path) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _generations(

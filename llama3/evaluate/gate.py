@@ -1,29 +1,31 @@
-"""The promotion gate: whether a candidate model may take over, and why, one row per rule.
+"""The promotion gate: whether a candidate model may take over, and why, one row per rule and score.
 
-A pure function of rules and scores: no clock, no file, no registry, so a stored decision can be replayed. It decides
-on point values, which is what the recipe's rules say; whether a difference is more than noise is answered by the
-paired intervals of `llama3.evaluate.compare`. What cannot be judged is refused: a missing or non-finite score fails
-its rule by name and is never read as equal.
+A pure function of rules, scores and paired differences: no clock, no file, no registry. All of it is kept as
+`Evidence`, so a stored decision is replayed from its document alone. Bits per byte can decide because paired they
+separate close checkpoints; accuracies cannot, so they may only veto. What cannot be judged is refused: a missing or
+non-finite score fails its rule by name and is never read as equal. What this gives up: a candidate that is better by
+less than its documents can show waits for more documents.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from llama3.recipe.rules import GateRule
-
-if TYPE_CHECKING:  # it imports pyarrow, and whoever only reads decisions (`herd status`) should not wait for that
-    from llama3.evaluate.scores import Score, Scores
+from llama3.evaluate.significance import DOCUMENTS, Difference, Number, holm
+from llama3.evaluate.verdict import Case, Judged, Verdict, absolute, by_difference, by_values, number
+from llama3.recipe.rules import GateRule, assign
 
 INTEGRITY = "integrity/finite"
+Table = Mapping[str, Judged]
+Differences = Mapping[str, Difference]
 
 
 class Row(BaseModel):
-    """The verdict on one rule."""
+    """The verdict on one rule and score."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,6 +38,13 @@ class Row(BaseModel):
     """The worst value that passes (`better`: the value to beat), or None where there was nothing to compare with."""
     passed: bool
     reason: str
+    difference: float | None = None
+    """Candidate minus champion on the samples that both have; None where it was not compared."""
+    low: float | None = None
+    """Ends of its paired 95 % interval."""
+    high: float | None = None
+    p: float | None = None
+    """Two-sided; of `no significant drop` after Holm's correction over the scores of the rule."""
 
 
 class Decision(BaseModel):
@@ -52,18 +61,149 @@ class Decision(BaseModel):
         return [row.reason for row in self.rows if not row.passed]
 
 
-def decide(rules: Mapping[str, GateRule], candidate: Scores, champion: Scores | None) -> Decision:
-    """Judge `candidate` by `rules` (metric -> rule) against `champion`, which is None before the first promotion.
+class Check(BaseModel):
+    """A fact about the candidate that was established before: digests, reload, logits, contamination, serving."""
 
-    Rows: integrity (there are scores and every one is finite), then the rules in their order. `better` and
-    `no worse than` pass where there is no champion yet; `at most` and `at least` hold always. A relative allowance is
-    of the champion's magnitude: no worse than 0.5 % of 2.8 bits allows 2.814.
+    model_config = ConfigDict(frozen=True)
+
+    metric: str
+    """`integrity/digests`, `serving/smoke`, ..."""
+    passed: bool
+    reason: str
+    rule: str = "must hold"
+
+
+class Measured(BaseModel):
+    """What a decision reads of a score."""
+
+    model_config = ConfigDict(frozen=True)
+
+    value: Number
+    better: Literal["lower", "higher"]
+    requests: str
+    """Beginning of the digest of what was asked."""
+
+
+class Evidence(BaseModel):
+    """All that a decision is made from. Survives JSON exactly, so `decide()` replays a stored decision."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rules: dict[str, GateRule]
+    candidate: dict[str, Measured]
+    champion: dict[str, Measured] | None = None
+    differences: dict[str, Difference] | None = None
+    checks: tuple[Check, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        rules: Mapping[str, GateRule],
+        candidate: Table,
+        champion: Table | None,
+        differences: Differences | None = None,
+        checks: Sequence[Check] = (),
+    ) -> Evidence:
+        """Return the evidence from whole scores, of which only what a decision reads is kept."""
+        return cls(
+            rules=dict(rules),
+            candidate=_measured(candidate),
+            champion=None if champion is None else _measured(champion),
+            differences=None if differences is None else dict(differences),
+            checks=tuple(checks),
+        )
+
+    def decide(self) -> Decision:
+        return decide(self.rules, self.candidate, self.champion, self.differences, self.checks)
+
+
+def decide(
+    rules: Mapping[str, GateRule],
+    candidate: Table,
+    champion: Table | None,
+    differences: Differences | None = None,
+    checks: Sequence[Check] = (),
+) -> Decision:
+    """Judge `candidate` by `rules` (score or pattern -> rule) against `champion`, None before the first promotion.
+
+    Rows: the checks, integrity (there are scores and every one is finite), then the rules in their order, a pattern as
+    one row for each score of either side that no more exact rule judges. With `differences` (`compare`), `better` asks
+    that the 95 % bound of the worsening is below 0, `no worse than` that it is within the allowance, which is of the
+    champion's magnitude, and `no significant drop` that no drop has p < 0.05 after Holm over the rule's scores;
+    without them values decide. All three pass where there is no champion, and where both models give the same numbers
+    on every document; `at most` and `at least` hold always.
     """
-    rows = (_integrity(candidate), *(_judge(metric, rule, candidate, champion) for metric, rule in rules.items()))
-    return Decision(accepted=all(row.passed for row in rows), rows=rows)
+    rows = [_checked(check) for check in checks] + [_integrity(candidate)]
+    for pattern, metrics in assign(rules, candidate.keys() | (champion or {}).keys()).items():
+        rule = rules[pattern]
+        if not metrics and not assign([pattern], candidate)[pattern]:
+            rows.append(_row(pattern, rule, None, None, Verdict(False, _nothing(pattern, candidate))))
+        rows += _judge(rule, metrics, candidate, champion, differences)
+    return Decision(accepted=all(row.passed for row in rows), rows=tuple(rows))
 
 
-def _integrity(candidate: Scores) -> Row:
+def _measured(table: Table) -> dict[str, Measured]:
+    return {
+        key: Measured.model_validate({"value": score.value, "better": score.better, "requests": score.requests[:12]})
+        for key, score in table.items()
+    }
+
+
+def _judge(
+    rule: GateRule, metrics: Sequence[str], candidate: Table, champion: Table | None, differences: Differences | None
+) -> list[Row]:
+    """Return one row for each score that `rule` is to judge; together they are the family of Holm's correction."""
+    ps = {metric: found.p for metric in metrics if differences and (found := differences.get(metric))}
+    if rule.kind == "no significant drop":
+        ps = holm(ps)
+    rows = []
+    for metric in metrics:
+        ours, theirs = candidate.get(metric), champion.get(metric) if champion is not None else None
+        found = differences.get(metric) if differences and champion is not None else None
+        verdict = _certain(metric, rule, candidate, champion)
+        if verdict is None:
+            assert ours is not None
+            assert theirs is not None
+            verdict = _compared(Case(metric, rule, ours, theirs, found, ps.get(metric), len(ps)), differences)
+        rows.append(_row(metric, rule, ours, theirs, verdict, found, ps.get(metric)))
+    return rows
+
+
+def _certain(metric: str, rule: GateRule, candidate: Table, champion: Table | None) -> Verdict | None:
+    """Return the verdict where it needs no comparison, or where none can be made."""
+    score = candidate.get(metric)
+    if score is None or not math.isfinite(score.value):
+        return Verdict(False, _unusable(metric, score, "candidate", sorted(candidate)))
+    if rule.kind in ("at most", "at least"):
+        return absolute(metric, rule, score.value)
+    if champion is None:
+        return Verdict(True, f"{metric} is {number(score.value)}; no champion yet")
+    reigning = champion.get(metric)
+    if reigning is None or not math.isfinite(reigning.value):
+        return Verdict(False, _unusable(metric, reigning, "champion", sorted(champion)))
+    return None
+
+
+def _compared(case: Case, differences: Differences | None) -> Verdict:
+    if differences is None:
+        return by_values(case)
+    if case.difference is None:
+        why = f"{case.metric}: candidate and champion were not asked the same; evaluate both with this recipe"
+        return Verdict(False, why, case.threshold)
+    if _same(differences):
+        same = f"{case.metric} {number(case.candidate.value)} is the champion's own: equal on every document"
+        return Verdict(True, same, case.threshold)
+    return by_difference(case)
+
+
+def _same(differences: Differences) -> bool:
+    """Return whether both models gave the same numbers on every document: they are one, and nothing would change."""
+    documents = [found for found in differences.values() if found.method == DOCUMENTS]
+    whole = all(found.low == found.high == 0 for found in documents)
+    return bool(documents) and whole and all(found.value == 0 for found in differences.values())
+
+
+def _integrity(candidate: Table) -> Row:
     broken = [f"{key} is {score.value}" for key, score in sorted(candidate.items()) if not math.isfinite(score.value)]
     if not candidate:
         reason = "the candidate has no scores; evaluate it first"
@@ -71,90 +211,48 @@ def _integrity(candidate: Scores) -> Row:
         reason = f"not finite: {', '.join(broken)}"
     else:
         reason = f"all {len(candidate)} scores are finite"
-    passed = bool(candidate) and not broken
-    return Row(
-        metric=INTEGRITY,
-        rule="every score finite",
-        candidate=None,
-        champion=None,
-        threshold=None,
-        passed=passed,
-        reason=reason,
+    return _checked(
+        Check(metric=INTEGRITY, passed=bool(candidate) and not broken, reason=reason, rule="every score finite")
     )
 
 
-def _judge(metric: str, rule: GateRule, candidate: Scores, champion: Scores | None) -> Row:
-    score = candidate.get(metric)
-    reigning = champion.get(metric) if champion is not None else None
-    threshold = None
-    if score is None or not math.isfinite(score.value):
-        passed, reason = False, _unusable(metric, score, "candidate", sorted(candidate))
-    elif rule.kind in ("at most", "at least"):
-        threshold = rule.bound
-        passed, reason = _absolute(score, rule)
-    elif champion is None:
-        passed, reason = True, f"{metric} is {_number(score.value)}; no champion yet"
-    elif reigning is None or not math.isfinite(reigning.value):
-        passed, reason = False, _unusable(metric, reigning, "champion", sorted(champion))
-    else:
-        threshold = _threshold(score, reigning, rule)
-        passed, reason = _relative(score, reigning, rule, threshold)
+def _checked(check: Check) -> Row:
+    return Row(**check.model_dump(), candidate=None, champion=None, threshold=None)
+
+
+def _row(
+    metric: str,
+    rule: GateRule,
+    candidate: Judged | None,
+    champion: Judged | None,
+    verdict: Verdict,
+    difference: Difference | None = None,
+    p: float | None = None,
+) -> Row:
     return Row(
         metric=metric,
         rule=str(rule),
-        candidate=_finite(score),
-        champion=_finite(reigning),
-        threshold=threshold,
-        passed=passed,
-        reason=reason,
+        candidate=_finite(candidate.value if candidate else None),
+        champion=_finite(champion.value if champion else None),
+        threshold=verdict.threshold,
+        passed=verdict.passed,
+        reason=verdict.reason,
+        difference=_finite(difference.value if difference else None),
+        low=_finite(difference.low if difference else None),
+        high=_finite(difference.high if difference else None),
+        p=_finite(p if difference else None),
     )
 
 
-def _unusable(metric: str, score: Score | None, whose: str, known: list[str]) -> str:
+def _unusable(metric: str, score: Judged | None, whose: str, known: list[str]) -> str:
     if score is not None:
         return f"{metric} of the {whose} is {score.value}"
     return f"{metric} is not among the {whose}'s scores ({', '.join(known) or 'none'}); evaluate it with this recipe"
 
 
-def _absolute(score: Score, rule: GateRule) -> tuple[bool, str]:
-    passed = score.value <= rule.bound if rule.kind == "at most" else score.value >= rule.bound
-    wanted = f"{rule.kind} {rule.bound:g}"
-    verdict = f"is {wanted}" if passed else f"is not {wanted}"
-    return passed, f"{score.key} {_number(score.value)} {verdict}"
+def _nothing(pattern: str, candidate: Table) -> str:
+    return f"{pattern} matches none of the candidate's scores ({', '.join(sorted(candidate)) or 'none'})"
 
 
-def _threshold(score: Score, reigning: Score, rule: GateRule) -> float:
-    allowance = rule.bound * abs(reigning.value) if rule.kind == "no worse than" else 0.0
-    return reigning.value + (allowance if score.better == "lower" else -allowance)
-
-
-def _relative(score: Score, reigning: Score, rule: GateRule, threshold: float) -> tuple[bool, str]:
-    sign = 1 if score.better == "lower" else -1
-    worse = sign * (score.value - reigning.value)
-    match rule.kind:
-        case "better":
-            passed, allowed = worse < 0, "it must be better"
-        case "no worse than":
-            passed, allowed = sign * (score.value - threshold) <= 0, f"allowed {rule.bound * 100:g}%"
-        case _:
-            raise ValueError(f"rule {rule.kind!r} of {score.key} is none of better, no worse than, at most, at least")
-    text = f"{score.key} {_number(score.value)} {_change(worse, reigning.value)}; {allowed}"
-    if score.requests != reigning.requests:
-        text += " (the champion was scored on other requests)"
-    return passed, text
-
-
-def _change(worse: float, reference: float) -> str:
-    """Say how far from the champion's value a score is, in percent of it where that has a meaning."""
-    if not worse:
-        return f"equals champion {_number(reference)}"
-    size = f"{abs(worse / reference) * 100:.3g}%" if reference else f"{abs(worse):.3g}"
-    return f"is {size} {'worse' if worse > 0 else 'better'} than champion {_number(reference)}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _finite(score: Score | None) -> float | None:
-    return score.value if score is not None and math.isfinite(score.value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

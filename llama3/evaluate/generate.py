@@ -1,21 +1,40 @@
-"""Text from a model: greedy or sampled continuation of a prompt.
+"""Text from a model: one continuation as it is written, or the answers to many prompts.
 
-The model keeps no cache of keys and values, so every token runs the sequence again: time grows with the square of the
-length, which is fine for the samples beside an evaluation and a look from the command line, and not for serving.
-Sampling happens on the CPU from a generator of its own, so equal arguments give equal text on one machine.
+Keys and values of what was read are kept, so that a token costs one step (see `reader`). Prompts are read one after
+another, which shares solved examples and computes no padding; their answers are then written together, those that are
+finished leaving the batch. Every text has dice of its own: no text, greedy or sampled, depends on those beside it, but
+for rounding where two tokens are equally likely. There is no chat template: base models continue text. What this
+gives up: a batch waits for its longest answer before the next prompts are read, and one process holds the whole model;
+a server such as vLLM does neither.
+
+Shapes: B texts, V vocabulary rows.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
 
+import torch
+
+from llama3.evaluate.extract import check_writing
+from llama3.evaluate.pieces import Pieces
+from llama3.evaluate.reader import Reader, next_logits
+from llama3.evaluate.sampling import Sampler
+from llama3.evaluate.task import Prompt, Writing
+from llama3.model.cache import Padded, reading
 from llama3.model.transformer import Transformer
-from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.tokens.tokenizer import Tokenizer
 
+ROWS = {"cpu": 64}
+"""Most answers written at once, by kind of device."""
+ROWS_ELSEWHERE = 256
+HELD = {"cpu": 2**30}
+"""Most bytes of keys and values of a batch, by kind of device."""
+HELD_ELSEWHERE = 2**34
 
-@torch.inference_mode()
+
 def generate(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -27,42 +46,176 @@ def generate(
 ) -> str:
     """Return what the model writes after `prompt` (not the prompt itself), at most `max_tokens` tokens.
 
-    Stops at the end token. Temperature 0 takes the likeliest token; above, tokens are drawn from the smallest set
-    that holds `top_p` of the probability (nucleus sampling, arXiv 1904.09751). Special tokens are never written.
-    A text that outgrows the model's longest sequence is continued from its last tokens. A character whose bytes
-    were cut off at the end appears as U+FFFD.
-    Raises ValueError if max_tokens or temperature is negative or top_p is not in (0, 1].
+    Rules and errors are those of `stream`.
     """
-    if max_tokens < 0 or temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"max_tokens {max_tokens} and temperature {temperature} must be 0 or more and top_p {top_p} in (0, 1]"
-        )
-    device = next(model.parameters()).device
-    dice = torch.Generator().manual_seed(seed)
-    tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
-    given = len(tokens)
-    for _ in range(max_tokens):
-        context_1S = torch.tensor([tokens[-model.spec.max_seq :]], device=device)
-        logits_V = model(context_1S, None)[0, -1].float().cpu()
-        token = _choose(_writable(logits_V, tokenizer), temperature, top_p, dice)
-        if token == tokenizer.end:
-            break
+    return "".join(stream(model, tokenizer, prompt, max_tokens, temperature, top_p, seed))
+
+
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    until: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yield what the model writes after `prompt`: a piece of text for each token, empty while it is not certain.
+
+    Ends before the first of the texts `until`, at the end token, or after `max_tokens` tokens. Temperature 0 takes the
+    likeliest token; above, tokens are drawn (see `sampling`). Special tokens are never written. A text that outgrows
+    the model's longest sequence goes on from the last half of it, which is read again. Bytes that are no character,
+    or a part of one at the end, appear as U+FFFD.
+    Raises ValueError, before anything is written, if a setting has no meaning or the tokenizer is not the model's.
+    """
+    _check_fit(model, tokenizer)
+    if max_tokens < 0 or "" in until:
+        raise ValueError(f"max_tokens {max_tokens} must be 0 or more, and no text in until {list(until)} empty")
+    sampler = Sampler.of(tokenizer, temperature, top_p)
+    text = _Text(tokenizer, max_tokens, Random(str(seed)), Pieces(until))
+    return _stream(model, [tokenizer.begin, *tokenizer.encode(prompt)], sampler, text)
+
+
+@torch.inference_mode()
+def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _Text) -> Iterator[str]:
+    longest = model.spec.max_seq
+    reader = Reader(model, min(longest, len(tokens) + text.left))
+    while text.left:
+        if len(tokens) > longest:
+            tokens = tokens[-(longest // 2) :]
+        (token,) = sampler.pick(reader.read(tokens), [text.dice])
         tokens.append(token)
-    return tokenizer.decode(tokens[given:])
+        yield text.add(token)
 
 
-def _writable(logits_V: Tensor, tokenizer: Tokenizer) -> Tensor:
-    """Return the logits with every special token but the end impossible."""
-    allowed_V = logits_V.clone()
-    allowed_V[tokenizer.rows - SPECIAL_TOKENS :] = -torch.inf
-    allowed_V[tokenizer.end] = logits_V[tokenizer.end]
-    return allowed_V
+@torch.inference_mode()
+def answer(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Prompt], writing: Writing, seed: int
+) -> list[tuple[str, ...]]:
+    """Return `writing.samples` answers to each prompt, in the order of `prompts`.
+
+    What is drawn follows from `seed`, the prompt's task and document and the number of the sample alone.
+    Raises ValueError for settings without meaning, a tokenizer that is not the model's, and a prompt that leaves no
+    room for `writing.max_tokens`.
+    """
+    _check_fit(model, tokenizer)
+    check_writing(writing)
+    read = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
+    for prompt, tokens in zip(prompts, read, strict=True):
+        _check_room(model, prompt, len(tokens), writing)
+    sampler = Sampler.of(tokenizer, writing.temperature, writing.top_p)
+    reader = Reader(model, max(map(len, read), default=0))
+    answers: list[tuple[str, ...]] = [()] * len(prompts)
+    for batch in _batches(read, writing, *_limits(model)):
+        texts = {index: _texts(tokenizer, prompts[index], writing, seed) for index in batch}
+        _write(model, reader, sampler, [read[index] for index in batch], list(texts.values()), writing)
+        for index, some in texts.items():
+            answers[index] = tuple(text.so_far for text in some)
+    return answers
 
 
-def _choose(logits_V: Tensor, temperature: float, top_p: float, dice: torch.Generator) -> int:
-    if temperature == 0 or not logits_V.max().isfinite():  # of a broken model; the gate refuses it by its scores
-        return int(logits_V.argmax())
-    ordered_V, order_V = torch.softmax(logits_V / temperature, -1).sort(descending=True, stable=True)
-    before_V = ordered_V.cumsum(0) - ordered_V
-    nucleus_V = ordered_V * (before_V < top_p)
-    return int(order_V[torch.multinomial(nucleus_V, 1, generator=dice)])
+@dataclass
+class _Text:
+    """One text while it is written."""
+
+    tokenizer: Tokenizer
+    left: int
+    """Tokens that may still come; 0 once it is finished."""
+    dice: Random
+    pieces: Pieces
+    written: list[str] = field(default_factory=list)
+
+    def add(self, token: int) -> str:
+        """Take the next token; return what of the text has become certain."""
+        end = token == self.tokenizer.end
+        piece = "" if end else self.pieces.add(self.tokenizer.base[token])
+        self.left = 0 if end or self.pieces.ended else self.left - 1
+        if not self.left:
+            piece += self.pieces.finish()
+        self.written.append(piece)
+        return piece
+
+    @property
+    def so_far(self) -> str:
+        return "".join(self.written)
+
+
+def _texts(tokenizer: Tokenizer, prompt: Prompt, writing: Writing, seed: int) -> list[_Text]:
+    of = f"{seed}/{prompt.task}/{prompt.document}"
+    return [
+        _Text(tokenizer, writing.max_tokens, Random(f"{of}/{sample}"), Pieces(writing.until))
+        for sample in range(writing.samples)
+    ]
+
+
+def _write(
+    model: Transformer,
+    reader: Reader,
+    sampler: Sampler,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[_Text]],
+    writing: Writing,
+) -> None:
+    """Write all `texts` of each of `prompts` to their ends; a prompt is read once for all of its texts."""
+    longest, samples = max(map(len, prompts)), writing.samples
+    cache = Padded(longest + writing.max_tokens, len(prompts) * samples, longest)
+    logits = []
+    for row, prompt in enumerate(prompts):
+        logits.append(reader.read(prompt))
+        cache.put(slice(row * samples, (row + 1) * samples), reader.cache)
+    logits_BV = torch.cat(logits).repeat_interleave(samples, 0)
+    together, writers = reading(model, cache), [text for some in texts for text in some]
+    while True:
+        picked = sampler.pick(logits_BV, [text.dice for text in writers])
+        for text, token in zip(writers, picked, strict=True):
+            text.add(token)
+        going = [row for row, text in enumerate(writers) if text.left]
+        if not going:
+            return
+        if len(going) < len(writers):
+            cache.keep(torch.tensor(going, device=reader.device))
+            writers = [writers[row] for row in going]
+        logits_BV = next_logits(together, cache, torch.tensor([[picked[row]] for row in going], device=reader.device))
+
+
+def _batches(read: Sequence[Sequence[int]], writing: Writing, rows: int, positions: int) -> Iterator[list[int]]:
+    """Group prompts, by index, of similar length: at most `rows` answers and `positions` of keys, one prompt at least.
+
+    The longest come first, so that too large a batch fails at once.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(read)), key=lambda index: (-len(read[index]), read[index])):
+        answers = (len(batch) + 1) * writing.samples
+        size = len(read[batch[0] if batch else index]) + writing.max_tokens
+        if batch and (answers > rows or answers * size > positions):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _limits(model: Transformer) -> tuple[int, int]:
+    """Return the most answers of a batch, and the most positions of keys and values."""
+    weight, spec = next(model.parameters()), model.spec
+    kind = weight.device.type
+    position = 2 * spec.layers * spec.kv_heads * (spec.dim // spec.heads) * weight.element_size()
+    return ROWS.get(kind, ROWS_ELSEWHERE), HELD.get(kind, HELD_ELSEWHERE) // position
+
+
+def _check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
+    if model.rows != tokenizer.rows:
+        raise ValueError(
+            f"the model has {model.rows} embedding rows, the tokenizer {tokenizer.rows}: "
+            "give the tokenizer that the model was trained with"
+        )
+
+
+def _check_room(model: Transformer, prompt: Prompt, tokens: int, writing: Writing) -> None:
+    longest = model.spec.max_seq
+    if tokens + writing.max_tokens > longest:
+        raise ValueError(
+            f"{prompt.task}: prompt {prompt.document} of {tokens} tokens and writing.max_tokens {writing.max_tokens} "
+            f"exceed the model's {longest} positions; give fewer solved examples, or leave the prompt out"
+        )

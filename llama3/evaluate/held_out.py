@@ -2,14 +2,15 @@
 
 They are the first by id (ids are hashes, so that is a random sample) and long ones are cut: bits per byte of the
 openings of 64 documents says what a gate needs within seconds. What this gives up: text far inside long documents is
-not scored, so this measures no long-context ability.
+not scored, so this measures no long-context ability. Languages of the multilingual domain take
+turns, so that rare ones are measured too; one that none of the first thousands of documents is in does not appear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from llama3.recipe.schema import Recipe
@@ -20,6 +21,8 @@ DOCUMENT_BYTES = 16384
 """Most UTF-8 bytes of a document that are scored, whatever the recipe."""
 BYTES_PER_POSITION = 2
 """Most UTF-8 bytes for each position of the longest sequence that a recipe trains on: 1 KiB where that is 512."""
+LOOKED_AT = 100
+"""Held-out documents whose language is looked at, for each one of the multilingual domain that is chosen."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Document:
     id: str
     domain: str
     text: str
+    language: str = ""
+    """ISO 639-1 code; empty where it is not known or makes no difference."""
 
 
 def document_bytes(recipe: Recipe) -> int:
@@ -48,7 +53,7 @@ def held_out(folder: Path, count: int, size: int) -> list[Document]:
     Each is cut to `size` UTF-8 bytes at a character boundary. Raises ValueError if there are none.
     """
     present = [domain for domain in DOMAINS if any((folder / "documents").glob(f"{domain}-*.parquet"))]
-    chosen = [document for domain in present for document in islice(_read(folder, domain, size), count)]
+    chosen = [document for domain in present for document in _domain(folder, domain, count, size)]
     if not chosen:
         raise ValueError(
             f"documents: {folder / 'documents'} has no document with split 'held_out'; raise curate.held_out"
@@ -61,6 +66,29 @@ def cut(text: str, size: int) -> str:
     return text.encode()[:size].decode(errors="ignore")
 
 
+def _domain(folder: Path, domain: Domain, count: int, size: int) -> list[Document]:
+    if domain != "multilingual":
+        return list(islice(_read(folder, domain, size), count))
+    wanted = _turns(folder, domain, count)
+    found = (document for document in _read(folder, domain, size) if document.id in wanted)
+    return list(islice(found, len(wanted)))
+
+
+def _turns(folder: Path, domain: Domain, count: int) -> set[str]:
+    """Return the ids of `count` documents whose languages take turns, each language's first ones by id."""
+    rows = chain.from_iterable(read_documents(folder, domain, ["id", "language"], "held_out"))
+    by_language: dict[str, list[str]] = {}
+    for row in islice(rows, LOOKED_AT * count):
+        of_language = by_language.setdefault(row["language"] or "", [])
+        if len(of_language) < count:
+            of_language.append(row["id"])
+    order = [by_language[language] for language in sorted(by_language)]
+    turns = (name for turn in zip_longest(*order) for name in turn if name is not None)
+    return set(islice(turns, count))
+
+
 def _read(folder: Path, domain: Domain, size: int) -> Iterator[Document]:
-    for rows in read_documents(folder, domain, ["id", "text"], "held_out"):
-        yield from (Document(row["id"], domain, cut(row["text"], size)) for row in rows if row["text"])
+    for rows in read_documents(folder, domain, ["id", "text", "language"], "held_out"):
+        yield from (
+            Document(row["id"], domain, cut(row["text"], size), row["language"] or "") for row in rows if row["text"]
+        )

@@ -1,120 +1,202 @@
-"""Needle in a haystack: does a model find, in a text as long as its window, the one sentence it is asked about?
+"""Needle in a haystack: does a model find, in a text as long as its window, the sentences it is asked about?
 
-A haystack is held-out text of exactly the sequence length. Four sentences of one form are hidden in it, each giving
-another number to another key; the question repeats one sentence up to its number, and the model must give this number a
-higher likelihood than the other three. All four stand in the text, so a model that merely copies numbers is right one
-time in four (the multi-key task of RULER, arXiv 2404.06654, with choices instead of generated text). The sentence
-asked about lies at depths of 0 to 100 %; the others lie anywhere.
+A grid of length x depth for each task of `haystack`. The gate of a long-context stage asks for one length, an
+evaluation for powers of two up to the window; both call `find_needles`. A model answers by giving the right number a
+higher likelihood than the other three: it need not be prompted to answer, chance is known, and the scorer of all other
+evaluations does it. It reads a haystack once for all its choices where that saves work (`packing`): 55 needles at
+131,072 tokens are 7M tokens, not 29M.
 
-Likelihoods instead of greedy text: the model need not be prompted to answer, chance is known, and the scorer of all
-other evaluations does it. What this gives up: the haystack is read once for each choice, so n needles cost 4 n forward
-passes of the full length (55 at 131,072: 29M tokens). Pieces are encoded by themselves and joined as tokens, so that a
-sequence is as long as asked to the token.
+Scores. `eval/needle` is the share found by multi-key, over all lengths and depths; `eval/needle/depth_050` at one
+depth; with several lengths also `eval/needle/length_004096` and `eval/needle/length_004096/depth_050`. The other tasks
+are `eval/needle/single` and so on, and `eval/needle/single/length_004096`. Intervals are Wilson's. What this gives up:
+questions of one length share text, and intervals count them as independent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
-from random import Random
-from typing import Protocol
+from itertools import islice
 
-from llama3.evaluate.scores import Score
-from llama3.evaluate.scoring import LanguageModel, score_sequences
+from llama3.evaluate.haystack import CHOICES, KINDS, Coder, Kind, Question, pool_of, questions
+from llama3.evaluate.ranks import Ranks
+from llama3.evaluate.samples import Sample
+from llama3.evaluate.scores import Score, Scores
+from llama3.evaluate.scoring import LanguageModel, Likelihood, score_sequences
 from llama3.evaluate.statistics import proportion
 
-CHOICES = 4
-"""Sentences hidden in each haystack; one is asked about, the numbers of all are the choices."""
-DEPTHS = tuple(range(0, 101, 10))
-"""Where the sentence asked about stands, in percent of the haystack before it."""
-LONGEST_SEARCH = 64
-"""Tokens before a place in which the end of a sentence is looked for."""
 KEY = "eval/needle"
-KEYS = [
-    f"{colour} {thing}"
-    for colour in ("amber", "cedar", "copper", "crimson", "dusty", "golden", "hollow", "ivory", "marble", "velvet")
-    for thing in ("anchor", "basket", "bridge", "candle", "feather", "kettle", "lantern", "mirror", "saddle", "whistle")
-]
+MAIN: Kind = "multi-key"
+"""The task that `eval/needle` and the gate mean."""
+SHORTEST = 512
+"""Shortest length of a grid: four sentences and their questions leave no text in less."""
+POSITIONS = 2**20
+"""Positions given to the scorer at once; it batches them."""
 
-
-class Coder(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def begin(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
+_CELL = re.compile(rf"{KEY}/length_(\d{{6,}})/depth_(\d{{3}})")
 
 
 @dataclass(frozen=True)
-class Question:
-    """One haystack and what is asked about it."""
+class Answer:
+    """How a model did on one haystack."""
 
+    kind: Kind
+    length: int
     depth: int
-    """Percent of the haystack before the sentence asked about."""
-    tokens: tuple[int, ...]
-    """Begin token, haystack with its needles, and the question up to the number."""
-    choices: tuple[tuple[int, ...], ...]
-    """Tokens of the numbers."""
-    gold: int
+    number: int
+    """Of the haystacks of its kind and length."""
+    found: bool
+    tokens: int
+    """Tokens scored, over all choices."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How many needles a model found."""
+    """What a model found, over a grid of lengths and depths."""
 
-    seq: int
-    by_depth: dict[int, tuple[int, int]]
-    """Depth in percent -> (found, asked)."""
+    answers: tuple[Answer, ...]
     requests: str
     """Digest of everything asked."""
     text_tokens: int
-    """Tokens of different text that the haystacks were made of; less than `seq` means that text repeats in each."""
+    """Tokens of different text that the longest haystacks were made of; fewer than their length means that text
+    repeats in each."""
 
-    @property
-    def found(self) -> int:
-        return sum(found for found, _ in self.by_depth.values())
-
-    @property
-    def asked(self) -> int:
-        return sum(asked for _, asked in self.by_depth.values())
+    def share(self, kind: Kind = MAIN, length: int | None = None, depth: int | None = None) -> tuple[int, int]:
+        """Return (found, asked) of a task, at one length or depth or at all."""
+        chosen = [
+            answer.found
+            for answer in self.answers
+            if answer.kind == kind and length in (None, answer.length) and depth in (None, answer.depth)
+        ]
+        return sum(chosen), len(chosen)
 
     def scores(self) -> dict[str, Score]:
-        """Return `eval/needle`, the share found at any depth, and `eval/needle/depth_050` and so on."""
-        counts = {KEY: (self.found, self.asked)}
-        counts |= {f"{KEY}/depth_{depth:03}": pair for depth, pair in self.by_depth.items()}
+        """Return the scores that the module's text names, by key."""
         return {
-            key: Score.of(key, proportion(found, asked), "accuracy", "higher", self.requests, 1 / CHOICES)
-            for key, (found, asked) in counts.items()
+            key: Score.of(key, proportion(found, asked), "accuracy", "higher", self.requests, chance(kind))
+            for key, kind, (found, asked) in self._counts()
         }
 
-    def table(self) -> str:
-        """Return `0 %: 5/5, 10 %: 4/5, ...`."""
-        return ", ".join(f"{depth} %: {found}/{asked}" for depth, (found, asked) in self.by_depth.items())
+    def samples(self) -> list[Sample]:
+        """Return one sample for each haystack, so that two models can be compared on the same ones."""
+        return [
+            Sample(
+                key=key_of(answer.kind),
+                id=f"{answer.kind}/{answer.length}/{answer.number}",
+                numerator=float(answer.found),
+                denominator=1.0,
+                tokens=answer.tokens,
+                picked=None,
+                gold=None,
+                group=_length(answer.length),
+            )
+            for answer in self.answers
+        ]
+
+    def _counts(self) -> Iterator[tuple[str, Kind, tuple[int, int]]]:
+        lengths = sorted({answer.length for answer in self.answers})
+        depths = sorted({answer.depth for answer in self.answers})
+        for kind in dict.fromkeys(answer.kind for answer in self.answers):
+            yield key_of(kind), kind, self.share(kind)
+            for length in lengths if len(lengths) > 1 else []:
+                yield f"{key_of(kind)}/{_length(length)}", kind, self.share(kind, length)
+        if any(answer.kind == MAIN for answer in self.answers):
+            yield from ((f"{KEY}/{_depth(depth)}", MAIN, self.share(MAIN, None, depth)) for depth in depths)
+            for length in lengths if len(lengths) > 1 else []:
+                for depth in depths:
+                    yield f"{KEY}/{_length(length)}/{_depth(depth)}", MAIN, self.share(MAIN, length, depth)
+
+
+def key_of(kind: Kind) -> str:
+    """Return the key of a task's score."""
+    return KEY if kind == MAIN else f"{KEY}/{kind}"
+
+
+def chance(kind: Kind) -> float:
+    """Return what guessing finds, each number by itself."""
+    return math.pow(CHOICES, -CHOICES if kind == "multi-query" else -1)
+
+
+def grid(scores: Scores) -> dict[int, dict[int, Score]]:
+    """Return length -> depth in percent -> score of `eval/needle`, both ascending; empty where there are no lengths."""
+    rows: dict[int, dict[int, Score]] = {}
+    for key in sorted(scores):
+        if cell := _CELL.fullmatch(key):
+            rows.setdefault(int(cell[1]), {})[int(cell[2])] = scores[key]
+    return rows
+
+
+def lengths_up_to(window: int) -> tuple[int, ...]:
+    """Return the powers of two from 512 up to `window`; none where it is shorter."""
+    return tuple(2**power for power in range(SHORTEST.bit_length() - 1, window.bit_length()))
+
+
+def needle_scores(
+    model: LanguageModel,
+    coder: Coder,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    count: int,
+    device: str = "cpu",
+    ranks: Ranks | None = None,
+) -> dict[str, Score]:
+    """Return the scores of all tasks, `count` haystacks for each task and length. Raises ValueError as `questions`."""
+    return find_needles(model, coder, texts, lengths, count, device, KINDS, ranks).scores()
 
 
 def find_needles(
-    model: LanguageModel, coder: Coder, texts: Iterable[str], seq: int, count: int, device: str = "cpu"
+    model: LanguageModel,
+    coder: Coder,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    count: int,
+    device: str = "cpu",
+    kinds: Sequence[Kind] = (MAIN,),
+    ranks: Ranks | None = None,
 ) -> Retrieval:
-    """Return how many of `count` needles `model` finds in haystacks of `seq` positions made of `texts`.
+    """Return what `model` finds in haystacks of `lengths` positions made of `texts`, `count` for each kind and length.
 
-    Depths take turns. Equal arguments ask the same questions of any model. Raises ValueError as `questions` does.
+    Depths take turns, so fewer than 11 leave the deepest out. Equal arguments ask the same questions of any model.
+    With `ranks`, several processes call this with the same arguments, share the work and return the same. Raises
+    ValueError as `questions` does.
     """
-    counts = {depth: [0, 0] for depth in DEPTHS[:count]}
-    pool = _pool(coder, texts, 2 * seq)
+    answers: list[Answer] = []
     requests = hashlib.sha256()
-    for question in questions(coder, pool, seq, count):
-        asked = [([*question.tokens, *choice], len(question.tokens)) for choice in question.choices]
-        nats = [likelihood.nats for likelihood in score_sequences(model, asked, seq, device)]
-        counts[question.depth][0] += _first_by(nats) == question.gold
-        counts[question.depth][1] += 1
-        requests.update(array("q", [question.depth, question.gold, *chain(*(tokens for tokens, _ in asked))]).tobytes())
-    by_depth = {depth: (found, asked_at) for depth, (found, asked_at) in counts.items()}
-    return Retrieval(seq, by_depth, requests.hexdigest(), len(pool))
+    most = 0
+    for length in lengths:
+        pool = pool_of(coder, texts, 2 * length)
+        most = max(most, len(pool))
+        for kind in kinds:
+            asked = questions(coder, pool, length, count, kind)
+            for number, (question, scored) in enumerate(_scored(model, asked, length, device, ranks)):
+                found, tokens = _found(question, scored), sum(likelihood.tokens for likelihood in scored)
+                answers.append(Answer(kind, length, question.depth, number, found, tokens))
+                requests.update(_bytes(question))
+    return Retrieval(tuple(answers), requests.hexdigest(), most)
+
+
+def _scored(
+    model: LanguageModel, asked: Iterator[Question], length: int, device: str, ranks: Ranks | None
+) -> Iterator[tuple[Question, list[Likelihood]]]:
+    """Yield each question with the likelihoods of its sequences; some questions are scored at once."""
+    for first in asked:
+        more = max(1, POSITIONS // (length * CHOICES * len(first.asks))) - 1
+        some = [first, *islice(asked, more)]
+        sequences = [question.sequences for question in some]
+        together = [one for group in sequences for one in group]
+        flat = iter(score_sequences(model, together, length, device, ranks=ranks))
+        for question, group in zip(some, sequences, strict=True):
+            yield question, list(islice(flat, len(group)))
+
+
+def _found(question: Question, scored: Sequence[Likelihood]) -> bool:
+    """Return whether the likeliest number of every ask is the right one."""
+    nats = iter([likelihood.nats for likelihood in scored])
+    return all(_first_by(list(islice(nats, len(ask.choices)))) == ask.gold for ask in question.asks)
 
 
 def _first_by(nats: list[float]) -> int | None:
@@ -123,77 +205,15 @@ def _first_by(nats: list[float]) -> int | None:
     return nats.index(least) if math.isfinite(least) and nats.count(least) == 1 else None
 
 
-def questions(coder: Coder, pool: Sequence[int], seq: int, count: int) -> Iterator[Question]:
-    """Yield `count` questions whose sequence, with its number, fills `seq` positions; `pool` is tokens of text.
-
-    Raises ValueError if there is no text or `seq` has no room for needles and question.
-    """
-    if not pool:
-        raise ValueError("needle: there is no held-out text to hide a sentence in; raise curate.held_out")
-    for number in range(count):
-        dice = Random(f"{seq}/{number}")
-        keys = dice.sample(KEYS, CHOICES)
-        values = _numbers(coder, dice)
-        gold = dice.randrange(CHOICES)
-        needles = [coder.encode(f"{_opening(key)}{value}.\n") for key, value in zip(keys, values, strict=True)]
-        ask = coder.encode(_opening(keys[gold]))
-        choices = [tuple(coder.encode(value)) for value in values]
-        room = seq - len(ask) - max(map(len, choices)) - sum(map(len, needles))
-        if room < 1:
-            raise ValueError(
-                f"needle: sequence {seq} has no room for {CHOICES} sentences and a question, {seq - room} tokens; "
-                "take the gate off stages as short as this"
-            )
-        start = number * len(pool) // count
-        text = list(islice(cycle(pool), start, start + room))
-        depth = DEPTHS[number % len(DEPTHS)]
-        places = [dice.randint(0, room) for _ in range(CHOICES)]
-        places[gold] = depth * room // 100
-        yield Question(depth, (coder.begin, *_hide(coder, text, needles, places), *ask), tuple(choices), gold)
+def _bytes(question: Question) -> bytes:
+    gold = [ask.gold for ask in question.asks]
+    tokens = [token for sequence, _ in question.sequences for token in sequence]
+    return array("q", [question.depth, *gold, *tokens]).tobytes()
 
 
-def _numbers(coder: Coder, dice: Random) -> list[str]:
-    """Return different six-digit numbers of equally many tokens, so that none is likelier by its length."""
-    by_size: dict[int, list[str]] = {}
-    for value in dice.sample(range(100_000, 1_000_000), 100 * CHOICES):
-        same = by_size.setdefault(len(coder.encode(f" {value}")), [])
-        same.append(f" {value}")
-        if len(same) == CHOICES:
-            return same
-    raise AssertionError("six digits make few different numbers of tokens")
+def _length(length: int) -> str:
+    return f"length_{length:06}"
 
 
-def _opening(key: str) -> str:
-    return f"\nThe secret number of the {key} is"
-
-
-def _pool(coder: Coder, texts: Iterable[str], enough: int) -> list[int]:
-    """Return the tokens of the first `texts`, an empty line between them, until there are `enough`."""
-    pool: list[int] = []
-    for text in texts:
-        pool += coder.encode(f"{text.rstrip()}\n\n")
-        if len(pool) >= enough:
-            break
-    return pool
-
-
-def _hide(coder: Coder, text: list[int], needles: Sequence[list[int]], places: Sequence[int]) -> list[int]:
-    """Return `text` with each needle put in at its place, or shortly before it where a sentence ends there.
-
-    The very beginning and end are kept: depth 0 and 100 mean what they say.
-    """
-    hidden = list(text)
-    order = sorted(zip(places, needles, strict=True), key=lambda item: item[0], reverse=True)
-    for place, needle in order:
-        at = _sentence_end(coder, text, place)
-        hidden[at:at] = needle
-    return hidden
-
-
-def _sentence_end(coder: Coder, text: Sequence[int], place: int) -> int:
-    if place in (0, len(text)):
-        return place
-    for at in range(place, max(0, place - LONGEST_SEARCH), -1):
-        if coder.decode([text[at - 1]]).rstrip(" ").endswith((".", "!", "?", "\n")):
-            return at
-    return place
+def _depth(depth: int) -> str:
+    return f"depth_{depth:03}"

@@ -1,18 +1,14 @@
-"""Requests: what a model is asked, as plain text, before any tokenizer or model is known.
+"""Requests of the built-in tasks: held-out documents, what continues them, and generated questions.
 
-Everything about prompts is decided here, so the same requests can be put to any model and tokenizer, stored, hashed
-and compared; likelihoods come back in the same order. A whole document is a request with an empty context. Rendering
-is fixed and zero-shot: the query, a line `Answer:` unless it ends so already, then a space and the choice. What this
-gives up: prompts tuned to a benchmark's published number (shots, letters as answers).
+They need no data but the run's own, so the shortest recipe can be judged. A whole document is a request with an empty
+context. Questions are zero-shot: the query, a line `Answer:` unless it ends so already, then a space and the choice.
+What this gives up: numbers that compare with those of other laboratories; published sets are tasks of the library.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from llama3.evaluate.held_out import Document
@@ -28,7 +24,7 @@ CONTINUATION_CHARS = 64
 
 
 class Question(Protocol):
-    """A multiple-choice question, from the generator or a file."""
+    """A multiple-choice question, as the generator makes them."""
 
     @property
     def query(self) -> str: ...
@@ -38,16 +34,9 @@ class Question(Protocol):
     def gold(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class FileQuestion:
-    query: str
-    choices: tuple[str, ...]
-    gold: int
-
-
 def from_documents(task: str, documents: Iterable[Document]) -> list[Request]:
-    """Return one request per document: its whole text, after nothing."""
-    return [Request(task, document.id, 0, "", document.text, 0) for document in documents]
+    """Return one request per document: its whole text, after nothing; its language is the group."""
+    return [Request(task, document.id, 0, "", document.text, 0, document.language) for document in documents]
 
 
 def from_questions(task: str, questions: Iterable[Question]) -> list[Request]:
@@ -72,37 +61,6 @@ def continuations(task: str, documents: Sequence[Document], count: int) -> list[
     longest = max(map(len, by_domain), default=0)
     turns = [questions[i] for i in range(longest) for questions in by_domain if i < len(questions)]
     return [request for question in turns[:count] for request in question]
-
-
-def read_questions(path: Path, count: int) -> list[FileQuestion]:
-    """Return `count` questions of a JSON-lines file (`query`, `choices`, `gold`: index of the right choice), or all.
-
-    They are the ones whose text has the smallest hash: a sample that does not depend on the file's order.
-    Raises ValueError naming the file and line where a field is missing or wrong.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ValueError(f"evaluate.tasks: {path} cannot be read ({error.strerror}); name a JSON-lines file") from error
-    questions = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not questions:
-        raise ValueError(f"evaluate.tasks: {path} holds no question; each line needs query, choices and gold")
-    return sorted(questions, key=lambda question: (_hash(question.query, *question.choices), question.gold))[:count]
-
-
-def _parse(line: str, place: str) -> FileQuestion:
-    try:
-        row = json.loads(line)
-        query, choices, gold = row["query"], tuple(row["choices"]), row["gold"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"evaluate.tasks: {place} is not a JSON object with query, choices and gold") from error
-    texts = isinstance(query, str) and all(isinstance(choice, str) and choice.strip() for choice in choices)
-    if not texts or len(choices) < 2 or type(gold) is not int or not 0 <= gold < len(choices):
-        raise ValueError(
-            f"evaluate.tasks: {place}: query must be text, choices two or more non-empty texts and gold the index of "
-            f"one of them; gold is {gold!r} of {len(choices)} choices"
-        )
-    return FileQuestion(query, choices, gold)
 
 
 def _domain_continuations(task: str, documents: Sequence[Document]) -> list[list[Request]]:

@@ -1,4 +1,4 @@
-"""The score table: what an evaluation hands to the gate, the tracker and the report.
+"""The score table: what an evaluation hands to the gate, the tracker and the report; and the files beside it.
 
 Every score carries its spread, size, chance level, direction and the digest of the requests it was measured on, so a
 reader needs nothing else to compare two of them. One Parquet file, one row per score.
@@ -7,10 +7,11 @@ reader needs nothing else to compare two of them. One Parquet file, one row per 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,8 @@ from llama3.evaluate.statistics import Estimate, Z
 SCORES_FILE = "scores.parquet"
 SAMPLES_FILE = "samples.parquet"
 GENERATIONS_FILE = "generations.json"
+TASKS_FILE = "tasks.json"
+"""What was asked (kind, version, shots, digest, sources), what counts in `eval/core`, what was left out and why."""
 
 Better = Literal["lower", "higher"]
 
@@ -98,3 +101,17 @@ def read_scores(folder: Path) -> dict[str, Score]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no {SCORES_FILE}; evaluate the model into it first")
     return {row["key"]: Score(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()}
+
+
+def read_asked(folder: Path) -> dict[str, Any]:
+    """Return what the evaluation in `folder` asked: `suite`, `baselines`, `tasks` and `skipped` ({task: why}).
+
+    A task has key, kind, version, shots, n, chance, average (`items` or `groups`), digest, sources ({file: SHA-256})
+    and baseline, the accuracy that counts as 0 in `eval/core`, or None where it does not count.
+    Raises ValueError if the folder holds no evaluation.
+    """
+    path = folder / TASKS_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {TASKS_FILE}; evaluate the model into it first")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -2,49 +2,52 @@
 
 Conventions. A sequence is the begin token, then the tokens of context and continuation encoded together. Scored are
 the tokens after the longest beginning that it shares with the context encoded alone, so a token that straddles the
-boundary counts in full. The begin token is context only; no end token is scored. A sequence longer than the window
-is scored in windows that advance by half a window: every token exactly once, with at least half a window of tokens
-before it once that many exist; the first window has as much as fits. This costs up to twice the compute of disjoint
-windows and avoids their error, which is tokens at a window's start that see almost nothing.
+boundary counts in full. The begin token is context only; no end token is scored. A context that is too long for the
+window loses its beginning. A continuation longer than the window is scored in windows that advance by half a window:
+every token exactly once, with at least half a window of tokens before it once that many exist; the first window has as
+much as fits. This costs up to twice the compute of disjoint windows and avoids their error, which is tokens at a
+window's start that see almost nothing.
 
-Work is sorted by length and batched by a budget of positions, padding included. Padding stands after the tokens, where
-causal attention never looks, so results do not depend on the batch beyond rounding and no mask is needed.
+What sequences share is read once (see `packing`), and logits are made for scored tokens alone: of a question with 700
+tokens of examples and one letter to score, that is one position in 760. Padding stands after the tokens, where no
+token looks, so results do not depend on the batch beyond rounding.
 
-Shapes: B windows, S positions.
+Shapes: B rows, S positions, T positions attended to, N scored tokens, D model, V vocabulary rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan
+from llama3.evaluate.ranks import Ranks, Single
+from llama3.evaluate.sequences import Encoder, encoded
 from llama3.evaluate.task import Request
-from llama3.model.loss import NO_TARGET
+from llama3.model.cache import Behind, Cache, attached
+from llama3.model.documents import Visible
+from llama3.model.loss import NO_TARGET, token_nats
+from llama3.model.transformer import Head, Transformer
 
-POSITIONS = {"cpu": 2048}
-"""Positions in a batch by kind of device: on a CPU the activations of few of them still fit its caches."""
-POSITIONS_ELSEWHERE = 65536
+BUDGETS = {"cpu": Budget(2048, 16384)}
+"""By kind of device: on a CPU the activations of few positions still fit its caches."""
+BUDGET_ELSEWHERE = Budget(65536, 131072)
+LOGITS = 2**26
+"""Logits made at a time to see which is largest: 256 MiB of fp32."""
 
 
 class LanguageModel(Protocol):
-    """What scoring needs of a model; tests put closed-form models in its place."""
+    """What scoring needs of a model; tests put closed-form models in its place, which read every sequence whole."""
 
     def __call__(self, tokens_BS: Tensor, documents_BS: None, targets_BS: Tensor) -> Tensor:
         """Return the nats [B, S] of each target, 0 where it is -100; each row is one document."""
         ...
-
-
-class Encoder(Protocol):
-    """What scoring needs of a tokenizer."""
-
-    @property
-    def begin(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -55,89 +58,165 @@ class Likelihood:
     """Whether every scored token is the model's likeliest; None where it was not asked for."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """One forward pass over positions [begin, end) of a sequence; it scores tokens [scored, end]."""
+class Part(NamedTuple):
+    """What one row says of one sequence."""
 
-    begin: int
-    end: int
-    scored: int
+    sequence: int
+    nats: float
+    greedy: bool
 
 
 def score_requests(
-    model: LanguageModel, tokenizer: Encoder, requests: Sequence[Request], window: int, device: str = "cpu"
+    model: LanguageModel,
+    tokenizer: Encoder,
+    requests: Sequence[Request],
+    window: int,
+    device: str = "cpu",
+    greedy: Collection[str] = frozenset(),
+    ranks: Ranks | None = None,
+    share: bool = True,
 ) -> list[Likelihood]:
     """Return the likelihood of each request's continuation given its context, in the order of `requests`.
 
-    `window` is the most positions that the model sees at once. Raises ValueError for an empty continuation.
+    `window` is the most positions that the model sees at once; `greedy` has the keys of the tasks whose
+    `Likelihood.greedy` is wanted, which only a Transformer can tell. With `ranks` each process takes a share of the
+    batches and all return everything. `share` False reads each sequence whole, to measure what sharing saves.
+    Raises ValueError for an empty continuation.
     """
-    sequences = [_sequence(tokenizer, request) for request in requests]
-    return score_sequences(model, sequences, window, device)
+    sequences = encoded(tokenizer, requests)
+    asked = [index for index, request in enumerate(requests) if request.task in greedy]
+    return score_sequences(model, sequences, window, device, asked, ranks, share)
 
 
 @torch.inference_mode()
 def score_sequences(
-    model: LanguageModel, sequences: Sequence[tuple[list[int], int]], window: int, device: str = "cpu"
+    model: LanguageModel,
+    sequences: Sequence[Scorable],
+    window: int,
+    device: str = "cpu",
+    greedy: Collection[int] = (),
+    ranks: Ranks | None = None,
+    share: bool = True,
 ) -> list[Likelihood]:
-    """Return the likelihood of the tokens from `start` on of each (tokens, start), given those before them."""
-    work = [(index, span) for index, (tokens, start) in enumerate(sequences) for span in windows(tokens, start, window)]
+    """Return the likelihood of the tokens from `start` on of each (tokens, start), given those before them.
+
+    `greedy` has the indices of the sequences whose `Likelihood.greedy` is wanted; the rest as in `score_requests`.
+    """
+    ranks, asked = ranks or Single(), frozenset(greedy)
+    assert isinstance(model, Transformer) or not asked
+    share = share and isinstance(model, Transformer)
+    budget = BUDGETS.get(torch.device(device).type, BUDGET_ELSEWHERE)
+    batches = plan(sequences, window, budget, share)[ranks.rank :: ranks.size]
+    found = ranks.gather([list(part) for part in _read(model, batches, device, asked)])
     nats: list[list[float]] = [[] for _ in sequences]
-    for batch in _batches(work, POSITIONS.get(torch.device(device).type, POSITIONS_ELSEWHERE)):
-        rows = [(sequences[index][0], span) for index, span in batch]
-        for (index, _), total in zip(batch, _forward(model, rows, device), strict=True):
-            nats[index].append(total)
+    best = [True] * len(sequences)
+    for part in map(Part._make, chain.from_iterable(found)):
+        nats[part.sequence].append(part.nats)
+        best[part.sequence] &= part.greedy
     return [
-        Likelihood(math.fsum(parts), len(tokens) - start)
-        for parts, (tokens, start) in zip(nats, sequences, strict=True)
+        Likelihood(math.fsum(parts), max(0, len(tokens) - start), best[index] if index in asked else None)
+        for index, (parts, (tokens, start)) in enumerate(zip(nats, sequences, strict=True))
     ]
 
 
-def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[Window]:
-    """Cut a sequence into windows of at most `window` positions that score each token from `start` >= 1 on once.
+def _read(model: LanguageModel, batches: Iterable[Batch], device: str, greedy: frozenset[int]) -> Iterator[Part]:
+    """Yield what the batches say; what batches in a row have in common before them is read once."""
+    prefix: list[int] = []
+    before: Cache | None = None
+    for batch in batches:
+        if batch.prefix != prefix:
+            prefix = batch.prefix
+            before = _cache(cast(Transformer, model), prefix, device) if prefix else None
+        if not isinstance(model, Transformer):
+            yield from _plain(model, batch, device)
+        else:
+            yield from _parts(model, batch, before, device, greedy)
 
-    Raises ValueError if `window` is below 2 or `start` below 1.
+
+def _cache(model: Transformer, prefix: list[int], device: str) -> Cache:
+    cache = Cache(len(prefix))
+    with attached(model, cache):
+        model(torch.tensor([prefix], device=device), head=lambda hidden_BSD, _: hidden_BSD)
+    return cache
+
+
+def _parts(
+    model: Transformer, batch: Batch, before: Cache | None, device: str, greedy: frozenset[int]
+) -> Iterator[Part]:
+    """Yield what one forward pass says."""
+    scored = [part for row in batch.rows for part in row.scored]
+    head = _head(batch, device, any(part.sequence in greedy for part in scored))
+    tokens_BS = torch.zeros(len(batch.rows), batch.longest, dtype=torch.long)
+    for row_S, row in zip(tokens_BS, batch.rows, strict=True):
+        row_S[: len(row.tokens) - len(batch.prefix)] = torch.tensor(row.tokens[len(batch.prefix) :])
+    if before is None and not any(row.branches for row in batch.rows):
+        result_2N = model(tokens_BS.to(device), head=head)
+    else:
+        positions_BS, mask = (x.to(device) for x in _tree(batch))
+        repeated = model.spec.heads // model.spec.kv_heads if mask.is_cuda else 1
+        with attached(model, Behind(before, positions_BS, repeated)):
+            result_2N = model(tokens_BS.to(device), Visible(mask=mask), head=head)
+    nats, best = (line.split([len(part.places) for part in scored]) for line in result_2N.cpu())
+    for part, some, likeliest in zip(scored, nats, best, strict=True):
+        yield Part(part.sequence, math.fsum(some.tolist()), bool(likeliest.all()))
+
+
+def _head(batch: Batch, device: str, wanted: bool) -> Head:
+    """Return what makes [2, N] of hidden states: nats of each scored token, and 1 where it is the likeliest."""
+    begins = [index * batch.longest - len(batch.prefix) for index in range(len(batch.rows))]
+    pairs = [
+        (begin + place, target)
+        for begin, row in zip(begins, batch.rows, strict=True)
+        for part in row.scored
+        for place, target in zip(part.places, part.targets, strict=True)
+    ]
+    places_N, targets_N = torch.tensor(pairs, device=device).T
+
+    def head(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        hidden_ND = hidden_BSD.flatten(0, 1)[places_N]
+        nats_N = token_nats(hidden_ND.unsqueeze(0), weight_VD, targets_N.unsqueeze(0)).squeeze(0)
+        best_N = _likeliest(hidden_ND, weight_VD) == targets_N if wanted else torch.zeros_like(targets_N)
+        return torch.stack([nats_N.double(), best_N.double()])
+
+    return head
+
+
+def _likeliest(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return the token with the largest logit at each place."""
+    chunks = hidden_ND.split(max(1, LOGITS // len(weight_VD)))
+    return torch.cat([(chunk @ weight_VD.T).argmax(-1) for chunk in chunks])
+
+
+def _tree(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return where the tokens of each row stand [B, S], and what they see: bool [B, 1, S, T], the prefix first.
+
+    A token sees the tokens of its branch up to itself, the trunk and the prefix; padding is one more branch.
     """
-    if window < 2 or start < 1:
-        raise ValueError(f"window {window} must be at least 2 and start {start} at least 1")
-    last, stride, scored = len(tokens) - 1, window // 2, start
-    while scored <= last:
-        end = min(last, max(window, scored + stride - 1))
-        full = end if scored == start else scored + stride - 1
-        yield Window(max(0, full - window), end, scored)
-        scored = end + 1
+    size, before = batch.longest, len(batch.prefix)
+    lines = [_line(row, before, size) for row in batch.rows]
+    positions_BS = torch.tensor([positions for positions, _ in lines])
+    branch_BS = torch.tensor([branches for _, branches in lines])
+    same = (branch_BS.unsqueeze(2) == branch_BS.unsqueeze(1)) | (branch_BS == 0).unsqueeze(1)
+    inside = same & torch.ones(size, size, dtype=torch.bool).tril()
+    return positions_BS, torch.cat([inside.new_ones(len(lines), size, before), inside], 2).unsqueeze(1)
 
 
-def _sequence(tokenizer: Encoder, request: Request) -> tuple[list[int], int]:
-    if not request.continuation:
-        raise ValueError(f"{request.task}: question {request.document} has an empty choice {request.choice}")
-    whole = tokenizer.encode(request.context + request.continuation)
-    context = tokenizer.encode(request.context) if request.context else []
-    shared = next((i for i, (a, b) in enumerate(zip(whole, context, strict=False)) if a != b), len(context))
-    return [tokenizer.begin, *whole], 1 + min(shared, len(whole))
+def _line(row: Row, before: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the position and the branch (0: trunk) of each token behind the prefix and of the padding."""
+    left = size - (len(row.tokens) - before)
+    parts = [(row.trunk - before, before), *((length, row.trunk) for length in (*row.branches, left))]
+    positions = [start + place for length, start in parts for place in range(length)]
+    return positions, [branch for branch, (length, _) in enumerate(parts) for _ in range(length)]
 
 
-def _batches(work: Iterable[tuple[int, Window]], positions: int) -> Iterator[list[tuple[int, Window]]]:
-    """Group windows of similar length, longest first, so that too large a batch fails at once."""
-    batch: list[tuple[int, Window]] = []
-    for item in sorted(work, key=lambda item: (item[1].begin - item[1].end, item[0], item[1].begin)):
-        longest = batch[0][1] if batch else item[1]
-        if (len(batch) + 1) * (longest.end - longest.begin) > positions and batch:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-def _forward(model: LanguageModel, rows: Sequence[tuple[list[int], Window]], device: str) -> list[float]:
-    """Return the nats that each window scores."""
-    size = max(span.end - span.begin for _, span in rows)
-    tokens_BS = torch.zeros(len(rows), size, dtype=torch.long)
-    targets_BS = torch.full((len(rows), size), NO_TARGET)
-    for row, (tokens, span) in enumerate(rows):
-        width = span.end - span.begin
-        tokens_BS[row, :width] = torch.tensor(tokens[span.begin : span.end])
-        targets_BS[row, span.scored - 1 - span.begin : width] = torch.tensor(tokens[span.scored : span.end + 1])
+def _plain(model: LanguageModel, batch: Batch, device: str) -> Iterator[Part]:
+    """Yield what a model that is no Transformer says of rows that are one sequence each."""
+    tokens_BS = torch.zeros(len(batch.rows), batch.longest, dtype=torch.long)
+    targets_BS = torch.full_like(tokens_BS, NO_TARGET)
+    for index, row in enumerate(batch.rows):
+        (part,) = row.scored
+        tokens_BS[index, : len(row.tokens)] = torch.tensor(row.tokens)
+        targets_BS[index, list(part.places)] = torch.tensor(part.targets)
     nats_BS = model(tokens_BS.to(device), None, targets_BS.to(device))
-    totals: list[float] = nats_BS.double().sum(1).tolist()
-    return totals
+    for row, nats_S in zip(batch.rows, nats_BS.double().tolist(), strict=True):
+        yield Part(row.scored[0].sequence, math.fsum(nats_S), False)

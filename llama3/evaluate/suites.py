@@ -1,20 +1,26 @@
-"""The suite of a recipe: which tasks a model is put to, and the means over them."""
+"""The tasks of a recipe, read and rendered, and the means over them.
+
+A recipe names a suite (`evaluate.suite`) and tasks of its own (`evaluate.tasks`). Built-in tasks are made from the
+run's held-out documents and from generated problems, so `quick` asks for no data. Where a data file is missing the
+suite is refused, or its task is left out and named: a mean over other tasks than last time must not go unnoticed.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama3.data.worked_problems import questions
+from llama3.evaluate.data_rows import MissingFile, file_sha256
 from llama3.evaluate.held_out import Document
-from llama3.evaluate.requests import (
-    continuations,
-    from_documents,
-    from_questions,
-    read_questions,
-)
+from llama3.evaluate.render import Rendered, check_rows, render
+from llama3.evaluate.request_files import read_requests, stated
+from llama3.evaluate.requests import continuations, from_documents, from_questions
 from llama3.evaluate.statistics import Estimate, normal, weighted_mean
+from llama3.evaluate.suite_file import Planned, Suite, read_suite
 from llama3.evaluate.task import Request, Task
 from llama3.recipe.schema import Recipe
 
@@ -24,58 +30,146 @@ ARITHMETIC = "eval/arithmetic"
 CONTINUATION = "eval/continuation"
 QUESTION_SEED = 0
 """Seed of the generated questions: not the recipe's, so that all models answer the same ones."""
-_STEM = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+LOOKED_AT = 20
+"""Rows of each data file that a check looks at."""
 
 
-def suite(recipe: Recipe, documents: Sequence[Document]) -> list[Task]:
-    """Return the recipe's tasks: bits per byte by domain, arithmetic, continuations, then its own files.
+@dataclass(frozen=True)
+class Asked:
+    """What a model is put to."""
 
-    A task without any request (too few documents for continuations) is left out. Raises ValueError naming the file
-    where one of `evaluate.tasks` cannot be read or its name is taken.
+    suite: Suite
+    tasks: list[Task]
+    skipped: dict[str, str]
+    """Task that was left out -> why."""
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Key of a task -> its data files with their SHA-256."""
+
+    def baselines(self) -> dict[str, float]:
+        """Return the tasks that count in `eval/core`, by key, with the accuracy that counts as 0."""
+        chances = {task.key: task.chance for task in self.tasks if task.chance is not None}
+        if self.suite.baselines is None:
+            return chances
+        table = {f"eval/{name}": baseline for name, baseline in self.suite.baselines.baselines.items()}
+        return {key: table[key] for key in chances if key in table}
+
+
+def check_suite(recipe: Recipe) -> list[str]:
+    """Return a line for each task that will be left out, after reading every file and the first rows of each.
+
+    Raises ValueError, one line per fault, for what cannot be asked: a task or suite that is not there or not valid, a
+    missing data file (unless `evaluate.missing` is `skip`), a wrong digest, rows that do not fit the templates.
     """
-    count = recipe.evaluate.questions
-    domains = sorted({document.domain for document in documents})
-    tasks = [Task(f"{BPB}/{domain}", "bits", _whole(domain, documents)) for domain in domains]
-    tasks.append(Task(ARITHMETIC, "choice", tuple(from_questions(ARITHMETIC, questions(QUESTION_SEED, count)))))
-    tasks.append(Task(CONTINUATION, "choice", tuple(continuations(CONTINUATION, documents, count))))
-    taken = {ARITHMETIC, CONTINUATION, BPB, CORE}
-    for path in map(Path, recipe.evaluate.tasks):
-        key = _file_key(path, taken)
-        taken.add(key)
-        tasks.append(Task(key, "choice", tuple(from_questions(key, read_questions(path, count)))))
-    return [task for task in tasks if task.requests]
+    left_out: list[str] = []
+    wrong: list[str] = []
+    for planned in suite_of(recipe).planned:
+        try:
+            if isinstance(planned.made_of, Path):
+                read_requests(planned.made_of)
+            else:
+                check_rows(planned.made_of, planned.places, LOOKED_AT)
+        except MissingFile as error:
+            (left_out if recipe.evaluate.missing == "skip" else wrong).append(f"{planned.name}: {error}")
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n".join(dict.fromkeys(wrong)))
+    return left_out
 
 
-def overall(recipe: Recipe, parts: Mapping[str, Estimate]) -> Estimate:
+def suite_of(recipe: Recipe) -> Suite:
+    """Return the suite that `recipe` asks for. Raises ValueError if it, or one of its tasks, cannot be read."""
+    section = recipe.evaluate
+    return read_suite(section.suite, section.data, section.tasks, section.questions)
+
+
+def suite_inputs(recipe: Recipe) -> dict[str, str]:
+    """Return what the recipe's scores stand on besides model and documents: a digest of each task and of its data.
+
+    A file that is not there has the digest `missing`. Raises ValueError as `suite_of` does.
+    """
+    suite = suite_of(recipe)
+    table = suite.baselines.model_dump_json() if suite.baselines else ""
+    made = {"suite.core": hashlib.sha256(table.encode()).hexdigest()} if table else {}
+    return made | {f"task.{planned.name}": _input(planned) for planned in suite.planned}
+
+
+def asked_of(recipe: Recipe, documents: Sequence[Document]) -> Asked:
+    """Return the tasks of the recipe's suite: built-in ones first, then those of files, each with its requests.
+
+    A built-in task without any request (too few documents for continuations) is left out. Raises ValueError as
+    `check_suite` does, for all rows.
+    """
+    suite, skipped, sources = suite_of(recipe), {}, {}
+    tasks = [task for task in _built_in(recipe, suite, documents) if task.requests]
+    for planned in suite.planned:
+        try:
+            rendered = rendered_task(planned)
+        except MissingFile as error:
+            if recipe.evaluate.missing == "refuse":
+                raise
+            skipped[planned.name] = str(error)
+            continue
+        tasks.append(rendered.task)
+        sources[rendered.task.key] = rendered.sources
+    return Asked(suite, tasks, skipped, sources)
+
+
+def rendered_task(planned: Planned, most: int | None = None) -> Rendered:
+    """Return a task with its requests: rendered, or read where it was rendered before."""
+    if isinstance(planned.made_of, Path):
+        return read_requests(planned.made_of)
+    return render(planned.made_of, planned.places, most)
+
+
+def overall(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) -> Estimate:
     """Return `eval/bpb` from `eval/bpb/<domain>`: their mean by the first stage's mix.
 
-    The shares of the domains present are scaled to sum to 1. Also averages differences of two models.
+    The shares of the domains present are scaled to sum to 1. Also averages differences of two models, and what else is
+    called `<prefix>/<domain>`.
     """
     shares = recipe.mix[recipe.stages[0].mix]
-    weights = [float(share) for domain, share in shares.items() if f"{BPB}/{domain}" in parts]
-    return weighted_mean([parts[f"{BPB}/{domain}"] for domain in shares if f"{BPB}/{domain}" in parts], weights)
+    weights = [float(share) for domain, share in shares.items() if f"{prefix}/{domain}" in parts]
+    return weighted_mean([parts[f"{prefix}/{domain}"] for domain in shares if f"{prefix}/{domain}" in parts], weights)
 
 
 def core(accuracies: Sequence[tuple[Estimate, float]]) -> Estimate:
-    """Return `eval/core`: the mean over tasks of (accuracy - chance) / (1 - chance), each given with its chance.
+    """Return `eval/core`: the mean over tasks of (accuracy - baseline) / (1 - baseline), each given with its baseline.
 
     DCLM (arXiv 2406.11794) calls this the centred accuracy: 0 is guessing, 1 is perfect, below 0 is possible.
     """
-    centred = [
-        normal((part.value - chance) / (1 - chance), part.stderr / (1 - chance), part.n) for part, chance in accuracies
-    ]
+    centred = [normal((part.value - base) / (1 - base), part.stderr / (1 - base), part.n) for part, base in accuracies]
     return weighted_mean(centred, [1.0] * len(centred))
+
+
+def _built_in(recipe: Recipe, suite: Suite, documents: Sequence[Document]) -> Iterator[Task]:
+    count = recipe.evaluate.questions
+    if "bits" in suite.built_in:
+        for domain in sorted({document.domain for document in documents}):
+            yield Task(f"{BPB}/{domain}", "bits", _whole(domain, documents))
+    if "arithmetic" in suite.built_in:
+        yield Task(ARITHMETIC, "choice", tuple(from_questions(ARITHMETIC, questions(QUESTION_SEED, count))))
+    if "continuation" in suite.built_in:
+        yield Task(CONTINUATION, "choice", tuple(continuations(CONTINUATION, documents, count)))
 
 
 def _whole(domain: str, documents: Sequence[Document]) -> tuple[Request, ...]:
     return tuple(from_documents(f"{BPB}/{domain}", (d for d in documents if d.domain == domain)))
 
 
-def _file_key(path: Path, taken: set[str]) -> str:
-    key = f"eval/{path.stem}"
-    if not _STEM.fullmatch(path.stem) or key in taken:
-        raise ValueError(
-            f"evaluate.tasks: {path} would be scored as {key!r}, which is "
-            f"{'taken' if key in taken else 'not a metric name (a-z, 0-9, _, . and -)'}; rename the file"
-        )
-    return key
+def _input(planned: Planned) -> str:
+    if isinstance(planned.made_of, Path):
+        return str(stated(planned.made_of)["digest"])
+    task = planned.made_of.model_dump(mode="json")
+    names = dict.fromkeys(planned.made_of.files)
+    files = {name: _digest(planned, name) for name in names}
+    return hashlib.sha256(
+        json.dumps([{**task, "data": None}, list(files.values())], sort_keys=True).encode()
+    ).hexdigest()
+
+
+def _digest(planned: Planned, name: str) -> str:
+    try:
+        return file_sha256(planned.places.uri(name))
+    except MissingFile:
+        return "missing"

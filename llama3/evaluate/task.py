@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 Kind = Literal["bits", "choice", "cloze", "generate", "code"]
 Normalise = Literal["bytes", "characters", "tokens", "none"]
@@ -38,6 +38,11 @@ class Request:
     """What a task also averages by: the subject of a question, the language of a document."""
 
     @property
+    def characters(self) -> int:
+        """Characters of the scored text without white space around it, such as the joining space."""
+        return len(self.continuation.strip())
+
+    @property
     def bytes(self) -> int:
         """UTF-8 bytes of the scored text, the joining space included."""
         return len(self.continuation.encode())
@@ -54,7 +59,9 @@ class Prompt:
     gold: tuple[str, ...]
     """Answers that count as right; none for code."""
     tests: str = ""
-    """Python that is run after context and answer together; it exits with 0 if the answer is right."""
+    """Python that is run after `program` and the answer together; it exits with 0 if the answer is right."""
+    program: str = ""
+    """Python that stands before the answer when it is run: the context without solved examples, or nothing."""
     group: str = ""
 
 
@@ -68,13 +75,16 @@ class Writing:
     temperature: float = 0.0
     top_p: float = 1.0
     samples: int = 1
-    """Answers to each prompt; code is scored as pass@1 over them."""
+    """Answers to each prompt; the score is the mean over them, or what `k` says."""
     extract: tuple[str, ...] = ()
     """Regular expressions, tried in order on an answer; the first group of the last match is what counts."""
     ignore: tuple[str, ...] = ()
     """Regular expressions of what is taken out of answer and gold before they are compared."""
     seconds: float = 5.0
     """Processor time of one program."""
+    k: int = 1
+    """A question is solved if one of `k` answers is right (pass@k); more `samples` than `k` make the estimate surer."""
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,11 @@ class Task:
     average: Literal["items", "groups"] = "items"
     """Whether the score is the mean over questions or the mean of the groups' means (MMLU's subjects)."""
     writing: Writing = field(default_factory=Writing)
+
+    @property
+    def questions(self) -> int:
+        """Questions, prompts or whole texts, each counted once."""
+        return len(self.prompts) or len({request.document for request in self.requests})
 
     @property
     def chance(self) -> float | None:

@@ -1,8 +1,8 @@
 """A model folder of one format as a folder of another, tokenizer included, one parameter at a time.
 
 The target appears whole or not at all: it is built beside itself and renamed. Memory holds one file of weights (5 GB),
-but for Meta's `.pth`, which holds all. Shapes, names and settings are checked before anything is written. What this
-gives up: folders are local; copy what is elsewhere to this machine first.
+but for Meta's `.pth`, which holds one rank's. Shapes, names and settings are checked before anything is written. What
+this gives up: folders are local, so copy what is elsewhere to this machine first; GGUF is written and never read.
 """
 
 from __future__ import annotations
@@ -16,34 +16,47 @@ from typing import Literal
 
 import torch
 
+from llama3.export.gguf import write_gguf
 from llama3.export.hf import open_hugging_face, write_hugging_face
 from llama3.export.meta import open_meta, write_meta
 from llama3.export.names import Source, parameters
+from llama3.export.parts import check_parts
 from llama3.model.files import open_model, save_model
 from llama3.recipe.schema import Model
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from storage.filesystem import sync_folder
 
 Format = Literal["herd", "hf", "meta"]
-Target = Literal["herd", "hf", "meta", "meta-safetensors"]
-Number = Literal["bf16", "fp32"]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Target = Literal["herd", "hf", "meta", "meta-safetensors", "gguf"]
+Number = Literal["bf16", "fp16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPEN: dict[Format, Callable[[Path], Source]] = {"herd": open_model, "hf": open_hugging_face, "meta": open_meta}
 TOKENIZERS = {"herd": MODEL_FILE, "hf": "tokenizer.json", "meta": MODEL_FILE}
 
 
 def convert(
-    source: Path, source_format: Format, target: Path, target_format: Target, dtype: Number | None = None
+    source: Path,
+    source_format: Format,
+    target: Path,
+    target_format: Target,
+    dtype: Number | None = None,
+    *,
+    parts: int = 1,
+    add: Callable[[Path], None] | None = None,
 ) -> Model:
     """Write the model in folder `source` as the new folder `target`; return its shape.
 
-    Numbers stay as stored unless `dtype` is given. A tokenizer beside the weights goes with them. Raises ValueError,
-    with what to do, if the source is no Llama 3, the tokenizer does not fit it, or the target exists.
+    Numbers stay as stored unless `dtype` is given. A tokenizer beside the weights goes with them. `parts` are Meta's
+    model-parallel ranks; `add` writes more files into the folder before it appears. Raises ValueError, with what to do,
+    if the source is no Llama 3, the tokenizer does not fit it, it has no such parts, or the target exists.
     """
     model = open_source(source, source_format)
     tokenizer = _tokenizer(source, source_format, model.rows)
+    check_parts(model.spec, model.rows, parts, target_format == "meta")
     with building(target) as folder:
-        _write(folder, target_format, model, tokenizer, DTYPES[dtype] if dtype else None)
+        _write(folder, target_format, model, tokenizer, DTYPES[dtype] if dtype else None, parts)
+        if add is not None:
+            add(folder)
     return model.spec
 
 
@@ -75,7 +88,9 @@ def building(target: Path) -> Iterator[Path]:
     sync_folder(target.parent)
 
 
-def _write(folder: Path, form: Target, model: Source, tokenizer: Tokenizer | None, dtype: torch.dtype | None) -> None:
+def _write(
+    folder: Path, form: Target, model: Source, tokenizer: Tokenizer | None, dtype: torch.dtype | None, parts: int
+) -> None:
     match form:
         case "herd":
             save_model(folder, model.spec, model.rows, ((name.ours, value) for name, value in parameters(model, dtype)))
@@ -84,9 +99,11 @@ def _write(folder: Path, form: Target, model: Source, tokenizer: Tokenizer | Non
         case "hf":
             write_hugging_face(folder, model, tokenizer, dtype)
         case "meta" | "meta-safetensors":
-            write_meta(folder, model, tokenizer, dtype, pickled=form == "meta")
+            write_meta(folder, model, tokenizer, dtype, pickled=form == "meta", parts=parts)
+        case "gguf":
+            write_gguf(folder, model, tokenizer, dtype)
         case _:
-            raise ValueError(f"format {form!r} is unknown; choose herd, hf, meta or meta-safetensors")
+            raise ValueError(f"format {form!r} is unknown; choose herd, hf, meta, meta-safetensors or gguf")
 
 
 def _tokenizer(folder: Path, form: Format, rows: int) -> Tokenizer | None:

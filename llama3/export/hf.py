@@ -23,7 +23,7 @@ from llama3.model.files import CONFIG, INDEX, WEIGHTS, Weights, misfits, weight_
 from llama3.recipe.schema import Model, RopeScaling
 from llama3.tokens.huggingface import hugging_face_config, hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.vocabulary import PATTERN
+from llama3.tokens.vocabulary import PATTERN, PLACES
 from storage.filesystem import write_atomic
 
 SIZES = {
@@ -91,7 +91,8 @@ def write_hugging_face(
         ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
         write_atomic(folder / "tokenizer.json", hugging_face_json(tokenizer.base, tokenizer.specials, PATTERN))
         write_atomic(folder / "tokenizer_config.json", hugging_face_config(tokenizer.specials))
-        generation = {**ends, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+        stops = [tokenizer.end, len(tokenizer.base) + PLACES["<|eot_id|>"]]  # a fine-tuned model ends its turns so
+        generation = {**ends, "eos_token_id": stops, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_atomic(folder / "generation_config.json", _json(generation))
     write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.spec, source.rows, stored), **ends}))
 

@@ -1,10 +1,11 @@
 """Meta's folder of a Llama: `params.json` beside `consolidated.00.pth`, ..., or `consolidated.safetensors`.
 
 Meta's own files are pickles of tensors, read without running what a pickle may hold (`parts`); files of several
-model-parallel ranks are merged. The safetensors form has the same names and layout and needs no pickle. Meta
-interleaves the two halves of a rotary pair, so rows of q and k change places: row 2 i + j of a head in Meta's files is
-row i + j E/2 of ours (E features of a head, j 0 or 1). What this gives up: a `.pth` is written from memory as one file,
-so a model larger than that goes out as safetensors; `params.json` has no place for the longest sequence, which is 8,192
+model-parallel ranks are merged, and written one rank after the other. The safetensors form has the same names and
+layout and needs no pickle. Meta interleaves the two halves of a rotary pair, so rows of q and k change places: row
+2 i + j of a head in Meta's files is row i + j E/2 of ours (E features of a head, j 0 or 1). What this gives up: a
+`.pth` is written from memory, so that must hold one rank's file (a larger model is cut into more parts, or goes out as
+safetensors), and the source is read once for each; `params.json` has no place for the longest sequence, which is 8,192
 when read, or 131,072 if the rotary embedding is scaled.
 """
 
@@ -18,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama3.export.names import FIRST, OUTPUT, Source, names, parameters
+from llama3.export.names import FIRST, OUTPUT, Name, Source, names, parameters
 from llama3.export.params import PARAMS, meta_settings, read_params
-from llama3.export.parts import PICKLE, SAFE, Parts
+from llama3.export.parts import PICKLE, SAFE, Parts, check_parts, cut_part
 from llama3.model.files import misfits, parameter_shapes, write_weights
 from llama3.recipe.schema import Model
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
@@ -41,6 +42,12 @@ def halved(weight: Tensor, heads: int) -> Tensor:
     """Return the rows of q or k in our order, the first halves of all pairs before the second: undoes `interleaved`."""
     rows, features = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, features).transpose(1, 2).reshape(rows, features)
+
+
+def metas_rows(name: str, spec: Model, tensor: Tensor) -> Tensor:
+    """Return the parameter that we call `name` with its rows in Meta's order."""
+    heads = _heads(name, spec)
+    return interleaved(tensor, heads) if heads else tensor
 
 
 class MetaModel:
@@ -85,30 +92,34 @@ def write_meta(
     dtype: torch.dtype | None = None,
     *,
     pickled: bool = True,
+    parts: int = 1,
 ) -> None:
-    """Write the model `source` with its tokenizer into `folder`: `consolidated.00.pth`, or safetensors.
+    """Write the model `source` with its tokenizer into `folder`: one `consolidated.NN.pth` for each of `parts`
+    model-parallel ranks, or safetensors.
 
-    Raises ValueError if `params.json` cannot express the model.
+    Raises ValueError if `params.json` cannot express the model or it cannot be cut into so many parts.
     """
     settings = meta_settings(source.spec, source.rows)
+    check_parts(source.spec, source.rows, parts, pickled)
     folder.mkdir(parents=True, exist_ok=True)
     if pickled:
-        _write_pickle(folder / PICKLE.format(0), dict(_renamed(source, dtype)))
+        for rank in range(parts):
+            cuts = ((name, cut_part(name, value, source.spec, rank, parts)) for name, value in _renamed(source, dtype))
+            _write_pickle(folder / PICKLE.format(rank), {name.meta: part for name, part in cuts})
     else:
-        write_weights(folder, _renamed(source, dtype), SAFE, {"format": "pt"})
+        write_weights(folder, ((name.meta, value) for name, value in _renamed(source, dtype)), SAFE, {"format": "pt"})
     if tokenizer is not None:
         write_atomic(folder / MODEL_FILE, tiktoken_bytes(tokenizer.base))
     write_atomic(folder / PARAMS, json.dumps(settings, indent=2) + "\n")
 
 
-def _renamed(source: Source, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters by Meta's names; a tied embedding twice, because Meta's model has no other output."""
+def _renamed(source: Source, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
+    """Yield the parameters in Meta's order of rows; a tied embedding twice: Meta's model has no other output."""
     for name, tensor in parameters(source, dtype):
-        heads = _heads(name.ours, source.spec)
-        yield name.meta, interleaved(tensor, heads) if heads else tensor
+        yield name, metas_rows(name.ours, source.spec, tensor)
     if source.spec.tied_embeddings:
         embedding = source.tensor(FIRST.ours)
-        yield OUTPUT.meta, embedding.to(dtype or embedding.dtype, copy=True)
+        yield OUTPUT, embedding.to(dtype or embedding.dtype, copy=True)
 
 
 def _heads(name: str, spec: Model) -> int:
@@ -117,8 +128,13 @@ def _heads(name: str, spec: Model) -> int:
 
 
 def _write_pickle(path: Path, state: dict[str, Tensor]) -> None:
-    """Write plain tensors, each with memory of its own: torch.save would write all of a file that one is a view of."""
-    torch.save({name: tensor.clone() for name, tensor in state.items()}, path)
+    """Write plain tensors; each must own its memory, because torch.save writes all of a file that one is a view of."""
+    torch.save(state, path)
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Make a new file, and its name, survive a power cut."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     sync_folder(path.parent)

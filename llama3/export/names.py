@@ -65,7 +65,16 @@ class Source(Protocol):
 
 
 def parameters(source: Source, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
-    """Yield every parameter of `source` in the model's order, as `dtype` (default: as stored)."""
+    """Yield every parameter of `source` in the model's order, as `dtype` (default: as stored).
+
+    Raises ValueError if a number is too large for `dtype`.
+    """
     for name in names(source.spec):
-        tensor = source.tensor(name.ours)
-        yield name, tensor.to(dtype or tensor.dtype)
+        yield name, _as(name.ours, source.tensor(name.ours), dtype)
+
+
+def _as(name: str, stored: Tensor, dtype: torch.dtype | None) -> Tensor:
+    made = stored.to(dtype or stored.dtype)
+    if dtype == torch.float16 and made.isinf().any() and not stored.isinf().any():
+        raise ValueError(f"{name}: holds {stored.abs().max():.4g}, too large for fp16 (65,504 at most); choose bf16")
+    return made

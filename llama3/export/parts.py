@@ -1,4 +1,7 @@
-"""The weights in Meta's folder, whole, from one safetensors file or from one pickle per model-parallel rank.
+"""The weights in Meta's folder: cut for model-parallel ranks, and whole again from safetensors or one pickle per rank.
+
+A rank holds whole heads, whole columns of the feed-forward block and its rows of the two embeddings; norms are in every
+file. Where there are more ranks than key and value heads, neighbours hold the same one.
 
 torch's restricted unpickler makes tensors and plain containers and refuses everything else; the files are mapped, so
 that only what is asked for is read. A key or value head that several ranks share is in the file of each of them: of
@@ -16,11 +19,41 @@ from torch import Tensor
 
 from llama3.export.names import FIRST, OUTPUT, Name
 from llama3.model.files import INDEX, Weights, weight_files
+from llama3.recipe.schema import Model
 
 SAFE = "consolidated.safetensors"
 PICKLE = "consolidated.{:02}.pth"
+MOST = 99
+"""Ranks that a file name has room for."""
 SHARED = ("attention.k.weight", "attention.v.weight")
 """Endings of the parameters that more ranks than heads hold several times."""
+
+
+def check_parts(spec: Model, rows: int, parts: int, pickled: bool) -> None:
+    """Raise ValueError, naming the number that does not fit, unless the model can be cut for `parts` ranks."""
+    if parts != 1 and not pickled:
+        raise ValueError(f"parts {parts}: only Meta's .pth files are cut by rank; choose format meta, or leave it out")
+    if not 1 <= parts <= MOST:
+        raise ValueError(f"parts {parts}: must be 1 to {MOST}, the two digits of {PICKLE.format(0)}")
+    for name, size in (("heads", spec.heads), ("ffn", spec.ffn), ("embedding rows", rows)):
+        if size % parts:
+            raise ValueError(
+                f"parts {parts}: does not divide the model's {size} {name}; "
+                "choose a number that divides heads, ffn and embedding rows"
+            )
+    if spec.kv_heads % parts and parts % spec.kv_heads:
+        raise ValueError(
+            f"parts {parts}: neither divides the model's {spec.kv_heads} kv_heads nor is a multiple of them; "
+            "choose a power of two"
+        )
+
+
+def cut_part(name: Name, whole: Tensor, spec: Model, rank: int, parts: int) -> Tensor:
+    """Return what rank `rank` of `parts` holds of a parameter (rows in Meta's order), in memory of its own."""
+    if name.cut is None:
+        return whole.clone()
+    pieces = min(parts, spec.kv_heads) if name.ours.endswith(SHARED) else parts
+    return whole.chunk(pieces, dim=name.cut)[rank * pieces // parts].clone(memory_format=torch.contiguous_format)
 
 
 class Part(Protocol):

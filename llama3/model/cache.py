@@ -4,6 +4,8 @@ A cache takes the place of the model's `exchange` while it is attached: the mode
 hands it the keys and values of each layer in turn, which is all that a cache has to know. Room for the longest text is
 taken at once, so that no step copies what is there. What this gives up: one process holds the whole model.
 
+Stored is [B, K, T, E], the order in which attention reads fastest.
+
 Shapes: B sequences, S tokens of this call, T tokens so far, K key/value heads, E features of a head.
 """
 
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llama3.model.documents import Visible, readable
 from llama3.model.exchange import Alone, Exchange
 from llama3.model.transformer import Transformer
 
@@ -39,8 +43,8 @@ class Cache(Alone):
         held = self._stores[self._layer]
         self._layer += 1
         for store, new in zip(held, (k, v), strict=True):
-            store[:, begin:end] = new
-        return held[0][:, :end], held[1][:, :end]
+            store[:, :, begin:end] = new.transpose(1, 2)
+        return self._held(held)
 
     def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where the `seq` tokens of this call stand, and all that are held; the call begins here.
@@ -64,8 +68,118 @@ class Cache(Alone):
         """Forget all tokens but the first `length`."""
         self.length = length
 
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, T, K, E] that layer `index` of the model has seen."""
+        return self._held(self._stores[index])
+
+    def visible(self, seq: int, device: torch.device) -> Visible:
+        """Return what the next `seq` tokens of each sequence may read: what is held, and themselves up to each."""
+        if seq == 1 or self.length == 0:
+            return Visible()
+        held = torch.arange(self.length + seq, device=device)
+        return Visible(mask=readable(None, held[self.length :], held))
+
+    def _held(self, stores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        k, v = (store[:, :, : self.length].transpose(1, 2) for store in stores)
+        return k, v
+
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_empty(like.shape[0], self.room, *like.shape[2:])
+        return like.new_empty(like.shape[0], like.shape[2], self.room, like.shape[3])
+
+
+class Padded(Cache):
+    """Sequences of different lengths that end together: before each stands padding, which nothing reads.
+
+    They come from caches of one sequence each (`put`) and go on together, one token of each a call.
+    """
+
+    def __init__(self, room: int, rows: int, length: int) -> None:
+        """Make a cache for `rows` sequences, of which the longest has `length` tokens so far."""
+        super().__init__(room)
+        self.length = length
+        self._padding = torch.full((rows,), length)
+
+    def put(self, rows: slice, other: Cache) -> None:
+        """Let each of `rows` be the only sequence of `other`."""
+        begin = self.length - other.length
+        if not self._stores:  # zeros: what is not read is multiplied by 0, and memory may hold NaN
+            size = len(self._padding)
+            self._stores = [(_zeros(k, size, self.room), _zeros(v, size, self.room)) for k, v in other._stores]
+        for mine, theirs in zip(self._stores, other._stores, strict=True):
+            for store, new in zip(mine, theirs, strict=True):
+                store[rows, :, begin : self.length] = new[:, :, : other.length]
+        self._padding[rows] = begin
+
+    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where the tokens of each sequence stand in it [B, S], and the places that are held."""
+        queries, held = super().positions(seq, device)
+        return queries - self._padding.to(device).unsqueeze(1), held
+
+    def visible(self, seq: int, device: torch.device) -> Visible:
+        if seq > 1:
+            raise ValueError(f"{seq} tokens at once cannot follow sequences of different lengths; read them before")
+        if not self._padding.any():
+            return Visible()
+        held = torch.arange(self.length + 1, device=device)
+        return Visible(mask=(held >= self._padding.to(device).unsqueeze(1))[:, None, None])
+
+    def keep(self, rows: Tensor) -> None:
+        super().keep(rows)
+        self._padding = self._padding[rows.cpu()]
+
+
+def _zeros(like: Tensor, rows: int, room: int) -> Tensor:
+    return like.new_zeros(rows, like.shape[1], room, like.shape[3])
+
+
+class Behind(Alone):
+    """Rows that stand behind one text, which was read before, each token where it is told; nothing of them is kept.
+
+    Give the model a `Visible` mask [B, 1, S, T] with them; T counts the text before. The joined keys and values of a
+    layer last as long as the layer, so memory holds the text once, and not once for each row.
+    """
+
+    def __init__(self, before: Cache | None, positions_BS: Tensor, repeated: int = 1) -> None:
+        """Take the cache of the text before (one row), if there is one, and where the tokens of each row stand.
+
+        `repeated` gives each key head that many times: CUDA's kernels that take a mask want as many as query heads.
+        """
+        self.before = before
+        self.at = positions_BS
+        self.repeated = repeated
+        self._layer = 0
+
+    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.before is not None:
+            held = self.before.layer(self._layer)
+            self._layer += 1
+            k, v = (
+                torch.cat([old.expand(len(new), -1, -1, -1), new], 1) for old, new in zip(held, (k, v), strict=True)
+            )
+        if self.repeated > 1:
+            k, v = (x.repeat_interleave(self.repeated, 2) for x in (k, v))
+        return k, v
+
+    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        self._layer = 0
+        held = seq if self.before is None else self.before.length + seq
+        return self.at, torch.arange(held, device=device)
+
+
+def reading(model: Transformer, exchange: Exchange) -> Transformer:
+    """Return a model of the same weights that uses `exchange`; `model` itself stays free for others meanwhile."""
+    twin: Transformer = _twin(model, exchange)
+    return twin
+
+
+def _twin(module: Any, exchange: Exchange) -> Any:
+    """Return a copy of a module that shares its parameters and has copies of the modules in it."""
+    twin = copy(module)
+    twin._modules = {name: child and _twin(child, exchange) for name, child in module._modules.items()}
+    twin._compiled_call_impl = None  # it would call the module that it was compiled for
+    if hasattr(module, "exchange"):
+        twin.exchange = exchange
+    return twin
 
 
 @contextmanager

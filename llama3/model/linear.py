@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.exchange.shared(used(self.weight, self.exact)).to(x.dtype)
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.rms_norm(x, weight.shape, weight, self.eps)
         apply: Any = _Normed.apply  # torch leaves it untyped
         normed: Tensor = apply(x, weight, self.eps)

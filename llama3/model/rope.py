@@ -52,6 +52,8 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device
 
 def rotate(x_BSNE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Return queries or keys turned by the angles in `table`, computed in the table's precision."""
+    if not torch.is_grad_enabled():
+        return _turn(x_BSNE, *table)
     apply: Any = _Rotated.apply  # torch leaves it untyped
     turned: Tensor = apply(x_BSNE, *table)
     return turned

@@ -1,13 +1,19 @@
-"""Small phrases in a recipe that stand for a rule: a stage's learning rate, a promotion gate."""
+"""Small phrases in a recipe that stand for a rule: a stage's learning rate, a promotion gate and what it judges."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import AfterValidator
+
+from llama3.recipe.section import DOMAINS
 from llama3.recipe.units import _Quantity
 
-_NUMBER = r"([0-9.]+(?:e-?[0-9]+)?)"
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
+_METRIC = re.compile(r"eval(/[a-z0-9_.*-]+)+")
 
 
 @dataclass(frozen=True)
@@ -59,4 +65,48 @@ class GateRule(_Quantity):
     def __str__(self) -> str:
         if self.kind in ("better", "no significant drop"):
             return self.kind
-        return f"{self.kind} {self.bound * 100:g}%" if self.kind == "no worse than" else f"{self.kind} {self.bound:g}"
+        percent = self.kind == "no worse than"
+        return f"{self.kind} {self.bound * 100:.12g}%" if percent else f"{self.kind} {self.bound:.12g}"
+
+
+def _metric(text: str) -> str:
+    """Return the name of a score, or a pattern of names. Raises ValueError if no evaluation ever has such a score."""
+    if not _METRIC.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is not a score: names begin with eval/ and have a-z, 0-9, _, . and - between slashes; "
+            "write eval/bpb, eval/bpb/math or a pattern such as eval/bpb/*"
+        )
+    if text == "eval/short-context":
+        raise ValueError(f"{text!r} is measured between sequence lengths only; write it under advance: of that stage")
+    means, domain = text.split("/")[1], (*text.split("/"), "")[2]
+    if means in ("bpb", "bpb_macro") and domain and not any(matches(domain, name) for name in DOMAINS):
+        raise ValueError(f"{text!r} is no domain's bits per byte; the domains are {', '.join(DOMAINS)}")
+    return text
+
+
+Metric = Annotated[str, AfterValidator(_metric)]
+"""Name of a score (`eval/bpb/math`), or a pattern in which `*` stands for anything between two slashes."""
+
+
+def matches(pattern: str, metric: str) -> bool:
+    """Return whether `metric` is `pattern`, or one of the names that it stands for."""
+    return re.fullmatch("[^/]*".join(map(re.escape, pattern.split("*"))), metric) is not None
+
+
+def assign(patterns: Iterable[str], metrics: Iterable[str]) -> dict[str, list[str]]:
+    """Return pattern -> the metrics that it is to judge, sorted: each goes to the most exact pattern that matches it.
+
+    A name is more exact than any pattern, then the one with more letters, then the first. A name without `*` judges
+    itself though it is not among `metrics`.
+    """
+    found: dict[str, list[str]] = {pattern: [] if "*" in pattern else [pattern] for pattern in patterns}
+    for metric in sorted(set(metrics) - found.keys()):
+        if fitting := [pattern for pattern in found if "*" in pattern and matches(pattern, metric)]:
+            found[max(fitting, key=lambda pattern: len(pattern.replace("*", "")))].append(metric)
+    return found
+
+
+def default_policy() -> dict[str, GateRule]:
+    """Return the rules of a recipe that gives none: better overall, no domain given up for it, no task lost."""
+    policy = {"eval/bpb": "better", "eval/bpb/*": "no worse than 0.5%", "eval/*": "no significant drop"}
+    return {metric: GateRule.parse(rule) for metric, rule in policy.items()}

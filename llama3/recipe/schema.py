@@ -7,16 +7,16 @@ never changes what is made. Attribute docstrings become field descriptions in th
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from llama3.recipe.checks import check_recipe
 from llama3.recipe.curation import Curate
 from llama3.recipe.data import Source, Tokenizer, TokenShards
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.rates import LearningRate, Rate
-from llama3.recipe.rules import GateRule
+from llama3.recipe.rules import GateRule, Metric, default_policy
 from llama3.recipe.section import Domain, Name, Section
 from llama3.recipe.stage import Stage
 from llama3.recipe.units import Cadence, Duration, Share, Tokens
@@ -150,13 +150,21 @@ class Checkpoint(Section):
     keep: Keep = Keep()
 
 
+def _every(value: object) -> Tokens | str:
+    return str(value) if value in ("auto", "never") else Tokens.parse(value)
+
+
+Every = Annotated[Tokens | Literal["auto", "never"], PlainValidator(_every), PlainSerializer(str)]
+
+
 class Evaluate(Section):
     after: list[str] = Field(default_factory=list)
     """Stages after which to evaluate; empty: the last one."""
-    every: Tokens | None = None
-    """How often training itself scores held-out documents (`eval/loop/<domain>`), such as `50B`; none: never."""
-    loop_documents: int = Field(default=16, ge=1)
-    """Held-out documents per domain that are scored inside training."""
+    every: Every = "auto"
+    """How often training itself scores a few held-out documents (`held_out/bpb`), such as `50B`; `auto`: as often as
+    costs a hundredth of the time; `never`."""
+    every_documents: int = Field(default=8, ge=1)
+    """How many of each domain that are."""
     suite: str = "quick"
     """`quick` (needs no data but the recipe's), `core`, `full`, or a YAML file that lists tasks."""
     data: str | None = None
@@ -176,8 +184,9 @@ class Evaluate(Section):
 class Promote(Section):
     to: Name = "champion"
     """Alias of the registered model that a passing candidate takes over."""
-    when: dict[str, GateRule] = Field(default_factory=lambda: {"eval/bpb": GateRule.parse("no worse than 0.5%")})
-    """Metric -> rule: `better`, `no worse than 0.5%`, `at most 2.5`, `at least 0.3`."""
+    when: dict[Metric, GateRule] = Field(default_factory=default_policy)
+    """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no significant drop`, `at most 2.5`,
+    `at least 0.3`. `*` stands for anything between two slashes; the most exact name judges a score."""
     approval: Literal["none", "person"] = "none"
     """`person`: a candidate that passes is the `challenger` until somebody approves or refuses it."""
     patience: Duration = Duration.parse("1 h")

@@ -16,7 +16,8 @@ from prefect.flow_runs import resume_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from storage.root import Root
-from tasks.promotions import APPROVAL, CHALLENGER, WAITS, Promotion, last_promotion
+from tasks.promotion_log import PromotionLog, last_promotion, read_log
+from tasks.promotions import APPROVAL, CHALLENGER, PROMOTED, WAITS, Promotion, holders
 from tasks.registry import Registry
 from tasks.runs import Runs
 from tasks.tracking import Tracker
@@ -78,7 +79,7 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     assert (state.type.value, state.name) == ("PAUSED", "Suspended")
     run = client.read_flow_run(flow_run).name
     waiting = decision(herd, run)
-    assert (waiting.verdict, waiting.champion) == (WAITS, champion)
+    assert (waiting.kind, waiting.champion) == (WAITS, champion)
     assert not waiting.decision.accepted
     assert waiting.decision.refusals == ["waits for approval by a person"]
     assert (holder(herd, CHALLENGER), holder(herd, "champion")) == (waiting.artifact, champion)
@@ -91,8 +92,8 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     assert execute(herd, client, flow_run).name == "Completed"
 
     done = decision(herd, run)
-    assert done.approval is not None
-    assert (done.verdict, done.approval.by, done.approval.comment) == ("promoted", "Ada", "reads well")
+    assert (done.kind, done.by, done.comment) == ("promoted", "Ada", "reads well")
+    assert len([record for record in read_log(Root.of(herd.root), "tiny") if record.run == run]) == 2
     assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (done.artifact, "")
     ended = record(herd, run)
     assert (ended.state, ended.verdict, newest(herd)) == ("finished", "promoted", run)  # no second run was begun
@@ -110,10 +111,9 @@ def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_deci
     assert record(herd, run).verdict == WAITS
     assert holder(herd, CHALLENGER) == decision(herd, run).artifact
 
-    herd("approve", run, "--refuse", "--by", "Ada", "--comment", "not yet")
+    assert f"{run}: refused" in herd("refuse", run, "--by", "Ada", "--comment", "not yet")
     done = decision(herd, run)
-    assert done.approval is not None
-    assert (done.verdict, done.approval.comment, record(herd, run).verdict) == ("refused", "not yet", "refused")
+    assert (done.kind, done.by, done.comment, record(herd, run).verdict) == ("refused", "Ada", "not yet", "refused")
     assert [row.passed for row in done.decision.rows if row.metric == APPROVAL] == [False]
     assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (champion, "")
     printed = herd("approve", run, status=2)
@@ -127,20 +127,35 @@ def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_deci
 def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refused(herd: Herd) -> None:
     herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 5")
     run = newest(herd)
-    registry = Registry(Tracker(Root.of(herd.root), "tiny"))
-    if record(herd, run).verdict != WAITS:
-        pytest.fail(f"the gate refused it: {decision(herd, run).decision.refusals}")
-    former = registry.holder("champion")
-    challenger = registry.holder(CHALLENGER)
-    assert former is not None
-    assert challenger is not None
-    try:
-        registry.promote(str(challenger.version), "champion")
-        printed = herd("approve", run, status=2)
-        assert "herd rerun" in printed
-        assert f"the champion is {decision(herd, run).artifact} now" in printed
-    finally:
-        registry.promote(str(former.version), "champion")
+    waiting = decision(herd, run)
+    if waiting.kind != WAITS:
+        pytest.fail(f"the gate refused it: {waiting.decision.refusals}")
+    log = PromotionLog(Root.of(herd.root), "tiny")
+    other = next(one for one in log.records if one.artifact not in (waiting.artifact, waiting.champion))
+    log.append(lambda _: other.model_copy(update={"kind": PROMOTED, "id": "another promoter"}))
+    printed = herd("approve", run, status=2)
+    assert f"the champion is {other.artifact} now" in printed
+    assert f"herd promote {run}" in printed
+    assert decision(herd, run) == waiting
+
+
+@pytest.mark.slow
+def test_a_rollback_and_an_override_are_commands_of_seconds(herd: Herd) -> None:
+    root = Root.of(herd.root)
+    printed = herd("rollback", "tiny", "--by", "Ada", "--comment", "it loops")
+    back = read_log(root, "tiny")[-1]
+    assert printed.startswith(f"tiny@champion: rolled back from {back.champion} to {back.artifact}")
+    assert {alias: holder(herd, alias) for alias in holders(read_log(root, "tiny"))} == holders(read_log(root, "tiny"))
+    assert herd("generate", "tiny@champion", "--tokens", "3")
+    printed = herd("promote", back.champion, "--by", "Ada", "--override", "it was the prompt")
+    forth = read_log(root, "tiny")[-1]
+    assert (forth.artifact, forth.kind, forth.by) == (back.champion, PROMOTED, "Ada")
+    assert forth.evidence is not None
+    assert forth.evidence.decide() == forth.gate
+    assert "is the champion" in printed
+    printed = herd("promotions", "tiny")
+    assert "rolled back" in printed
+    assert "it loops" in printed
 
 
 def test_this_process_asks_no_server() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from mlflow import MlflowClient
 from llama3.recipe.section import DOMAINS
 from storage.artifact import Store
 from storage.root import Root
+from tasks.promotion_log import last_promotion
 from tasks.runs import Runs
 from tests.e2e.conftest import Herd, record
 
@@ -155,12 +155,16 @@ def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> 
     assert '-> "2e-06 to 9.16e-06, peak 9.94e-06" and 1 more' in printed, "what is new is told in numbers"
     run = record(herd, "tiny-5")
     assert (run.state, run.verdict) == ("finished", "refused")
-    rows = json.loads((herd.root / "runs" / "tiny-5" / "promotion.json").read_text())["rows"]
-    (failed,) = [row for row in rows if not row["passed"]]
-    assert failed["metric"] == "eval/bpb"
-    assert failed["candidate"] > failed["threshold"] > failed["champion"]
-    assert "allowed 2%" in failed["reason"]
-    assert failed["reason"] in printed
+    refused = last_promotion(Root.of(herd.root), "tiny-5")
+    assert refused is not None
+    (failed,) = [row for row in refused.decision.rows if not row.passed]
+    assert failed.metric == "eval/bpb"
+    assert failed.candidate is not None
+    assert failed.threshold is not None
+    assert failed.champion is not None
+    assert failed.candidate > failed.threshold > failed.champion
+    assert "allowed 2%" in failed.reason
+    assert failed.reason in printed
     champion = client(herd).get_model_version_by_alias("tiny", "champion")
     assert champion.tags["herd.run"] != "tiny-5"
 

@@ -22,7 +22,8 @@ from storage.objects import files_below, put_bytes
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.promotions import CHALLENGER, WAITS, Promotion, holders_of_aliases, last_promotion, write_promotion
+from tasks.promotion_log import PromotionLog, labels_held, last_promotion
+from tasks.promotions import WAITS, Promotion
 from tasks.retention import COPY, Plan, carry_out, closure, plan_retention, retention_rows
 from tasks.runs import RunRecord, Runs, StepRecord
 from tests.storage.s3 import moto
@@ -69,21 +70,19 @@ def ended(
     return record
 
 
-def promoted(root: Root, run: str, artifact: Artifact, verdict: str = "promoted", at: int = 1) -> Promotion:
+def promoted(root: Root, run: str, artifact: Artifact, kind: str = "promoted", at: int = 1) -> Promotion:
     promotion = Promotion(
         time=day(30 - at),
+        kind=kind,  # type: ignore[arg-type]
         run=run,
         family="tiny",
         artifact=artifact.label,
         digest="f" * 64,
         position=100,
-        version="1",
         alias="champion",
-        verdict=verdict,  # type: ignore[arg-type]
-        decision=Decision(accepted=True, rows=()),
+        gate=Decision(accepted=True, rows=()),
     )
-    write_promotion(root, promotion)
-    return promotion
+    return PromotionLog(root, "tiny").append(lambda log: promotion)
 
 
 def doomed(plan: Plan) -> set[str]:
@@ -102,14 +101,14 @@ def test_the_artifacts_of_older_runs_go_and_those_of_the_newest_stay(root: Root)
     assert doomed(planned(root, keep=2)) == set()
 
 
-def test_the_champion_a_challenger_and_what_they_stand_on_stay(root: Root) -> None:
-    chains = [chain(root, "tiny", number) for number in range(1, 6)]
+def test_the_champion_the_one_before_a_challenger_and_what_they_stand_on_stay(root: Root) -> None:
+    chains = [chain(root, "tiny", number) for number in range(1, 7)]
     for number, artifacts in enumerate(chains, start=1):
         ended(root, number, artifacts)
-    promoted(root, "tiny-1", chains[0][-1], at=1)
-    promoted(root, "tiny-2", chains[1][-1], at=2)  # takes over from the first
-    promoted(root, "tiny-3", chains[2][-1], WAITS, at=3)
-    gone = doomed(planned(root, aliases=(chains[3][-1].label,)))
+    for number in (1, 2, 3):  # each takes over from the one before
+        promoted(root, f"tiny-{number}", chains[number - 1][-1], at=number)
+    promoted(root, "tiny-4", chains[3][-1], WAITS, at=4)
+    gone = doomed(planned(root, aliases=(chains[4][-1].label,)))
     assert gone == {artifact.label for artifact in chains[0][1:]}
 
 
@@ -242,18 +241,15 @@ def test_wrong_words_are_refused(root: Root, keep: int, age: str, names: str) ->
         clean_up(root, keep, age, False, TerminalConsole(RichConsole(file=io.StringIO())))
 
 
-def test_an_alias_is_held_by_the_last_promotion_and_a_challenger_until_it_is_decided(root: Root) -> None:
+def test_the_log_names_what_must_stay(root: Root) -> None:
     first, second = chain(root, "tiny", 1)[-1], chain(root, "tiny", 2)[-1]
     promoted(root, "tiny-1", first, at=1)
+    assert set(labels_held(root)) == {first.label}
     promoted(root, "tiny-2", second, WAITS, at=2)
-    held = {alias: promotion.artifact for (_, alias), promotion in holders_of_aliases(root).items()}
-    assert held == {"champion": first.label, CHALLENGER: second.label}
-    promoted(root, "tiny-2", second, at=3)
-    held = {alias: promotion.artifact for (_, alias), promotion in holders_of_aliases(root).items()}
-    assert held == {"champion": second.label}
+    assert set(labels_held(root)) == {first.label, second.label}
     last = last_promotion(root, "tiny-2")
     assert last is not None
-    assert last.verdict == "promoted"
+    assert last.kind == WAITS
     assert last_promotion(root, "tiny-9") is None
 
 

@@ -18,9 +18,11 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.project import Shown, checkpoint_model, project_step
-from tasks.promotions import Promotion, write_promotion
+from tasks.promotion_log import PromotionLog
+from tasks.promotions import PROMOTED, Promotion, reigning
 from tasks.registry import Registry
 from tasks.runs import Runs, StepRecord, now
+from tasks.settle import settle
 from tasks.step import Context, tracked
 from tasks.tracking import Tracker
 from tests.llama3.train.train_samples import recipe
@@ -113,25 +115,24 @@ class TrackedRun:
         decision = Decision(accepted=True, rows=(row,))
         with tracked(context, "promotion", "promote", evaluation.key) as child:
             model = checkpoint_model(context.tracker, [child], checkpoint)
-            version = str(registry.register(checkpoint, context.record.name, child, model).version)
-            promotion = Promotion(
-                time=now(),
-                run=context.record.name,
-                family=context.recipe.name,
-                artifact=checkpoint.label,
-                digest=checkpoint.facts["model_sha256"],
-                position=checkpoint.facts["end"],
-                version=version,
-                alias="champion",
-                verdict="promoted",
-                decision=decision,
+            registry.version(checkpoint, context.record.name, child, model)
+            log = PromotionLog(self.root, context.recipe.name)
+            log.append(
+                lambda records: Promotion(
+                    time=now(),
+                    kind=PROMOTED,
+                    run=context.record.name,
+                    family=context.recipe.name,
+                    artifact=checkpoint.label,
+                    digest=checkpoint.facts["model_sha256"],
+                    position=checkpoint.facts["end"],
+                    alias="champion",
+                    champion=reigning(records, "champion"),
+                    gate=decision,
+                )
             )
-            write_promotion(self.root, promotion)
-            registry.note(version, promotion.tags)
-            registry.promote(version, "champion")
-            context.record.verdict = "promoted"
-            for run in (child, context.record.mlflow_run):
-                context.tracker.set_tags(run, {"verdict": "promoted"})
+            settle(context.runs, context.record, context.tracker, log.records, checkpoint.label)
+            context.tracker.set_tags(child, {"verdict": "promoted"})
 
     def end(self) -> None:
         record = self.context.record

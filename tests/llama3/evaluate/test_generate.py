@@ -1,9 +1,13 @@
+"""One text: greedy, sampled, stopped, and longer than the model's window."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from llama3.evaluate.generate import generate
+from llama3.evaluate.generate import generate, stream
 from llama3.model.initial import build
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Model
@@ -30,13 +34,18 @@ def favour(model: Transformer, token: int, amount: float = 1e4) -> None:
         model.output.weight[token, 0] += amount
 
 
+def recomputed(model: Transformer, tokens: list[int]) -> int:
+    """Return the likeliest next token that may be written, from the whole text."""
+    with torch.inference_mode():
+        logits_V = model(torch.tensor([tokens]), None)[0, -1]
+    return max([*range(256), TOKENIZER.end], key=lambda token: float(logits_V[token]))
+
+
 def test_greedy_takes_the_likeliest_byte_each_time(model: Transformer) -> None:
     text = generate(model, TOKENIZER, "ab", 5)
     tokens = [TOKENIZER.begin, *TOKENIZER.encode("ab")]
     for _ in range(5):
-        with torch.inference_mode():
-            logits_V = model(torch.tensor([tokens]), None)[0, -1]
-        tokens.append(max([*range(256), TOKENIZER.end], key=lambda token: float(logits_V[token])))
+        tokens.append(recomputed(model, tokens))
     assert TOKENIZER.end not in tokens
     assert text == bytes(tokens[3:]).decode(errors="replace")
 
@@ -88,11 +97,57 @@ def test_text_outgrows_the_longest_sequence(model: Transformer) -> None:
     assert generate(model, TOKENIZER, "a" * 30, 20) == "x" * 20
 
 
+def test_a_text_that_outgrew_goes_on_from_the_last_half_of_what_fits(model: Transformer) -> None:
+    tokens = [TOKENIZER.begin, *TOKENIZER.encode("abcdefgh")]
+    text = generate(model, TOKENIZER, "abcdefgh", 30)
+    context = list(tokens)
+    for _ in range(30):
+        if len(context) > SPEC.max_seq:
+            context = context[-SPEC.max_seq // 2 :]
+        context.append(recomputed(model, context))
+        tokens.append(context[-1])
+    assert text == bytes(tokens[9:]).decode(errors="replace")
+
+
+def test_a_stream_is_the_text_in_pieces(model: Transformer) -> None:
+    pieces = list(stream(model, TOKENIZER, "ab", 9, 1.0, 0.95, 3))
+    assert len(pieces) == 9
+    assert "".join(pieces) == generate(model, TOKENIZER, "ab", 9, 1.0, 0.95, 3)
+
+
+def test_streams_of_one_model_do_not_meet(model: Transformer) -> None:
+    """They take turns, and the model is asked in between."""
+    alone = [list(stream(model, TOKENIZER, prompt, 6)) for prompt in ("ab", "xyz")]
+    first, second = (stream(model, TOKENIZER, prompt, 6) for prompt in ("ab", "xyz"))
+    turns = [(next(first), next(second), recomputed(model, [1, 2, 3])) for _ in range(6)]
+    assert [piece for piece, _, _ in turns] == alone[0]
+    assert [piece for _, piece, _ in turns] == alone[1]
+    assert len({token for _, _, token in turns}) == 1
+
+
+def test_a_stop_text_ends_the_text_before_it(model: Transformer) -> None:
+    text = generate(model, TOKENIZER, "ab", 9)
+    stop = text[3:5]
+    assert "".join(stream(model, TOKENIZER, "ab", 9, until=[stop, "never"])) == text[: text.index(stop)]
+
+
+def test_the_tokenizer_of_another_model_is_refused(model: Transformer) -> None:
+    with pytest.raises(ValueError, match="512 embedding rows, the tokenizer 513"):
+        stream(model, Tokenizer([*TOKENIZER.base, b"ab"]), "a", 3)
+
+
 @pytest.mark.parametrize(
-    ("max_tokens", "temperature", "top_p"), [(-1, 0.0, 1.0), (1, -0.1, 1.0), (1, 1.0, 0.0), (1, 1.0, 1.1)]
+    ("settings", "message"),
+    [
+        ({"max_tokens": -1}, "max_tokens -1 must be 0 or more"),
+        ({"until": [""]}, "no text in until"),
+        ({"temperature": -0.1}, "temperature -0.1 must be 0 or more"),
+        ({"top_p": 0.0}, r"top_p 0.0 in \(0, 1\]"),
+        ({"top_p": 1.1}, r"top_p 1.1 in \(0, 1\]"),
+    ],
 )
-def test_settings_without_meaning_are_refused(
-    model: Transformer, max_tokens: int, temperature: float, top_p: float
+def test_settings_without_meaning_are_refused_at_once(
+    model: Transformer, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"must be 0 or more and top_p .* in \(0, 1\]"):
-        generate(model, TOKENIZER, "a", max_tokens, temperature, top_p)
+    with pytest.raises(ValueError, match=message):
+        stream(model, TOKENIZER, "a", **{"max_tokens": 1, **settings})

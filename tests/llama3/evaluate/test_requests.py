@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from llama3.evaluate.requests import (
     continuations,
     from_documents,
     from_questions,
-    read_questions,
 )
 from llama3.evaluate.task import digest
 
@@ -39,62 +36,6 @@ def test_generated_questions_become_four_requests_each() -> None:
         assert {(request.context, request.gold) for request in group} == {(question.query, question.gold)}
         assert group[0].context.count("Answer:") == 1
         assert group[0].bytes == len(question.choices[0]) + 1
-
-
-def test_file_questions_are_rendered_with_an_answer_line_and_repeats_are_left_out(tmp_path: Path) -> None:
-    line = json.dumps({"query": "Question: a\u2028b? ", "choices": ["yes", " no"], "gold": 1}, ensure_ascii=False)
-    path = tmp_path / "t.jsonl"
-    path.write_text(f"{line}\n\n{line}\n")
-    first, second = from_questions("eval/t", read_questions(path, 9))
-    assert first.context == second.context == "Question: a\u2028b?\nAnswer:"
-    assert (first.continuation, second.continuation, second.gold) == (" yes", " no", 1)
-
-
-def test_the_sample_of_a_file_does_not_depend_on_its_order(tmp_path: Path) -> None:
-    lines = [json.dumps({"query": f"Question {n}", "choices": ["a", "b"], "gold": n % 2}) for n in range(50)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "b.jsonl").write_text("\n".join(reversed(lines)))
-    chosen = read_questions(tmp_path / "a.jsonl", 10)
-    assert chosen == read_questions(tmp_path / "b.jsonl", 10)
-    assert len(chosen) == 10
-    assert len(read_questions(tmp_path / "a.jsonl", 99)) == 50
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "not json",
-        "[]",
-        '{"query": "a", "choices": ["b", "c"]}',
-        '{"query": "a", "choices": ["b"], "gold": 0}',
-        '{"query": "a", "choices": ["b", "c"], "gold": 2}',
-        '{"query": "a", "choices": ["b", "c"], "gold": -1}',
-        '{"query": "a", "choices": ["b", "c"], "gold": true}',
-        '{"query": "a", "choices": ["b", " "], "gold": 0}',
-        '{"query": 1, "choices": ["b", "c"], "gold": 0}',
-        '{"context": "a", "continuation": "b"}',
-    ],
-)
-def test_wrong_lines_are_refused_by_file_and_number(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "task.jsonl"
-    path.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n' + line)
-    with pytest.raises(ValueError, match=r"evaluate\.tasks: .*task\.jsonl:2"):
-        read_questions(path, 5)
-
-
-def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluate\.tasks: .*none\.jsonl cannot be read"):
-        read_questions(tmp_path / "none.jsonl", 5)
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl holds no question"):
-        read_questions(tmp_path / "empty.jsonl", 5)
-
-
-@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
-def test_published_files_are_read(shared: Path, name: str) -> None:
-    found = read_questions(shared / "eval/multiple-choice" / f"{name}.jsonl", 100)
-    assert len(found) == 100
-    assert {len(question.choices) for question in found} == {4}
 
 
 def test_continuations_hold_the_truth_once_among_texts_of_the_same_domain() -> None:

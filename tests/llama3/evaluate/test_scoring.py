@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.scoring import POSITIONS, Likelihood, score_requests, score_sequences, windows
+from llama3.evaluate import scoring
+from llama3.evaluate.packing import Budget
+from llama3.evaluate.scoring import BUDGETS, Likelihood, score_requests, score_sequences
+from llama3.evaluate.sequences import encoded
 from llama3.evaluate.task import Request
 from llama3.model.initial import build
 from llama3.model.transformer import Transformer
@@ -85,7 +88,7 @@ def test_results_do_not_depend_on_the_batch(
     requests = [request(TEXT[:cut], TEXT[cut : cut + 20]) for cut in range(0, 120, 7)]
     together = score_requests(model, tokenizer, requests, SPEC.max_seq)
     shuffled = score_requests(model, tokenizer, requests[::-1], SPEC.max_seq)[::-1]
-    monkeypatch.setitem(POSITIONS, "cpu", 1)
+    monkeypatch.setitem(BUDGETS, "cpu", Budget(1, 1))
     alone = score_requests(model, tokenizer, requests, SPEC.max_seq)
     for other in (shuffled, alone):
         assert [item.tokens for item in other] == [item.tokens for item in together]
@@ -115,27 +118,6 @@ def test_long_contexts_keep_what_stands_next_to_the_continuation(model: Transfor
     assert likelihood.nats == pytest.approx(plain(model, last, len(last) - scored), rel=1e-5)
 
 
-@given(st.integers(2, 300), st.integers(2, 40), st.data())
-def test_windows_score_every_token_once_with_enough_context(length: int, window: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(1, length - 1))
-    spans = list(windows(range(length), start, window))
-    scored = [token for span in spans for token in range(span.scored, span.end + 1)]
-    assert scored == list(range(start, length))
-    for span in spans:
-        assert 0 <= span.begin < span.scored <= span.end
-        assert span.end - span.begin <= window
-        assert span.begin == 0 or span.scored - span.begin >= window / 2
-    if length <= window + 1:
-        assert len(spans) == 1
-
-
-def test_windows_refuse_what_cannot_work() -> None:
-    with pytest.raises(ValueError, match="window 1 must be at least 2"):
-        list(windows([1, 2, 3], 1, 1))
-    with pytest.raises(ValueError, match="start 0 at least 1"):
-        list(windows([1, 2, 3], 0, 4))
-
-
 def test_a_uniform_model_scores_log_of_its_rows(tokenizer: Tokenizer) -> None:
     uniform = build(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.zeros_(uniform.embedding.weight)
@@ -152,3 +134,90 @@ def test_sequences_with_nothing_to_score_cost_nothing(model: Transformer) -> Non
 def test_an_empty_continuation_is_refused(model: Transformer, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="eval/x: question id has an empty choice 0"):
         score_requests(model, tokenizer, [request("The sun", "")], SPEC.max_seq)
+
+
+def shots(count: int, questions: int) -> list[Request]:
+    """Questions after one beginning, with letters, whole answers or two beginnings of one ending to choose from."""
+    examples = "".join(f"Q: {n}? A: {n * 7 % 10}\n" for n in range(count))
+    asked = []
+    for n in range(questions):
+        letters = [(f"{examples}Q: {n}, {n * n}? A:", f" {letter}") for letter in "ABCD"]
+        answers = [(f"{examples}What is {n}? It is", f" {word * (1 + n % 3)}.") for word in ("red", "blue", "a sun")]
+        begins = [(f"{examples}The {word} rose {n} times", " in the end.") for word in ("sun", "moon")]
+        for pairs in (letters, answers, begins):
+            asked += [Request("eval/x", f"{n}{pairs[0][1]}", i, *pair, 0) for i, pair in enumerate(pairs)]
+    return asked
+
+
+@pytest.fixture
+def long_model(tokenizer: Tokenizer) -> Transformer:
+    made = build(SPEC.model_copy(update={"max_seq": 512}), tokenizer.rows, 5, torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
+    return made.eval()
+
+
+@pytest.mark.parametrize("examples", [0, 5])
+@pytest.mark.parametrize("budget", [Budget(256, 1024), Budget(2048, 16384)])
+def test_shared_beginnings_change_nothing_but_the_work(
+    long_model: Transformer, tokenizer: Tokenizer, examples: int, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BUDGETS, "cpu", budget)
+    asked = shots(examples, 6)
+    read: list[int] = []
+    long_model.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+    alone = score_requests(long_model, tokenizer, asked, 512, greedy={"eval/x"}, share=False)
+    whole = sum(read)
+    found = score_requests(long_model, tokenizer, asked, 512, greedy={"eval/x"})
+    assert sum(read) - whole < (0.3 if examples else 0.8) * whole
+    assert [item.tokens for item in found] == [item.tokens for item in alone]
+    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)
+    assert [item.greedy for item in found] == [item.greedy for item in alone]
+    float32 = score_requests(long_model.float(), tokenizer, asked, 512)
+    assert [item.nats for item in float32] == pytest.approx([item.nats for item in alone], rel=1e-5)
+
+
+def test_results_are_the_same_bits_in_any_order(long_model: Transformer, tokenizer: Tokenizer) -> None:
+    asked = shots(5, 6)
+    found = score_requests(long_model.float(), tokenizer, asked, 512)
+    order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = score_requests(long_model, tokenizer, [asked[place] for place in order], 512)
+    assert shuffled == [found[place] for place in order]
+
+
+def test_greedy_says_whether_every_token_is_the_likeliest(
+    model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "LOGITS", tokenizer.rows)  # one place at a time
+    start = [tokenizer.begin, *tokenizer.encode("The sun")]
+    tokens = list(start)
+    with torch.inference_mode():
+        for _ in range(3):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    other = [*tokens[:-1], (tokens[-1] + 1) % 256]
+    found = score_sequences(model, [(tokens, len(start)), (other, len(start)), (tokens, 2)], 64, greedy=[0, 1])
+    assert [item.greedy for item in found] == [True, False, None]
+    assert [item.tokens for item in found] == [3, 3, len(tokens) - 2]
+
+
+def test_a_question_longer_than_a_row_is_read_once_all_the_same(long_model: Transformer, tokenizer: Tokenizer) -> None:
+    haystack = [tokenizer.begin, *tokenizer.encode(TEXT * 20)][:1500]
+    asked = [([*haystack, 65 + n, 70, n], len(haystack)) for n in range(4)]
+    read: list[int] = []
+    hook = long_model.register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+    found = score_sequences(long_model, asked, 2000)
+    hook.remove()
+    assert sum(read) == len(haystack) - 1 + 4 * 3
+    alone = score_sequences(long_model, asked, 2000, share=False)
+    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)
+
+
+@given(st.text("ab .\n\t\u00a07é日", max_size=20), st.text("ab .\n\t\u00a07é日", max_size=20))
+def test_what_is_encoded_apart_is_what_is_encoded_together(tokenizer: Tokenizer, context: str, rest: str) -> None:
+    asked = [request(context, f" {rest}"), request(f"{context}.", f" {rest}"), request(context, f"{rest}a")]
+    for one, (tokens, start) in zip(asked, encoded(tokenizer, asked), strict=True):
+        before, whole = tokenizer.encode(one.context), tokenizer.encode(one.context + one.continuation)
+        assert tokens == [tokenizer.begin, *whole]
+        assert tokens[1:start] == before[: start - 1]
+        assert start - 1 == len(before) or tokens[start] != before[start - 1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.statistics import Estimate, paired_difference, proportion, ratio, weighted_mean
+from llama3.evaluate.statistics import Estimate, mean, paired_proportions, proportion, ratio, weighted_mean
 
 
 @pytest.mark.parametrize(
@@ -70,32 +70,59 @@ def test_ratio_interval_covers_the_truth_in_simulation() -> None:
     assert np.mean([estimate.stderr for estimate in estimates]) == pytest.approx(spread, rel=0.06)
 
 
-def test_paired_difference_sees_what_unpaired_intervals_hide() -> None:
-    random = np.random.default_rng(1)
-    lengths = random.integers(100, 2000, 60).astype(float)
-    hardness = 2.5 + 0.5 * random.standard_normal(60)
-    champion = lengths * hardness
-    candidate = lengths * (hardness - 0.02 + 0.02 * random.standard_normal(60))
-    difference = paired_difference(candidate.tolist(), champion.tolist(), lengths.tolist())
-    assert difference.high < 0
-    ours, theirs = ratio(candidate.tolist(), lengths.tolist()), ratio(champion.tolist(), lengths.tolist())
-    assert ours.low < theirs.value < ours.high
-    assert difference.value == pytest.approx(ours.value - theirs.value)
+def test_a_mean_of_groups_weighs_groups_alike_and_counts_their_spread() -> None:
+    values, groups = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0], ["law", "law", "art", "art", "art", "law"]
+    estimate = mean(values, groups)
+    assert estimate.value == pytest.approx((2 / 3 + 2 / 3) / 2)
+    assert estimate.stderr == pytest.approx(math.sqrt(2 * (1 / 3) / 3) / 2)
+    assert mean([1.0, 0.0, 1.0], ["a", "a", "b"]).value == pytest.approx((0.5 + 1) / 2)
+    assert mean([1.0, 0.0, 1.0], ["a", "a", "b"]).stderr == pytest.approx(math.sqrt(0.5 / 2 + 0.5) / 2), "pooled for b"
+    assert mean([1.0, 0.0, 1.0], ["a", "b", "c"]) == mean([1.0, 0.0, 1.0]) == ratio([1.0, 0.0, 1.0], [1.0] * 3)
+    with pytest.raises(ValueError, match="3 items with 2 groups: give each item its group"):
+        mean([1.0, 0.0, 1.0], ["a", "b"])
 
 
-def test_paired_difference_of_equal_models_is_seldom_a_finding() -> None:
-    random = np.random.default_rng(2)
-    findings = 0
+def test_a_mean_of_groups_covers_the_truth_in_simulation() -> None:
+    random, covered = np.random.default_rng(3), 0
+    chances = {"law": 0.2, "art": 0.5, "sea": 0.8}
+    groups = [name for name, size in zip(chances, (60, 25, 40), strict=True) for _ in range(size)]
     for _ in range(1000):
-        answers = random.random((2, 100)) < 0.4
-        difference = paired_difference(answers[0].tolist(), answers[1].tolist(), [1.0] * 100)
-        findings += not difference.low <= 0 <= difference.high
-    assert 20 <= findings <= 80
+        estimate = mean((random.random(125) < np.array([chances[name] for name in groups])).tolist(), groups)
+        covered += estimate.low <= 0.5 <= estimate.high
+    assert 0.92 <= covered / 1000 <= 0.97
 
 
-def test_paired_difference_needs_the_same_items() -> None:
-    with pytest.raises(ValueError, match="2 items against 1"):
-        paired_difference([1.0, 2.0], [1.0], [1.0, 1.0])
+def test_paired_proportions_by_hand() -> None:
+    """14 of 100 newly right, 5 newly wrong."""
+    estimate = paired_proportions(14, 5, 100)
+    assert (estimate.value, estimate.n) == (0.09, 100)
+    assert estimate.stderr == pytest.approx(math.sqrt(19 - 81 / 100) / 100)
+    half = 1.959963984540054 * math.sqrt(20 - 81 / 102) / 102
+    assert (estimate.low, estimate.high) == pytest.approx((9 / 102 - half, 9 / 102 + half))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 200))
+def test_paired_proportions_hold_their_value_and_have_width(gained: int, lost: int, same: int) -> None:
+    estimate = paired_proportions(gained, lost, gained + lost + same)
+    assert -1 <= estimate.low < estimate.high <= 1
+    assert estimate.low <= estimate.value <= estimate.high
+    mirrored = paired_proportions(lost, gained, gained + lost + same)
+    assert mirrored.low == pytest.approx(-estimate.high)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (3, 3, 5), (-1, 0, 5)])
+def test_impossible_pairs_are_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=f"{counts[0]} gained and {counts[1]} lost of {counts[2]} questions"):
+        paired_proportions(*counts)
+
+
+@pytest.mark.parametrize("questions", [20, 100])
+def test_paired_proportions_cover_the_truth_in_simulation(questions: int) -> None:
+    """Two models that agree on most questions; one of them is better by 0.1."""
+    random = np.random.default_rng(2)
+    changes = random.choice([1, -1, 0], (2000, questions), p=[0.2, 0.1, 0.7])
+    found = [paired_proportions(int((row > 0).sum()), int((row < 0).sum()), questions) for row in changes]
+    assert 0.93 <= np.mean([estimate.low <= 0.1 <= estimate.high for estimate in found]) <= 0.98
 
 
 def test_weighted_mean_scales_weights_and_adds_variances() -> None:

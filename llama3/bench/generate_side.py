@@ -1,0 +1,72 @@
+"""Herd's sides of the generation benchmark: a text as it streams, several together, and each token computed anew.
+
+They run as steps of `train_side`. The tokens that were written go to a file. All tokens that the benchmark's weights
+can choose are four characters long, so the text says which they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama3.evaluate.generate import answer, stream
+from llama3.evaluate.task import Prompt, Writing
+from llama3.model.files import load_model
+from llama3.model.transformer import Transformer
+from llama3.tokens.tokenizer import Tokenizer
+
+BYTES, WIDTH = 256, 4
+"""Tokens that are one byte; characters of the others."""
+
+
+@cache
+def coder(vocab: int) -> Tokenizer:
+    """Return a tokenizer of single bytes and of numbers in four characters."""
+    numbers = [f"{number:0{WIDTH}x}".encode() for number in range(vocab - BYTES)]
+    return Tokenizer([*(bytes([value]) for value in range(BYTES)), *numbers])
+
+
+def stepper(shape: dict[str, Any], bf16: bool) -> Callable[[], float]:
+    """Return a function that writes all texts of `shape` once; it returns how many tokens these have."""
+    model = load_model(Path(shape["models"], "herd"), torch.bfloat16 if bf16 else torch.float32)
+    write = {"stream": _streamed, "answer": _answered, "recompute": _recomputed}[shape["side"]]
+
+    def step() -> float:
+        tokens = write(model, shape)
+        Path(shape["out"], f"{shape['side']}.json").write_text(json.dumps(tokens))
+        return float(sum(map(len, tokens)))
+
+    return step
+
+
+def _streamed(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
+    tokenizer = coder(shape["vocab"])
+    return [_ids("".join(stream(model, tokenizer, text, shape["new"]))) for text in shape["texts"]]
+
+
+def _answered(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
+    prompts = [Prompt("bench", str(number), text, ()) for number, text in enumerate(shape["texts"])]
+    answers = answer(model, coder(shape["vocab"]), prompts, Writing(max_tokens=shape["new"]), 0)
+    return [_ids(text) for (text,) in answers]
+
+
+@torch.inference_mode()
+def _recomputed(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
+    """Read the whole text again for each token; of the output, the last position alone, as with a cache."""
+    texts = []
+    for prompt in shape["prompts"]:
+        tokens = list(prompt)
+        for _ in range(shape["new"]):
+            last_BV = model(torch.tensor([tokens]), head=lambda hidden_BSD, weight_VD: hidden_BSD[:, -1] @ weight_VD.T)
+            tokens.append(int(last_BV.argmax()))
+        texts.append(tokens[len(prompt) :])
+    return texts
+
+
+def _ids(text: str) -> list[int]:
+    return [BYTES + int(text[at : at + WIDTH], 16) for at in range(0, len(text), WIDTH)]

@@ -1,0 +1,58 @@
+"""lm-eval's evaluator with its own `hf` model, on tasks as YAML files and a model in Hugging Face form.
+
+Offline, and with caches of its own: the library locks what it keeps in the user's folder, so that two evaluations at a
+time wait for each other. Rolling likelihoods are taken without the begin token that Llama's tokenizer adds by itself:
+lm-eval puts one before each text anyway, and would score the second one as part of the text.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf-")
+for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ[_name] = "1"
+_began = time.perf_counter()
+from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+IMPORT_S = time.perf_counter() - _began
+
+
+def work(source: Path, folder: Path, model: str, batch: int, **_: Any) -> dict[str, Any]:
+    """Return what the model in folder `model` answers to the tasks in `source`, `batch` sequences at a time."""
+    rolling = {path: "loglikelihood_rolling" in path.read_text() for path in sorted(source.glob("*.yaml"))}
+    manager = TaskManager(include_path=str(source), include_defaults=False)
+    answered: dict[str, list[dict[str, Any]]] = {}
+    for alone in (False, True):
+        tasks = [path.stem for path in rolling if rolling[path] == alone]
+        if tasks:
+            lm = _loaded(model, batch, False if alone else None)
+            answered |= simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)["samples"]
+    samples = {
+        task: {str(one["doc_id"]): _sample(one) for one in sorted(some, key=lambda one: int(one["doc_id"]))}
+        for task, some in answered.items()
+    }
+    return {"samples": samples, "import_s": IMPORT_S}
+
+
+def _sample(one: dict[str, Any]) -> dict[str, Any]:
+    """Return what was decided (0 or 1 by rule), the nats of each text, and what was written."""
+    decided = {name: float(one[name]) for name in ("acc", "acc_norm", "exact_match") if name in one}
+    (first, *_), answers = one["resps"], one["filtered_resps"]
+    if isinstance(first[0] if isinstance(first, list) else first, str):
+        return {"decided": decided, "text": first[0] if isinstance(first, list) else first}
+    nats = [-float(answer[0] if isinstance(answer, (tuple, list)) else answer) for answer in answers]
+    return {"decided": decided, "nats": nats}
+
+
+@cache
+def _loaded(model: str, batch: int, begin: bool | None) -> Any:
+    """Return the model; `begin` None puts a begin token before every text because the tokenizer says so."""
+    return HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=batch, add_bos_token=begin)

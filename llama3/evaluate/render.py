@@ -1,0 +1,172 @@
+"""Rows and templates become a task: every request or prompt as the text that a model will see.
+
+Nothing here depends on time, chance or the order of a dictionary: equal files give equal requests, whose digest says
+so. Examples are drawn per question by a hash of the question, so a question keeps its examples when others are added
+to `limit`. What this gives up: all text of a task is in memory at once, about 50 MB for MMLU with five examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+
+from llama3.evaluate.data_rows import Places, read_rows
+from llama3.evaluate.task import Kind, Prompt, Request, Task
+from llama3.evaluate.task_file import FileKind, Shots, TaskFile
+from llama3.evaluate.templates import Question, Templates
+
+KINDS: dict[FileKind, Kind] = {
+    "choice": "choice",
+    "letters": "choice",
+    "schema": "choice",
+    "cloze": "cloze",
+    "rolling": "bits",
+    "generate": "generate",
+    "code": "code",
+}
+"""Kind of a task file -> how its requests are scored."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    task: Task
+    sources: dict[str, str]
+    """Data file, as the task names it -> SHA-256 (hex) of its bytes."""
+
+
+def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
+    """Return the task of `file` over its data files; `most` caps its `limit`.
+
+    Raises MissingFile where a file is not there, and ValueError naming file, line and field for a row that cannot be
+    asked, a wrong digest, or fewer examples than asked for.
+    """
+    questions, pool, sources = _read(file, places)
+    kept = _limited(_named_apart(questions), min(filter(None, (file.limit, most)), default=None))
+    examples = Examples(file.shots, pool, file.name)
+    key = f"eval/{file.name}"
+    fronts = ((question, _front(file, question, examples)) for question in kept)
+    if file.kind in ("generate", "code"):
+        prompts = tuple(_prompt(key, file, question, front) for question, front in fronts)
+        return Rendered(_task(file, key, (), prompts), sources)
+    requests = tuple(request for question, front in fronts for request in _requests(key, file, question, front))
+    return Rendered(_task(file, key, requests, ()), sources)
+
+
+def check_rows(file: TaskFile, places: Places, most: int) -> None:
+    """Render the first `most` rows of each data file, without examples, and forget them. Raises as `render` does."""
+    _read(file, places, most)
+
+
+class Examples:
+    """Solved examples, by the rules of `shots`."""
+
+    def __init__(self, shots: Shots, pool: Sequence[Question], task: str) -> None:
+        self._shots, self._task = shots, task
+        self._by_group: dict[str, list[Question]] = {}
+        for question in pool:
+            self._by_group.setdefault(self._group(question), []).append(question)
+        self._copies = Counter((self._group(question), _name(question)) for question in pool)
+
+    def of(self, question: Question) -> list[str]:
+        """Return the examples before `question`. Raises ValueError if there are too few."""
+        wanted, group = self._shots.count, self._group(question)
+        pool = self._by_group.get(group, [])
+        there = len(pool) - self._copies[group, _name(question)]
+        if there < wanted:
+            of = f" of group {group!r}" if group else ""
+            raise ValueError(
+                f"{self._task}: shots.count: {wanted} are asked for and {there}{of} are there besides the question; "
+                "lower it or give a larger shots.data"
+            )
+        places = range(len(pool)) if self._shots.choose == "first" else self._drawn(question, len(pool))
+        others = (pool[place].shown for place in places if _name(pool[place]) != _name(question))
+        return list(islice(others, wanted))
+
+    def _group(self, question: Question) -> str:
+        return question.group if self._shots.same_group else ""
+
+    def _drawn(self, question: Question, size: int) -> Iterator[int]:
+        """Yield places below `size` in an order drawn from seed and question, each once."""
+        taken: set[int] = set()
+        for turn in count():
+            word = f"{self._shots.seed}\0{_name(question)}\0{turn}"
+            place = int(hashlib.sha256(word.encode()).hexdigest()[:16], 16) % size
+            if place not in taken:
+                taken.add(place)
+                yield place
+
+
+def _read(
+    file: TaskFile, places: Places, most: int | None = None
+) -> tuple[list[Question], list[Question], dict[str, str]]:
+    """Return the questions, what examples are drawn from, and the digest of every file."""
+    templates, sources = Templates(file), {}
+    by_name: dict[str, list[Question]] = {}
+    for name in dict.fromkeys(file.files):
+        found = read_rows(name, places, file.sha256.get(name, ""), file.split_at, most)
+        sources[name] = found.sha256
+        by_name[name] = [templates.question(row) for row in found.rows]
+    questions = [question for name in file.data for question in by_name[name]]
+    pool = (by_name[file.shots.data] if file.shots.data else questions) if file.shots.count else []
+    return questions, pool, sources
+
+
+def _named_apart(questions: Iterable[Question]) -> list[Question]:
+    """Return the questions, the second of two equal ones called `<id>-2`, and so on."""
+    seen: Counter[str] = Counter()
+    named = []
+    for question in questions:
+        seen[question.id] += 1
+        again = seen[question.id]
+        named.append(question if again == 1 else replace(question, id=f"{question.id}-{again}"))
+    return named
+
+
+def _name(question: Question) -> str:
+    return question.id.partition("-")[0]
+
+
+def _limited(questions: list[Question], most: int | None) -> list[Question]:
+    if most is None or most >= len(questions):
+        return questions
+    kept = set(sorted(question.id for question in questions)[:most])
+    return [question for question in questions if question.id in kept]
+
+
+def _front(file: TaskFile, question: Question, examples: Examples) -> str:
+    """Return all that stands before the question's own context."""
+    return question.preamble + "".join(shown + file.between_shots for shown in examples.of(question))
+
+
+def _requests(key: str, file: TaskFile, question: Question, front: str) -> Iterator[Request]:
+    before = file.joint.rstrip(" ")
+    space = file.joint[len(before) :]
+    if file.kind == "rolling":
+        before = space = ""
+    whole = [front + context + before for context in question.contexts]
+    pairs = [(context, space + ending) for context in whole for ending in question.continuations]
+    for place, (context, continuation) in enumerate(pairs):
+        yield Request(key, question.id, place, context, continuation, question.gold, question.group)
+
+
+def _prompt(key: str, file: TaskFile, question: Question, front: str) -> Prompt:
+    context = front + question.contexts[0] + file.joint.rstrip(" ")
+    return Prompt(key, question.id, context, question.golds, question.tests, question.program, question.group)
+
+
+def _task(file: TaskFile, key: str, requests: tuple[Request, ...], prompts: tuple[Prompt, ...]) -> Task:
+    return Task(
+        key,
+        KINDS[file.kind],
+        requests,
+        prompts,
+        version=file.version,
+        shots=file.shots.count,
+        guess=file.chance,
+        normalise=file.normalise,
+        average=file.average,
+        writing=file.writing,
+    )

@@ -1,0 +1,169 @@
+"""Runs one program that nobody has read, in namespaces of its own, and says how it ended. Started by `sandbox`.
+
+A script for the bare interpreter: it imports the standard library only, so that a program starts in hundredths of a
+second. The program comes by stdin; one line of JSON (`Ended`) goes to stdout. The kernel's own calls are used by
+ctypes, since `os.unshare` needs Python 3.12 and the `unshare` tool cannot build the file tree below.
+
+With namespaces the program is process 1 of its own process tree, which dies with it; its network has no device; its
+file tree holds the interpreter and the system's libraries, read-only, and an empty /tmp in memory. Started by root it
+becomes a user that owns nothing; started by anybody else it is in a user namespace, without any capability after exec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
+MOUNT_SETATTR, HERE, WHOLE_TREE, READ_ONLY = 442, -100, 0x8000, 1
+NO_NEW_PRIVILEGES, CHILD_SUBREAPER = 38, 36
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+NOBODY = 64_000
+"""First of a thousand user ids that a program of root becomes, so that its processes are counted apart."""
+TMPFS = b"size=16m,nr_inodes=1024,mode=1777"
+TAIL = 2000
+"""Last bytes of what a program writes to stderr that are kept."""
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountAttributes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace"))
+
+
+def main(folder: str, seconds: float, wall: float, namespaces: bool, limits: dict[str, int]) -> dict[str, Any]:
+    """Run the program on stdin; return how it ended: `status`, `timeout`, `finished`, `cpu` seconds, `errors`.
+
+    `folder` is an empty directory: where the new file tree is mounted, or without namespaces the program's own.
+    """
+    errors, nobody = os.memfd_create("stderr"), NOBODY + os.getpid() % 1000
+    done, marker = os.pipe()
+    word = os.urandom(8).hex()
+    program = sys.stdin.buffer.read() + f"\n\n__import__('os').write({marker}, b'{word}')\n".encode()
+    os.set_inheritable(marker, True)
+    if namespaces:
+        leave()
+    else:
+        call("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        start(folder, program, errors, nobody if namespaces else None, {**limits, "RLIMIT_CPU": max(1, round(seconds))})
+    os.close(marker)
+    timeout, status = wait(child, wall)
+    if not namespaces:
+        end_orphans()
+    cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
+    end = os.lseek(errors, 0, os.SEEK_END)
+    return {
+        "status": status,
+        "timeout": timeout,
+        "finished": os.read(done, 64) == word.encode(),
+        "cpu": cpu.ru_utime + cpu.ru_stime,
+        "errors": os.pread(errors, TAIL, max(0, end - TAIL)).decode(errors="replace"),
+    }
+
+
+def leave() -> None:
+    """Move this process into new namespaces; its children are the first of a new process tree."""
+    user, group, root = os.getuid(), os.getgid(), os.geteuid() == 0
+    call("unshare", NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK | (0 if root else NEW_USER))
+    if not root:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
+
+
+def start(folder: str, program: bytes, errors: int, nobody: int | None, limits: dict[str, int]) -> NoReturn:
+    """Become the program; `nobody` is the user id that root becomes, None without namespaces."""
+    namespaces = nobody is not None
+    try:
+        os.setsid()
+        if namespaces:
+            furnish(folder)
+            os.chroot(folder)
+        home = "/tmp" if namespaces else folder
+        os.chdir(home)
+        Path("program.py").write_bytes(program)
+        nothing = os.open("/dev/null", os.O_RDWR)
+        for source, target in ((nothing, 0), (nothing, 1), (errors, 2)):
+            os.dup2(source, target)
+        if nobody is not None and os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(nobody, nobody, nobody)
+            os.setresuid(nobody, nobody, nobody)
+        call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        for name, most in limits.items():
+            resource.setrlimit(getattr(resource, name), (most, most))
+        environment = {"HOME": home, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, "-s", "-P", "-S", "-B", f"{home}/program.py"], environment)
+    except BaseException as error:
+        os.write(errors, f"sandbox: {error}\n".encode())
+    finally:
+        os._exit(126)
+
+
+def furnish(folder: str) -> None:
+    """Mount at `folder` what the program sees as its file tree."""
+    call("mount", None, b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
+    call("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"size=1m,mode=755")
+    prefix = os.path.realpath(sys.base_prefix)
+    below = any(prefix == place or prefix.startswith(f"{place}/") for place in SYSTEM)
+    for place in (*SYSTEM, *DEVICES, *([] if below else [prefix])):
+        show(Path(place), Path(folder + place))
+    home = Path(folder, "tmp")
+    home.mkdir()
+    attributes = MountAttributes(set=READ_ONLY)
+    size = ctypes.sizeof(attributes)
+    call("syscall", MOUNT_SETATTR, HERE, folder.encode(), WHOLE_TREE, ctypes.byref(attributes), ctypes.c_size_t(size))
+    call("mount", b"none", bytes(home), b"tmpfs", ctypes.c_ulong(0), TMPFS)
+
+
+def show(place: Path, at: Path) -> None:
+    """Let the file or folder `place`, if there is one, be seen `at`."""
+    if not place.exists():
+        return
+    at.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_symlink():
+        at.symlink_to(os.readlink(place))
+        return
+    if place.is_dir():
+        at.mkdir(exist_ok=True)
+    else:
+        at.touch()
+    call("mount", bytes(place), bytes(at), None, ctypes.c_ulong(BIND | RECURSIVE), None)
+
+
+def wait(child: int, wall: float) -> tuple[bool, int]:
+    """Return whether `child` had to be stopped after `wall` seconds, and its exit status."""
+    watched = os.pidfd_open(child)
+    timeout = not select.select([watched], [], [], wall)[0]
+    if timeout:
+        os.kill(child, signal.SIGKILL)
+    return timeout, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def end_orphans() -> None:
+    """End what the program left behind: its orphans have become children of this process."""
+    while left := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for orphan in map(int, left):
+            os.kill(orphan, signal.SIGKILL)
+            os.waitpid(orphan, 0)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library. Raises OSError with its name where it fails."""
+    if getattr(libc, name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(**json.loads(sys.argv[1]))))

@@ -1,0 +1,93 @@
+"""Whether two models differ by more than noise: a difference with its interval, its p, and Holm's correction.
+
+An interval says how large a difference may be, a p how seldom chance alone gives one so large, and Holm's step-down
+keeps the chance of any false finding among several p at 5 %, however they depend on each other. Plain Python, exact
+where it can be: whoever only reads stored decisions loads no numerical library. What this gives up: power against
+procedures that know how the scores depend on each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainSerializer
+
+LEVEL = 0.05
+"""Chance of a false finding, two-sided; intervals are of 95 %."""
+Method = Literal["paired bootstrap over documents", "McNemar", "paired difference"]
+DOCUMENTS: Method = "paired bootstrap over documents"
+QUESTIONS: Method = "McNemar"
+"""Exact p of right and wrong answers; the interval is Agresti and Min's."""
+PAIRED: Method = "paired difference"
+"""Normal interval and p of differences taken inside each item: shares of right answers, means over groups or tasks."""
+
+
+def _exact(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Number = Annotated[float, PlainSerializer(_exact, when_used="json")]
+"""A float that survives JSON exactly; `nan` and infinities, which JSON has not, as text."""
+
+
+class Difference(BaseModel):
+    """Candidate minus champion of one score, on the samples that both have."""
+
+    model_config = ConfigDict(frozen=True)
+
+    value: Number
+    low: Number
+    """Lower end of the paired 95 % interval; NaN or infinite where there are too few samples for one."""
+    high: Number
+    p: Number
+    """Two-sided: how often chance alone gives a difference as large."""
+    p_holm: Number | None = None
+    """The same after Holm's correction over all scores where higher is better; None for the others."""
+    n: int
+    """Documents or questions that both were given."""
+    method: Method
+    better: Literal["lower", "higher"]
+
+    @property
+    def worse(self) -> tuple[float, float, float]:
+        """How much worse the candidate is (below 0: better), and the ends of the interval of that."""
+        if self.better == "lower":
+            return self.value, self.low, self.high
+        return -self.value, -self.high, -self.low
+
+
+def normal_p(value: float, stderr: float) -> float:
+    """Return the two-sided p of `value` under a normal distribution around 0; NaN where either is not finite."""
+    if not (math.isfinite(value) and math.isfinite(stderr)):
+        return math.nan
+    if stderr == 0:
+        return 1.0 if value == 0 else 0.0
+    return math.erfc(abs(value) / stderr / math.sqrt(2))
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Return the exact two-sided p of `gained` questions newly right against `lost` newly wrong (binomial, 1/2).
+
+    McNemar (1947), Psychometrika 12:153-157; questions that both answer alike say nothing and are left out.
+    """
+    changed, fewer = gained + lost, min(gained, lost)
+    ways = total = 1
+    for place in range(fewer):
+        ways = ways * (changed - place) // (place + 1)
+        total += ways
+    return min(1.0, 2 * total / (1 << changed))
+
+
+def holm(ps: Mapping[str, float]) -> dict[str, float]:
+    """Return the p of each name after Holm's step-down over all of them (Holm 1979, Scand. J. Statist. 6:65-70).
+
+    One that is not finite stays so and does not count towards the family.
+    """
+    finite = sorted((name for name in ps if math.isfinite(ps[name])), key=lambda name: ps[name])
+    adjusted, largest = dict(ps), 0.0
+    for place, name in enumerate(finite):
+        largest = max(largest, min(1.0, (len(finite) - place) * ps[name]))
+        adjusted[name] = largest
+    return adjusted

@@ -1,0 +1,127 @@
+"""Whether a model folder is a whole model that others can be given: it loads, and exports carry the same model.
+
+Every parameter is written as Hugging Face's and as Meta's files, read back through our readers, and compared bit by
+bit, one at a time; then the model is built anew from what was read, shape included, and must give the same logits on a
+fixed batch. So a swapped, unpermuted or dropped piece is found by its bits or, like a wrong scaling or epsilon, by the
+logits. What this gives up: a model of more than `LOGITS_BYTES` is compared by its parameters and shape alone, and an
+export takes as much disk as the model while it is looked at.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from llama3.evaluate.gate import Check
+from llama3.export.compare import logits, logits_difference
+from llama3.export.convert import Format, Target, convert, open_source
+from llama3.export.names import Source, names
+from llama3.export.params import meta_settings
+from llama3.model.files import open_model
+from llama3.model.initial import empty
+from llama3.recipe.schema import Model
+from llama3.tokens.tokenizer import Tokenizer
+
+RELOAD, EXPORT, TOKENIZER = "integrity/reload", "integrity/export", "integrity/tokenizer"
+LOGITS_BYTES = 4 * 10**9
+"""Parameters of a model, in fp32, up to which it is held in memory twice to compare logits."""
+LOGITS = 1e-5
+"""Largest difference of two logits, relative to the largest logit, in fp32."""
+POSITIONS = 64
+FORMATS: tuple[tuple[Target, Format, str], ...] = (
+    ("hf", "hf", "Hugging Face"),
+    ("meta-safetensors", "meta", "Meta"),
+)
+"""How each is written, how it is read, and its name."""
+BROKEN = (ValueError, OSError, RuntimeError, SafetensorError)
+"""What a damaged file or a model that does not fit its shape raises."""
+
+
+def vet_model(folder: Path, scratch: Path) -> list[Check]:
+    """Return what is to be said of reading the model in `folder` and of its exports, which are written to `scratch`."""
+    return [checked(RELOAD, lambda: _reload(folder)), checked(EXPORT, lambda: _export(folder, scratch))]
+
+
+def vet_tokenizer(folder: Path, digest: str) -> Check:
+    """Return whether the tokenizer in `folder` is that with the digest `digest`."""
+
+    def compare() -> str:
+        found = Tokenizer.load(folder).digest
+        if found != digest:
+            raise ValueError(f"the tokenizer beside the model is {found[:12]}, its tokens were made with {digest[:12]}")
+        return f"the tokenizer is {digest[:12]}, as when its tokens were made"
+
+    return checked(TOKENIZER, compare)
+
+
+def checked(metric: str, work: Callable[[], str]) -> Check:
+    """Return the check `metric`: passed with what `work` returns, failed with what it raises (one of `BROKEN`)."""
+    try:
+        return Check(metric=metric, passed=True, reason=work())
+    except BROKEN as error:
+        return Check(metric=metric, passed=False, reason=" ".join(str(error).split())[:400])
+
+
+def _reload(folder: Path) -> str:
+    """Say how many parameters were read. Raises ValueError if one, or a logit, is not finite."""
+    stored, count = open_model(folder), 0
+    for name, tensor in stored:
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds numbers that are not finite; train again from an earlier checkpoint")
+        count += tensor.numel()
+    if _fits(stored) and not bool(torch.isfinite(logits(stored, _tokens(stored.rows))).all()):
+        raise ValueError("its logits are not finite; train again from an earlier checkpoint")
+    return f"loads: {count:,} parameters, all finite"
+
+
+def _export(folder: Path, scratch: Path) -> str:
+    """Say which exports hold the same model. Raises ValueError naming the one that does not."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    stored, said = open_model(folder), []
+    fits = _fits(stored)
+    for target, form, name in FORMATS:
+        if form == "meta" and (why := _inexpressible(stored.spec, stored.rows)):
+            said.append(f"{name} has no form for it ({why})")
+            continue
+        with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as place:
+            made = Path(place) / target
+            convert(folder, "herd", made, target)
+            _compare(stored, open_source(made, form), name)
+            distance = logits_difference(made, form, folder, "herd") if fits else 0.0
+        if not distance <= LOGITS:
+            raise ValueError(f"the export to {name} gives logits that differ by {distance:.1e}; allowed {LOGITS:.0e}")
+        said.append(f"{name} equal" + (f", logits within {distance:.0e}" if fits else ""))
+    return "; ".join(said) + ("" if fits else "; too large to compare logits here")
+
+
+def _inexpressible(spec: Model, rows: int) -> str:
+    """Return why Meta's params.json cannot say this shape, empty if it can."""
+    try:
+        meta_settings(spec, rows)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _compare(stored: Source, read: Source, name: str) -> None:
+    """Raise ValueError unless both hold the same bits."""
+    for parameter in names(stored.spec):
+        ours, theirs = stored.tensor(parameter.ours), read.tensor(parameter.ours)
+        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+            raise ValueError(f"the export to {name} changes {parameter.ours}")
+
+
+def _tokens(rows: int) -> Tensor:
+    """Return a batch [1, POSITIONS] of ids, always the same."""
+    place = torch.arange(POSITIONS)
+    return ((place * place * 7 + place * 3) % rows)[None]
+
+
+def _fits(stored: Source) -> bool:
+    shapes = empty(stored.spec, stored.rows).parameters()
+    return 4 * sum(parameter.numel() for parameter in shapes) <= LOGITS_BYTES

@@ -1,0 +1,197 @@
+"""What the runs under a root know of a model, for its card.
+
+A query over the run's record, its recipe and the manifests, like a report: what is not found is left out. Shares of
+domains, sources and licences are counted from the token stream itself, up to the checkpoint's position.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama3.evaluate.scores import Score, read_scores
+from llama3.export.card import Card, MixLine, Origin, StageLine, Training
+from llama3.model.files import read_config
+from llama3.recipe.load import resolved, to_yaml
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
+from llama3.tokens.inspect import Count, Inspection, inspect
+from storage.artifact import MANIFEST, Artifact, Store
+from storage.digests import digest_json
+from storage.lazy import lazy_folder
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.curve import draw_curve
+from tasks.runs import RunRecord, Runs
+
+CURVE = "training-loss.png"
+SPOKEN = 0.01
+"""Least share of the tokens for a language to be named in the card's head."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint, and the run that it is seen in."""
+
+    store: Store
+    checkpoint: Artifact
+    record: RunRecord
+    recipe: Recipe
+
+    @property
+    def end(self) -> int:
+        """Position of the checkpoint."""
+        return int(self.checkpoint.facts["end"])
+
+    @property
+    def stages(self) -> list[tuple[StageSpan, Artifact]]:
+        """The stages up to the checkpoint, in order."""
+        spans = [span for span in Schedule(self.recipe).trained if span.name in self.record.steps]
+        return [(span, self.step(span.name)) for span in spans if span.end <= self.end]
+
+    def step(self, name: str) -> Artifact:
+        """Return what the run's step `name` stands on."""
+        return self.store.at(self.record.steps[name].artifact)
+
+
+def card_of(root: Root, name: str, model: Path, folder: Path, form: str, dtype: str, licence: str) -> Card:
+    """Return the card of the model folder `model`, which was called `name`; its curve is drawn into `folder`."""
+    spec, rows = read_config(model)
+    trained = _trained(root, name, model)
+    if trained is None:
+        return Card(Path(name).resolve().name, spec, rows, form, dtype, licence)
+    return Card(
+        name=trained.record.family,
+        spec=spec,
+        rows=rows,
+        form=form,
+        dtype=dtype,
+        licence=licence,
+        training=_training(trained, folder),
+        digests=_digests(trained),
+    )
+
+
+def _trained(root: Root, name: str, model: Path) -> Trained | None:
+    """Return the checkpoint that the model folder is part of and its run, or None for a folder from elsewhere."""
+    if not (model.parent / MANIFEST).is_file():
+        return None
+    store, runs = open_store(root), Runs(root)
+    try:
+        checkpoint = store.at("/".join(model.resolve().parent.parts[-2:]))
+        asked = {record.name: record for record in runs.all()}
+    except ValueError:
+        return None
+    for known in (name, checkpoint.manifest.made_by):
+        record = asked.get(known)
+        if record and checkpoint.label in {step.artifact for step in record.steps.values()}:
+            return Trained(store, checkpoint, record, runs.recipe(known))
+    return None
+
+
+def _training(trained: Trained, folder: Path) -> Training:
+    lines = [_line(span, artifact) for span, artifact in trained.stages]
+    if lines:
+        draw_curve([artifact for _, artifact in trained.stages], lines, folder / CURVE)
+    seen = _seen(trained)
+    return Training(
+        run=trained.record.name,
+        tokens=trained.end,
+        stages=lines,
+        mix=_mix(trained, seen) if seen else [],
+        sources=_origins(seen.sources, trained.end) if seen else [],
+        licences=_origins(seen.licences, trained.end) if seen else [],
+        languages=_languages(seen) if seen else [],
+        scores=_scores(trained),
+        curve=CURVE if lines else "",
+        recipe=to_yaml(trained.recipe),
+    )
+
+
+def _line(span: StageSpan, artifact: Artifact) -> StageLine:
+    lengths = sorted(set(span.lengths))
+    seq = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return StageLine(
+        span.name, span.start, span.end, seq, span.segments[-1].batch, span.stage.mix, artifact.facts["last_loss"]
+    )
+
+
+def _seen(trained: Trained) -> Inspection | None:
+    """Return what lies in the token stream up to the checkpoint; None if the shards are gone."""
+    try:
+        shards = trained.step("tokenise")
+    except (KeyError, ValueError):
+        return None
+    return inspect(lazy_folder(shards, 0), trained.recipe, 0, trained.end, limit=0)
+
+
+def _mix(trained: Trained, seen: Inspection) -> list[MixLine]:
+    spans = [span for span, _ in trained.stages]
+    rows = []
+    for domain in DOMAINS:
+        planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span in spans) / trained.end
+        count = seen.domains.get(domain, Count(0, 0)).tokens
+        if planned or count:
+            rows.append(MixLine(domain, planned, count, count / trained.end))
+    return rows
+
+
+def _origins(counts: dict[str, Count], total: int) -> list[Origin]:
+    return [Origin(name, count.tokens, count.tokens / total, count.documents) for name, count in counts.items()]
+
+
+def _languages(seen: Inspection) -> list[str]:
+    total = seen.stop - seen.start
+    spoken = [name for name, count in seen.languages.items() if count.tokens >= SPOKEN * total]
+    return [name for name in spoken if re.fullmatch("[a-z]{2,3}", name) and name != "und"]
+
+
+def _scores(trained: Trained) -> dict[str, Score]:
+    """Return the scores that the run measured on this checkpoint."""
+    for step in trained.record.steps.values():
+        if not step.artifact.startswith("evaluation/"):
+            continue
+        evaluation = trained.store.at(step.artifact)
+        if evaluation.manifest.inputs.get("checkpoint") == trained.checkpoint.key:
+            return read_scores(evaluation.path)
+    return {}
+
+
+def _digests(trained: Trained) -> dict[str, str]:
+    """Return digests of what the model is and was made from, and the commit of the code that made it."""
+    checkpoint, record = trained.checkpoint, trained.record
+    found = {
+        "checkpoint": checkpoint.label,
+        "weights, sha256 in training": str(checkpoint.facts["model_sha256"]),
+        "recipe": record.recipe_digest,
+        "code commit": checkpoint.manifest.code,
+    }
+    if "tokenizer" in record.steps:
+        found["tokenizer"] = str(trained.step("tokenizer").facts["digest"])
+    if "tokens" in checkpoint.manifest.inputs:
+        found["data mix"] = data_mix_digest(trained.recipe, checkpoint.manifest.inputs["tokens"], trained.end)
+    if trained.recipe.start is not None:
+        found["started from"] = trained.recipe.start.origin
+    return found
+
+
+def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
+    """Return the digest of what decides the training tokens up to `end`.
+
+    That is the key of the shards, the seed, weights inside domains, and the stages with their shapes and mixes.
+    """
+    spans = [
+        [
+            span.name,
+            [[segment.start, segment.steps, segment.seq, segment.batch] for segment in span.segments],
+            {domain: str(share) for domain, share in span.shares.items()},
+        ]
+        for span in Schedule(recipe).trained
+        if span.start < end
+    ]
+    plain = resolved(recipe)
+    weights = {domain: [source["weight"] for source in sources] for domain, sources in plain["sources"].items()}
+    rules = {"seed": recipe.seed, "shards": plain["tokens"], "weights": weights}
+    return digest_json({"tokens": tokens, "end": end, "stages": spans, **rules})

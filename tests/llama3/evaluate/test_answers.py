@@ -1,0 +1,129 @@
+"""Written answers of a real, small model: judged, kept with the reason, the same again and on several processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from llama3.evaluate.answers import TOO_LONG, Answer, answer_samples, answers, too_long, write_answers
+from llama3.evaluate.ranks import Single
+from llama3.evaluate.samples import score
+from llama3.evaluate.sandbox import why_not_contained
+from llama3.evaluate.task import Prompt, Task, Writing
+from llama3.model.initial import build
+from llama3.model.transformer import Transformer
+from llama3.recipe.load import load_recipe
+from llama3.tokens.tokenizer import Tokenizer
+
+WINDOW = 64
+WRITING = Writing(max_tokens=6, samples=3, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def coder() -> Tokenizer:
+    return Tokenizer([bytes([n]) for n in range(256)])
+
+
+@pytest.fixture(scope="module")
+def model(checkout: Path, coder: Tokenizer) -> Transformer:
+    spec = load_recipe(checkout / "recipes/quickstart.yaml", ["model={preset: tiny}"]).model
+    return build(spec, coder.rows, 0, torch.float32, torch.device("cpu"))
+
+
+def asked(count: int, gold: str = "never written") -> Task:
+    prompts = tuple(Prompt("eval/t", f"q{n}", f"Question {n}", (gold,), group=f"g{n % 2}") for n in range(count))
+    return Task("eval/t", "generate", prompts=prompts, writing=WRITING)
+
+
+def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_path: Path) -> None:
+    """Gold answers are taken from a first round, for two of three samples of one question: pass@1 is 2/3 of it."""
+    task = asked(4)
+    found = answers(model, coder, task, WINDOW, Single())
+    assert [(one.id, one.sample) for one in found] == [(f"q{n}", k) for n in range(4) for k in range(3)]
+    assert not any(one.right for one in found)
+    assert {one.reason for one in found} == {"it is not never written"}
+    gold = tuple({one.text.strip() for one in found[3:5]})
+    task = replace(task, prompts=(task.prompts[0], replace(task.prompts[1], gold=gold), *task.prompts[2:]))
+    again = answers(model, coder, task, WINDOW, Single())
+    assert [one.text for one in again] == [one.text for one in found], "equal questions get equal answers"
+    shares = [
+        sum(one.text.strip() in gold for one in found[3 * n : 3 * n + 3]) / 3 if n == 1 else 0.0 for n in range(4)
+    ]
+    items = answer_samples(task, again)
+    assert [item.numerator for item in items] == pytest.approx(shares)
+    assert [item.group for item in items] == ["g0", "g1", "g0", "g1"]
+    assert score(task, items).value == pytest.approx(sum(shares) / 4)
+    best = answer_samples(replace(task, writing=replace(WRITING, k=3)), again)
+    assert [item.numerator for item in best] == [0.0, 1.0, 0.0, 0.0]
+    write_answers(again, tmp_path)
+    rows = pq.read_table(tmp_path / "answers.parquet").to_pylist()
+    assert [row["text"] for row in rows] == [one.text for one in again]
+
+
+def test_nothing_found_is_wrong_and_says_so(model: Transformer, coder: Tokenizer) -> None:
+    writing = replace(WRITING, extract=("####(never)",))
+    found = answers(model, coder, replace(asked(2), writing=writing), WINDOW, Single())
+    assert {(one.right, one.extracted, one.reason) for one in found} == {
+        (False, None, "nothing was found in the answer")
+    }
+
+
+def test_questions_longer_than_the_window_count_as_wrong_aloud(model: Transformer, coder: Tokenizer) -> None:
+    task = asked(3, gold="")
+    long = replace(task.prompts[1], context="x" * (WINDOW - WRITING.max_tokens))
+    task = replace(task, prompts=(task.prompts[0], long, task.prompts[2]))
+    found = answers(model, coder, task, WINDOW, Single())
+    assert {one.reason for one in found if one.id == "q1"} == {
+        f"{TOO_LONG}{WINDOW - 5} positions and 6 to write are more than the model's 64"
+    }
+    assert all(one.text for one in found if one.id != "q1")
+    assert too_long(found) == {"eval/t": 1}
+    fits = replace(long, context=long.context[1:])
+    assert too_long(answers(model, coder, replace(task, prompts=(fits,)), WINDOW, Single())) == {}
+    assert len(answer_samples(task, found)) == 3
+
+
+class Half:
+    """One of two processes; `others` is what the other one found."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.found: list[object] = []
+
+    def gather(self, found: list[object]) -> list[list[object]]:
+        self.found = found
+        return [found, []] if self.rank == 0 else [[], found]
+
+
+def test_shares_of_two_processes_make_the_whole(model: Transformer, coder: Tokenizer) -> None:
+    """Each process alone answers its own questions, with the words that one process would give."""
+    task, halves = asked(5), (Half(0), Half(1))
+    alone = answers(model, coder, task, WINDOW, Single())
+    apart = [one for half in halves for one in answers(model, coder, task, WINDOW, half)]
+    order = {one.id: place for place, one in enumerate(alone)}
+    assert sorted(apart, key=lambda one: (order[one.id], one.sample)) == alone
+    assert [len(half.found) for half in halves] == [3, 2]
+
+
+@pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+def test_programs_are_run_behind_what_stands_before_them(model: Transformer, coder: Tokenizer) -> None:
+    """What a random model writes is no Python, except behind a comment sign."""
+    tests = "assert 1 + 1 == 2"
+    prompts = (
+        Prompt("eval/c", "comment", "x = 1  # ", (), tests, "x = 1  # "),
+        Prompt("eval/c", "wrong", "x = 1  # ", (), "assert x == 2", "x = 1  # "),
+        Prompt("eval/c", "unfinished", "def f(", (), tests, "def f(: "),
+    )
+    task = Task("eval/c", "code", prompts=prompts, writing=Writing(max_tokens=4, until=("\n", "\r", "\x0c"), seconds=2))
+    found = answers(model, coder, task, WINDOW, Single())
+    assert [(one.id, one.right) for one in found] == [("comment", True), ("wrong", False), ("unfinished", False)]
+    assert found[0].reason == ""
+    assert "AssertionError" in found[1].reason
+    assert isinstance(found[2], Answer)
+    assert found[2].reason

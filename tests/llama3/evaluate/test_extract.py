@@ -1,0 +1,85 @@
+"""What of an answer counts, and when it is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.evaluate.extract import check_writing, extracted, matches
+from llama3.evaluate.task import Writing
+
+NUMBERS = Writing(extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("5 + 7 = 12\n#### 12", "12"),
+        ("first #### 3, no: #### 4", "4"),
+        ("It is 5, no 7.", "7."),
+        ("They pay $1,000.", "$1,000."),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_match_of_the_first_expression_that_matches(text: str, found: str | None) -> None:
+    assert extracted(text, NUMBERS) == found
+
+
+def test_without_expressions_the_whole_text_counts() -> None:
+    assert extracted(" Paris\n", Writing()) == " Paris\n"
+    assert matches(" Paris\n", ["London", "Paris"], Writing())
+    assert not matches(" Paris\n", [], Writing())
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("They pay $1,000.", True),
+        ("so #### 1000", True),
+        ("1 000", False),
+        ("it costs 1000.5", False),
+        ("I cannot say", False),
+    ],
+)
+def test_numbers_are_compared_without_what_does_not_matter(text: str, right: bool) -> None:
+    assert matches(text, ["Half of 2,000 is 1,000.\n#### 1,000"], NUMBERS) is right
+
+
+def test_a_group_that_took_no_part_is_no_answer() -> None:
+    assert extracted("yes or maybe", Writing(extract=("maybe|(yes)", "(or)"))) == "yes"
+    assert extracted("maybe or not", Writing(extract=("maybe|(yes)", "(or)"))) == "or"
+
+
+@given(st.integers(-(10**9), 10**9))
+def test_a_number_however_written_is_right(number: int) -> None:
+    for written in (f"{number}", f"{number:,}", f"{number:,}.", f"so\n#### {number}\n"):
+        assert matches(written, [f"because\n#### {number:,}"], NUMBERS)
+    assert not matches(f"{number + 1:,}", [f"#### {number}"], NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"extract": ("(a", "(b)")}, r"writing.extract '\(a' is not a regular expression \(missing \)"),
+        ({"ignore": ("[",)}, r"writing.ignore '\[' is not a regular expression"),
+        ({"extract": ("[0-9]+",)}, r"writing.extract '\[0-9\]\+' has no group"),
+        ({"until": ("\n", "")}, "writing.until has an empty text"),
+        ({"max_tokens": 0}, "writing.max_tokens 0 must be at least 1"),
+        ({"samples": 0}, "writing.samples 0 must be at least 1"),
+        ({"samples": 5}, "writing.samples 5 at temperature 0"),
+        ({"seconds": 0.0}, "writing.seconds 0.0 must be above 0"),
+        ({"temperature": -1.0}, "temperature -1.0 must be 0 or more"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_writing(Writing(**settings))
+
+
+def test_an_expression_may_be_ignored_and_extracted() -> None:
+    check_writing(Writing(ignore=(",",), extract=("(,)",), temperature=0.8, samples=3))

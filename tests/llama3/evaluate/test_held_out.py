@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.evaluate.held_out import Document, held_out
+from llama3.evaluate.requests import from_documents
+from llama3.evaluate.samples import Sample
+from llama3.evaluate.score_table import score_table
+from llama3.evaluate.task import Task
+from llama3.recipe.load import load_recipe
+
+LANGUAGES = ["de", "fr", "es", "it", "pt", "ja", "zh", "hi", "th"]
+
+
+def write(folder: Path, domain: str, languages: list[str]) -> None:
+    texts = [f"{language} {place}" for place, language in enumerate(languages)]
+    rows = [
+        {
+            "id": hashlib.sha256(text.encode()).hexdigest(),
+            "text": text,
+            "language": text.split()[0],
+            "split": "held_out",
+        }
+        for text in texts
+    ]
+    (folder / "documents").mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(sorted(rows, key=lambda row: row["id"]))
+    pq.write_table(table, folder / "documents" / f"{domain}-00000.parquet")
+
+
+def test_languages_of_the_multilingual_domain_take_turns(tmp_path: Path) -> None:
+    """Nine documents of 200 are in rare languages; twenty chosen ones hold them all."""
+    write(tmp_path, "multilingual", ["de"] * 200 + LANGUAGES)
+    chosen = held_out(tmp_path, 20, 99)
+    counts = {language: sum(document.language == language for document in chosen) for language in LANGUAGES}
+    assert counts == {**dict.fromkeys(LANGUAGES, 1), "de": 12}
+    assert [document.id for document in chosen] == sorted(document.id for document in chosen)
+    assert held_out(tmp_path, 20, 99) == chosen
+
+
+def test_other_domains_take_their_first_documents(tmp_path: Path) -> None:
+    write(tmp_path, "general", ["en"] * 30 + ["de"] * 30)
+    chosen = held_out(tmp_path, 10, 99)
+    table = pq.read_table(tmp_path / "documents/general-00000.parquet").to_pylist()
+    assert [document.id for document in chosen] == [row["id"] for row in table[:10]]
+
+
+@given(
+    found=st.lists(st.tuples(st.sampled_from(LANGUAGES), st.floats(1, 99), st.integers(1, 99)), min_size=1, max_size=20)
+)
+def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: list[tuple[str, float, int]]) -> None:
+    recipe = load_recipe(checkout / "recipes/quickstart.yaml")
+    key = "eval/bpb/multilingual"
+    documents = [Document(f"{n:02}", "multilingual", "x" * size, name) for n, (name, _, size) in enumerate(found)]
+    task = Task(key, "bits", tuple(from_documents(key, documents)))
+    items = [
+        Sample(key, d.id, bits, size, 1, None, None, d.language)
+        for d, (_, bits, size) in zip(documents, found, strict=True)
+    ]
+    scores, rows = score_table(recipe, [task], [items], {})
+    assert abs(scores["eval/bpb_macro"].value - sum(bits / size for _, bits, size in found) / len(found)) < 1e-9
+    for language in {name for name, _, _ in found}:
+        mine = [(bits, size) for name, bits, size in found if name == language]
+        score = scores[f"eval/bpb_language/{language}"]
+        assert abs(score.value - sum(bits for bits, _ in mine) / sum(size for _, size in mine)) < 1e-9
+        assert score.n == len(mine) == sum(row.key == score.key for row in rows)
+    assert len(rows) == 3 * len(found)

@@ -1,0 +1,154 @@
+"""Plans: every token scored once, nothing seen that should not be, and no more read than without sharing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan, windows
+
+BUDGET = Budget(512, 2048)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> list[Scorable]:
+    """Sequences that often share a beginning, a context or all, and some that are too long.
+
+    A token that is scored says where it stands, ten times over, and one of two choices.
+    """
+    small = st.lists(st.integers(1, 3), min_size=1, max_size=6)
+    shared = [[0, *[7] * draw(st.sampled_from([0, 30, 40, 100])), *draw(small)] for _ in range(draw(st.integers(1, 3)))]
+    asked = []
+    for _ in range(draw(st.integers(1, 8))):
+        context = [*draw(st.sampled_from(shared)), *draw(small)]
+        for _ in range(draw(st.integers(1, 4))):
+            places = range(len(context), len(context) + draw(st.sampled_from([1, 2, 5, 120])))
+            asked.append(([*context, *(10 * place + draw(st.integers(0, 1)) for place in places[:5]),
+                           *(10 * place for place in places[5:])], len(context)))  # fmt: skip
+    return asked
+
+
+def seen(batch: Batch, row: Row, place: int) -> list[int]:
+    """Return the tokens that place `place` of a row sees, itself included."""
+    assert row.tokens[: len(batch.prefix)] == batch.prefix
+    ends = [row.trunk]
+    for branch in row.branches:
+        ends.append(ends[-1] + branch)
+    if place < row.trunk:
+        return row.tokens[: place + 1]
+    begin = max(end for end in ends if end <= place)
+    return row.tokens[: row.trunk] + row.tokens[begin : place + 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions(), st.sampled_from([16, 64, 512]), st.booleans())
+def test_every_token_is_scored_once_after_what_stands_before_it(
+    asked: list[Scorable], window: int, share: bool
+) -> None:
+    scored: list[tuple[int, int]] = []
+    for batch in plan(asked, window, BUDGET, share):
+        for row in batch.rows:
+            assert len(row.tokens) == row.trunk + sum(row.branches)
+            assert row.free >= len(batch.prefix)
+            for part in row.scored:
+                tokens, _ = asked[part.sequence]
+                for place, target in zip(part.places, part.targets, strict=True):
+                    at, before = target // 10, seen(batch, row, place)
+                    assert tokens[at] == target
+                    assert before == tokens[at - len(before) : at]
+                    assert len(before) == at if len(tokens) - 1 <= window else len(before) <= window
+                    scored.append((part.sequence, at))
+    wanted = [(index, at) for index, (tokens, start) in enumerate(asked) for at in range(start, len(tokens))]
+    assert sorted(scored) == wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(questions(), st.sampled_from([16, 512]))
+def test_batches_keep_their_budget_and_sharing_never_reads_more(asked: list[Scorable], window: int) -> None:
+    def read(share: bool) -> int:
+        batches = plan(asked, window, BUDGET, share)
+        for batch in batches:
+            longest = max(len(row.tokens) for row in batch.rows)
+            assert len(batch.rows) == 1 or len(batch.rows) * batch.longest <= BUDGET.positions
+            assert len(batch.rows) == 1 or len(batch.rows) * longest <= BUDGET.held
+        prefixes = {tuple(batch.prefix) for batch in batches}
+        rows = sum(len(row.tokens) - len(batch.prefix) for batch in batches for row in batch.rows)
+        return rows + sum(map(len, prefixes))
+
+    assert read(True) <= read(False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(questions(), st.randoms(use_true_random=False))
+def test_the_plan_does_not_depend_on_the_order(asked: list[Scorable], dice: object) -> None:
+    def shape(order: list[int]) -> list[object]:
+        batches = plan([asked[place] for place in order], 512, BUDGET)
+        return [
+            (
+                batch.prefix,
+                [(row.tokens, row.branches, [(p.places, p.targets) for p in row.scored]) for row in batch.rows],
+            )
+            for batch in batches
+        ]
+
+    order = list(range(len(asked)))
+    before = shape(order)
+    dice.shuffle(order)  # type: ignore[attr-defined]
+    assert shape(order) == before
+
+
+def test_letters_of_a_question_take_one_row_and_examples_one_reading() -> None:
+    examples = [0, *range(100, 200)]
+    asked = [([*examples, question, letter], len(examples) + 1) for question in range(1, 51) for letter in (5, 6, 7, 8)]
+    batches = plan(asked, 512, BUDGET)
+    assert {tuple(batch.prefix) for batch in batches} == {tuple(examples)}
+    rows = [row for batch in batches for row in batch.rows]
+    assert len(rows) == 50
+    assert all(len(row.tokens) == len(examples) + 1 and len(row.scored) == 4 for row in rows)
+
+
+def test_whole_documents_share_nothing() -> None:
+    asked = [([0, *range(1, length)], 1) for length in (40, 60, 80)]
+    (batch,) = plan(asked, 512, BUDGET)
+    assert [len(row.tokens) for row in batch.rows] == [79, 59, 39]
+    assert not batch.prefix
+
+
+def test_documents_of_a_collection_with_an_own_beginning_each_stand_in_runs_of_their_own() -> None:
+    """Two sets of examples that begin alike are two runs: the shorter common beginning would save less."""
+    one, two = [0, *[9] * 50, *[1] * 100], [0, *[9] * 50, *[2] * 100]
+    asked = [
+        ([*begin, question, question + 1, 5], len(begin) + 2) for begin in (one, two) for question in range(10, 40)
+    ]
+    assert {tuple(batch.prefix) for batch in plan(asked, 512, BUDGET)} == {tuple(one), tuple(two)}
+
+
+@given(st.integers(2, 300), st.integers(2, 40), st.data())
+def test_windows_score_every_token_once_with_enough_context(length: int, window: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(1, length - 1))
+    spans = list(windows(range(length), start, window))
+    scored = [token for span in spans for token in range(span.scored, span.end + 1)]
+    assert scored == list(range(start, length))
+    for span in spans:
+        assert 0 <= span.begin < span.scored <= span.end
+        assert span.end - span.begin <= window
+        assert span.begin == 0 or len(spans) == 1 or span.scored - span.begin >= window / 2
+    assert (len(spans) == 1) == (length - start <= window)
+    if len(spans) == 1:
+        assert spans[0].begin == max(0, length - 1 - window)
+
+
+def test_windows_refuse_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="window 1 must be at least 2"):
+        list(windows([1, 2, 3], 1, 1))
+    with pytest.raises(ValueError, match="start 0 at least 1"):
+        list(windows([1, 2, 3], 0, 4))
+    with pytest.raises(ValueError, match="start 0 at least 1"):
+        plan([([1, 2, 3], 0)], 4, BUDGET)
+    with pytest.raises(ValueError, match="window 1 must be at least 2"):
+        plan([([1, 2, 3], 1)], 1, BUDGET)
+
+
+def test_nothing_to_score_is_nothing_to_read() -> None:
+    assert plan([([1, 2, 3], 3), ([1], 1)], 8, BUDGET) == []

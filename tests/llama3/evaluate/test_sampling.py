@@ -1,0 +1,78 @@
+"""The choice of a token: shares, nucleus, and broken logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.evaluate.sampling import Sampler
+
+END = 6
+SHARES = torch.tensor([0.05, 0.5, 0.0, 0.3, 0.1, 0.0, 0.05, 0.0])
+"""Of 4 tokens of text and 4 special ones, of which the third is the end."""
+
+
+def counts(temperature: float, top_p: float, logits_V: torch.Tensor, base: int = 5, draws: int = 4000) -> Counter[int]:
+    dice = [Random(str(number)) for number in range(draws)]
+    return Counter(Sampler(base, END, temperature, top_p).pick(logits_V.expand(draws, -1), dice))
+
+
+def test_tokens_come_by_their_shares() -> None:
+    found = counts(1.0, 1.0, SHARES.log())
+    assert set(found) == {0, 1, 3, 4, 6}
+    for token, share in enumerate(SHARES.tolist()):
+        assert abs(found[token] / 4000 - share) < 0.03
+
+
+def test_temperature_sharpens() -> None:
+    found = counts(0.5, 1.0, SHARES.log())
+    assert abs(found[1] / 4000 - 0.25 / (SHARES**2).sum().item()) < 0.03
+
+
+@pytest.mark.parametrize(("top_p", "nucleus"), [(0.5, {1}), (0.51, {1, 3}), (0.8, {1, 3}), (0.85, {1, 3, 4})])
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p(top_p: float, nucleus: set[int]) -> None:
+    assert set(counts(1.0, top_p, SHARES.double().log())) == nucleus
+
+
+def test_special_tokens_but_the_end_are_never_chosen() -> None:
+    logits_V = torch.tensor([0.0, 1.0, 0.0, 0.0, 9.0, 9.0, 0.5, 9.0])
+    assert set(counts(1.0, 1.0, logits_V, base=4)) == {0, 1, 2, 3, END}
+    assert set(counts(0.0, 1.0, logits_V, base=4)) == {1}
+
+
+@given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(0.01, 1.0), st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60)
+def test_what_is_chosen_has_a_share(seed: int, temperature: float, top_p: float, drawn: float) -> None:
+    class Fixed(Random):
+        def random(self) -> float:
+            return drawn
+
+    logits_V = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 30
+    (token,) = Sampler(34, 36, temperature, top_p).pick(logits_V.unsqueeze(0), [Fixed()])
+    allowed = [*range(34), 36]
+    shares = torch.softmax(logits_V[allowed].double() / temperature, -1)
+    assert shares[allowed.index(token)] > 0
+
+
+def test_a_tiny_temperature_takes_the_likeliest() -> None:
+    assert set(counts(1e-40, 1.0, SHARES.log(), draws=9)) == {1}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_of_a_broken_model_give_some_token(value: float) -> None:
+    broken_BV = torch.stack([torch.full((8,), value), SHARES.log()])
+    for top_p in (0.5, 1.0):
+        token, sound = Sampler(5, END, 1.0, top_p).pick(broken_BV, [Random(1), Random(1)])
+        assert token in (0, 1, 2, 3, 4, END)
+        assert sound in (0, 1, 3, 4, END)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(-0.1, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, 1.1)])
+def test_settings_without_meaning_are_refused(temperature: float, top_p: float) -> None:
+    with pytest.raises(ValueError, match=r"must be 0 or more and top_p .* in \(0, 1\]"):
+        Sampler(5, END, temperature, top_p)

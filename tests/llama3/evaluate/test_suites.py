@@ -1,0 +1,196 @@
+"""Suites: what ships with herd is valid and what users write is resolved, checked and digested before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llama3.evaluate.held_out import Document
+from llama3.evaluate.request_files import write_requests
+from llama3.evaluate.suite_file import library_tasks, planned_of, read_suite
+from llama3.evaluate.suites import asked_of, check_suite, rendered_task, suite_inputs
+from llama3.evaluate.task_file import TaskFile
+from llama3.recipe.load import load_recipe
+from llama3.recipe.schema import Recipe
+from tests.llama3.evaluate.task_samples import CHOICE, quiz, rendered, write_lines
+
+DOCUMENTS = [Document(f"{n}", "code", f"text number {n}\n" * 40, "") for n in range(3)]
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    """A folder with data, a task and a suite of a user."""
+    write_lines(tmp_path / "data/quiz.jsonl", quiz(30, subjects=3))
+    (tmp_path / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "group": "{{ subject }}"}))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "built_in": ["bits", "arithmetic"],
+                "tasks": ["quiz.yaml", {"task": "quiz.yaml", "as": "quiz_3", "shots": 3, "limit": 5, "version": 2}],
+            }
+        )
+    )
+    return tmp_path
+
+
+def recipe(checkout: Path, room: Path, **fields: object) -> Recipe:
+    section = {"suite": str(room / "mine.yaml"), "data": str(room / "data"), **fields}
+    return load_recipe(
+        checkout / "recipes/quickstart.yaml",
+        [f"evaluate.{name}={json.dumps(value)}" for name, value in section.items()],
+    )
+
+
+def test_quick_asks_for_no_data(checkout: Path) -> None:
+    plain = load_recipe(checkout / "recipes/quickstart.yaml")
+    assert plain.evaluate.suite == "quick"
+    assert check_suite(plain) == []
+    assert suite_inputs(plain) == {}
+    assert [task.key for task in asked_of(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
+
+
+def test_every_task_of_the_library_is_valid_and_called_as_its_file() -> None:
+    assert len(library_tasks()) == 23
+    for name in library_tasks():
+        (planned,) = planned_of(name, "data")
+        assert planned.name == name
+        assert isinstance(planned.made_of, TaskFile)
+
+
+def test_core_is_dclms_without_two_and_full_adds_four() -> None:
+    core, full = read_suite("core", None, [], 1), read_suite("full", None, [], 1)
+    names = [planned.name for planned in core.planned]
+    assert len(names) == 20
+    assert len({planned.made_of.data[0] for planned in core.planned if isinstance(planned.made_of, TaskFile)}) == 19
+    assert core.baselines is not None
+    assert sorted(core.baselines.baselines) == sorted(names)
+    assert (core.table, core.baselines.version, full.baselines) == ("core", 1, core.baselines)
+    assert [planned.name for planned in full.planned] == [*names, "mmlu", "gsm8k", "humaneval", "wikitext"]
+    assert full.built_in == core.built_in == ("bits", "arithmetic", "continuation")
+    shots = {planned.name: planned.made_of.shots.count for planned in core.planned}  # type: ignore[union-attr]
+    assert (shots["hellaswag"], shots["hellaswag_zeroshot"], shots["agi_eval_lsat_ar"]) == (10, 0, 3)
+
+
+def test_a_suite_changes_what_it_lists(checkout: Path, room: Path) -> None:
+    asked = asked_of(recipe(checkout, room), DOCUMENTS)
+    first, second = asked.tasks[-2:]
+    assert (first.key, first.questions, first.shots, first.version) == ("eval/quiz", 30, 0, 1)
+    assert (second.key, second.questions, second.shots, second.version) == ("eval/quiz_3", 5, 3, 2)
+    assert {key: list(files) for key, files in asked.sources.items()} == {
+        "eval/quiz": ["quiz.jsonl"], "eval/quiz_3": ["quiz.jsonl"],
+    }  # fmt: skip
+    assert asked.baselines() == pytest.approx({"eval/arithmetic": 1 / 4, "eval/quiz": 1 / 3, "eval/quiz_3": 1 / 3})
+
+
+def test_only_tasks_of_the_table_count_in_core(checkout: Path, room: Path) -> None:
+    (room / "table.yaml").write_text("version: 4\nbaselines: {quiz: 0.5, elsewhere: 0.1}\n")
+    (room / "mine.yaml").write_text("core: table.yaml\nbuilt_in: [arithmetic]\ntasks: [quiz.yaml]\n")
+    (room / "outer.yaml").write_text("include: [mine.yaml]\n")
+    asked = asked_of(recipe(checkout, room, suite=str(room / "outer.yaml")), DOCUMENTS)
+    assert asked.baselines() == {"eval/quiz": 0.5}
+    assert asked.suite.baselines is not None
+    assert (asked.suite.table, asked.suite.baselines.version) == ("table", 4)
+
+
+def test_a_recipe_adds_tasks_of_every_form(checkout: Path, room: Path) -> None:
+    rows = [{"query": f"Is it {n}? Answer:", "choices": ["yes", "no"], "gold": n % 2} for n in range(40)]
+    write_lines(room / "old.jsonl", rows)
+    write_requests(rendered(room / "elsewhere", quiz(4), name="frozen"), room / "folder")
+    more = [str(room / "old.jsonl"), str(room / "folder"), str(room / "quiz.yaml")]
+    chosen = recipe(checkout, room, suite="quick", tasks=more, questions=7)
+    assert check_suite(chosen) == []
+    tasks = {task.key: task for task in asked_of(chosen, DOCUMENTS).tasks}
+    assert {key: tasks[key].questions for key in ("eval/old", "eval/frozen", "eval/quiz")} == {
+        "eval/old": 7, "eval/frozen": 4, "eval/quiz": 30,
+    }  # fmt: skip
+    (asked, _) = tasks["eval/old"].requests[:2]
+    assert asked.context.endswith("?\nAnswer:")
+    assert asked.context.count("Answer:") == 1
+    assert asked.continuation == " yes"
+
+
+def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, room: Path) -> None:
+    (room / "data/quiz.jsonl").rename(room / "data/other.jsonl")
+    refusing = recipe(checkout, room)
+    for work in (check_suite, lambda chosen: asked_of(chosen, DOCUMENTS)):
+        with pytest.raises(
+            ValueError, match=r"data/quiz\.jsonl: is not a file; put it there, or set evaluate\.missing"
+        ):
+            work(refusing)
+    skipping = recipe(checkout, room, missing="skip")
+    (first, second) = check_suite(skipping)
+    assert first.startswith("quiz: ")
+    assert second.startswith("quiz_3: ")
+    asked = asked_of(skipping, DOCUMENTS)
+    assert [task.key for task in asked.tasks] == ["eval/bpb/code", "eval/arithmetic"]
+    assert list(asked.skipped) == ["quiz", "quiz_3"]
+    assert "is not a file" in asked.skipped["quiz"]
+    assert set(suite_inputs(skipping)) == {"task.quiz", "task.quiz_3"}
+
+
+def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, room: Path) -> None:
+    write_lines(room / "data/quiz.jsonl", [{**quiz(1)[0], "answer": 9}])
+    (room / "other.yaml").write_text(yaml.safe_dump({**CHOICE, "name": "other", "sha256": {"quiz.jsonl": "00"}}))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        check_suite(recipe(checkout, room, tasks=[str(room / "other.yaml")]))
+    first, second = str(error.value).splitlines()
+    assert "quiz.jsonl:1: gold: 9 must be the place" in first
+    assert "the task was written for 00" in second
+
+
+def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) -> None:
+    chosen = recipe(checkout, room)
+    before = suite_inputs(chosen)
+    assert suite_inputs(chosen) == before
+    assert list(before) == ["task.quiz", "task.quiz_3"]
+    write_lines(room / "data/quiz.jsonl", quiz(29))
+    data = suite_inputs(chosen)
+    assert all(data[name] != before[name] for name in before)
+    (room / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "version": 2}))
+    assert suite_inputs(chosen)["task.quiz"] != data["task.quiz"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "message"),
+    [
+        ({"tasks": ["nothing"]}, "'nothing' is no task of the library (agi_eval_lsat_ar"),
+        ({"tasks": ["quiz.yaml", "quiz.yaml"]}, "'quiz' would be scored as 'eval/quiz', which is taken; rename one"),
+        ({"tasks": [{"task": "quiz.yaml", "as": "core"}]}, "'core' would be scored as 'eval/core', which is taken"),
+        ({"tasks": [{"task": "quiz.yaml", "colour": "red"}]}, "quiz.yaml: colour: unknown key"),
+        ({"include": ["mine.yaml"]}, "include: the suite includes itself"),
+        ({"include": ["nothing"]}, "'nothing' is none of core, full, quick and no YAML file"),
+        ({"core": "nothing"}, "nothing.yaml: cannot be read"),
+        ({"built_in": ["poems"]}, "mine.yaml: built_in.0: 'poems'"),
+        (["quiz.yaml"], "mine.yaml: "),
+    ],
+)
+def test_suites_that_cannot_be_resolved_are_refused(checkout: Path, room: Path, suite: Any, message: str) -> None:
+    (room / "mine.yaml").write_text(yaml.safe_dump(suite))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        check_suite(recipe(checkout, room))
+    assert message in str(error.value)
+
+
+def test_the_published_sets_are_asked_as_published(shared: Path) -> None:
+    """MMLU has five solved questions of the subject before each, GSM8K eight with their steps."""
+    made = {
+        planned.name: rendered_task(planned, 300).task
+        for name in ("mmlu", "gsm8k", "humaneval", "wikitext")
+        for planned in planned_of(name, str(shared / "eval"))
+    }
+    assert {name: (task.kind, task.questions, task.shots) for name, task in made.items()} == {
+        "mmlu": ("choice", 300, 5),
+        "gsm8k": ("generate", 300, 8),
+        "humaneval": ("code", 164, 0),
+        "wikitext": ("bits", 62, 0),
+    }
+    for request in made["mmlu"].requests[::4]:
+        assert f"about {request.group.replace('_', ' ')}.\n\n" in request.context
+        assert request.context.count("\nAnswer: ") == 5
+        assert request.context.endswith("\nAnswer:")
+    assert all(prompt.context.count("\n#### ") == 8 for prompt in made["gsm8k"].prompts)
+    assert all(float(prompt.gold[0]) is not None for prompt in made["gsm8k"].prompts)

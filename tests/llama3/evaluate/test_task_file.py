@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama3.evaluate.task_file import parse_task, read_yaml
+from tests.llama3.evaluate.task_samples import CHOICE
+
+
+def test_what_is_left_out_has_defaults() -> None:
+    task = parse_task({**CHOICE, "shots": 3}, "t.yaml")
+    assert (task.data, task.shots.count, task.version, task.average, task.files) == (
+        ["quiz.jsonl"], 3, 1, "items", ["quiz.jsonl"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "riddle"}, "kind: 'riddle': input should be 'choice'"),
+        ({"name": "Quiz 1"}, "name: 'Quiz 1'"),
+        ({"gold": None}, "gold: is missing; kind choice needs it"),
+        ({"tests": "x"}, "tests: has no meaning for kind choice"),
+        ({"colour": "red"}, "colour: unknown key"),
+        ({"data": []}, "data: []"),
+        ({"sha256": {"other.jsonl": "00"}}, "sha256: 'other.jsonl' is no data file of this task; those are quiz.jsonl"),
+        ({"average": "groups"}, "group: is missing; shots.same_group and average: groups need it"),
+        ({"shots": {"same_group": True}}, "group: is missing"),
+        ({"shots": -1}, "shots.count: -1"),
+        ({"chance": 1.0}, "chance: 1.0"),
+        ({"limit": 0}, "limit: 0"),
+        ({"kind": "rolling", "choices": None, "gold": None, "context": None, "shots": 2}, "shots: kind rolling"),
+        (
+            {"kind": "generate", "choices": None, "shots": 2},
+            "answer: is missing; the 2 shots need to show one",
+        ),
+        ({"kind": "generate", "choices": None, "writing": {"k": 2}}, "writing.k: 2 of 1 samples"),
+        ({"kind": "generate", "choices": None, "writing": {"samples": 2}}, "writing.samples 2 at temperature 0"),
+        ({"kind": "generate", "choices": None, "writing": {"extract": ["[0-9]+"]}}, "has no group"),
+        ({"kind": "generate", "choices": None, "writing": {"colour": 1}}, "writing.colour: unknown key"),
+    ],
+)
+def test_faults_name_file_and_field(changes: dict[str, Any], message: str) -> None:
+    fields = {name: value for name, value in {**CHOICE, **changes}.items() if value is not None}
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        parse_task(fields, "t.yaml")
+    assert str(error.value).startswith("t.yaml: ")
+    assert message in str(error.value)
+
+
+def test_files_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"t\.yaml: must be a mapping with the keys name"):
+        parse_task(["a"], "t.yaml")
+    (tmp_path / "t.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"t\.yaml: is not YAML"):
+        read_yaml(tmp_path / "t.yaml")
+    with pytest.raises(ValueError, match=r"none\.yaml: cannot be read"):
+        read_yaml(tmp_path / "none.yaml")

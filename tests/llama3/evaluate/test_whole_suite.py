@@ -1,0 +1,123 @@
+"""A suite with every kind of task, end to end: what is scored, what is said about it, and that it is the same again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import pytest
+
+from llama3.evaluate.evaluate import evaluate
+from llama3.evaluate.sandbox import why_not_contained
+from llama3.evaluate.scores import Score, read_asked, read_scores
+from llama3.evaluate.suites import check_suite
+from llama3.recipe.schema import Recipe
+from llama3.tokens.tokenizer import train_tokenizer
+from tests.dist import run
+from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make
+
+FILES = ("scores.parquet", "samples.parquet", "answers.parquet", "tasks.json", "generations.json")
+pytestmark = pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+
+
+class Room(NamedTuple):
+    root: Path
+    recipe: Recipe
+    facts: dict[str, Any]
+    scores: dict[str, Score]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
+    root = tmp_path_factory.mktemp("suite")
+    recipe = make(root, checkout)
+    facts = evaluated(root, recipe, "first")
+    return Room(root, recipe, facts, read_scores(root / "first"))
+
+
+def test_every_score_has_all_that_a_reader_needs(room: Room) -> None:
+    """Goal: no row without n, interval, chance level, shots, digest of what was asked and version."""
+    assert {f"eval/{name}" for name in TASKS} < room.scores.keys()
+    for key, score in room.scores.items():
+        assert score.n >= 1
+        assert score.low <= score.value <= score.high
+        assert score.low < score.high, key
+        assert math.isfinite(score.stderr)
+        assert len(score.requests) == 64
+        assert (score.chance is None) == (score.unit in ("bits per byte", "nats per byte"))
+        assert score.version >= 1
+        assert score.shots >= 0
+    assert (room.scores["eval/letters"].shots, room.scores["eval/letters"].version) == (2, 4)
+    assert len({score.requests for score in room.scores.values()}) >= len(TASKS) + 4
+
+
+def test_values_are_those_of_the_samples(room: Room) -> None:
+    rows = pq.read_table(room.root / "first/samples.parquet").to_pylist()
+    for name in ("choice", "schema", "cloze", "rolling", "written", "program"):
+        mine = [row for row in rows if row["key"] == f"eval/{name}"]
+        value = sum(row["numerator"] for row in mine) / sum(row["denominator"] for row in mine)
+        assert room.scores[f"eval/{name}"].value == pytest.approx(value)
+    assert room.scores["eval/program"].value == 1.0, "a comment is what the model wrote, whatever it says"
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        if row["key"] == "eval/letters":
+            groups.setdefault(row["group"], []).append(row["numerator"])
+    assert sorted(groups) == ["s0", "s1", "s2"]
+    means = [sum(values) / len(values) for values in groups.values()]
+    assert room.scores["eval/letters"].value == pytest.approx(sum(means) / 3)
+
+
+def test_core_is_the_mean_above_the_table_of_baselines(room: Room) -> None:
+    above = [(room.scores[f"eval/{name}"].value - base) / (1 - base) for name, base in BASELINES.items()]
+    assert room.scores["eval/core"].value == pytest.approx(sum(above) / len(above))
+    assert room.facts["baselines"] == "table 3"
+
+
+def test_what_was_asked_and_left_out_is_written_down(room: Room) -> None:
+    assert list(check_suite(room.recipe)) == [f"boolq: {room.facts['skipped']['boolq']}"]
+    asked = read_asked(room.root / "first")
+    assert asked["skipped"] == room.facts["skipped"]
+    assert "boolq.jsonl: is not a file" in asked["skipped"]["boolq"]
+    tasks = {task["key"]: task for task in asked["tasks"]}
+    assert {key: task["baseline"] for key, task in tasks.items() if task["baseline"] is not None} == {
+        f"eval/{name}": base for name, base in BASELINES.items()
+    }
+    for key, task in tasks.items():
+        assert (f"eval/gold_nll/{key[5:]}" in room.scores) == (task["kind"] in ("choice", "cloze"))
+        assert (task["digest"], task["n"]) == (room.scores[key].requests, room.scores[key].n)
+    assert tasks["eval/letters"]["average"] == "groups"
+    assert list(tasks["eval/cloze"]["sources"]) == ["words.jsonl"]
+    with pytest.raises(ValueError, match=r"holds no tasks\.json; evaluate the model into it first"):
+        read_asked(room.root)
+
+
+def test_written_answers_are_kept(room: Room) -> None:
+    rows = pq.read_table(room.root / "first/answers.parquet").to_pylist()
+    assert [row["key"] for row in rows] == ["eval/program"] * 6 + ["eval/written"] * 12
+    assert all(row["right"] or row["reason"] for row in rows)
+    assert room.facts["too_long"] == {}
+
+
+def test_equal_inputs_give_equal_bytes(room: Room) -> None:
+    assert evaluated(room.root, room.recipe, "second") == room.facts
+    for name in FILES:
+        assert (room.root / "first" / name).read_bytes() == (room.root / "second" / name).read_bytes(), name
+
+
+def test_two_processes_write_the_same_report(room: Room, checkout: Path) -> None:
+    """The number of processes is no input: every file has the same bytes."""
+    first, second = run(2, evaluated_together, room.root, checkout, "together")
+    assert first == second == json.loads(json.dumps(room.facts))
+    for name in FILES:
+        assert (room.root / "first" / name).read_bytes() == (room.root / "together" / name).read_bytes(), name
+
+
+def test_a_model_with_a_tokenizer_of_its_own_refuses_another(room: Room) -> None:
+    train_tokenizer(["abab " * 50, "cdcd " * 50], 258).save(room.root / "other")
+    model = room.root / "model"
+    with pytest.raises(ValueError, match=r"was trained with tokenizer [0-9a-f]{8}, .*other is [0-9a-f]{8}: give the"):
+        evaluate(room.recipe, model, room.root / "other", room.root / "curated", room.root / "no")
+    assert not (room.root / "no").exists()

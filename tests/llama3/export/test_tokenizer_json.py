@@ -1,0 +1,32 @@
+"""The exported tokenizer.json against tiktoken, string by string, on text that breaks tokenizers (goal X4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from llama3.tokens.hostile import hostile
+from llama3.tokens.huggingface import hugging_face_json
+from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
+from llama3.tokens.vocabulary import PATTERN
+from tests.llama3.export.export_samples import tokenizer
+
+STRINGS = 108_000
+
+
+@pytest.mark.parametrize("vocabulary", ["trained", "published"])
+def test_no_fuzz_string_differs(vocabulary: str, request: pytest.FixtureRequest) -> None:
+    coder = tokenizer() if vocabulary == "trained" else published(request.getfixturevalue("shared"))
+    theirs = HuggingFaceTokenizer.from_str(hugging_face_json(coder.base, coder.specials, PATTERN))
+    # a special token that a text spells is text to us and a token to Hugging Face: the data path never uses theirs
+    texts = [text for text in hostile(STRINGS) if "<|" not in text]
+    assert len(texts) > 100_000
+    found = [encoding.ids for encoding in theirs.encode_batch_fast(texts, add_special_tokens=False)]
+    different = [text for text, ids in zip(texts, found, strict=True) if coder.encode(text) != ids]
+    assert different == []
+
+
+def published(shared: Path) -> Tokenizer:
+    return use_tokenizer(shared / "tokenizer" / "tokenizer.model")

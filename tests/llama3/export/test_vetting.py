@@ -1,0 +1,134 @@
+"""A model that is broken, or whose exports are, is found and named; one that is whole passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama3.evaluate.gate import Check
+from llama3.export import hf, meta, vetting
+from llama3.export.vetting import EXPORT, RELOAD, TOKENIZER, vet_model, vet_tokenizer
+from llama3.model.files import CONFIG, WEIGHTS
+from llama3.tokens.tokenizer import train_tokenizer
+from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
+
+
+def vetted(folder: Path) -> dict[str, Check]:
+    return {check.metric: check for check in vet_model(folder, folder.parent / "scratch")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with a scaled rotary embedding, whose absence the logits must show."""
+    herd(tmp_path / "model", shape(**SCALED), coder=tokenizer())
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [({}, torch.float32), (SCALED, torch.bfloat16), ({"tied_embeddings": True}, torch.float32)],
+    ids=["plain", "scaled bf16", "tied"],
+)
+def test_a_whole_model_passes_and_leaves_nothing_behind(
+    tmp_path: Path, more: dict[str, Any], dtype: torch.dtype
+) -> None:
+    herd(tmp_path / "model", shape(**more), dtype=dtype, coder=tokenizer())
+    found = vetted(tmp_path / "model")
+    assert {metric: check.passed for metric, check in found.items()} == {RELOAD: True, EXPORT: True}
+    assert "Hugging Face equal, logits within" in found[EXPORT].reason
+    assert "Meta equal, logits within" in found[EXPORT].reason
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_model_too_large_for_its_logits_is_compared_by_its_parameters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vetting, "LOGITS_BYTES", 1000)
+    found = vetted(folder)
+    assert found[EXPORT].reason == "Hugging Face equal; Meta equal; too large to compare logits here"
+    swap_gate_and_up(monkeypatch)
+    assert "Hugging Face changes layers.0.ffn" in vetted(folder)[EXPORT].reason
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    state = load_file(folder / WEIGHTS)
+    change(state)
+    save_file(state, folder / WEIGHTS)
+
+
+def test_numbers_that_are_not_finite_are_named(folder: Path) -> None:
+    rewrite(folder, lambda state: state["layers.1.ffn.down.weight"].view(-1)[7].fill_(float("nan")))
+    found = vetted(folder)[RELOAD]
+    assert not found.passed
+    assert found.reason.startswith("layers.1.ffn.down.weight holds numbers that are not finite")
+
+
+@pytest.mark.parametrize("what", ["cut", "missing", "parameter", "shape"])
+def test_files_that_are_no_model_fail_both_and_raise_nothing(folder: Path, what: str) -> None:
+    match what:
+        case "cut":
+            data = (folder / WEIGHTS).read_bytes()
+            (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+        case "missing":
+            (folder / WEIGHTS).unlink()
+        case "parameter":
+            rewrite(folder, lambda state: state.pop("norm.weight"))
+        case _:
+            config = json.loads((folder / CONFIG).read_text())
+            (folder / CONFIG).write_text(json.dumps(config | {"rows": config["rows"] + 1}))
+    assert [check.passed for check in vetted(folder).values()] == [False, False]
+
+
+def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the reader of Hugging Face's files take one for the other, as a wrong table of names would."""
+    read = hf.HuggingFaceModel.tensor
+    other = {"gate": "up", "up": "gate"}
+
+    def swapped(self: hf.HuggingFaceModel, name: str) -> Tensor:
+        return read(self, ".".join(other.get(part, part) for part in name.split(".")))
+
+    monkeypatch.setattr(hf.HuggingFaceModel, "tensor", swapped)
+
+
+def test_swapped_parameters_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_gate_and_up(monkeypatch)
+    assert vetted(folder)[EXPORT] == Check(
+        metric=EXPORT, passed=False, reason="the export to Hugging Face changes layers.0.ffn.gate.weight"
+    )
+
+
+def test_rows_that_are_not_permuted_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "halved", lambda weight, heads: weight)
+    assert vetted(folder)[EXPORT].reason == "the export to Meta changes layers.0.attention.q.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope_scaling", None), ("rms_norm_eps", 1e-3), ("rope_theta", 10_000.0)], ids=str
+)
+def test_a_wrong_setting_shows_in_the_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+) -> None:
+    settings = hf.hugging_face_settings
+    monkeypatch.setattr(hf, "hugging_face_settings", lambda *given: {**settings(*given), key: value})
+    found = vetted(folder)[EXPORT]
+    assert not found.passed
+    assert found.reason.startswith("the export to Hugging Face gives logits that differ by")
+
+
+def test_the_tokenizer_must_be_that_of_the_tokens(folder: Path) -> None:
+    assert vet_tokenizer(folder, tokenizer().digest).passed
+    other = train_tokenizer([text.upper() for text in TEXTS], 290)
+    found = vet_tokenizer(folder, other.digest)
+    assert (found.metric, found.passed) == (TOKENIZER, False)
+    assert other.digest[:12] in found.reason
+    for path in folder.glob("tokenizer*"):
+        shutil.move(path, folder.parent / path.name)
+    assert not vet_tokenizer(folder, other.digest).passed

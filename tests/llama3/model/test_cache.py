@@ -1,0 +1,102 @@
+"""Keys and values that are kept: every way of reading a text in parts gives what reading it whole gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.model.cache import Cache, Padded, reading
+from llama3.model.initial import build
+from llama3.model.transformer import Transformer
+from llama3.recipe.schema import Model, RopeScaling
+
+ROWS = 40
+SPEC = Model(
+    layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq=64, rope_theta=50.0, rope_scaling=RopeScaling(original=16)
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    made = build(SPEC, ROWS, 3, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)
+    return made.eval()
+
+
+def some(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, ROWS, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(found: torch.Tensor, due: torch.Tensor) -> bool:
+    return bool((found - due).abs().max() <= 1e-5 * due.abs().max())
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+@settings(max_examples=25, deadline=None)
+@torch.inference_mode()
+def test_a_text_in_parts_is_the_text(model: Transformer, sizes: list[int]) -> None:
+    tokens_1S, cache = some(sum(sizes)), Cache(sum(sizes))
+    twin = reading(model, cache)
+    parts = [twin(part, cache.visible(part.shape[1], part.device)) for part in tokens_1S.split(sizes, 1)]
+    assert close(torch.cat(parts, 1), model(tokens_1S))
+
+
+@torch.inference_mode()
+def test_a_text_is_cut_and_continued(model: Transformer) -> None:
+    cache = Cache(20)
+    twin, begin, other = reading(model, cache), some(12), some(8, seed=1)
+    twin(begin)
+    cache.cut(7)
+    found = twin(other, cache.visible(8, other.device))
+    assert close(found, model(torch.cat([begin[:, :7], other], 1))[:, 7:])
+
+
+@torch.inference_mode()
+def test_sequences_of_different_lengths_go_on_together(model: Transformer) -> None:
+    texts = [some(length, length) for length in (3, 9, 6)]
+    together = Padded(15, 4, 9)
+    for row, text in enumerate(texts):
+        cache = Cache(9)
+        reading(model, cache)(text)
+        together.put(slice(row, row + 1 + (row == 2)), cache)
+    texts.append(texts[-1])
+    twin = reading(model, together)
+    for step in range(6):
+        if step == 3:
+            together.keep(torch.tensor([3, 0]))
+            texts = [texts[3], texts[0]]
+        new = torch.cat([some(1, 100 * step + row) for row in range(len(texts))])
+        texts = [torch.cat([text, one.unsqueeze(0)], 1) for text, one in zip(texts, new, strict=True)]
+        logits_B1V = twin(new, together.visible(1, new.device))
+        for row, text in enumerate(texts):
+            assert close(logits_B1V[row, 0], model(text)[0, -1])
+
+
+def test_a_full_cache_says_so(model: Transformer) -> None:
+    cache = Cache(5)
+    twin = reading(model, cache)
+    twin(some(4))
+    with pytest.raises(ValueError, match="room for 5 tokens cannot hold 6"):
+        twin(some(2))
+
+
+def test_padded_sequences_take_one_token_at_a_time() -> None:
+    with pytest.raises(ValueError, match="2 tokens at once cannot follow"):
+        Padded(8, 2, 3).visible(2, torch.device("cpu"))
+
+
+def test_the_model_that_is_read_with_shares_weights_and_leaves_the_other_alone(model: Transformer) -> None:
+    cache = Cache(8)
+    twin = reading(model, cache)
+    assert [a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True)] == [True] * len(
+        list(model.parameters())
+    )
+    before = model(some(4))
+    twin(some(4))
+    assert cache.length == 4
+    assert torch.equal(model(some(4)), before)
+    assert twin.state_dict().keys() == model.state_dict().keys()

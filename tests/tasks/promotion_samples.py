@@ -1,0 +1,50 @@
+"""Records of promotion logs, made of what a test cares about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama3.evaluate.gate import Check, Evidence, Measured
+from storage.artifact import Artifact
+from storage.root import Root
+from tasks.promotion_log import PromotionLog
+from tasks.promotions import PROMOTED, Kind, Log, Promotion, reigning
+from tests.tasks.standing_root import commit
+
+FAMILY = "tiny"
+
+
+def judged_record(number: int, kind: Kind = PROMOTED, log: Log = (), **more: Any) -> Promotion:
+    """Return the record of a judgement on model `number`, of the run of that number."""
+    scores = {"eval/bpb": Measured(value=2.5, better="lower", requests="r" * 64)}
+    check = Check(metric="integrity/files", passed=True, reason="as committed")
+    evidence = Evidence(rules={}, candidate=scores, checks=(check,))
+    given = {
+        "time": "2026-11-22T10:00:00+00:00",
+        "kind": kind,
+        "run": f"{FAMILY}-{number}",
+        "family": FAMILY,
+        "artifact": f"checkpoint/tiny-main-{number:08x}",
+        "digest": f"{number:064x}",
+        "position": 100 * number,
+        "alias": "champion",
+        "champion": reigning(log, "champion"),
+        "against": len(log),
+        "gate": evidence.decide(),
+        "evidence": evidence,
+    }
+    return Promotion(**{**given, **more})
+
+
+def add(root: Root, number: int, kind: Kind = PROMOTED, **more: Any) -> Promotion:
+    """Append the record of a judgement to the log of the family."""
+    return PromotionLog(root, FAMILY).append(lambda log: judged_record(number, kind, log, **more))
+
+
+def champions(root: Root, count: int) -> list[Artifact]:
+    """Commit models 1 to `count` and promote one after the other."""
+    facts = {"end": 100, "model_sha256": "f" * 64}
+    made = [commit(root, "checkpoint", "tiny-main", facts, seed=str(number)) for number in range(1, count + 1)]
+    for number, artifact in enumerate(made, start=1):
+        add(root, number, artifact=artifact.label)
+    return made

@@ -1,0 +1,121 @@
+"""How scores and the gate's table are shown: in the report, on Prefect's page and at the end of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from llama3.evaluate.gate import Check, Decision, Measured, decide
+from llama3.evaluate.scores import Score, write_scores
+from llama3.evaluate.significance import DOCUMENTS, Difference
+from llama3.evaluate.statistics import Estimate, normal
+from llama3.recipe.load import load_recipe, to_yaml
+from llama3.recipe.rules import GateRule
+from storage.artifact import Artifact, Design, Store
+from tasks.report import _render
+from tasks.report_data import ReportData
+from tasks.result_pages import _score_row
+from tasks.runs import RunRecord
+from tasks.summary import _scores
+
+SCORES = {
+    score.key: score
+    for score in (
+        Score.of("eval/bpb", normal(2.5, 0.02, 128), "bits per byte", "lower", "c0ffee" * 10, None),
+        Score.of("eval/bpb/code", normal(2.75, 0.05, 32), "bits per byte", "lower", "decade" * 10, None),
+        Score.of("eval/mmlu", Estimate(0.3, 0.0458, 0.219, 0.396, 100), "accuracy", "higher", "facade" * 10, 0.25),
+        Score.of("eval/mmlu/law", Estimate(0.5, 0.1, 0.3, 0.7, 20), "accuracy", "higher", "facade" * 10, 0.25),
+        Score.of("eval/odd", normal(1.0, math.nan, 1), "bits per byte", "lower", "beef" * 16, None),
+    )
+}
+
+
+def decision() -> Decision:
+    difference = Difference(value=-0.0125, low=-0.02, high=-0.005, p=0.0004, n=128, method=DOCUMENTS, better="lower")
+    champion = {"eval/bpb": Measured(value=2.5125, better="lower", requests="c0ffee")}
+    fact = Check(metric="integrity/digests", passed=True, reason="4 files as their manifest says")
+    rules = {"eval/bpb": GateRule.parse("better"), "eval/mmlu": GateRule.parse("at least 0.4")}
+    return decide(rules, SCORES, champion, {"eval/bpb": difference}, [fact])
+
+
+def report(name: str) -> str:
+    recipe = load_recipe(Path("recipes/quickstart.yaml"), [])
+    record = RunRecord(name="quickstart-1", family="quickstart", recipe_digest="d" * 64, code="c0de", started="")
+    data = ReportData(
+        record=record,
+        recipe=recipe,
+        recipe_yaml=to_yaml(recipe),
+        stages=[],
+        series={},
+        mix=[],
+        ledger={},
+        page=None,
+        evaluations={"anneal": SCORES},
+        samples=[],
+        decision=decision(),
+        mlflow={},
+    )
+    return _render(name, data, [])
+
+
+def cells(text: str, first: str) -> list[str]:
+    """Return the cells of the row whose first two cells begin with `first`, of HTML or markdown."""
+    if "<tr>" in text:
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in text.splitlines() if line.startswith("<tr><td>")]
+    else:
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    (found,) = [row for row in rows if first in (row[0], f"{row[0]} {row[1]}")]
+    return [re.sub(r"<[^>]+>", "", cell) for cell in found]
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.md"])
+def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
+    text = report(name)
+    row = cells(text, "eval/bpb")
+    assert row[:4] == ["eval/bpb", "better", "2.5", "2.513"]
+    assert row[-4:-1] == ["-0.0125", "-0.02 .. -0.005", "0.0004"]
+    assert row[-1].endswith(
+        "eval/bpb 2.5 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%); it must be better at the 95% bound"
+    )
+    fact = cells(text, "integrity/digests")
+    assert set(fact[2:-1]) == {""}
+    assert "pass" in fact[-1]
+    assert "fail" in cells(text, "eval/mmlu")[-1]
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.md"])
+def test_every_score_has_size_interval_chance_shots_version_and_digest(name: str) -> None:
+    row = cells(report(name), "anneal eval/mmlu")
+    assert row[2:10] == ["0.3", "0.09", "0.219 .. 0.396", "100", "0.25", "0", "1", "facadefa"]
+    assert cells(report(name), "anneal eval/odd")[3:5] == ["", ""], "one document has no spread"
+
+
+def test_prefect_s_page_of_a_run_shows_intervals() -> None:
+    row = _score_row(SCORES["eval/mmlu"])
+    assert row == {
+        "score": "mmlu",
+        "value": 0.3,
+        "95 %": "0.219 to 0.396",
+        "n": 100,
+        "chance": 0.25,
+        "shots": 0,
+        "version": 1,
+    }
+    assert _score_row(SCORES["eval/bpb"])["chance"] == ""
+
+
+def test_the_last_lines_of_a_run_show_intervals(tmp_path: Path) -> None:
+    assert _scores(evaluation(tmp_path)) == [
+        "  scores    bpb 2.500 (2.461 to 2.539)  bpb/code 2.750 (2.652 to 2.848)  mmlu 0.300 (0.219 to 0.396)",
+        "            odd 1.000",
+    ]
+
+
+def evaluation(root: Path) -> Artifact:
+    store = Store(root)
+    with store.staging() as folder:
+        write_scores(SCORES, folder)
+        return store.commit(Design("evaluation", "tiny", 1, {}, {}), folder, {}, "test", "none", 0.0)
