@@ -150,9 +150,9 @@ def decide(root: Root, run: str, approved: bool, by: str = "", comment: str = ""
                 promotion = log.append(lambda records: answered(records, run, approval))
             except ValueError:
                 if found := judged(log.records, run):  # of a command that died before it showed what it decided
-                    settle(runs, runs.find(run), tracker, log.records, found[-1].artifact)
+                    settle(runs, runs.find(run), tracker, log, found[-1].artifact)
                 raise
-            shown = settle(runs, runs.find(run), tracker, log.records, promotion.artifact)
+            shown = settle(runs, runs.find(run), tracker, log, promotion.artifact)
     except LeaseHeld as error:
         raise ValueError(f"approve: run {run} is being worked on: {error}; answer there, or wait") from error
     _resume(record.prefect_run, approval)

@@ -7,6 +7,7 @@ domains, sources and licences are counted from the token stream itself, up to th
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.tokens.inspect import Count, Inspection, inspect
-from storage.artifact import MANIFEST, Artifact, Store
+from storage.artifact import Artifact, Store
 from storage.digests import digest_json
 from storage.lazy import lazy_folder
 from storage.remote_store import open_store
@@ -76,18 +77,18 @@ def card_of(root: Root, name: str, model: Path, folder: Path, form: str, dtype: 
 
 def _trained(root: Root, name: str, model: Path) -> Trained | None:
     """Return the checkpoint that the model folder is part of and its run, or None for a folder from elsewhere."""
-    if not (model.parent / MANIFEST).is_file():
-        return None
-    store, runs = open_store(root), Runs(root)
+    store, runs, folder = open_store(root), Runs(root), model.resolve().parent
     try:
-        checkpoint = store.at("/".join(model.resolve().parent.parts[-2:]))
-        asked = {record.name: record for record in runs.all()}
-    except ValueError:
+        checkpoint = store.at("/".join(folder.parts[-2:]))
+    except ValueError:  # the folder is not called as an artifact is, or there is none of that name
+        return None
+    if checkpoint.folder.resolve() != folder:
         return None
     for known in (name, checkpoint.manifest.made_by):
-        record = asked.get(known)
-        if record and checkpoint.label in {step.artifact for step in record.steps.values()}:
-            return Trained(store, checkpoint, record, runs.recipe(known))
+        with suppress(ValueError):  # no such run, or no name of one
+            record = runs.find(known)
+            if checkpoint.label in {step.artifact for step in record.steps.values()}:
+                return Trained(store, checkpoint, record, runs.recipe(known))
     return None
 
 

@@ -101,6 +101,8 @@ class Cluster(BaseModel):
     """auto: CUDA where there is one."""
     layout: Layout = Layout()
     """How the model is cut over the processes."""
+    evaluators: int = Field(default=1, ge=1)
+    """Processes of this machine that score a model together, each with the whole of it on a device of its own."""
     deterministic: bool = False
     """Same bits on any number of data-parallel processes; slower."""
     checkpoints: str = ""

@@ -1,4 +1,4 @@
-"""The training curve beside a model card: a PNG, because model pages show no SVG that lies in the folder."""
+"""The training curve beside a model card: a PNG, because not every page that shows a README shows an SVG beside it."""
 
 from __future__ import annotations
 

@@ -8,11 +8,12 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.suites import suite_inputs
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design
+from tasks.evaluators import score
+from tasks.held_out import held_out_folder
 from tasks.step import Context, ensure
 
 VERSION = 2
@@ -28,8 +29,8 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     design = _design(context, checkpoint, curated)
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        model = checkpoint.part("model")
-        return evaluate(recipe, model, model, curated.path, folder, threads=context.cluster.threads)
+        documents = held_out_folder(curated, recipe.evaluate.documents)
+        return score(recipe, checkpoint.part("model"), documents, folder, context.cluster)
 
     return ensure(context, f"evaluate-{name}", design, build)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from llama3.evaluate.held_out import Document, held_out
+from llama3.evaluate.held_out import Document, held_out, looked_at
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.tokens.tokenizer import Tokenizer
@@ -24,9 +24,9 @@ BYTES_PER_TOKEN = 8
 def held_out_folder(curated: Artifact, count: int) -> Path:
     """Return the folder of `curated`; it has the files in which the first `count` documents of each domain stand."""
     for domain in DOMAINS:
-        found = 0
+        wanted, found = looked_at(domain, count), 0
         for name in sorted(name for name in curated.manifest.files if name.startswith(f"documents/{domain}-")):
-            if found >= count:
+            if found >= wanted:
                 break
             splits = pq.read_table(curated.part(name), columns=["split"])["split"].to_pylist()
             found += splits.count("held_out")

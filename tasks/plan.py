@@ -11,6 +11,8 @@ from fractions import Fraction
 from rich.table import Table
 
 from llama3.data.sources import DomainSurvey
+from llama3.evaluate.policy import check_rules
+from llama3.evaluate.suites import check_suite
 from llama3.model.flops import flops_per_token, parameter_count
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory
@@ -52,7 +54,9 @@ def make_plan(recipe: Recipe, sources: list[DomainSurvey]) -> Plan:
     """Return the plan of `recipe`, given what a survey found in its sources."""
     rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
-    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short], sources)
+    check_rules(recipe)
+    left_out = [f"evaluate: leaves out {line}" for line in check_suite(recipe)]
+    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *left_out], sources)
 
 
 def tokens_needed(recipe: Recipe, domain: Domain) -> int:

@@ -11,13 +11,15 @@ from llama3.data.filters import read_blocked
 from llama3.data.scores import check_seeds
 from llama3.data.sources import DomainSurvey, check_sources, survey
 from llama3.data.vocabulary import read_words
+from llama3.evaluate.policy import check_rules
+from llama3.evaluate.suites import check_suite
 from llama3.recipe.checks import check_batches
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import SPECIAL_TOKENS
-from storage.filesystem import glob, is_local, local_path
+from storage.filesystem import is_local, local_path
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
@@ -104,9 +106,11 @@ def _file_faults(recipe: Recipe) -> list[str]:
         faults.append(
             f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"
         )
-    for uri in recipe.evaluate.tasks:
-        if not glob(uri):
-            faults.append(f"evaluate.tasks: {uri!r} matches no file; give JSON-lines files with query, choices, gold")
+    try:
+        check_suite(recipe)
+        check_rules(recipe)
+    except ValueError as error:
+        faults += str(error).splitlines()
     return faults
 
 

@@ -63,7 +63,7 @@ def judge_model(
             promotion = log.append(Judge(context, checkpoint, evaluation, curated, asked))
         model_id = checkpoint_model(context.tracker, [mlflow_run], checkpoint)
         version = _register(context, checkpoint, mlflow_run, model_id)
-        settle(context.runs, context.record, context.tracker, log.records, checkpoint.label)
+        settle(context.runs, context.record, context.tracker, log, checkpoint.label)
         context.tracker.set_tags(mlflow_run, {"verdict": promotion.kind})
     _say(context, promotion, version)
     return promotion
@@ -101,7 +101,7 @@ def _answered(context: Context, promotion: Promotion, approval: Approval) -> Pro
     last = judged(log.records, promotion.run, promotion.artifact)[-1]
     if last.kind == WAITS:
         last = log.append(lambda records: answered(records, promotion.run, approval))
-    settle(context.runs, context.record, context.tracker, log.records, promotion.artifact)
+    settle(context.runs, context.record, context.tracker, log, promotion.artifact)
     _say_settled(context, last)
     return last
 

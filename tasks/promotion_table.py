@@ -24,7 +24,7 @@ def promotion_table(root: Root, family: str) -> Table:
     newest = {record.artifact: record.n for record in log}
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("n", "time", "model"))
     for record in log:
         aliases = held.get(record.artifact, []) if newest[record.artifact] == record.n else []
         table.add_row(*map(escape, _cells(record, aliases)))
@@ -32,6 +32,6 @@ def promotion_table(root: Root, family: str) -> Table:
 
 
 def _cells(record: Promotion, aliases: list[str]) -> list[str]:
-    by = record.by or record.run
-    time = record.time[:19].replace("T", " ")
-    return [str(record.n), time, record.kind, record.alias, record.artifact, ", ".join(aliases), by, record.why]
+    by, model = record.by or record.run, record.artifact.rpartition("/")[2]
+    time = record.time[:16].replace("T", " ")
+    return [str(record.n), time, record.kind, record.alias, model, ", ".join(aliases), by, record.why]

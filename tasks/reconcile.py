@@ -24,7 +24,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 from storage.janitor import tidy
 from storage.lease import LeaseHeld, Timing, holders, lease
 from storage.root import Root
-from tasks.promotion_log import families, read_log
+from tasks.promotion_log import PromotionLog, families
 from tasks.registry import Registry
 from tasks.republish import STATUS, republish
 from tasks.runs import RunRecord, Runs, State, now
@@ -183,8 +183,9 @@ class Settler:
 
 def show_aliases(root: Root, family: str) -> list[Settled]:
     """Make the aliases of a family in MLflow follow its promotion log; if it is away, another time will."""
-    tracker, log = Tracker(root, family), read_log(root, family)
-    changes = tracker.reach.attempt(lambda: Registry(tracker).show_aliases(log), [])
+    tracker, log = Tracker(root, family), PromotionLog(root, family)
+    nothing: list[str] = []
+    changes = tracker.reach.attempt(lambda: Registry(tracker).show(log), nothing)
     return [Settled(family, "MLflow", "aliases behind the promotion log", change) for change in changes]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mlflow.exceptions import MlflowException
 
 from storage.artifact import Artifact
+from tasks.promotion_log import PromotionLog
 from tasks.promotions import ALIASES, Log, holders, version_tags
 from tasks.reach import is_absence
 from tasks.tracking import Tracker
@@ -56,12 +57,23 @@ class Registry:
         for key, value in tags.items():
             self.client.set_model_version_tag(self.name, version, key, value)
 
-    def show(self, log: Log, *labels: str) -> list[str]:
-        """Show what the log says: all aliases, and the tags of the models `labels`. See `show_aliases`."""
-        changes, versions = self.show_aliases(log), self.versions()
+    def show(self, log: PromotionLog, *labels: str) -> list[str]:
+        """Show what the log says: all aliases (see `show_aliases`), and the tags of the models `labels`.
+
+        MLflow has no compare-and-set, so of two processes the one that read less may write last: whoever wrote reads
+        the log again, and writes again if it has grown.
+        """
+        changes: list[str] = []
+        while True:
+            count = len(log.records)
+            changes += self.show_aliases(log.records)
+            log.refresh()
+            if len(log.records) == count:
+                break
+        versions = self.versions() if labels else {}
         for label in labels:
             if label in versions:
-                self.note(str(versions[label].version), version_tags(log, label))
+                self.note(str(versions[label].version), version_tags(log.records, label))
         return changes
 
     def show_aliases(self, log: Log) -> list[str]:

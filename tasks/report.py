@@ -20,8 +20,9 @@ from llama3.recipe.units import tokens
 from llama3.train import metrics
 from storage.filesystem import write_atomic
 from storage.root import Root
-from tasks import data_plots, plots
+from tasks import data_plots, needle_plot, plots
 from tasks.data_page import DataPage
+from tasks.forecast import Section, forecast_section
 from tasks.report_data import ReportData, collect
 from tasks.runs import Runs
 from tasks.step import Context
@@ -42,8 +43,9 @@ def make_report(root: Root, run: str) -> Path:
     data = collect(root, run)
     runs = Runs(root)
     page = runs.place(run) / "report.html"
-    write_atomic(page, _render("report.html", data, _figures(data)))
-    write_atomic(page.with_suffix(".md"), _render("report.md", data, []))
+    forecast = forecast_section(root, run)
+    write_atomic(page, _render("report.html", data, _figures(data), forecast))
+    write_atomic(page.with_suffix(".md"), _render("report.md", data, [], forecast))
     if data.page is not None:
         write_atomic(page.with_name("data.html"), render_data(data.page))
     for file in (page, page.with_suffix(".md"), page.with_name("data.html")):
@@ -66,6 +68,8 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     ]
     if data.evaluations:
         figures.append(("Bits per byte", "On held-out documents; bars are 95 % intervals.", plots.bits_per_byte(data)))
+        found = needle_plot.needles(data.evaluations[next(reversed(data.evaluations))])
+        figures += [(needle_plot.TITLE, needle_plot.NOTE, found)] if found else []
     return figures
 
 
@@ -76,8 +80,8 @@ def _held_out(data: ReportData) -> list[tuple[str, str, str]]:
     return [("Held-out documents while training", what, plots.held_out(data))]
 
 
-def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]]) -> str:
-    return _environment(name).get_template(name).render(data=data, figures=figures)
+def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]], forecast: Section | None) -> str:
+    return _environment(name).get_template(name).render(data=data, figures=figures, forecast=forecast)
 
 
 def render_data(page: DataPage) -> str:

@@ -14,6 +14,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
+from llama3.train.averaging import Choice
 from storage.artifact import Artifact
 from storage.remote_store import open_store
 from storage.root import Root
@@ -69,6 +70,8 @@ class ReportData:
     page: DataPage | None
     """What the data page shows; None until documents are curated."""
     evaluations: dict[str, dict[str, Score]]
+    notes: list[str]
+    """What a reader of scores and weights should know: averages kept, tasks left out, questions that were too long."""
     samples: list[dict[str, str]]
     decision: Decision | None
     mlflow: dict[str, str]
@@ -103,6 +106,7 @@ def collect(root: Root, name: str) -> ReportData:
         ledger=_ledger(page),
         page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
+        notes=_notes(trained, evaluations),
         samples=_samples(evaluations.get(recipe.stages[-1].name)),
         decision=_decision(root, name),
         mlflow=_mlflow(root, record),
@@ -194,6 +198,17 @@ def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:
 def _decision(root: Root, run: str) -> Decision | None:
     found = last_promotion(root, run)
     return found.decision if found else None
+
+
+def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> list[str]:
+    averages = {stage: artifact.facts["average"] for stage, artifact in trained.items() if "average" in artifact.facts}
+    notes = [f"{stage}: {Choice.model_validate(average)}" for stage, average in averages.items()]
+    for stage, artifact in evaluations.items():
+        facts = artifact.facts
+        notes += [f"{stage}: {task} was left out: {why}" for task, why in facts.get("skipped", {}).items()]
+        long = "longer than the window, so they were not asked and count as wrong"
+        notes += [f"{stage}: {count} questions of {key} are {long}" for key, count in facts.get("too_long", {}).items()]
+    return notes
 
 
 def _mlflow(root: Root, record: RunRecord) -> dict[str, str]:

@@ -21,7 +21,7 @@ from storage.artifact import Artifact, Store, flatten
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.project import Shown, Thinning, checkpoint_model, child_tags, project_step, send_records, step_tags
-from tasks.promotion_log import read_log
+from tasks.promotion_log import PromotionLog, read_log
 from tasks.promotions import Log, Promotion, judged, version_tags
 from tasks.registry import Registry
 from tasks.runs import RunRecord, Runs
@@ -87,12 +87,12 @@ class _Publisher:
             self._step(step)
         for folder in sorted(self.root.file("work").glob(f"*/{FOLLOWED}")):
             self._stage_in_progress(folder)
-        log = read_log(self.root, self.record.family)
-        mine = judged(log, self.record.name)
+        log = PromotionLog(self.root, self.record.family)
+        mine = judged(log.records, self.record.name)
         for decision in {found.artifact: found for found in mine}.values():
-            self._promotion(decision, log)
+            self._promotion(decision, log.records)
         if mine:
-            self.tracker.reach.attempt(lambda: Registry(self.tracker).show_aliases(log), [])
+            self.tracker.reach.attempt(lambda: len(Registry(self.tracker).show(log)), 0)
         self._end()
         return self.done
 

@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     family: str
     alias: str = CHAMPION
     to: str = ""
-    """Label of a model, or place of a record in the log; empty: the one before."""
+    """Label of a model (`checkpoint/` may be left out), or place of a record in the log; empty: the one before."""
     by: str = ""
     comment: str = ""
 
@@ -50,15 +50,15 @@ def roll_back(root: Root, wanted: Wanted) -> tuple[Promotion, bool]:
         return _record(root, records, wanted, seen)
 
     promotion = log.append(write)
-    return promotion, show(root, wanted.family, log.records, promotion)
+    return promotion, show(log, promotion)
 
 
-def show(root: Root, family: str, log: Log, promotion: Promotion) -> bool:
+def show(log: PromotionLog, promotion: Promotion) -> bool:
     """Show in MLflow who holds what now, and on both versions why; return whether it does."""
     from tasks.registry import Registry
     from tasks.tracking import Tracker
 
-    tracker = Tracker(root, family)
+    tracker = Tracker(log.root, log.family)
     registry = Registry(tracker)
     labels = (promotion.artifact, promotion.champion)
     return tracker.reach.attempt(lambda: registry.show(log, *labels) is not None, False)
@@ -97,7 +97,7 @@ def _target(log: Log, wanted: Wanted) -> Promotion:
         if len(pile := reigns(log, wanted.alias)) < 2:
             raise ValueError(f"rollback: {name} is {held[-1].artifact}, no model held it before; name one with --to")
         return pile[-2]
-    found = [record for record in held if wanted.to in (record.artifact, str(record.n))]
+    found = [one for one in held if wanted.to in (one.artifact, one.artifact.rpartition("/")[2], str(one.n))]
     if not found:
         raise ValueError(
             f"rollback: {wanted.to!r} never held {name}; choose the label or the number of one that did: "

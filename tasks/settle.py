@@ -7,19 +7,20 @@ is said aloud, and the run is marked so that `reconcile` sends what is missing.
 
 from __future__ import annotations
 
-from tasks.promotions import Log, judged
+from tasks.promotion_log import PromotionLog
+from tasks.promotions import judged
 from tasks.reconcile import mark_open
 from tasks.registry import Registry
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
 
 
-def settle(runs: Runs, record: RunRecord, tracker: Tracker, log: Log, artifact: str) -> bool:
+def settle(runs: Runs, record: RunRecord, tracker: Tracker, log: PromotionLog, artifact: str) -> bool:
     """Show what `log` says of `artifact`, the model of run `record` (whose lease is held); return whether MLflow does.
 
     Raises OSError if the root does not answer.
     """
-    record.verdict = judged(log, record.name)[-1].kind
+    record.verdict = judged(log.records, record.name)[-1].kind
     runs.save(record)
     tracker.set_tags(record.mlflow_run, {"verdict": record.verdict})
     shown = tracker.reach.attempt(lambda: _show(Registry(tracker), log, artifact), False)
@@ -30,6 +31,6 @@ def settle(runs: Runs, record: RunRecord, tracker: Tracker, log: Log, artifact: 
     return shown
 
 
-def _show(registry: Registry, log: Log, artifact: str) -> bool:
+def _show(registry: Registry, log: PromotionLog, artifact: str) -> bool:
     registry.show(log, artifact)
     return True

@@ -87,6 +87,11 @@ def write_answers(found: Iterable[Answer], folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(columns.items()))), folder / ANSWERS_FILE)
 
 
+def program_of(prompt: Prompt, answer: str) -> str:
+    """Return the program that shows whether `answer` is right: it exits with 0 if so."""
+    return f"{prompt.program}{answer}\n{prompt.tests}"
+
+
 def _too_long(prompt: Prompt, writing: Writing, tokenizer: Tokenizer, window: int) -> str:
     size = 1 + len(tokenizer.encode(prompt.context))
     if size + writing.max_tokens <= window:
@@ -130,7 +135,7 @@ def _compared(prompt: Prompt, text: str, writing: Writing) -> tuple[bool, str]:
 
 
 def _run(pairs: Sequence[tuple[Prompt, str | None]], writing: Writing, parallel: int) -> list[tuple[bool, str]]:
-    programs = [f"{prompt.program}{part}\n{prompt.tests}" for prompt, part in pairs if part is not None]
+    programs = [program_of(prompt, part) for prompt, part in pairs if part is not None]
     verdicts = iter(run_programs(programs, writing.seconds, parallel) if programs else ())
     ends = [None if part is None else next(verdicts) for _, part in pairs]
     return [(end.passed, "" if end.passed else end.reason) if end else (False, NOTHING) for end in ends]

@@ -20,6 +20,7 @@ from llama3.evaluate.paired import (
     centred_difference,
     corrected,
     documents_difference,
+    losses_difference,
     of_documents,
     questions_difference,
     questions_estimate,
@@ -30,6 +31,8 @@ from llama3.evaluate.significance import Difference
 from llama3.evaluate.suites import BPB, CORE
 from llama3.recipe.schema import Recipe
 
+BITS = "bits per byte"
+"""Unit of the scores that are compared document by document."""
 Item = tuple[str, float]
 """Id and denominator of a sample."""
 Samples = Mapping[Item, tuple[float, str]]
@@ -48,11 +51,12 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
     tasks = {task["key"]: task for task in asked["tasks"]}
     by_groups = {key for key, task in tasks.items() if task["average"] == "groups" and task["kind"] != "bits"}
     pairs = _pairs(_read(candidate), _read(champion), scores, reigning, by_groups)
-    documents = {key: of_documents(key, found) for key, found in pairs.items() if scores[key].better == "lower"}
-    questions = {key: found for key, found in pairs.items() if key not in documents}
+    documents = {key: of_documents(key, found) for key, found in pairs.items() if scores[key].unit == BITS}
+    questions = {key: found for key, found in pairs.items() if scores[key].better == "higher"}
     documents |= _means(recipe, documents)
     found = {key: documents_difference(resampled) for key, resampled in documents.items()}
     found |= {key: questions_difference(paired) for key, paired in questions.items()}
+    found |= {key: losses_difference(pairs[key]) for key in pairs.keys() - found.keys()}
     counted = [(key, tasks[key]["baseline"]) for key in sorted(questions.keys() & tasks.keys())]
     parts = [(questions_estimate(questions[key]), base) for key, base in counted if base is not None]
     if parts and asked["baselines"] == read_asked(champion)["baselines"]:

@@ -24,7 +24,9 @@ import torch
 from llama3.evaluate.answers import Answer, answer_samples, answers, too_long, write_answers
 from llama3.evaluate.generate import generate
 from llama3.evaluate.gold import gold_key, gold_samples, gold_score
+from llama3.evaluate.haystack import KINDS
 from llama3.evaluate.held_out import Document, document_bytes, held_out, longest_sequence
+from llama3.evaluate.needle import Retrieval, find_needles, lengths_up_to
 from llama3.evaluate.ranks import Ranks, Single
 from llama3.evaluate.samples import Sample, samples
 from llama3.evaluate.score_table import score_table
@@ -40,6 +42,8 @@ from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 
 WRITTEN = ("generate", "code")
 """Kinds that are answered in writing."""
+HAYSTACK_BYTES = 4
+"""UTF-8 bytes of a document for each position of the longest haystack."""
 PROMPT_CHARS = 80
 """Characters of a held-out document that a shown continuation starts from."""
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 0}
@@ -91,12 +95,16 @@ def evaluate(
             )
         window = min(network.spec.max_seq, longest_sequence(recipe))
         found = _answered(network, coder, asked.tasks, window, device, ranks)
+        needles = _needles(recipe, network, coder, documents, asked, window, device, ranks)
         shown = _generations(network, coder, chosen, asked.tasks)
     baselines = asked.baselines()
     scores, rows = score_table(recipe, asked.tasks, found.samples, baselines)
     with_gold = [(task, items) for task, items in zip(asked.tasks, found.gold, strict=True) if items]
     scores |= {gold_key(task.key): gold_score(task, items) for task, items in with_gold}
     rows += [item for _, items in with_gold for item in items]
+    if needles is not None:
+        scores |= needles.scores()
+        rows += needles.samples()
     if ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_scores(scores, folder)
@@ -149,6 +157,24 @@ def _answered(
         else:
             found.samples.append(samples(task, mine))
     return found
+
+
+def _needles(
+    recipe: Recipe,
+    network: Transformer,
+    coder: Tokenizer,
+    documents: Path,
+    asked: Asked,
+    window: int,
+    device: str,
+    ranks: Ranks,
+) -> Retrieval | None:
+    """Return what is found in haystacks of all lengths up to the window, if the suite asks and the window has room."""
+    lengths = lengths_up_to(window)
+    if "needle" not in asked.suite.built_in or not lengths:
+        return None
+    texts = [d.text for d in held_out(documents, recipe.evaluate.documents, HAYSTACK_BYTES * lengths[-1])]
+    return find_needles(network, coder, texts, lengths, recipe.evaluate.needles, device, KINDS, ranks)
 
 
 def _tasks(asked: Asked, by_task: Sequence[Sequence[Sample]], baselines: dict[str, float]) -> dict[str, Any]:

@@ -198,9 +198,8 @@ def _compared(case: Case, differences: Differences | None) -> Verdict:
 
 def _same(differences: Differences) -> bool:
     """Return whether both models gave the same numbers on every document: they are one, and nothing would change."""
-    documents = [found for found in differences.values() if found.method == DOCUMENTS]
-    whole = all(found.low == found.high == 0 for found in documents)
-    return bool(documents) and whole and all(found.value == 0 for found in differences.values())
+    widths = [found.high - found.low for found in differences.values() if found.method == DOCUMENTS]
+    return 0 in widths and not any(width > 0 for width in widths) and not any(d.value for d in differences.values())
 
 
 def _integrity(candidate: Table) -> Row:

@@ -1,9 +1,9 @@
 """The held-out documents that an evaluation reads: a few per domain, the same ones every time.
 
 They are the first by id (ids are hashes, so that is a random sample) and long ones are cut: bits per byte of the
-openings of 64 documents says what a gate needs within seconds. What this gives up: text far inside long documents is
-not scored, so this measures no long-context ability. Languages of the multilingual domain take
-turns, so that rare ones are measured too; one that none of the first thousands of documents is in does not appear.
+openings of 64 documents says what a gate needs within seconds. Languages of the multilingual domain take turns, so that
+rare ones are measured too. What this gives up: text far inside long documents is not scored, so this measures no
+long-context ability; and a language that is in none of the first thousands of documents does not appear.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ def held_out(folder: Path, count: int, size: int) -> list[Document]:
     return chosen
 
 
+def looked_at(domain: Domain, count: int) -> int:
+    """Return how many held-out documents of a domain, by id, `count` of them are chosen from."""
+    return LOOKED_AT * count if domain == "multilingual" else count
+
+
 def cut(text: str, size: int) -> str:
     """Return the longest beginning of `text` of at most `size` UTF-8 bytes."""
     return text.encode()[:size].decode(errors="ignore")
@@ -78,7 +83,7 @@ def _turns(folder: Path, domain: Domain, count: int) -> set[str]:
     """Return the ids of `count` documents whose languages take turns, each language's first ones by id."""
     rows = chain.from_iterable(read_documents(folder, domain, ["id", "language"], "held_out"))
     by_language: dict[str, list[str]] = {}
-    for row in islice(rows, LOOKED_AT * count):
+    for row in islice(rows, looked_at(domain, count)):
         of_language = by_language.setdefault(row["language"] or "", [])
         if len(of_language) < count:
             of_language.append(row["id"])

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from llama3.evaluate.haystack import CHOICES, KINDS, Coder, Kind, Question, pool_of, questions
+from llama3.evaluate.haystack import CHOICES, Coder, Kind, Question, pool_of, questions
 from llama3.evaluate.ranks import Ranks
 from llama3.evaluate.samples import Sample
 from llama3.evaluate.scores import Score, Scores
@@ -133,19 +133,6 @@ def grid(scores: Scores) -> dict[int, dict[int, Score]]:
 def lengths_up_to(window: int) -> tuple[int, ...]:
     """Return the powers of two from 512 up to `window`; none where it is shorter."""
     return tuple(2**power for power in range(SHORTEST.bit_length() - 1, window.bit_length()))
-
-
-def needle_scores(
-    model: LanguageModel,
-    coder: Coder,
-    texts: Sequence[str],
-    lengths: Sequence[int],
-    count: int,
-    device: str = "cpu",
-    ranks: Ranks | None = None,
-) -> dict[str, Score]:
-    """Return the scores of all tasks, `count` haystacks for each task and length. Raises ValueError as `questions`."""
-    return find_needles(model, coder, texts, lengths, count, device, KINDS, ranks).scores()
 
 
 def find_needles(

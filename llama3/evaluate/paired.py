@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llama3.evaluate.bootstrap import RESAMPLES, Resampled, combine, interval, resample
 from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
-from llama3.evaluate.statistics import Estimate, mean, normal, paired_proportions, weighted_mean
+from llama3.evaluate.statistics import Estimate, mean, normal, paired_proportions, ratio, weighted_mean
 
 Array = NDArray[np.float64]
 
@@ -67,6 +67,12 @@ def questions_difference(pairs: Pairs) -> Difference:
 def questions_estimate(pairs: Pairs) -> Estimate:
     """Return the mean difference of answers with its standard error."""
     return mean((pairs.candidate - pairs.champion).tolist(), pairs.groups)
+
+
+def losses_difference(pairs: Pairs) -> Difference:
+    """Return the normal difference of a ratio of sums, where lower is better; for many short texts, such as answers."""
+    found = ratio((pairs.candidate - pairs.champion).tolist(), pairs.denominators.tolist())
+    return normal_difference(found).model_copy(update={"better": "lower"})
 
 
 def normal_difference(found: Estimate) -> Difference:

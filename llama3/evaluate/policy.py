@@ -6,12 +6,13 @@ that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/
 
 from __future__ import annotations
 
+from llama3.evaluate.gold import GOLD
 from llama3.evaluate.score_table import LANGUAGE, MACRO
 from llama3.evaluate.suites import BPB, CORE, suite_of
 from llama3.recipe.rules import matches
 from llama3.recipe.schema import Recipe
 
-OPEN = (f"{LANGUAGE}/", "eval/needle")
+OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")
 
 
 def check_rules(recipe: Recipe) -> None:

@@ -83,7 +83,5 @@ def check_sampling(temperature: float, top_p: float) -> None:
 def _at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
     """Return the index at which each number of [0, 1) falls in the cumulated shares, which need not sum to 1."""
     sums_BV = shares_BV.cumsum(-1)
-    whole_B1 = sums_BV[:, -1:]
-    below_B1 = torch.nextafter(whole_B1, torch.zeros_like(whole_B1))  # a product may round up to the whole: no index
-    at_B1 = torch.searchsorted(sums_BV, torch.minimum(drawn_B1 * whole_B1, below_B1), right=True)
-    return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)
+    at_B1 = torch.searchsorted(sums_BV, drawn_B1 * sums_BV[:, -1:], right=True)
+    return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)  # past the end only where shares are not finite

@@ -113,7 +113,8 @@ def _judge(ended: dict[str, Any], seconds: float) -> Verdict:
         return Verdict(True, "passed")
     if status == 0:
         return Verdict(False, "it ended before its last line")
-    if -status in (signal.SIGKILL, signal.SIGXCPU) and ended["cpu"] >= 0.9 * max(1, round(seconds)):
+    # The kernel stops by its clock's ticks, which on a busy machine run ahead of the time that it counts.
+    if -status in (signal.SIGKILL, signal.SIGXCPU) and ended["cpu"] >= 0.5 * max(1, round(seconds)):
         return Verdict(False, f"more than {max(1, round(seconds))} s of processor time")
     if status < 0:
         return Verdict(False, f"ended by signal {-status}")

@@ -30,7 +30,7 @@ from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan
 from llama3.evaluate.ranks import Ranks, Single
 from llama3.evaluate.sequences import Encoder, encoded
 from llama3.evaluate.task import Request
-from llama3.model.cache import Behind, Cache, attached
+from llama3.model.cache import Behind, Cache, reading
 from llama3.model.documents import Visible
 from llama3.model.loss import NO_TARGET, token_nats
 from llama3.model.transformer import Head, Transformer
@@ -135,8 +135,7 @@ def _read(model: LanguageModel, batches: Iterable[Batch], device: str, greedy: f
 
 def _cache(model: Transformer, prefix: list[int], device: str) -> Cache:
     cache = Cache(len(prefix))
-    with attached(model, cache):
-        model(torch.tensor([prefix], device=device), head=lambda hidden_BSD, _: hidden_BSD)
+    reading(model, cache)(torch.tensor([prefix], device=device), head=lambda hidden_BSD, _: hidden_BSD)
     return cache
 
 
@@ -154,9 +153,9 @@ def _parts(
     else:
         positions_BS, mask = (x.to(device) for x in _tree(batch))
         repeated = model.spec.heads // model.spec.kv_heads if mask.is_cuda else 1
-        with attached(model, Behind(before, positions_BS, repeated)):
-            result_2N = model(tokens_BS.to(device), Visible(mask=mask), head=head)
-    nats, best = (line.split([len(part.places) for part in scored]) for line in result_2N.cpu())
+        behind = reading(model, Behind(before, positions_BS, repeated))
+        result_2N = behind(tokens_BS.to(device), Visible(mask=mask), head=head)
+    nats, best = (torch.split(line, [len(part.places) for part in scored]) for line in result_2N.cpu())
     for part, some, likeliest in zip(scored, nats, best, strict=True):
         yield Part(part.sequence, math.fsum(some.tolist()), bool(likeliest.all()))
 
@@ -183,7 +182,7 @@ def _head(batch: Batch, device: str, wanted: bool) -> Head:
 
 def _likeliest(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     """Return the token with the largest logit at each place."""
-    chunks = hidden_ND.split(max(1, LOGITS // len(weight_VD)))
+    chunks = torch.split(hidden_ND, max(1, LOGITS // len(weight_VD)))
     return torch.cat([(chunk @ weight_VD.T).argmax(-1) for chunk in chunks])
 
 

@@ -21,7 +21,7 @@ from llama3.recipe.section import Section
 from storage.filesystem import is_local
 
 LIBRARY = Path(__file__).parent / "library"
-BuiltIn = Literal["bits", "arithmetic", "continuation"]
+BuiltIn = Literal["bits", "arithmetic", "continuation", "needle"]
 Model = TypeVar("Model", bound=Section)
 YAML = (".yaml", ".yml")
 QUESTION_LINES: dict[str, Any] = {

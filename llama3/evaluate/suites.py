@@ -84,14 +84,14 @@ def suite_of(recipe: Recipe) -> Suite:
 
 
 def suite_inputs(recipe: Recipe) -> dict[str, str]:
-    """Return what the recipe's scores stand on besides model and documents: a digest of each task and of its data.
+    """Return digests of what the scores stand on besides model and documents: built-in tasks, baselines, each task.
 
-    A file that is not there has the digest `missing`. Raises ValueError as `suite_of` does.
+    That of a task covers its data; a file that is not there has the digest `missing`. Raises as `suite_of` does.
     """
     suite = suite_of(recipe)
-    table = suite.baselines.model_dump_json() if suite.baselines else ""
-    made = {"suite.core": hashlib.sha256(table.encode()).hexdigest()} if table else {}
-    return made | {f"task.{planned.name}": _input(planned) for planned in suite.planned}
+    table = suite.baselines.model_dump(mode="json") if suite.baselines else None
+    tasks = {f"task.{planned.name}": _input(planned) for planned in suite.planned}
+    return {"suite": _sha256([suite.built_in, table]), **tasks}
 
 
 def asked_of(recipe: Recipe, documents: Sequence[Document]) -> Asked:
@@ -163,9 +163,11 @@ def _input(planned: Planned) -> str:
     task = planned.made_of.model_dump(mode="json")
     names = dict.fromkeys(planned.made_of.files)
     files = {name: _digest(planned, name) for name in names}
-    return hashlib.sha256(
-        json.dumps([{**task, "data": None}, list(files.values())], sort_keys=True).encode()
-    ).hexdigest()
+    return _sha256([{**task, "data": None}, list(files.values())])
+
+
+def _sha256(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(planned: Planned, name: str) -> str:

@@ -1,7 +1,8 @@
 """Templates of a task, and what they make of one row: a question as text, checked.
 
 jinja2's sandbox runs them, because a task file may come from elsewhere: it can read the row's fields and nothing else
-of this process. A field that a row lacks is an error, never an empty text. What this gives up: about 50 us a row.
+of this process. A field that a row lacks is an error, never an empty text. What this gives up: speed; the 14,042
+questions of MMLU take seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keys and values of tokens that a model has read, so that the next token costs one step instead of the whole text.
 
-A cache takes the place of the model's `exchange` while it is attached: the model asks it where its tokens stand and
-hands it the keys and values of each layer in turn, which is all that a cache has to know. Room for the longest text is
-taken at once, so that no step copies what is there. What this gives up: one process holds the whole model.
+A cache takes the place of a model's `exchange` (see `reading`): the model asks it where its tokens stand and hands it
+the keys and values of each layer in turn, which is all that a cache has to know. Room for the longest text is taken at
+once, so that no step copies what is there. What this gives up: one process holds the whole model.
 
 Stored is [B, K, T, E], the order in which attention reads fastest.
 
@@ -11,8 +11,6 @@ Shapes: B sequences, S tokens of this call, T tokens so far, K key/value heads, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -176,21 +174,6 @@ def _twin(module: Any, exchange: Exchange) -> Any:
     """Return a copy of a module that shares its parameters and has copies of the modules in it."""
     twin = copy(module)
     twin._modules = {name: child and _twin(child, exchange) for name, child in module._modules.items()}
-    twin._compiled_call_impl = None  # it would call the module that it was compiled for
     if hasattr(module, "exchange"):
         twin.exchange = exchange
     return twin
-
-
-@contextmanager
-def attached(model: Transformer, exchange: Exchange) -> Iterator[None]:
-    """Let `model` use `exchange` until the block ends."""
-    holders: list[Any] = [module for module in model.modules() if hasattr(module, "exchange")]
-    before = [holder.exchange for holder in holders]
-    try:
-        for holder in holders:
-            holder.exchange = exchange
-        yield
-    finally:
-        for holder, own in zip(holders, before, strict=True):
-            holder.exchange = own

@@ -28,7 +28,7 @@ PACKED = (torch.bfloat16, torch.float16)
 class Visible(NamedTuple):
     """What attention needs to know of a batch, made once for all layers; at most one of these is set.
 
-    None is: plain causal over queries and keys in order.
+    None is: plain causal over queries and keys in order; a single query stands last and reads all keys.
     """
 
     mask: Tensor | None = None

@@ -46,3 +46,10 @@ def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
     for block in model.layers.values() if zero == 3 else ():
         assert isinstance(block, FSDPModule)
         block.set_reshard_after_backward(True)
+
+
+def release(model: Transformer) -> None:
+    """Have a sharded model give up what a forward pass without gradients gathered: no backward pass will."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import World
 from llama3.recipe.schema import Recipe
 from llama3.train.job import TrainJob
@@ -81,12 +80,14 @@ class Engine:
                 share.tokens_BS, share.documents_BS, share.targets_BS, micro_batch
             )
             return found
+        from llama3.parallel.fsdp import release
+
         model, parts = self.state.parts[0], []
         for first in range(0, count, self.micro_batch):
             rows = slice(first, first + self.micro_batch)
             documents = None if share.documents_BS is None else share.documents_BS[rows]
             parts.append(model(share.tokens_BS[rows], documents, share.targets_BS[rows]))
-        _release(model)
+        release(model)
         return torch.cat(parts)
 
     def _factor(self, measured: Measured) -> Tensor:
@@ -105,13 +106,6 @@ class Engine:
 def largest_divisor(count: int, limit: int) -> int:
     """Return the largest divisor of `count` that is at most `limit`: a pipeline wants equal micro-batches."""
     return next(size for size in range(min(count, limit), 0, -1) if count % size == 0)
-
-
-def _release(model: Transformer) -> None:
-    """Let a sharded model give up what a forward pass without gradients gathered: no backward pass will."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
 
 
 def _pipeline(state: TrainState, world: World) -> Any:

@@ -76,10 +76,8 @@ class Room:
 
 
 def write_documents(folder: Path) -> None:
-    rows = [
-        {"id": hashlib.sha256(text.encode()).hexdigest(), "text": text * 20, "domain": "general", "split": "held_out"}
-        for text in TEXTS
-    ]
+    columns = {"domain": "general", "language": "en", "split": "held_out"}
+    rows = [{"id": hashlib.sha256(text.encode()).hexdigest(), "text": text * 20, **columns} for text in TEXTS]
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(sorted(rows, key=lambda row: row["id"])), folder / "general-00000.parquet")
 

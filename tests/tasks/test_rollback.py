@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ from tasks import rollback
 from tasks.models import label_of_alias
 from tasks.promotion_log import PromotionLog, Write, read_log
 from tasks.promotions import CHAMPION, PREVIOUS, REFUSED, ROLLED_BACK, Promotion, decided, holders, reigning, reigns
-from tasks.reconcile import show_aliases
+from tasks.reconcile import reconcile, show_aliases
 from tasks.registry import Registry
 from tasks.rollback import Wanted, roll_back
 from tasks.tracking import Tracker
 from tests.tasks.mlflow_server import use
-from tests.tasks.promotion_samples import FAMILY, add, champions
+from tests.tasks.promotion_samples import FAMILY, add, champions, judged_record
 from tests.tasks.tracked_run import models, two_runs
 
 
@@ -62,7 +63,7 @@ def test_it_goes_back_one_champion_at_a_time_and_never_to_one_that_was_left(root
 def test_a_model_is_named_by_its_label_or_by_a_number_of_the_log(root: Root) -> None:
     first, second, third = (artifact.label for artifact in champions(root, 3))
     assert back(root, to="1") == first
-    assert back(root, to=second) == second
+    assert back(root, to=second.removeprefix("checkpoint/")) == second
     with pytest.raises(ValueError, match=f"{second} holds tiny@champion already"):
         back(root, to="2")
     refused = add(root, 9, REFUSED)
@@ -134,10 +135,16 @@ def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
             assert to or champion == reigns(log, CHAMPION)[-2].artifact
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    """A root with two runs whose models were promoted one after the other, shown in its own MLflow."""
+    return two_runs(tmp_path_factory.mktemp("runs"))
+
+
 def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = two_runs(tmp_path)
+    root = runs
     tracker = Tracker(root, FAMILY)
     first, second = (record.artifact for record in read_log(root, FAMILY))
     assert models(tracker)["aliases"] == {CHAMPION: second, PREVIOUS: first, "candidate": second}
@@ -147,7 +154,8 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
             roll_back(root, Wanted(FAMILY, by="Ada"))
     assert label_of_alias(root, FAMILY, CHAMPION) == first, "the log has it"
     assert models(tracker)["aliases"][CHAMPION] == second, "MLflow is behind"
-    assert [line.after for line in show_aliases(root, FAMILY)] == ["champion: version 1", "previous: none"]
+    settled = [line.after for line in reconcile(root, None) if line.run == FAMILY]
+    assert settled == ["champion: version 1", "previous: none"]
     assert models(tracker)["aliases"] == {CHAMPION: first, "candidate": second}
     assert show_aliases(root, FAMILY) == []
 
@@ -159,13 +167,27 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
         assert found["versions"][label]["rollback"].endswith(f"by Ada at {record.time}: it was not the model")
 
 
+def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> None:
+    root, labels = runs, [record.artifact for record in read_log(runs, FAMILY)[:2]] * 2
+
+    def promoter(number: int) -> None:
+        log = PromotionLog(root, FAMILY)
+        for label in labels:
+            log.append(lambda records, label=label: judged_record(number, log=records, artifact=label))  # type: ignore[misc]
+            Registry(Tracker(root, FAMILY)).show(log, label)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(promoter, range(4)))
+    assert models(Tracker(root, FAMILY))["aliases"] == holders(read_log(root, FAMILY))
+
+
 def test_the_command_loads_no_torch_and_tells_what_it_did(tmp_path: Path) -> None:
     made: list[Artifact] = champions(Root.of(tmp_path), 2)
     script = (
         "import sys; from flows.cli import app; app(sys.argv[1:], standalone_mode=False); print('torch' in sys.modules)"
     )
     words = ["rollback", FAMILY, "--root", str(tmp_path), "--by", "Ada", "--comment", "it loops"]
-    environment = {**os.environ, "COLUMNS": "300"}
+    environment = {**os.environ, "COLUMNS": "300", "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
     run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
     said, torch = run.stdout.splitlines()
     assert said.startswith(f"tiny@champion: rolled back from {made[1].label} to {made[0].label}"), run.stderr

@@ -131,7 +131,7 @@ class TrackedRun:
                     gate=decision,
                 )
             )
-            settle(context.runs, context.record, context.tracker, log.records, checkpoint.label)
+            settle(context.runs, context.record, context.tracker, log, checkpoint.label)
             context.tracker.set_tags(child, {"verdict": "promoted"})
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Written answers of a real, small model: judged, kept with the reason, the same again and on several processes."""
+"""Written answers of a real, small model: judged, kept with the reason, the same again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.evaluate.answers import TOO_LONG, Answer, answer_samples, answers, too_long, write_answers
+from llama3.evaluate.answers import TOO_LONG, Answer, answer_samples, answers, program_of, too_long, write_answers
+from llama3.evaluate.data_rows import Places, read_rows
 from llama3.evaluate.ranks import Single
 from llama3.evaluate.samples import score
-from llama3.evaluate.sandbox import why_not_contained
+from llama3.evaluate.sandbox import run_programs, why_not_contained
+from llama3.evaluate.suite_file import planned_of
+from llama3.evaluate.suites import rendered_task
 from llama3.evaluate.task import Prompt, Task, Writing
 from llama3.model.initial import build
 from llama3.model.transformer import Transformer
@@ -87,30 +90,6 @@ def test_questions_longer_than_the_window_count_as_wrong_aloud(model: Transforme
     assert len(answer_samples(task, found)) == 3
 
 
-class Half:
-    """One of two processes; `others` is what the other one found."""
-
-    size = 2
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.found: list[object] = []
-
-    def gather(self, found: list[object]) -> list[list[object]]:
-        self.found = found
-        return [found, []] if self.rank == 0 else [[], found]
-
-
-def test_shares_of_two_processes_make_the_whole(model: Transformer, coder: Tokenizer) -> None:
-    """Each process alone answers its own questions, with the words that one process would give."""
-    task, halves = asked(5), (Half(0), Half(1))
-    alone = answers(model, coder, task, WINDOW, Single())
-    apart = [one for half in halves for one in answers(model, coder, task, WINDOW, half)]
-    order = {one.id: place for place, one in enumerate(alone)}
-    assert sorted(apart, key=lambda one: (order[one.id], one.sample)) == alone
-    assert [len(half.found) for half in halves] == [3, 2]
-
-
 @pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
 def test_programs_are_run_behind_what_stands_before_them(model: Transformer, coder: Tokenizer) -> None:
     """What a random model writes is no Python, except behind a comment sign."""
@@ -127,3 +106,16 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
     assert "AssertionError" in found[1].reason
     assert isinstance(found[2], Answer)
     assert found[2].reason
+
+
+@pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+def test_humaneval_accepts_its_reference_solutions_and_no_stub(shared: Path) -> None:
+    """What is run is put together as for a model's answer: program, answer, tests."""
+    (planned,) = planned_of("humaneval", str(shared / "eval"))
+    prompts = rendered_task(planned).task.prompts[:12]
+    rows = read_rows("humaneval/HumanEval.jsonl.gz", Places(str(shared / "eval"))).rows
+    right = [program_of(prompt, row.fields["canonical_solution"]) for prompt, row in zip(prompts, rows, strict=False)]
+    assert all(verdict.passed for verdict in run_programs(right))
+    assert not any(
+        verdict.passed for verdict in run_programs([program_of(prompt, "    return None") for prompt in prompts])
+    )

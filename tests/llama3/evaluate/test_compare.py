@@ -66,7 +66,10 @@ class Folder:
         mine = [sample for sample in self.samples if sample.key == key]
         better: Better = "lower" if "bpb" in key else "higher"
         value = ratio([one.numerator for one in mine], [one.denominator for one in mine]).value
-        return Score.of(key, normal(value, 0.1, len(mine)), "", better, self.requests, None)
+        unit = "bits per byte" if better == "lower" else "accuracy"
+        if "gold" in key:
+            unit, better = "nats", "lower"
+        return Score.of(key, normal(value, 0.1, len(mine)), unit, better, self.requests, None)
 
 
 def test_bits_per_byte_are_paired_and_averaged_by_the_mix(recipe: Recipe, tmp_path: Path) -> None:
@@ -136,6 +139,18 @@ def test_shares_of_several_answers_have_no_mcnemar(recipe: Recipe, tmp_path: Pat
     assert found.method == PAIRED
     assert found.value == pytest.approx(0.2 / 3)
     assert found.p < 0.05
+
+
+def test_the_loss_of_answers_has_a_normal_interval_and_is_better_low(recipe: Recipe, tmp_path: Path) -> None:
+    random = np.random.default_rng(6)
+    champion = 3 + random.standard_normal(200)
+    candidate = champion - 0.1 + 0.2 * random.standard_normal(200)
+    ours = Folder().bits("eval/gold_nll/a", candidate.tolist(), [1.0] * 200)
+    theirs = Folder().bits("eval/gold_nll/a", champion.tolist(), [1.0] * 200)
+    (found,) = compare(recipe, ours.write(tmp_path / "ours"), theirs.write(tmp_path / "theirs")).values()
+    assert (found.method, found.better, found.p_holm) == (PAIRED, "lower", None)
+    assert found.low < -0.1 < found.high < 0
+    assert found.p < 0.001
 
 
 def test_only_common_texts_count_and_other_words_are_not_compared(recipe: Recipe, tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def test_the_champion_itself_is_accepted_again() -> None:
     decision = changed(given, candidate=given.champion, differences=same)
     assert decision.accepted
     assert decision.rows[1].reason.endswith("is the champion's own: equal on every document")
+    single = same["eval/bpb"].model_copy(update={"low": math.nan, "high": math.nan, "p": math.nan, "n": 1})
+    assert changed(given, candidate=given.champion, differences=same | {"eval/bpb_language/si": single}).accepted
     almost = same | {"eval/bpb/code": same["eval/bpb/code"].model_copy(update={"high": 1e-9})}
     assert "eval/bpb" in failed(changed(given, candidate=given.champion, differences=almost))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llama3.evaluate.haystack import CHOICES, DEPTHS, KINDS, Kind, pool_of, questions
-from llama3.evaluate.needle import chance, find_needles, grid, key_of, lengths_up_to, needle_scores
+from llama3.evaluate.needle import chance, find_needles, grid, key_of, lengths_up_to
 from llama3.evaluate.statistics import proportion
 from llama3.model.initial import build
 from llama3.recipe.schema import Model
@@ -158,7 +158,7 @@ def test_a_reader_finds_all_and_a_short_sighted_one_the_last(tokenizer: Tokenize
 def test_an_oracle_finds_all_of_every_task_at_every_length_and_depth(tokenizer: Tokenizer) -> None:
     lengths = lengths_up_to(1500)
     assert lengths == (512, 1024)
-    scores = needle_scores(Oracle(tokenizer), tokenizer, TEXTS, lengths, 11)
+    scores = find_needles(Oracle(tokenizer), tokenizer, TEXTS, lengths, 11, kinds=KINDS).scores()
     assert {score.value for score in scores.values()} == {1.0}
     cells = {f"eval/needle/length_{length:06}/depth_{depth:03}" for length in lengths for depth in DEPTHS}
     kinds = {key for kind in KINDS for key in (key_of(kind), *(f"{key_of(kind)}/length_{n:06}" for n in lengths))}

@@ -7,26 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan, windows
+from tests.llama3.evaluate.packing_samples import questions
 
 BUDGET = Budget(512, 2048)
-
-
-@st.composite
-def questions(draw: st.DrawFn) -> list[Scorable]:
-    """Sequences that often share a beginning, a context or all, and some that are too long.
-
-    A token that is scored says where it stands, ten times over, and one of two choices.
-    """
-    small = st.lists(st.integers(1, 3), min_size=1, max_size=6)
-    shared = [[0, *[7] * draw(st.sampled_from([0, 30, 40, 100])), *draw(small)] for _ in range(draw(st.integers(1, 3)))]
-    asked = []
-    for _ in range(draw(st.integers(1, 8))):
-        context = [*draw(st.sampled_from(shared)), *draw(small)]
-        for _ in range(draw(st.integers(1, 4))):
-            places = range(len(context), len(context) + draw(st.sampled_from([1, 2, 5, 120])))
-            asked.append(([*context, *(10 * place + draw(st.integers(0, 1)) for place in places[:5]),
-                           *(10 * place for place in places[5:])], len(context)))  # fmt: skip
-    return asked
 
 
 def seen(batch: Batch, row: Row, place: int) -> list[int]:

@@ -59,6 +59,18 @@ def test_what_is_chosen_has_a_share(seed: int, temperature: float, top_p: float,
     assert shares[allowed.index(token)] > 0
 
 
+def test_the_largest_number_of_the_dice_takes_a_token_with_a_share() -> None:
+    class Last(Random):
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    for seed in range(300):
+        logits_V = torch.randn(9, generator=torch.Generator().manual_seed(seed))
+        for top_p in (0.5, 1.0):
+            (token,) = Sampler(7, 8, 1.0, top_p).pick(logits_V.unsqueeze(0), [Last()])
+            assert token in (8, *range(7))
+
+
 def test_a_tiny_temperature_takes_the_likeliest() -> None:
     assert set(counts(1e-40, 1.0, SHARES.log(), draws=9)) == {1}
 

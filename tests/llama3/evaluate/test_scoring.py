@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.evaluate import scoring
-from llama3.evaluate.packing import Budget
+from llama3.evaluate.packing import Budget, Scorable
 from llama3.evaluate.scoring import BUDGETS, Likelihood, score_requests, score_sequences
 from llama3.evaluate.sequences import encoded
 from llama3.evaluate.task import Request
@@ -18,6 +18,7 @@ from llama3.model.initial import build
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from tests.llama3.evaluate.packing_samples import questions
 
 SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=64, tied_embeddings=True)
 TEXT = "The sun rises. The sun sets. Pi is 3.14159, naïve cafés serve 日本 tea; the rest is silence. " * 3
@@ -221,3 +222,22 @@ def test_what_is_encoded_apart_is_what_is_encoded_together(tokenizer: Tokenizer,
         assert tokens == [tokenizer.begin, *whole]
         assert tokens[1:start] == before[: start - 1]
         assert start - 1 == len(before) or tokens[start] != before[start - 1]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Transformer:
+    """A model of numbers, each a token, in fp64."""
+    return build(SPEC.model_copy(update={"max_seq": 512}), 4096, 5, torch.float64, torch.device("cpu")).eval()
+
+
+@settings(max_examples=30, deadline=None)
+@given(questions(), st.sampled_from([16, 64, 512]), st.sampled_from([64, 512]))
+def test_whatever_is_shared_scores_as_if_read_alone(
+    numbers: Transformer, asked: list[Scorable], window: int, positions: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUDGETS, "cpu", Budget(positions, 4 * positions))
+        found = score_sequences(numbers, asked, window)
+    alone = score_sequences(numbers, asked, window, share=False)
+    assert [item.tokens for item in found] == [item.tokens for item in alone]
+    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)

@@ -49,7 +49,7 @@ def test_quick_asks_for_no_data(checkout: Path) -> None:
     plain = load_recipe(checkout / "recipes/quickstart.yaml")
     assert plain.evaluate.suite == "quick"
     assert check_suite(plain) == []
-    assert suite_inputs(plain) == {}
+    assert list(suite_inputs(plain)) == ["suite"]
     assert [task.key for task in asked_of(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
 
 
@@ -129,7 +129,7 @@ def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, ro
     assert [task.key for task in asked.tasks] == ["eval/bpb/code", "eval/arithmetic"]
     assert list(asked.skipped) == ["quiz", "quiz_3"]
     assert "is not a file" in asked.skipped["quiz"]
-    assert set(suite_inputs(skipping)) == {"task.quiz", "task.quiz_3"}
+    assert set(suite_inputs(skipping)) == {"suite", "task.quiz", "task.quiz_3"}
 
 
 def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, room: Path) -> None:
@@ -146,12 +146,15 @@ def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) 
     chosen = recipe(checkout, room)
     before = suite_inputs(chosen)
     assert suite_inputs(chosen) == before
-    assert list(before) == ["task.quiz", "task.quiz_3"]
+    assert list(before) == ["suite", "task.quiz", "task.quiz_3"]
     write_lines(room / "data/quiz.jsonl", quiz(29))
     data = suite_inputs(chosen)
-    assert all(data[name] != before[name] for name in before)
+    assert {name for name in before if data[name] != before[name]} == {"task.quiz", "task.quiz_3"}
     (room / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "version": 2}))
     assert suite_inputs(chosen)["task.quiz"] != data["task.quiz"]
+    (room / "table.yaml").write_text("version: 1\nbaselines: {quiz: 0.5}\n")
+    (room / "mine.yaml").write_text("core: table.yaml\ntasks: [quiz.yaml]\n")
+    assert suite_inputs(chosen)["suite"] != before["suite"]
 
 
 @pytest.mark.parametrize(

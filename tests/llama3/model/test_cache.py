@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,3 +102,14 @@ def test_the_model_that_is_read_with_shares_weights_and_leaves_the_other_alone(m
     assert cache.length == 4
     assert torch.equal(model(some(4)), before)
     assert twin.state_dict().keys() == model.state_dict().keys()
+
+
+@torch.inference_mode()
+def test_compiled_layers_are_read_with_as_they_are(model: Transformer) -> None:
+    """A compiled layer calls the module that it was compiled for, which knows nothing of the cache."""
+    tokens, compiled, cache = some(6), deepcopy(model), Cache(6)
+    for layer in compiled.layers.values():
+        layer.compile(backend="eager")
+    twin = reading(compiled, cache)
+    twin(tokens[:, :5])
+    assert close(twin(tokens[:, 5:], cache.visible(1, tokens.device)), model(tokens)[:, 5:])

@@ -1,0 +1,77 @@
+"""Evaluate one model in a process of its own: `python -m llama3.evaluate.main JOB.json`, alone or under torchrun.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 8 -m llama3.evaluate.main JOB.json
+
+Every process reads the whole model on a device of its own, the batches are dealt out, and the first process writes. The
+report has the same bytes on any number of processes. Exit status 2: a mistake, whose words are the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llama3.evaluate.evaluate import evaluate
+from llama3.evaluate.ranks import Group, Single
+from llama3.parallel.mesh import joined
+from llama3.recipe.load import load_recipe
+from storage.filesystem import write_atomic
+
+REFUSED = 2
+
+
+class EvaluateJob(BaseModel):
+    """What the processes are told; see `evaluate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    recipe: Path
+    model: Path
+    tokenizer: Path
+    documents: Path
+    folder: Path
+    """Where the tables are written."""
+    facts: Path
+    """File for what `evaluate` returns."""
+    threads: int = Field(default=1, ge=1)
+    """Processor threads of each process; other numbers may round otherwise."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    timeout_s: int = Field(default=1800, ge=1)
+    """How long a process waits for the others, which may have longer texts to read."""
+
+
+def run(job: EvaluateJob) -> None:
+    """Do what `job` says, together with the other processes that the launcher started. Raises as `evaluate` does."""
+    with joined(job.device, job.timeout_s) as world:
+        facts = evaluate(
+            load_recipe(job.recipe),
+            job.model,
+            job.tokenizer,
+            job.documents,
+            job.folder,
+            threads=job.threads,
+            device=str(world.device),
+            ranks=Group() if world.size > 1 else Single(),
+        )
+        if world.leads:
+            write_atomic(job.facts, json.dumps(facts))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job file named in `arguments`; return the exit status."""
+    try:
+        run(EvaluateJob.model_validate_json(Path(arguments[0]).read_text()))
+    except ValueError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m llama3.evaluate.main JOB.json")
+    sys.exit(main(sys.argv[1:]))
