@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.existing import Found, existing_run, existing_run_or_beside, find_checkpoint
+from flows.existing import existing_run, existing_run_or_beside, find_checkpoint
 from flows.outcome import Outcome, told, why_not
-from flows.parameters import CheckpointParameters, PromotionParameters
+from flows.parameters import EvaluationParameters, PromotionParameters
+from llama3.evaluate.suites import suite_for
 from storage.artifact import Artifact
 from storage.holder import LeaseHeld
 from tasks.approval import decide
@@ -29,11 +30,11 @@ PATIENCE_S = 60.0
 
 
 @flow(name="evaluate", persist_result=False)
-def evaluate(config: CheckpointParameters = CheckpointParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Score a checkpoint on the held-out documents of its run, and return the run's name.
+def evaluate(config: EvaluationParameters = EvaluationParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Score a checkpoint by its run's recipe, or by another suite, and return the run's name.
 
     Args:
-        config: Which checkpoint, and where.
+        config: Which checkpoint, by what, and where.
     """
     return told(lambda: _evaluate(config))
 
@@ -49,13 +50,15 @@ def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa
     return told(lambda: act(config))
 
 
-def _evaluate(config: CheckpointParameters) -> Outcome:
+def _evaluate(config: EvaluationParameters) -> Outcome:
     found = find_checkpoint(config.root_at, config.checkpoint)
     name, label = found.record.name, found.checkpoint.label
     with existing_run_or_beside(config.root_at, name, config.cluster) as (context, ours):
-        if not ours and found.stage in evaluated_stages(context.recipe):
+        suite = config.suite.strip() or context.recipe.evaluate.later or ""
+        usual = suite in ("", suite_for(context.recipe, found.stage))
+        if not ours and usual and found.stage in evaluated_stages(context.recipe):
             return Outcome(name, f"{label} is left to {name}, which is at work and scores {found.stage} itself")
-        scores = _scored(context, found, _curated(context))
+        scores = evaluate_model(context, found.stage, found.checkpoint, _curated(context), suite)
         return Outcome(name, f"{label}: {_scores(scores)}")
 
 
@@ -65,7 +68,7 @@ def _promote(config: PromotionParameters) -> Outcome:
     try:
         with existing_run(config.root_at, name, config.cluster, PATIENCE_S) as context:
             curated = _curated(context)
-            scores = _scored(context, found, curated)
+            scores = evaluate_model(context, found.stage, found.checkpoint, curated)  # the step of the run itself
             decision = promote_model(context, found.checkpoint, scores, curated, asked)
     except LeaseHeld as error:
         raise ValueError(f"checkpoint: {name} is at work and comes to its gate itself; wait for it ({error})") from None
@@ -85,11 +88,6 @@ def _roll_back(config: PromotionParameters) -> Outcome:
         family, alias = find_checkpoint(config.root_at, config.checkpoint).record.family, CHAMPION
     promotion, shown = roll_back(config.root_at, Wanted(family, alias, config.to.strip(), config.by, config.comment))
     return Outcome(promotion.run, decided(promotion, shown))
-
-
-def _scored(context: Context, found: Found, curated: Artifact) -> Artifact:
-    """Return the scores, under the step by which the run itself would call them."""
-    return evaluate_model(context, found.stage, found.checkpoint, curated)
 
 
 def _curated(context: Context) -> Artifact:

@@ -196,6 +196,14 @@ class CheckpointParameters(PlaceParameters):
     )
 
 
+class EvaluationParameters(CheckpointParameters):
+    """A checkpoint to score."""
+
+    suite: str = _field(
+        1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.later of the recipe, or its suite."
+    )
+
+
 class PromotionParameters(CheckpointParameters):
     """What to decide about a checkpoint."""
 

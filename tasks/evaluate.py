@@ -8,7 +8,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.evaluate.suites import suite_inputs
+from llama3.evaluate.suites import suite_for, suite_inputs, under
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design
@@ -20,23 +20,25 @@ VERSION = 2
 
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact) -> Artifact:
-    """Return the scores of `checkpoint` on the held-out documents of `curated`.
+def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact, suite: str = "") -> Artifact:
+    """Return the scores of `checkpoint` on the held-out documents of `curated`, by the recipe's suite or by `suite`.
 
-    They are attached to the checkpoint's LoggedModel and, for this run's own checkpoints, to the parent run's curves.
+    `name` is the stage that ends with it, or `champion`. The scores are attached to the checkpoint's LoggedModel and,
+    for this run's own checkpoints, to the parent run's curves.
     """
-    recipe = context.recipe
-    design = _design(context, checkpoint, curated)
+    usual = suite_for(context.recipe, name)
+    recipe = under(context.recipe, suite or usual)
+    design = _design(recipe, checkpoint, curated)
+    step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         documents = held_out_folder(curated, recipe.evaluate.documents)
         return score(recipe, checkpoint.part("model"), documents, folder, context.cluster)
 
-    return ensure(context, f"evaluate-{name}", design, build)
+    return ensure(context, step, design, build)
 
 
-def _design(context: Context, checkpoint: Artifact, curated: Artifact) -> Design:
-    recipe = context.recipe
+def _design(recipe: Recipe, checkpoint: Artifact, curated: Artifact) -> Design:
     plain = resolved(recipe)
     return Design(
         kind="evaluation",

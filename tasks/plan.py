@@ -11,8 +11,7 @@ from fractions import Fraction
 from rich.table import Table
 
 from llama3.data.sources import DomainSurvey
-from llama3.evaluate.policy import check_rules
-from llama3.evaluate.suites import check_suite
+from llama3.evaluate.policy import check_evaluation
 from llama3.model.flops import flops_per_token, parameter_count
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory
@@ -22,6 +21,7 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS, SPECIAL_TOKENS, Domain
 from llama3.recipe.units import Tokens, tokens
+from storage.filesystem import is_local
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
@@ -54,8 +54,8 @@ def make_plan(recipe: Recipe, sources: list[DomainSurvey]) -> Plan:
     """Return the plan of `recipe`, given what a survey found in its sources."""
     rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
-    check_rules(recipe)
-    left_out = [f"evaluate: leaves out {line}" for line in check_suite(recipe)]
+    here = is_local(recipe.evaluate.data or "")  # what is remote is looked at before a run begins, as sources are
+    left_out = [f"evaluate: leaves out {line}" for line in check_evaluation(recipe, look=here)]
     return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *left_out], sources)
 
 

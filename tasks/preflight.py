@@ -11,8 +11,7 @@ from llama3.data.filters import read_blocked
 from llama3.data.scores import check_seeds
 from llama3.data.sources import DomainSurvey, check_sources, survey
 from llama3.data.vocabulary import read_words
-from llama3.evaluate.policy import check_rules
-from llama3.evaluate.suites import check_suite
+from llama3.evaluate.policy import check_evaluation
 from llama3.recipe.checks import check_batches
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
@@ -107,8 +106,7 @@ def _file_faults(recipe: Recipe) -> list[str]:
             f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"
         )
     try:
-        check_suite(recipe)
-        check_rules(recipe)
+        check_evaluation(recipe)
     except ValueError as error:
         faults += str(error).splitlines()
     return faults

@@ -1,4 +1,4 @@
-"""Whether the rules of `promote.when` can be met at all: each names scores that the recipe's suite will have.
+"""Whether a recipe's suites can be asked, and the rules of `promote.when` be met: each names scores that there will be.
 
 Known from the recipe alone, so a misspelt task is found before a run and not by its gate. What this gives up: scores
 that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/...`) are taken as possible.
@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from llama3.evaluate.gold import GOLD
 from llama3.evaluate.score_table import LANGUAGE, MACRO
-from llama3.evaluate.suites import BPB, CORE, suite_of
+from llama3.evaluate.suites import BPB, CORE, check_suite, suite_for, suite_of, under
 from llama3.recipe.rules import matches
 from llama3.recipe.schema import Recipe
 
 OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")
+
+
+def check_evaluation(recipe: Recipe, look: bool = True) -> list[str]:
+    """Return a line for each task that will be left out of a suite that `recipe` names; data files only if `look`.
+
+    Raises ValueError, one line per fault, for a suite that cannot be asked or a rule of the gate that judges nothing.
+    """
+    left_out = [line for suite in _suites(recipe) if look for line in check_suite(under(recipe, suite))]
+    check_rules(under(recipe, suite_for(recipe, "champion")))
+    return list(dict.fromkeys(left_out))
 
 
 def check_rules(recipe: Recipe) -> None:
@@ -26,6 +36,12 @@ def check_rules(recipe: Recipe) -> None:
     ]
     if faults:
         raise ValueError("\n".join(faults))
+
+
+def _suites(recipe: Recipe) -> list[str]:
+    """Return the suites that `recipe` names, the one for the gate last."""
+    section = recipe.evaluate
+    return list(dict.fromkeys(filter(None, [section.suite, section.later, section.final or section.suite])))
 
 
 def possible(recipe: Recipe) -> set[str]:

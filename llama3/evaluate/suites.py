@@ -54,27 +54,52 @@ class Asked:
         return {key: table[key] for key in chances if key in table}
 
 
+def suite_for(recipe: Recipe, name: str) -> str:
+    """Return the suite for the model of the stage `name`, or for the `champion`."""
+    judged = name in (recipe.stages[-1].name, "champion")
+    return (recipe.evaluate.final if judged else None) or recipe.evaluate.suite
+
+
+def under(recipe: Recipe, suite: str) -> Recipe:
+    """Return `recipe` with another suite."""
+    return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"suite": suite})})
+
+
 def check_suite(recipe: Recipe) -> list[str]:
     """Return a line for each task that will be left out, after reading every file and the first rows of each.
 
     Raises ValueError, one line per fault, for what cannot be asked: a task or suite that is not there or not valid, a
     missing data file (unless `evaluate.missing` is `skip`), a wrong digest, rows that do not fit the templates.
     """
-    left_out: list[str] = []
+    missing, wrong = _unreadable(suite_of(recipe))
+    skip, section = recipe.evaluate.missing == "skip", recipe.evaluate
+    if missing and not skip and section.data is None:
+        wrong.append(
+            f"evaluate.data: is not set, and suite {section.suite} reads files of it for {', '.join(missing)}; "
+            "name the folder of published sets, or set evaluate.missing to skip"
+        )
+    elif not skip:
+        wrong += [f"{name}: {why}" for name, why in missing.items()]
+    if wrong:
+        raise ValueError("\n".join(dict.fromkeys(wrong)))
+    return [f"{name}: {why.partition(';')[0]}" for name, why in missing.items()]
+
+
+def _unreadable(suite: Suite) -> tuple[dict[str, str], list[str]]:
+    """Return the tasks whose files are missing, with why, and what is wrong with others."""
+    missing: dict[str, str] = {}
     wrong: list[str] = []
-    for planned in suite_of(recipe).planned:
+    for planned in suite.planned:
         try:
             if isinstance(planned.made_of, Path):
                 read_requests(planned.made_of)
             else:
                 check_rows(planned.made_of, planned.places, LOOKED_AT)
         except MissingFile as error:
-            (left_out if recipe.evaluate.missing == "skip" else wrong).append(f"{planned.name}: {error}")
+            missing[planned.name] = str(error)
         except ValueError as error:
             wrong.append(str(error))
-    if wrong:
-        raise ValueError("\n".join(dict.fromkeys(wrong)))
-    return left_out
+    return missing, wrong
 
 
 def suite_of(recipe: Recipe) -> Suite:

@@ -167,6 +167,11 @@ class Evaluate(Section):
     """How many of each domain that are."""
     suite: str = "quick"
     """`quick` (needs no data but the recipe's), `core`, `full`, or a YAML file that lists tasks."""
+    final: str | None = None
+    """The suite for the last stage's model, which the gate judges, and for the champion beside it; none: `suite`."""
+    later: str | None = None
+    """The suite that the deployment `evaluate` puts to every new checkpoint, on machines of its own, beside the run;
+    none: it only does what the run has not done."""
     data: str | None = None
     """Folder, here or in an object store, of the published sets that `core` and `full` ask for."""
     missing: Literal["refuse", "skip"] = "refuse"
