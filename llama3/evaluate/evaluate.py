@@ -29,6 +29,7 @@ from llama3.evaluate.held_out import Document, document_bytes, held_out, longest
 from llama3.evaluate.needle import Retrieval, find_needles, lengths_up_to
 from llama3.evaluate.ranks import Ranks, Single
 from llama3.evaluate.samples import Sample, samples
+from llama3.evaluate.sandbox import check_contained
 from llama3.evaluate.score_table import score_table
 from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, TASKS_FILE, write_scores
 from llama3.evaluate.scoring import score_requests
@@ -87,6 +88,8 @@ def evaluate(
         coder = _tokenizer(model, tokenizer)
         chosen = held_out(documents, recipe.evaluate.documents, document_bytes(recipe))
         asked = asked_of(recipe, chosen)
+        if any(task.kind == "code" for task in asked.tasks):
+            check_contained()
         network = load_model(model, dtype=torch.float32, device=device)
         if network.rows != coder.rows:
             raise ValueError(

@@ -68,14 +68,20 @@ def run_programs(
     """
     if seconds <= 0 or parallel < 1:
         raise ValueError(f"seconds {seconds:g} must be above 0 and parallel {parallel} at least 1")
-    if network == "none" and (obstacle := why_not_contained()):
+    if network == "none":
+        check_contained()
+    with ThreadPoolExecutor(parallel) as pool:
+        return list(pool.map(partial(_verdict, seconds=seconds, namespaces=network == "none"), programs))
+
+
+def check_contained() -> None:
+    """Raise ValueError if this machine permits no namespaces."""
+    if obstacle := why_not_contained():
         raise ValueError(
             f"code: this machine cannot contain programs that a model wrote ({obstacle}); leave the code tasks out, "
             "permit user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
             'kernel.apparmor_restrict_unprivileged_userns), or pass network="allowed" on a machine that holds nothing'
         )
-    with ThreadPoolExecutor(parallel) as pool:
-        return list(pool.map(partial(_verdict, seconds=seconds, namespaces=network == "none"), programs))
 
 
 @cache

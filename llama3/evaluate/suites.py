@@ -133,7 +133,7 @@ def asked_of(recipe: Recipe, documents: Sequence[Document]) -> Asked:
         except MissingFile as error:
             if recipe.evaluate.missing == "refuse":
                 raise
-            skipped[planned.name] = str(error)
+            skipped[planned.name] = str(error).partition(";")[0]
             continue
         tasks.append(rendered.task)
         sources[rendered.task.key] = rendered.sources

@@ -197,6 +197,13 @@ class Promote(Section):
     patience: Duration = Duration.parse("1 h")
     """How long a promotion waits for an MLflow server that does not answer before the run fails."""
 
+    @field_validator("to")
+    @classmethod
+    def _free(cls, alias: str) -> str:
+        if alias in ("candidate", "previous"):
+            raise ValueError(f"{alias!r} is given by the promotion log itself; name another alias, such as champion")
+        return alias
+
 
 class Recipe(Section):
     """The whole chain, from raw text to a promoted model."""

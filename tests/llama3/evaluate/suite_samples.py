@@ -61,11 +61,11 @@ def make(root: Path, checkout: Path) -> Recipe:
     return recipe
 
 
-def recipe_of(root: Path, checkout: Path) -> Recipe:
+def recipe_of(root: Path, checkout: Path, *more: str) -> Recipe:
     lengths = [f"stages.{stage}.seq=128" for stage in ("ramp-1", "ramp-2", "main", "anneal")]
     section = [f"suite={root / 'suite.yaml'}", f"data={root / 'data'}", "missing=skip", "documents=4", "questions=9"]
     fields = ["model={preset: tiny, max_seq: 4096}", *lengths, *(f"evaluate.{field}" for field in section)]
-    return load_recipe(checkout / "recipes/quickstart.yaml", fields)
+    return load_recipe(checkout / "recipes/quickstart.yaml", [*fields, *more])
 
 
 def evaluated(root: Path, recipe: Recipe, name: str) -> dict[str, Any]:

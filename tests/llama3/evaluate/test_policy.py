@@ -1,10 +1,13 @@
+"""What a recipe asks of its evaluations is checked before a run: suites, files, and the names in the gate's rules."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.policy import check_rules, possible
+from llama3.evaluate.policy import check_evaluation, check_rules, possible
+from llama3.evaluate.suites import suite_for
 from llama3.recipe.load import load_recipe
 
 
@@ -39,3 +42,27 @@ def test_a_domain_without_a_source_has_no_bits_per_byte(checkout: Path) -> None:
     recipe = load_recipe(checkout / "recipes/quickstart.yaml", [*words, "promote.when={eval/bpb/code: better}"])
     with pytest.raises(ValueError, match=r"promote\.when: eval/bpb/code is not among the scores"):
         check_rules(recipe)
+
+
+def test_every_suite_of_a_recipe_is_looked_at(checkout: Path) -> None:
+    """The one for the final model and the one for later may ask for files that the one for every stage does not."""
+    quickstart = checkout / "recipes/quickstart.yaml"
+    assert check_evaluation(load_recipe(quickstart, [])) == []
+    for field in ("suite", "final", "later"):
+        asked = load_recipe(quickstart, [f"evaluate.{field}=core"])
+        with pytest.raises(ValueError, match=r"evaluate\.data: is not set, and suite core reads files of it for hell"):
+            check_evaluation(asked)
+        check_evaluation(asked, look=False)
+        left_out = check_evaluation(load_recipe(quickstart, [f"evaluate.{field}=core", "evaluate.missing=skip"]))
+        assert len(left_out) == 20
+        assert left_out[0].startswith("hellaswag_zeroshot: evaluate.data: is not set")
+
+
+def test_the_gate_judges_the_final_suite(checkout: Path) -> None:
+    words = ["evaluate.final=full", "promote.when={eval/mmlu: no significant drop}"]
+    recipe = load_recipe(checkout / "recipes/quickstart.yaml", words)
+    check_evaluation(recipe, look=False)
+    assert [suite_for(recipe, name) for name in ("main", "anneal", "champion")] == ["quick", "full", "full"]
+    other = load_recipe(checkout / "recipes/quickstart.yaml", ["evaluate.suite=full", "evaluate.final=quick", words[1]])
+    with pytest.raises(ValueError, match="is not among the scores of suite quick"):
+        check_evaluation(other, look=False)

@@ -17,7 +17,7 @@ from llama3.evaluate.suites import check_suite
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.dist import run
-from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make
+from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make, recipe_of
 
 FILES = ("scores.parquet", "samples.parquet", "answers.parquet", "tasks.json", "generations.json")
 pytestmark = pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
@@ -121,3 +121,17 @@ def test_a_model_with_a_tokenizer_of_its_own_refuses_another(room: Room) -> None
     with pytest.raises(ValueError, match=r"was trained with tokenizer [0-9a-f]{8}, .*other is [0-9a-f]{8}: give the"):
         evaluate(room.recipe, model, room.root / "other", room.root / "curated", room.root / "no")
     assert not (room.root / "no").exists()
+
+
+def test_needles_are_a_built_in_task_of_windows_that_have_room(room: Room, checkout: Path) -> None:
+    (room.root / "needle.yaml").write_text("built_in: [bits, needle]\n")
+    words = [f"evaluate.suite={room.root / 'needle.yaml'}", "stages.anneal.seq=1024", "evaluate.needles=11"]
+    model, recipe = room.root / "model", recipe_of(room.root, checkout, *words)
+    facts = evaluate(recipe, model, model, room.root / "curated", room.root / "needles", threads=1)
+    scores = read_scores(room.root / "needles")
+    cells = {f"eval/needle/length_{length:06}" for length in (512, 1024)}
+    assert cells | {"eval/needle", "eval/needle/single", "eval/needle/multi-query"} < scores.keys() < facts.keys()
+    assert scores["eval/needle"].n == 22
+    rows = pq.read_table(room.root / "needles/samples.parquet", filters=[("key", "=", "eval/needle")]).to_pylist()
+    assert len(rows) == 22
+    assert not {key for key in read_scores(room.root / "first") if key.startswith("eval/needle")}

@@ -40,6 +40,7 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
         ("tokenizer.use=x", "write either train"),
         ("evaluate.after=[late]", "'late' is not a stage"),
         ("sources.math=[]", "mix.base.math: 25% of the tokens, but sources.math is empty"),
+        ("promote.to=previous", "promote.to: 'previous' is given by the promotion log itself"),
         ("promote.when={eval/bpb: nice}", "'nice' is not a rule"),
         ("lr.warmup=20", "write 8000 steps"),
         ("name=Quick Start", "name: 'Quick Start'"),
