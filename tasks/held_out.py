@@ -33,11 +33,14 @@ def held_out_folder(curated: Artifact, count: int) -> Path:
     return curated.folder
 
 
-def write_held_out(recipe: Recipe, curated: Artifact, tokenizer: Path, work: Path) -> bool:
-    """Write what the trainer scores between steps into its folder; return False if there is nothing to score."""
+def write_held_out(recipe: Recipe, curated: Path, tokenizer: Path, work: Path) -> bool:
+    """Write what the trainer scores between steps into its folder; return False if there is nothing to score.
+
+    `curated` is the folder with the documents (see `held_out_folder`).
+    """
     count, seq = recipe.evaluate.every_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:
-        documents: list[Document] = held_out(held_out_folder(curated, count), count, BYTES_PER_TOKEN * seq)
+        documents: list[Document] = held_out(curated, count, BYTES_PER_TOKEN * seq)
     except ValueError:  # curate.held_out: 0; the evaluation says so
         return False
     work.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ so that imports count on both. What this gives up: two runs on a shared machine 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -152,9 +153,12 @@ def plain_chain(recipe: Recipe, folder: Path) -> None:
 
 def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated: Path) -> None:
     from llama3.evaluate.evaluate import evaluate
+    from llama3.export.vetting import vet_model
     from tasks.cluster import Cluster
     from tasks.evaluate import evaluated_stages
+    from tasks.held_out import write_held_out
     from tasks.launch import LocalLauncher
+    from tasks.serving import smoke
 
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     parent, cluster = None, Cluster()
@@ -164,6 +168,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
             micro_batch=cluster.micro_batch, threads=cluster.process_threads, layout=cluster.layout,
         )  # fmt: skip
         job.work.mkdir()
+        write_held_out(recipe, curated, tokenizer, job.work)
         (job.work / "job.json").write_text(job.model_dump_json())
         with LocalLauncher(cluster) as launcher:
             launch = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1")
@@ -176,6 +181,10 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
             scores = folder / f"scores-{span.name}"
             scores.mkdir()
             evaluate(recipe, job.work / "result" / "model", tokenizer, curated, scores, threads=cluster.threads)
+    served = shutil.copytree(job.work / "result" / "model", folder / "served")
+    shutil.copytree(tokenizer, served, dirs_exist_ok=True)
+    vet_model(served, folder)
+    smoke(served)
 
 
 def main(recipe: str, folder: str, root: str, run: str) -> None:

@@ -37,7 +37,7 @@ from storage.lazy import lazy_folder
 from storage.objects import remove_all
 from tasks.alerts import Alerts
 from tasks.follow import Follower
-from tasks.held_out import write_held_out
+from tasks.held_out import held_out_folder, write_held_out
 from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launch_key, launcher_of
 from tasks.pages import StagePage
 from tasks.result_pages import stage_done
@@ -67,10 +67,7 @@ def train_stage(
     kept = _checkpoints(context, work)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
-        if context.recipe.evaluate.every != "never" and not write_held_out(
-            context.recipe, curated, tokenizer.path, work
-        ):
-            context.console.say(f"  [yellow]{span.name}: no held-out document to score while training[/]")
+        _write_held_out(context, span, curated, tokenizer, work)
         job = _job(context, span, tokens, parent, work)
         _train(context, span, job, [context.record.mlflow_run, mlflow_run])
         link_files(work / "result", folder)  # not moved: killed before the commit, the next attempt finds it whole
@@ -86,6 +83,15 @@ def train_stage(
         context.console.say(f"  {'average':<18}{Choice.model_validate(artifact.facts['average'])}")
     stage_done(context, stage)
     return artifact
+
+
+def _write_held_out(context: Context, span: StageSpan, curated: Artifact, tokenizer: Artifact, work: Path) -> None:
+    asked = context.recipe.evaluate
+    if asked.every == "never":
+        return
+    documents = held_out_folder(curated, asked.every_documents)
+    if not write_held_out(context.recipe, documents, tokenizer.path, work):
+        context.console.say(f"  [yellow]{span.name}: no held-out document to score while training[/]")
 
 
 def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Design:
