@@ -17,7 +17,7 @@ from flows.bench import bench
 from flows.operations import add_operations
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from flows.promotion import add_promotions
-from flows.requests import add_requests
+from flows.rendering import add_requests
 from flows.temporary import quiet_prefect, start_temporary_server
 from flows.terminal import RootOption, mistakes, out
 from flows.use import add_uses

@@ -55,7 +55,10 @@ class Registry:
     def note(self, version: str, tags: Mapping[str, str]) -> None:
         """Write the gate's table, or whatever else is to be read there, as tags of the version."""
         for key, value in tags.items():
-            self.client.set_model_version_tag(self.name, version, key, value)
+            try:
+                self.client.set_model_version_tag(self.name, version, key, value)
+            except MlflowException:  # two who write a new tag both insert it, and one gets an error: now it is there
+                self.client.set_model_version_tag(self.name, version, key, value)
 
     def show(self, log: PromotionLog, *labels: str) -> list[str]:
         """Show what the log says: all aliases (see `show_aliases`), and the tags of the models `labels`.

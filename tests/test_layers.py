@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 FLOORS = ["storage", "llama3", "tasks", "flows"]
 ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "scaling", "export", "bench"]
 """Rooms of llama3, ground floor first; a room imports only from those before it."""
+INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
 FILES = sorted(path for floor in FLOORS for path in Path(floor).rglob("*.py"))
 
 
@@ -37,6 +40,12 @@ def test_rooms_of_the_library_only_import_down(path: Path) -> None:
     parts = [name.split(".") for name in imports(path) if name.startswith("llama3.")]
     above = {".".join(name) for name in parts if name[1] in ROOMS[room + 1 :]}
     assert not above, f"{path} is in room {path.parts[1]} and must not import {above}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] == "flows" and len(path.parts) == 2], ids=str)
+def test_a_flow_s_file_hides_no_package(path: Path) -> None:
+    """Prefect puts the folder of a flow before all others to import from: flows/requests.py broke docker's client."""
+    assert path.stem == "__init__" or PathFinder.find_spec(path.stem, INSTALLED) is None
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in ("storage", "llama3")], ids=str)

@@ -73,7 +73,7 @@ def check_suite(recipe: Recipe) -> list[str]:
     """
     missing, wrong = _unreadable(suite_of(recipe))
     skip, section = recipe.evaluate.missing == "skip", recipe.evaluate
-    if missing and not skip and section.data is None:
+    if section.data is None and any("evaluate.data" in why for why in missing.values()) and not skip:
         wrong.append(
             f"evaluate.data: is not set, and suite {section.suite} reads files of it for {', '.join(missing)}; "
             "name the folder of published sets, or set evaluate.missing to skip"

@@ -136,7 +136,7 @@ def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refuse
     printed = herd("approve", run, status=2)
     assert f"the champion is {other.artifact} now" in printed
     assert f"herd promote {run}" in printed
-    assert decision(herd, run) == waiting
+    assert decision(herd, run).model_dump_json() == waiting.model_dump_json()
 
 
 @pytest.mark.slow

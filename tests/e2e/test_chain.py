@@ -95,7 +95,7 @@ def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
 def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
     folder = herd.root / "runs" / "tiny-1"
     html, markdown = (folder / "report.html").read_text(), (folder / "report.md").read_text()
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
     assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(['"]?http""", html), "the page needs nothing else"
     for text in ("Where the documents went", "eval/bpb/math", "ramp", "held out", "no champion yet"):
         assert text in html
@@ -131,7 +131,7 @@ def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
     printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
     steps = record(herd, "tiny-3").steps
     assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
-    assert "anneal            new: average 2 -> 3" in printed
+    assert "anneal            new: average last 2 -> last 3" in printed
 
 
 def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:

@@ -60,7 +60,7 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
     ("overrides", "processes", "fault"),
     [
         ([], 3, r"stages.ramp-1.batch: 512 tokens is not a multiple of sequence 128 x data-parallel size 3; write"),
-        (["evaluate.tasks=[none.jsonl]"], 1, r"evaluate.tasks: 'none.jsonl' matches no file; give JSON-lines"),
+        (["evaluate.tasks=[none.jsonl]"], 1, r"none: .*none.jsonl: is not a file; put it there"),
         (["tokenizer={use: none.model}"], 1, r"tokenizer.use: 'none.model' is not a file; give a tiktoken"),
     ],
 )

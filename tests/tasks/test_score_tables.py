@@ -54,11 +54,12 @@ def report(name: str) -> str:
         ledger={},
         page=None,
         evaluations={"anneal": SCORES},
+        notes=["anneal: copa was left out: no such file"],
         samples=[],
         decision=decision(),
         mlflow={},
     )
-    return _render(name, data, [])
+    return _render(name, data, [], None)
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -119,3 +120,8 @@ def evaluation(root: Path) -> Artifact:
     with store.staging() as folder:
         write_scores(SCORES, folder)
         return store.commit(Design("evaluation", "tiny", 1, {}, {}), folder, {}, "test", "none", 0.0)
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.md"])
+def test_what_was_left_out_is_said(name: str) -> None:
+    assert "anneal: copa was left out: no such file" in report(name)
