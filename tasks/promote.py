@@ -120,7 +120,8 @@ def _say(context: Context, promotion: Promotion, version: str) -> None:
         if row.metric == APPROVAL and promotion.kind == WAITS:
             continue
         mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
-        context.console.say(f"  {'':<18}{mark} {escape(row.reason)}")
+        subject = "" if row.reason.startswith(row.metric) else f"{row.metric}: "
+        context.console.say(f"  {'':<18}{mark} {escape(subject + row.reason)}")
     if promotion.kind == REFUSED:
         reasons = "; ".join(promotion.decision.refusals)
         gate_failed(context.root, context.console, promotion.run, "promote", reasons, promotion.position)

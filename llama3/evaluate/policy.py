@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from llama3.evaluate.gold import GOLD
 from llama3.evaluate.score_table import LANGUAGE, MACRO
-from llama3.evaluate.suites import BPB, CORE, check_suite, suite_for, suite_of, under
+from llama3.evaluate.suites import BPB, CORE, LOOKED_AT, check_suite, suite_for, suite_of, under
 from llama3.recipe.rules import matches
 from llama3.recipe.schema import Recipe
 
 OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")
 
 
-def check_evaluation(recipe: Recipe, look: bool = True) -> list[str]:
-    """Return a line for each task that will be left out of a suite that `recipe` names; data files only if `look`.
+def check_evaluation(recipe: Recipe, look: bool = True, rows: int | None = LOOKED_AT) -> list[str]:
+    """Return a line for each task that will be left out of a suite that `recipe` names.
+
+    Of data files the first `rows` are looked at (None: all), or none at all without `look`.
 
     Raises ValueError, one line per fault, for a suite that cannot be asked or a rule of the gate that judges nothing.
     """
-    left_out = [line for suite in _suites(recipe) if look for line in check_suite(under(recipe, suite))]
+    left_out = [line for suite in _suites(recipe) if look for line in check_suite(under(recipe, suite), rows)]
     check_rules(under(recipe, suite_for(recipe, "champion")))
     return list(dict.fromkeys(left_out))
 

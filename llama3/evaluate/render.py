@@ -55,8 +55,11 @@ def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
     return Rendered(_task(file, key, requests, ()), sources)
 
 
-def check_rows(file: TaskFile, places: Places, most: int) -> None:
-    """Render the first `most` rows of each data file, without examples, and forget them. Raises as `render` does."""
+def check_rows(file: TaskFile, places: Places, most: int | None) -> None:
+    """Render the first `most` rows of each data file (None: all), without examples, and forget them.
+
+    Raises as `render` does.
+    """
     _read(file, places, most)
 
 

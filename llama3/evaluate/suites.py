@@ -65,13 +65,13 @@ def under(recipe: Recipe, suite: str) -> Recipe:
     return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"suite": suite})})
 
 
-def check_suite(recipe: Recipe) -> list[str]:
-    """Return a line for each task that will be left out, after reading every file and the first rows of each.
+def check_suite(recipe: Recipe, rows: int | None = LOOKED_AT) -> list[str]:
+    """Return a line for each task that will be left out, after a look at every file and the first `rows` of each.
 
     Raises ValueError, one line per fault, for what cannot be asked: a task or suite that is not there or not valid, a
     missing data file (unless `evaluate.missing` is `skip`), a wrong digest, rows that do not fit the templates.
     """
-    missing, wrong = _unreadable(suite_of(recipe))
+    missing, wrong = _unreadable(suite_of(recipe), rows)
     skip, section = recipe.evaluate.missing == "skip", recipe.evaluate
     if section.data is None and any("evaluate.data" in why for why in missing.values()) and not skip:
         wrong.append(
@@ -85,7 +85,7 @@ def check_suite(recipe: Recipe) -> list[str]:
     return [f"{name}: {why.partition(';')[0]}" for name, why in missing.items()]
 
 
-def _unreadable(suite: Suite) -> tuple[dict[str, str], list[str]]:
+def _unreadable(suite: Suite, rows: int | None) -> tuple[dict[str, str], list[str]]:
     """Return the tasks whose files are missing, with why, and what is wrong with others."""
     missing: dict[str, str] = {}
     wrong: list[str] = []
@@ -94,7 +94,7 @@ def _unreadable(suite: Suite) -> tuple[dict[str, str], list[str]]:
             if isinstance(planned.made_of, Path):
                 read_requests(planned.made_of)
             else:
-                check_rows(planned.made_of, planned.places, LOOKED_AT)
+                check_rows(planned.made_of, planned.places, rows)
         except MissingFile as error:
             missing[planned.name] = str(error)
         except ValueError as error:

@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun
 import tasks.compare
 from storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
-from tests.e2e.up import Up, await_true, running_up
+from tests.e2e.up import QUESTION, Up, await_true, running_up
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[dev]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -99,9 +99,9 @@ def pages(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of the evaluation that cannot be read, so that a run fails late."""
+    """A task of the evaluation; it is spoilt while a run trains, so that the run fails late."""
     path = tmp_path_factory.mktemp("questions") / "facts.jsonl"
-    path.write_text("{\n")
+    path.write_text(QUESTION)
     return path
 
 
@@ -146,6 +146,8 @@ def test_a_failed_run_is_retried_from_the_menu_and_goes_on(
     pages.open(f"runs/flow-run/{sent.id}")
     pages.wait_for("Running", 60)
     pages.rest()
+    up.await_training("tiny-1", 1)
+    questions.write_text("{\n")
     up.await_state(sent.id, "FAILED", seconds=200)
     pages.open(f"runs/flow-run/{sent.id}")
     pages.wait_for("Failed", 60)
@@ -153,7 +155,7 @@ def test_a_failed_run_is_retried_from_the_menu_and_goes_on(
     before = up.record_of(sent)
     assert (before.state, list(before.steps)[-1]) == ("failed", "main")
 
-    questions.write_text('{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n')
+    questions.write_text(QUESTION)
     pages.page.locator("button[aria-haspopup=menu]").first.click()
     pages.keep("prefect-menu")
     pages.press("Retry", "menuitem")

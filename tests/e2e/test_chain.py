@@ -131,7 +131,7 @@ def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
     printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
     steps = record(herd, "tiny-3").steps
     assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
-    assert "anneal            new: average last 2 -> last 3" in printed
+    assert 'anneal            new: average "last 2" -> "last 3"' in printed
 
 
 def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:

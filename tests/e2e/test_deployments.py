@@ -25,7 +25,7 @@ from prefect.states import AwaitingRetry, Cancelling
 from flows.setup import deploy
 from tasks.runs import RunRecord
 from tests.e2e.conftest import NewHerd
-from tests.e2e.up import Up, await_true, running_up
+from tests.e2e.up import QUESTION, Up, await_true, running_up
 
 pytestmark = pytest.mark.slow
 STARTED_S = 90
@@ -129,7 +129,7 @@ def test_wrong_parameters_are_refused_by_the_schema_or_in_one_line_by_the_flow(u
 
 def test_a_rerun_that_failed_is_retried_and_goes_on_with_what_it_made(up: Up, first: FlowRun, tmp_path: Path) -> None:
     questions = tmp_path / "facts.jsonl"
-    questions.write_text("{\n")
+    questions.write_text(QUESTION)
     change = {"stages": [{"name": "main", "until": "96Ki"}]}
     begun = up.start(
         "rerun/rerun",
@@ -139,6 +139,8 @@ def test_a_rerun_that_failed_is_retried_and_goes_on_with_what_it_made(up: Up, fi
         overrides=[f"evaluate.tasks=[{questions}]"],
         cluster={"threads": 1},
     )
+    up.await_training("tiny-2", 1)
+    questions.write_text("{\n")  # what the check before the run found good
     failed = up.await_state(begun.id, "FAILED", seconds=200)
     before = up.record_of(begun)
     assert (before.name, before.rerun_of, before.state) == ("tiny-2", "tiny-1", "failed")
@@ -147,10 +149,10 @@ def test_a_rerun_that_failed_is_retried_and_goes_on_with_what_it_made(up: Up, fi
         "main": "made",
     }
     assert failed.state is not None
-    assert "facts.jsonl:1 is not a JSON object with query, choices and gold" in str(failed.state.message)
+    assert "facts.jsonl:1: is not JSON" in str(failed.state.message)
     assert "Traceback" not in up.log(begun)
 
-    questions.write_text('{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n')
+    questions.write_text(QUESTION)
     up.client.set_flow_run_state(begun.id, AwaitingRetry(), force=True)  # the button Retry
     done = up.await_state(begun.id, "COMPLETED")
     record = up.record_of(begun)
@@ -192,6 +194,17 @@ def test_promote_and_report_belong_to_the_run_that_made_the_checkpoint(up: Up, f
     assert "checkpoint/tiny-anneal-" in str(states[0] and states[0].message)
     assert page.is_file()
     assert up.runs.find("tiny-1").prefect_run == str(first.id)
+
+
+def test_a_checkpoint_is_put_to_another_suite(up: Up, first: FlowRun) -> None:
+    suite = up.herd.root / "bits.yaml"
+    suite.write_text("built_in: [bits]\n")
+    scored = up.start("evaluate/evaluate", checkpoint="tiny-1", suite=str(suite))
+    state = up.await_state(scored.id, "COMPLETED", seconds=150).state
+    assert "bpb/math" in str(state and state.message)
+    assert "arithmetic" not in str(state and state.message)
+    usual, other = (up.runs.find("tiny-1").steps[step].artifact for step in ("evaluate-anneal", "evaluate-anneal-bits"))
+    assert usual != other
 
 
 def test_it_stops_cleanly(up: Up) -> None:

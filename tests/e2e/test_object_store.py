@@ -62,7 +62,7 @@ def test_killed_here_it_goes_on_there(undisturbed: dict[str, str], machine: Call
     assert "general" in third("inspect", "tiny-1", "--tokens", "20K:24K")
     assert third("report", "tiny-1").strip().endswith("report.html")
     again = third("run", third.recipe, "--set", "stages.anneal.average=3")
-    assert "anneal            new: average last 2 -> last 3" in again
+    assert 'anneal            new: average "last 2" -> "last 3"' in again
     assert "reused checkpoint/tiny-main" in again
 
 

@@ -21,6 +21,8 @@ from storage.root import Root
 from tasks.runs import RunRecord, Runs
 from tests.e2e.conftest import Found, Herd, read_until, trainers, wait_for
 
+QUESTION = '{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n'
+"""A file of `evaluate.tasks`."""
 EVALUATES = "herd: evaluate new checkpoints"
 """The automation of prefect.yaml."""
 
