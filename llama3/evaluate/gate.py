@@ -46,6 +46,11 @@ class Row(BaseModel):
     p: float | None = None
     """Two-sided; of `no significant drop` after Holm's correction over the scores of the rule."""
 
+    @property
+    def is_fact(self) -> bool:
+        """Whether it stands for a check or for what a person decided, and not for a rule about a score."""
+        return not self.metric.startswith("eval/")
+
 
 class Decision(BaseModel):
     """The verdict on a candidate: accepted when every row passed. `model_dump_json` and back is exact."""

@@ -78,12 +78,11 @@ def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
     row = cells(text, "eval/bpb")
     assert row[:4] == ["eval/bpb", "better", "2.5", "2.513"]
     assert row[-4:-1] == ["-0.0125", "-0.02 .. -0.005", "0.0004"]
-    assert row[-1].endswith(
+    assert "pass" in row[-1]
+    assert (
         "eval/bpb 2.5 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%); it must be better at the 95% bound"
-    )
-    fact = cells(text, "integrity/digests")
-    assert set(fact[2:-1]) == {""}
-    assert "pass" in fact[-1]
+    ) in text
+    assert cells(text, "integrity/digests")[-1].endswith("4 files as their manifest says")
     assert "fail" in cells(text, "eval/mmlu")[-1]
 
 
