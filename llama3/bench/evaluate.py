@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     vocab: int
 
 
-SIZES: Mapping[EvaluateSize, Shape] = {"tiny": Shape(2, 32, 300), "small": Shape(6, 384, 8000)}
+SIZES: Mapping[EvaluateSize, Shape] = {"tiny": Shape(2, 32, 300), "small": Shape(6, 384, 4096)}
 
 
 @dataclass(frozen=True)
