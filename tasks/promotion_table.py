@@ -7,9 +7,9 @@ from rich.table import Table
 
 from storage.root import Root
 from tasks.promotion_log import families, read_log
-from tasks.promotions import Promotion, holders
+from tasks.promotions import CHAMPION, Promotion, holders
 
-COLUMNS = ("n", "time", "what", "alias", "model", "holds", "by", "why")
+COLUMNS = ("n", "time", "what", "model", "holds", "by", "why")
 
 
 def promotion_table(root: Root, family: str) -> Table:
@@ -24,7 +24,7 @@ def promotion_table(root: Root, family: str) -> Table:
     newest = {record.artifact: record.n for record in log}
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, overflow="fold", no_wrap=column in ("n", "time", "model"))
+        table.add_column(column, overflow="fold", no_wrap=column != "why")
     for record in log:
         aliases = held.get(record.artifact, []) if newest[record.artifact] == record.n else []
         table.add_row(*map(escape, _cells(record, aliases)))
@@ -34,4 +34,5 @@ def promotion_table(root: Root, family: str) -> Table:
 def _cells(record: Promotion, aliases: list[str]) -> list[str]:
     by, model = record.by or record.run, record.artifact.rpartition("/")[2]
     time = record.time[:16].replace("T", " ")
-    return [str(record.n), time, record.kind, record.alias, model, ", ".join(aliases), by, record.why]
+    what = record.kind if record.alias == CHAMPION else f"{record.kind} ({record.alias})"
+    return [str(record.n), time, what, model, ", ".join(aliases), by, record.why]
