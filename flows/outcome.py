@@ -18,7 +18,7 @@ from prefect.states import Completed, Failed
 from flows.attempts import TooManyCrashes
 from llama3.evaluate.gate import Decision
 from storage.holder import LeaseHeld
-from tasks.launch import TrainingFailed
+from tasks.failures import TrainingFailed
 from tasks.runs import RunRecord
 from tasks.step import Context
 

@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from flows.children import NoServer
-from tasks.launch import TrainingFailed
+from tasks.failures import TrainingFailed
 
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder or s3://bucket/prefix for artifacts and runs.")

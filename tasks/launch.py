@@ -25,13 +25,10 @@ from llama3.train.launch import GRACE_S
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
+from tasks.failures import TrainingFailed
 
 SHUTDOWN_S = GRACE_S + 5
 AGENT_DIED = -signal.SIGKILL
-
-
-class TrainingFailed(RuntimeError):
-    """The trainer died without getting further; the text holds its last words."""
 
 
 class Launch(Protocol):

@@ -36,9 +36,10 @@ from storage.filesystem import write_atomic
 from storage.lazy import lazy_folder
 from storage.objects import remove_all
 from tasks.alerts import Alerts
+from tasks.failures import TrainingFailed
 from tasks.follow import Follower
 from tasks.held_out import held_out_folder, write_held_out
-from tasks.launch import Launch, Launcher, TrainingFailed, fitting, launch_key, launcher_of
+from tasks.launch import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.pages import StagePage
 from tasks.result_pages import stage_done
 from tasks.standing import IN_PROGRESS, name_of_work, newest

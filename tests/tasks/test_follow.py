@@ -14,8 +14,9 @@ from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
+from tasks.failures import TrainingFailed
 from tasks.follow import HUNG, Follower
-from tasks.launch import LocalLauncher, TrainingFailed
+from tasks.launch import LocalLauncher
 from tasks.restart import rank_process
 from tasks.runs import Runs
 from tasks.step import Context

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome, first_failure
 from tasks.cluster import Cluster, load_cluster
-from tasks.launch import LocalLauncher, TrainingFailed, fitting, launch_key, launcher_of
+from tasks.failures import TrainingFailed
+from tasks.launch import LocalLauncher, fitting, launch_key, launcher_of
 from tasks.restart import measure_restart, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 

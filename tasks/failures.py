@@ -1,0 +1,5 @@
+"""How work fails that is nobody's mistake; apart, so that a command that trains nothing need not import a trainer."""
+
+
+class TrainingFailed(RuntimeError):
+    """The trainer died without getting further; the text holds its last words."""
