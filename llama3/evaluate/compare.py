@@ -88,7 +88,7 @@ def _pairs(
 
 def _means(recipe: Recipe, documents: Mapping[str, Resampled]) -> dict[str, Resampled]:
     """Return the means over domains, by the first stage's mix, drawn within each domain."""
-    shares = recipe.mix[recipe.stages[0].mix]
+    shares = recipe.first_mix
     means = {}
     for prefix in (BPB, MACRO):
         weights = {key: float(share) for domain, share in shares.items() if (key := f"{prefix}/{domain}") in documents}

@@ -153,7 +153,7 @@ def overall(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) ->
     The shares of the domains present are scaled to sum to 1. Also averages differences of two models, and what else is
     called `<prefix>/<domain>`.
     """
-    shares = recipe.mix[recipe.stages[0].mix]
+    shares = recipe.first_mix
     weights = [float(share) for domain, share in shares.items() if f"{prefix}/{domain}" in parts]
     return weighted_mean([parts[f"{prefix}/{domain}"] for domain in shares if f"{prefix}/{domain}" in parts], weights)
 

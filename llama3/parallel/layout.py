@@ -75,9 +75,14 @@ class Layout(BaseModel):
         if faults:
             raise ValueError("\n".join(f"{FIELD}.{fault}" for fault in faults))
 
+    @property
+    def pieces(self) -> int:
+        """Parts into which tensor and context parallelism cut a sequence."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
     def check_sequence(self, seq: int) -> None:
         """Raise ValueError if sequences of `seq` tokens cannot be cut this way."""
-        pieces = (2 * self.cp if self.cp > 1 else 1) * self.tp
+        pieces = self.pieces
         if seq % pieces:
             raise ValueError(
                 f"{FIELD}: sequence {seq} does not split into {pieces} parts (twice cp {self.cp}, if above 1, times "

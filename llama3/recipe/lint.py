@@ -108,7 +108,7 @@ def _rope(recipe: Recipe) -> Iterator[str]:
 
 def _replay(recipe: Recipe) -> Iterator[str]:
     """Warn where continued pretraining draws all tokens from one source: nothing then replays what was known."""
-    shares = recipe.mix[recipe.stages[0].mix]
+    shares = recipe.first_mix
     domains = [domain for domain, share in shares.items() if share]
     if recipe.start is not None and len(domains) == 1 and len(recipe.sources[domains[0]]) == 1:
         yield (

@@ -238,6 +238,11 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()
 
+    @property
+    def first_mix(self) -> dict[Domain, Share]:
+        """The mix of the first stage, by which means over domains are weighted."""
+        return self.mix[self.stages[0].mix]
+
     @field_validator("mix")
     @classmethod
     def _whole(cls, mix: dict[str, dict[Domain, Share]]) -> dict[str, dict[Domain, Share]]:

@@ -159,7 +159,7 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
 def _sample(recipe: Recipe, documents: Path, counts: dict[Domain, int]) -> Iterator[str]:
     """Yield the texts to learn from and add their bytes to `counts`."""
     assert recipe.tokenizer.train is not None
-    for domain, share in recipe.mix[recipe.stages[0].mix].items():
+    for domain, share in recipe.first_mix.items():
         for text in read_texts(documents, domain, "train", int(share * recipe.tokenizer.train.sample)):
             counts[domain] += len(text.encode())
             yield text

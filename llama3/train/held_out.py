@@ -128,7 +128,7 @@ class HeldOutScores:
         found = self.world.sum(tally(nats(self.share), self.share, self.world))[:, 0].tolist()
         bits = {domain: found[DOMAINS.index(domain)] / math.log(2) for domain in self.held.bytes}
         parts = {domain: bits[domain] / count for domain, count in self.held.bytes.items() if count}
-        shares = self.recipe.mix[self.recipe.stages[0].mix]
+        shares = self.recipe.first_mix
         weights = {domain: float(shares.get(domain, 0)) for domain in parts}
         total = math.fsum(weights.values())
         values = {metrics.held_out(domain): value for domain, value in parts.items()}
@@ -145,11 +145,10 @@ def interval(recipe: Recipe, tokens: int) -> int:
 
 def _dealt(batch: Batch, world: World, unit: int) -> Batch:
     """Return this data-parallel process's rows, columns padded to what the layout divides; all have equally many."""
-    dp, layout = world.axis("dp"), world.layout
-    pieces = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    dp = world.axis("dp")
     rows, seq = batch.tokens_BS.shape
     count = math.ceil(rows / dp.size / unit) * unit
-    wide, high = -seq % pieces, count * dp.size - rows
+    wide, high = -seq % world.layout.pieces, count * dp.size - rows
     mine = slice(dp.rank * count, (dp.rank + 1) * count)
 
     def padded(column: Tensor, filler: int) -> Tensor:
