@@ -150,13 +150,14 @@ def _languages(seen: Inspection) -> list[str]:
 
 
 def _scores(trained: Trained) -> dict[str, Score]:
-    """Return the scores that the run measured on this checkpoint."""
+    """Return the scores that the run measured on this checkpoint; none if retention deleted them."""
     for step in trained.record.steps.values():
         if not step.artifact.startswith("evaluation/"):
             continue
-        evaluation = trained.store.at(step.artifact)
-        if evaluation.manifest.inputs.get("checkpoint") == trained.checkpoint.key:
-            return read_scores(evaluation.path)
+        with suppress(ValueError):
+            evaluation = trained.store.at(step.artifact)
+            if evaluation.manifest.inputs.get("checkpoint") == trained.checkpoint.key:
+                return read_scores(evaluation.path)
     return {}
 
 

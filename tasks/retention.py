@@ -1,7 +1,7 @@
 """Delete what nobody needs any more: artifacts that no kept run, alias or live process stands on, if they are old.
 
 Kept is the closure: the artifacts of the newest runs of each family, of runs that did not finish within the last month,
-and those that hold an alias, with everything they were made from. Nothing of a family is deleted while a process works
+and the models that hold an alias with their evaluations, and everything they were made from. Nothing of a family is deleted while a process works
 on a run of it, because it may be about to reuse what is unreferenced so far. A registry that does not answer stops the
 deletion: it might know a champion. Half-done work goes when nobody wrote to it for a month. What this gives up: the
 space that old runs of rarely used families take, until newer ones come; records, reports and decisions are never
@@ -110,7 +110,9 @@ def plan_retention(
     store, at = open_store(root), time.time() if now is None else now
     artifacts = {artifact.label: artifact for kind in _kinds(root) for artifact in store.all(kind)}
     used = [step.artifact for record in kept_runs(records, keep_runs, at) for step in record.steps.values()]
-    champions, standing = closure([*labels_held(root), *aliases], artifacts), closure(used, artifacts)
+    held = {*labels_held(root), *aliases}
+    champions = closure([*held, *_evaluations(held, artifacts)], artifacts)
+    standing = closure(used, artifacts)
     live = live_families(root, records)
     making = holders(root, list(artifacts)) if artifacts else {}
 
@@ -197,6 +199,13 @@ def _row(kind: str, items: list[Item], gone: list[Item]) -> dict[str, str]:
         "deleted": str(len(gone)),
         "deleted bytes": size(freed),
     }
+
+
+def _evaluations(models: set[str], artifacts: Mapping[str, Artifact]) -> list[str]:
+    """Return the evaluations of `models`: a champion's card and its next comparison read them, however old it is."""
+    keys = {artifacts[label].key for label in models if label in artifacts}
+    found = ((label, artifact.manifest) for label, artifact in artifacts.items())
+    return [label for label, made in found if made.kind == "evaluation" and made.inputs.get("checkpoint") in keys]
 
 
 def _kinds(root: Root) -> list[str]:

@@ -48,6 +48,14 @@ def test_an_earlier_stage_is_described_up_to_its_end(run: TrainedRun, tmp_path: 
     assert card.training.scores == {}
 
 
+def test_a_card_does_without_scores_that_were_deleted(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path / "root")
+    run.store.delete(run.record.steps["evaluate-anneal"].artifact)
+    card = card_of(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
+    assert card.training is not None
+    assert (card.training.tokens, card.training.scores) == (20 * 256, {})
+
+
 def test_a_folder_that_is_not_of_the_root_has_no_history(run: TrainedRun, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()

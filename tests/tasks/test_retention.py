@@ -112,6 +112,17 @@ def test_the_champion_the_one_before_a_challenger_and_what_they_stand_on_stay(ro
     assert gone == {artifact.label for artifact in chains[0][1:]}
 
 
+def test_what_an_old_champion_was_found_to_do_stays(root: Root) -> None:
+    """Its card and the next comparison read the evaluation, which nothing is made from."""
+    old, new = chain(root, "tiny", 1), chain(root, "tiny", 2)
+    first, last = (commit(root, "evaluation", made.manifest.name, checkpoint=made.key) for made in old[-2:])
+    ended(root, 1, [*old, first, last])
+    ended(root, 2, new)
+    assert doomed(planned(root)) == {artifact.label for artifact in [*old[1:], first, last]}
+    promoted(root, "tiny-1", old[-1])
+    assert doomed(planned(root)) == {first.label}
+
+
 def test_the_artifacts_of_unfinished_runs_stay(root: Root) -> None:
     for number, state in enumerate(("failed", "interrupted", "running", "finished"), start=1):
         ended(root, number, chain(root, "tiny", number), state)
