@@ -76,7 +76,7 @@ def _score_row(score: Score) -> dict[str, Any]:
     return {
         "score": score.key.removeprefix(SCORE),
         "value": round(score.value, 4),
-        "95 %": f"{score.low:.4g} to {score.high:.4g}",
+        "95 %": score.interval(),
         "n": score.n,
         "chance": "" if score.chance is None else round(score.chance, 4),
         "shots": score.shots,

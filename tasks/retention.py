@@ -1,11 +1,11 @@
 """Delete what nobody needs any more: artifacts that no kept run, alias or live process stands on, if they are old.
 
 Kept is the closure: the artifacts of the newest runs of each family, of runs that did not finish within the last month,
-and the models that hold an alias with their evaluations, and everything they were made from. Nothing of a family is deleted while a process works
-on a run of it, because it may be about to reuse what is unreferenced so far. A registry that does not answer stops the
-deletion: it might know a champion. Half-done work goes when nobody wrote to it for a month. What this gives up: the
-space that old runs of rarely used families take, until newer ones come; records, reports and decisions are never
-deleted (some 100 kB a run).
+and the models that hold an alias with their evaluations, and everything they were made from. Nothing of a family is
+deleted while a process works on a run of it, because it may be about to reuse what is unreferenced so far. A registry
+that does not answer stops the deletion: it might know a champion. Half-done work goes when nobody wrote to it for a
+month. What this gives up: the space that old runs of rarely used families take, until newer ones come; records, reports
+and decisions are never deleted (some 100 kB a run).
 """
 
 from __future__ import annotations

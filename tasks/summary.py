@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from datetime import datetime
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def _scores(evaluation: Artifact) -> list[str]:
 
 
 def _interval(score: Score) -> str:
-    return f" ({score.low:.3f} to {score.high:.3f})" if math.isfinite(score.stderr) else ""
+    return f" ({told})" if (told := score.interval(".3f")) else ""
 
 
 def _place(store: Store, record: RunRecord, stage: str) -> str:

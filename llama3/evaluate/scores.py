@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,10 @@ class Score:
     def half(self) -> float:
         """Half the width of the published interval, 1.96 sqrt(S (1 - S) / N) for a share (arXiv 2407.21783, 5.1)."""
         return Z * self.stderr
+
+    def interval(self, form: str = ".4g") -> str:
+        """Return the 95 % interval as people read it; nothing where one document gives none."""
+        return f"{self.low:{form}} to {self.high:{form}}" if math.isfinite(self.stderr) else ""
 
     @property
     def estimate(self) -> Estimate:

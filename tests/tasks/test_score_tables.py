@@ -105,6 +105,7 @@ def test_prefect_s_page_of_a_run_shows_intervals() -> None:
         "version": 1,
     }
     assert _score_row(SCORES["eval/bpb"])["chance"] == ""
+    assert _score_row(SCORES["eval/odd"])["95 %"] == "", "one document has no spread"
 
 
 def test_the_last_lines_of_a_run_show_intervals(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import yaml
 
 from llama3.evaluate.scores import Score
+from llama3.evaluate.statistics import Estimate
 from llama3.export.card import Card, MixLine, Origin, StageLine, Training, render, shortened, write_card
 from llama3.export.convert import convert
 from llama3.recipe.schema import Model
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 SCORE = Score("eval/arc", 0.4, 0.02, 0.361, 0.44, 600, 0.25, "accuracy", "higher", "ab12" * 16, 5, 2)
+ODD = Score.of("eval/odd", Estimate(1.0, math.nan, math.nan, math.nan, 1), "bits per byte", "lower", "cd34" * 16, None)
 TRAINING = Training(
     run="small-3",
     tokens=3_000_000,
@@ -26,7 +29,7 @@ TRAINING = Training(
     sources=[Origin("general/web | a<b>", 1_530_000, 0.51, 700), Origin("math/sums", 1_470_000, 0.49, 90)],
     licences=[Origin("CC BY-SA 4.0", 1_530_000, 0.51, 700), Origin("unknown", 1_470_000, 0.49, 90)],
     languages=["en", "de"],
-    scores={"eval/arc": SCORE},
+    scores={"eval/arc": SCORE, "eval/odd": ODD},
     curve="training-loss.png",
     recipe="name: small\n",
 )
@@ -57,6 +60,7 @@ def test_a_card_says_what_is_known() -> None:
         "| general | 50.00% | 51.00% | 1.53M |",
         "| CC BY-SA 4.0 | 1.53M | 51.00% | 700 |",
         r"| general/web \| a&lt;b> | 1.53M | 51.00% | 700 |",
+        "| odd | 1.000 |  | 1 |  | 0 | bits per byte | 1 | `cd34cd34` |",
         "| arc | 0.400 | 0.361 to 0.440 | 600 | 0.25 | 5 | accuracy | 2 | `ab12ab12` |",
         "| data mix | `" + "d" * 64 + "` |",
         "![Training loss against tokens](training-loss.png)",
