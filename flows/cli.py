@@ -45,11 +45,11 @@ ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Process
 def plan(recipe: Path, set_: SetOption = None, cluster: ClusterOption = None) -> None:
     """Show the stage table, totals, FLOPs and warnings of a recipe, and memory on a cluster; runs nothing."""
     from llama3.data.sources import survey
-    from tasks.plan import make_plan, memory_lines, stage_table, summary_lines
+    from tasks.plan import make_plan, memory_lines, stage_table, summary_lines, survey_evaluation
 
     with mistakes():
         wanted = load_recipe(recipe, set_)
-        made = make_plan(wanted, survey(wanted))
+        made = make_plan(wanted, survey(wanted), survey_evaluation(wanted))
         out.print(stage_table(made))
         for line in summary_lines(made):
             out.print(line)

@@ -78,7 +78,7 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
         context = Context(recipe, config.cluster, store, runs, record, tracker, console, steps, fence=fence)
         with _closing(context):
             watch(context)
-            _introduce(context, make_plan(recipe, found))
+            _introduce(context, make_plan(recipe, *found))
             yield context
 
 

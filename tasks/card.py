@@ -25,7 +25,7 @@ from storage.lazy import lazy_folder
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.curve import draw_curve
-from tasks.runs import RunRecord, Runs
+from tasks.runs import RunRecord, Runs, evaluation_of
 
 CURVE = "training-loss.png"
 SPOKEN = 0.01
@@ -150,15 +150,9 @@ def _languages(seen: Inspection) -> list[str]:
 
 
 def _scores(trained: Trained) -> dict[str, Score]:
-    """Return the scores that the run measured on this checkpoint; none if retention deleted them."""
-    for step in trained.record.steps.values():
-        if not step.artifact.startswith("evaluation/"):
-            continue
-        with suppress(ValueError):
-            evaluation = trained.store.at(step.artifact)
-            if evaluation.manifest.inputs.get("checkpoint") == trained.checkpoint.key:
-                return read_scores(evaluation.path)
-    return {}
+    """Return the scores of this checkpoint by the run's own suite; none if it has none, or they were deleted."""
+    evaluation = evaluation_of(trained.store, trained.record, trained.checkpoint)
+    return read_scores(evaluation.path) if evaluation else {}
 
 
 def _digests(trained: Trained) -> dict[str, str]:

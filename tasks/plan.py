@@ -1,10 +1,11 @@
 """What a run will do, before it does anything: the stage table, totals, FLOPs and warnings.
 
-Everything is computed from the recipe alone; only the survey of the sources looks at the disk.
+Everything is computed from the recipe alone; only the surveys of sources and evaluation data look at the disk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -50,13 +51,20 @@ class Plan:
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
-def make_plan(recipe: Recipe, sources: list[DomainSurvey]) -> Plan:
-    """Return the plan of `recipe`, given what a survey found in its sources."""
+def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> Plan:
+    """Return the plan of `recipe`, given what a survey found in its sources and which tasks lack their data."""
     rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
-    here = is_local(recipe.evaluate.data or "")  # what is remote is looked at before a run begins, as sources are
-    left_out = [f"evaluate: leaves out {line}" for line in check_evaluation(recipe, look=here)]
-    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *left_out], sources)
+    lacking = [f"evaluate: leaves out {line}" for line in left_out]
+    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *lacking], sources)
+
+
+def survey_evaluation(recipe: Recipe) -> list[str]:
+    """Return a line for each task that lacks its data on this machine; what is remote is looked at when a run begins.
+
+    Raises ValueError as `check_evaluation`, which looks at the first rows of each file here.
+    """
+    return check_evaluation(recipe, look=is_local(recipe.evaluate.data or ""))
 
 
 def tokens_needed(recipe: Recipe, domain: Domain) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from llama3.data.benchmarks import check_benchmarks
 from llama3.data.filters import read_blocked
@@ -21,26 +22,45 @@ from llama3.recipe.section import SPECIAL_TOKENS
 from storage.filesystem import is_local, local_path
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage
+from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
 
 
-def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> list[DomainSurvey]:
-    """Return what the sources hold. Raises RecipeError, one line per fault, if the run cannot work here."""
-    check_place(recipe, cluster, root)
+class Surveyed(NamedTuple):
+    """What a run will find."""
+
+    sources: list[DomainSurvey]
+    left_out: list[str]
+    """A line for each task of an evaluation that lacks its data."""
+
+
+def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
+    """Return what the run will find. Raises RecipeError, one line per fault, if it cannot work here."""
+    left_out = check_place(recipe, cluster, root, thorough=True)
     faults, found = [*check_sources(recipe), *_curation_faults(recipe.curate)], []
     if not faults:
         found = survey(recipe)
         faults = [fault for domain in found if (fault := shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
-    return found
+    return Surveyed(found, left_out)
 
 
-def check_place(recipe: Recipe, cluster: Cluster, root: Root) -> None:
-    """Raise RecipeError for what shows without reading the sources: root, batches, named files."""
-    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *_file_faults(recipe), *_start_faults(recipe)]
-    if faults:
+def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
+    """Return a line for each task of an evaluation that lacks its data.
+
+    Raises RecipeError for what shows without reading the sources: root, batches, named files. Of evaluation data the
+    first rows on this machine are looked at, or with `thorough` all, wherever they lie: a row without gold must not be
+    found after days of training.
+    """
+    left_out, wrong = [], []
+    try:
+        left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
+    except ValueError as error:
+        wrong = str(error).splitlines()
+    named = [*_tokenizer_faults(recipe), *wrong, *_start_faults(recipe)]
+    if faults := [*_root_faults(root), *_layout_faults(recipe, cluster), *named]:
         raise RecipeError("\n".join(faults))
+    return left_out
 
 
 def _root_faults(root: Root) -> list[str]:
@@ -99,17 +119,10 @@ def _curation_faults(curate: Curate) -> list[str]:
     return faults
 
 
-def _file_faults(recipe: Recipe) -> list[str]:
-    faults = []
-    if recipe.tokenizer.use and not Path(recipe.tokenizer.use).is_file():
-        faults.append(
-            f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"
-        )
-    try:
-        check_evaluation(recipe, rows=None)  # a row without gold must not be found after days of training
-    except ValueError as error:
-        faults += str(error).splitlines()
-    return faults
+def _tokenizer_faults(recipe: Recipe) -> list[str]:
+    if not recipe.tokenizer.use or Path(recipe.tokenizer.use).is_file():
+        return []
+    return [f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"]
 
 
 def _start_faults(recipe: Recipe) -> list[str]:

@@ -24,7 +24,7 @@ from tasks.project import Shown, Thinning, checkpoint_model, child_tags, project
 from tasks.promotion_log import PromotionLog, read_log
 from tasks.promotions import Log, Promotion, judged, version_tags
 from tasks.registry import Registry
-from tasks.runs import RunRecord, Runs
+from tasks.runs import RunRecord, Runs, evaluation_of
 from tasks.tracking import Tracker
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
@@ -174,11 +174,10 @@ class _Publisher:
         """Return the checkpoint that was judged and its evaluation, or None if either is gone."""
         try:
             checkpoint = self.store.at(label)
-            made = [self.store.at(entry.artifact) for entry in self.record.steps.values() if _is_evaluation(entry)]
         except ValueError:
             return None
-        found = [artifact for artifact in made if artifact.manifest.inputs.get("checkpoint") == checkpoint.key]
-        return (checkpoint, found[-1]) if found else None
+        evaluation = evaluation_of(self.store, self.record, checkpoint)
+        return (checkpoint, evaluation) if evaluation else None
 
     def _child(self, tags: dict[str, str], start: float) -> str:
         self.done.runs += 1
@@ -189,10 +188,6 @@ class _Publisher:
         record = self.record
         if record.state != "running":
             self.tracker.close(record.mlflow_run, STATUS[record.state], _time(record.ended) if record.ended else None)
-
-
-def _is_evaluation(entry: Any) -> bool:
-    return bool(entry.artifact.startswith("evaluation/"))
 
 
 def _time(text: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
+from storage.artifact import Artifact, Store
 from storage.filesystem import write_atomic
 from storage.root import Root
 from storage.threads import READERS, each
@@ -163,6 +165,17 @@ class Runs:
 def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
     """Return the training stages that the run has finished, in order."""
     return [span for span in Schedule(recipe).trained if span.name in record.steps]
+
+
+def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Artifact | None:
+    """Return the run's first evaluation of a checkpoint, by its own suite, that is still there."""
+    for step in record.steps.values():
+        if step.artifact.startswith("evaluation/"):
+            with suppress(ValueError):  # deleted by retention
+                evaluation = store.at(step.artifact)
+                if evaluation.manifest.inputs.get("checkpoint") == checkpoint.key:
+                    return evaluation
+    return None
 
 
 def _number(family: str, name: str) -> int:

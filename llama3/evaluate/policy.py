@@ -42,8 +42,8 @@ def check_rules(recipe: Recipe) -> None:
 
 def _suites(recipe: Recipe) -> list[str]:
     """Return the suites that `recipe` names, the one for the gate last."""
-    section = recipe.evaluate
-    return list(dict.fromkeys(filter(None, [section.suite, section.later, section.final or section.suite])))
+    asked = [recipe.evaluate.suite, recipe.evaluate.later, suite_for(recipe, "champion")]
+    return list(dict.fromkeys(filter(None, asked)))
 
 
 def possible(recipe: Recipe) -> set[str]:

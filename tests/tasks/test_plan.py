@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from llama3.data.sources import DomainSurvey
+from llama3.evaluate import suites
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.section import DOMAINS
@@ -73,6 +74,25 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
         check_place(load_recipe(QUICKSTART), Cluster(), Root.of(tmp_path / "root"))
+
+
+def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, words = Root.of(tmp_path / "root"), ["evaluate.suite=core", "evaluate.data=memory://none"]
+    remote = load_recipe(QUICKSTART, words)
+    assert check_place(remote, Cluster(), root) == []
+    with pytest.raises(RecipeError, match=r"hellaswag: memory://none/.* is not a file; put it there"):
+        preflight(remote, Cluster(), root)
+    looks: list[int | None] = []
+    look = suites.check_rows
+    monkeypatch.setattr(suites, "check_rows", lambda file, at, rows: (looks.append(rows), look(file, at, rows)))
+    left_out = check_place(load_recipe(QUICKSTART, [*words, "evaluate.missing=skip"]), Cluster(), root, thorough=True)
+    assert len(left_out) == 20
+    assert looks == [None] * 20
+    plan = make_plan(remote, [], left_out)
+    assert [line for line in plan.warnings if line.startswith("evaluate: leaves out hellaswag: memory://none")]
+    assert len(looks) == 20
 
 
 def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:

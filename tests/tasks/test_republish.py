@@ -16,7 +16,7 @@ from tasks.console import TerminalConsole
 from tasks.follow import Follower
 from tasks.project import Thinning
 from tasks.republish import republish
-from tasks.runs import Runs
+from tasks.runs import Runs, StepRecord
 from tasks.tracking import Tracker
 from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
@@ -50,6 +50,19 @@ def test_an_empty_database_shows_the_same_as_the_live_one(
         for name in names:
             republish(root, name)
     assert Runs(root).find("tiny-1").mlflow_run == Tracker(root, "tiny").open_run("tiny-1", {}, {})
+
+
+def test_a_decision_is_shown_though_another_evaluation_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention keeps the champion's own evaluation of an old run, and no other."""
+    root = Root.of(tmp_path)
+    record = TrackedRun(root).all().context.record
+    record.steps = {"evaluate-main": StepRecord(artifact="evaluation/tiny-main-0", outcome="made"), **record.steps}
+    Runs(root).save(record)
+    use(monkeypatch, f"sqlite:///{tmp_path}/empty.db")
+    done = republish(root, record.name)
+    assert (done.versions, done.gone) == (1, 1)
 
 
 def test_a_stage_shows_what_it_went_on_from_and_its_metrics_once(root: Root) -> None:
