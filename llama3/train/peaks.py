@@ -9,9 +9,10 @@ has no peak, and a utilisation is left out rather than guessed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # the planner reads the table without torch
+    import torch
 
 CPUINFO = Path("/proc/cpuinfo")
 _SXM_HOPPER = {"bf16": 989e12, "fp8": 1979e12}
@@ -61,6 +62,8 @@ def described(device: str, compute: str) -> str:
 def device_name(device: torch.device) -> str:
     """Return what the driver, or the kernel for a processor, calls the device."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
