@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llama3.model.again import made_again
 from llama3.model.documents import Visible
 from llama3.model.exchange import Exchange
 from llama3.model.linear import Linear
@@ -118,12 +119,22 @@ class Attention(nn.Module):
         self.v = Linear(dim, kv_heads * self.head_dim)
         self.o = Linear(heads * self.head_dim, dim)
 
-    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], visible: Visible) -> Tensor:
-        """Return [B, S, D], a partial sum if heads are cut; `table` is the rotary one of the queries here."""
+    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], visible: Visible, spare: bool = False) -> Tensor:
+        """Return [B, S, D], a partial sum if heads are cut; `table` is the rotary one of the queries here.
+
+        With `spare` only the keys and values of this process are kept, and those of its peers gathered again.
+        """
         q_BSHE, k_BSKE, v_BSKE = (
             project(x_BSD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
         )
-        k_BTKE, v_BTKE = self.exchange.keys(rotate(k_BSKE, table), v_BSKE)
-        out_BSHE = attend(rotate(q_BSHE, table), k_BTKE, v_BTKE, visible)
+        q_BSHE, k_BSKE = rotate(q_BSHE, table), rotate(k_BSKE, table)
+        k_BTKE, v_BTKE = self.exchange.keys(k_BSKE, v_BSKE)
+        gathered = k_BTKE is not k_BSKE
+        with made_again(k_BTKE, self._keys, k_BSKE, v_BSKE, wanted=spare and gathered):
+            out_BSHE = attend(q_BSHE, k_BTKE, v_BTKE, visible)
         mixed: Tensor = self.o(out_BSHE.flatten(2))
         return mixed
+
+    def _keys(self, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+        """Return keys [B, T, K, E], in one piece of memory with the values."""
+        return self.exchange.keys(k_BSKE, v_BSKE)[0]

@@ -2,7 +2,8 @@
 
 The model calls these where Llama 3 communicates (section 3.3.2), so that a reader of the model sees each place, and the
 model still imports nothing distributed. `llama3.parallel.exchange` fills the seam in. Each method is differentiable,
-and its backward pass is the adjoint: where gather joins parts, gradients are summed and cut, and so on.
+and its backward pass is the adjoint: where gather joins parts, gradients are summed and cut, and so on. What `gather`
+and `keys` return is not kept for the backward pass: they are called again there (see `again`).
 
 Shapes: B sequences, S tokens of them that this process holds, D model, T tokens, V rows of the vocabulary.
 """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from llama3.model.again import gate_product, gated, made_again
 from llama3.model.attention import Attention
 from llama3.model.documents import Visible, visible
 from llama3.model.exchange import Alone, Exchange
@@ -39,9 +40,12 @@ class FeedForward(nn.Module):
         self.up = Linear(dim, ffn)
         self.down = Linear(ffn, dim)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return [B, S, D], a partial sum if the hidden features are cut."""
-        out_BSD: Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+    def forward(self, x_BSD: Tensor, spare: bool = False) -> Tensor:
+        """Return [B, S, D], a partial sum if the hidden features are cut; with `spare` keep only gate and up."""
+        gate_BSF, up_BSF = self.gate(x_BSD), self.up(x_BSD)
+        hidden_BSF = gated(gate_BSF, up_BSF) if spare else F.silu(gate_BSF) * up_BSF
+        with made_again(hidden_BSF, gate_product, gate_BSF, up_BSF, wanted=spare):
+            out_BSD: Tensor = self.down(hidden_BSF)
         return out_BSD
 
 
@@ -56,11 +60,29 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps, exchange)
         self.ffn = FeedForward(spec.dim, spec.ffn)
 
-    def forward(self, x_BSD: Tensor, table: tuple[Tensor, Tensor], seen: Visible) -> Tensor:
-        gather, scatter = self.exchange.gather, self.exchange.scatter
-        x_BSD = x_BSD + scatter(self.attention(gather(self.attention_norm(x_BSD)), table, seen))
-        out_BSD: Tensor = x_BSD + scatter(self.ffn(gather(self.ffn_norm(x_BSD))))
-        return out_BSD
+    def forward(
+        self, x_BSD: Tensor, table: tuple[Tensor, Tensor], seen: Visible, spare: bool = False, feed_again: bool = False
+    ) -> Tensor:
+        """Return the residual stream after this layer.
+
+        With `spare` little is kept for the backward pass (see `again`); with `feed_again` the feed-forward half is
+        computed again, and only its input kept.
+        """
+        x_BSD = x_BSD + self._half(self.attention_norm, self.attention, x_BSD, spare, table, seen)
+        if feed_again:
+            fed_BSD: Tensor = checkpoint(self._half, self.ffn_norm, self.ffn, x_BSD, False, use_reentrant=False)
+            return x_BSD + fed_BSD
+        return x_BSD + self._half(self.ffn_norm, self.ffn, x_BSD, spare)
+
+    def _half(self, norm: nn.Module, products: nn.Module, x_BSD: Tensor, spare: bool, *more: Any) -> Tensor:
+        enter = partial(self._enter, norm)
+        entering_BSD = enter(x_BSD)
+        with made_again(entering_BSD, enter, x_BSD, wanted=spare):
+            return self.exchange.scatter(products(entering_BSD, *more, spare))
+
+    def _enter(self, norm: nn.Module, x_BSD: Tensor) -> Tensor:
+        """Return all tokens, normed: what the products of a half read."""
+        return self.exchange.gather(norm(x_BSD))
 
 
 class Transformer(nn.Module):
@@ -146,13 +168,12 @@ class Transformer(nn.Module):
         return self.exchange.scatter(x_BSD.to(self.compute or x_BSD.dtype))
 
     def _run(self, block: nn.Module, *arguments: Any) -> Tensor:
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            out_BSD: Tensor = block(*arguments)
-            return out_BSD
-        keep = partial(_saving_products) if self.recompute == "selective" else None
-        more: dict[str, Any] = {"context_fn": keep} if keep else {}
-        again: Tensor = checkpoint(block, *arguments, use_reentrant=False, **more)
-        return again
+        if self.recompute == "full" and torch.is_grad_enabled():
+            out_BSD: Tensor = checkpoint(block, *arguments, use_reentrant=False)
+        else:
+            feed_again = self.recompute == "selective" and torch.is_grad_enabled()
+            out_BSD = block(*arguments, spare=not self._compiled, feed_again=feed_again)
+        return out_BSD
 
     def _finish(self, x_BSD: Tensor, targets_BS: Tensor | None, head: Head | None) -> Tensor:
         assert self.norm is not None
@@ -165,27 +186,3 @@ class Transformer(nn.Module):
         if targets_BS is None:
             return F.linear(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
         return token_nats(hidden_BSD, weight_VD, targets_BS, self.z_loss, self.exchange)
-
-
-def _saving_products() -> Any:
-    """Return contexts that keep the results of matrix products and attention and compute the rest again."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    kept = {
-        aten.mm.default,
-        aten.addmm.default,
-        aten._scaled_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-    if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # once the kernel for packed documents has been imported
-        kept.add(torch.ops.torch_attn._varlen_attn.default)
-
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> Any:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: Any = create_selective_checkpoint_contexts  # torch leaves it untyped
-    return contexts(policy)

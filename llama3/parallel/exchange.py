@@ -5,7 +5,9 @@ and `scatter` go from there to all tokens and back, so that a layer sends the by
 and norms are not computed twice. Context parallel (Llama 3, section 3.3.2): a sequence is cut in 2 x cp chunks, process
 i holds chunks i and 2 x cp - 1 - i, which evens out the causal half, and keys and values are gathered: they are small
 under grouped-query attention, and any document mask works. Collectives are torch's functional ones, which compile.
-What this gives up: every layer keeps keys and values of the whole sequence for its backward pass, unless recomputed.
+What this gives up: inputs of products, keys and values are gathered a second time for the backward pass, so that no
+layer keeps what its peers hold (2205.05198, section 4.2.2); a layer of the 405B would keep two and a half times as
+much.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ tp x cp x pp x dp, and dp is what the other three leave. The order is Llama 3's,
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,7 +42,7 @@ class Layout(BaseModel):
     schedule: Literal["interleaved", "1f1b", "zero-bubble"] = "interleaved"
     """Order of pipeline work."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, all but matrix products and attention, or all."""
+    """Activations computed again in the backward pass: none, those of the feed-forward half of each layer, or all."""
     compile: bool = False
     """Compile each block (minutes at the start; a tenth faster on GPUs)."""
     async_tp: bool = False
@@ -92,7 +93,9 @@ class Layout(BaseModel):
     def _tensor_faults(self, spec: Model, rows: int) -> list[str]:
         counts = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn": spec.ffn, "embedding rows": rows}
         odd = [f"{name} {count}" for name, count in counts.items() if count % self.tp]
-        faults = [f"tp: {self.tp} does not divide {', '.join(odd)}; choose a common divisor"] if odd else []
+        common = gcd(*counts.values())
+        able = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+        faults = [f"tp: {self.tp} does not divide {', '.join(odd)}; of all of them {able} do"] if odd else []
         if self.async_tp and not (self.compile and self.tp > 1):
             faults.append(f"async_tp: needs compile: true and tp above 1, which is {self.tp}; leave it out")
         return faults

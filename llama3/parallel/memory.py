@@ -4,10 +4,12 @@ A layout is chosen by what fits, and trying it costs a cluster. The terms below 
 between forward and backward. Tests count the storages that are alive under fake CPU tensors: what a forward pass
 keeps, gathered weights and gradients agree to the byte, and what comes and goes is bounded from above. Left out: what
 attention keeps more on CPUs (fp32 copies without AMX, a copy of the result with several documents), the allocator's
-fragments, buffers of collectives, the CUDA context. Leave a tenth.
+fragments, buffers of collectives, the CUDA context. Leave some percent.
 
-What dominates at paper scale is not the weights: with tensor parallelism each layer keeps the gathered inputs of its
-two halves whole, 4 T D bytes, beside 8 T F / tp of the feed-forward block, for every micro-batch in flight.
+What dominates at paper scale are gate and up of the feed-forward block, 4 T F / tp bytes of bf16 in each layer, then
+what attention and the norms read, about 8 T D / tp, for every micro-batch in flight. Tensor parallelism cuts all of it,
+since what is cheap is made again (`llama3.model.again`). A compiled block is counted as keeping what autograd would,
+two gathered inputs whole (4 T D) first of all, three times as much in the 405B: what it really keeps, torch decides.
 
 Shapes: T tokens of a micro-batch after the gather of tensor parallelism, t = T / tp of them between, D model, F hidden
 of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes of the compute type, w of fp32 or wider.
@@ -15,12 +17,13 @@ of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from llama3.parallel.layout import Layout
-from llama3.parallel.schedule import Action, actions
-from llama3.parallel.sizes import Stage, Weight, layer_weights, shards, stages
+from llama3.parallel.schedule import held
+from llama3.parallel.sizes import Stage, layer_elements, shards, stages
 from llama3.recipe.schema import Model
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
@@ -84,11 +87,11 @@ class RankMemory:
     reduction: int
     """What the reduction of the largest group (a layer, or the ends) takes in."""
     activations: int
-    """Kept for the backward pass, for every micro-batch in flight; with context parallelism all keys and values too."""
+    """Kept for the backward pass, for every micro-batch in flight."""
     recomputed: int
-    """Activations of one layer that the backward pass makes again."""
+    """Activations of one layer that its checkpoint, if there is one, makes again."""
     temporaries: int
-    """Gradients inside a layer: of the feed-forward's three hidden tensors."""
+    """The most at once in the backward pass of a layer: gradients, and inputs or keys that are made again."""
     loss: int
     """Of a chunk of tokens: logits, their gradient, and the product that makes the gradient of the output matrix."""
     in_flight: int
@@ -110,52 +113,54 @@ class RankMemory:
         return {**asdict(self), "total": self.total}
 
 
-def memory(spec: Model, rows: int, layout: Layout, world: int, load: Load) -> list[RankMemory]:
-    """Return the memory of a process of every pipeline rank; its peers on other axes hold as much or less.
+def memory(
+    spec: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] | None = None
+) -> list[RankMemory]:
+    """Return the memory of a process of each of `ranks` of the pipeline, or of all; its peers hold as much or less.
 
     Raises ValueError if the layout does not fit `spec`, `world` or the sequence.
     """
     layout.check(spec, rows, world)
     layout.check_sequence(load.seq)
-    lists = actions(layout.schedule, layout.pp, layout.virtual, load.micro_batches, layout.contiguous)
-    return [_rank(spec, rows, layout, world, load, rank, mine) for rank, mine in enumerate(lists)]
+    return [_rank(spec, rows, layout, world, load, rank) for rank in (range(layout.pp) if ranks is None else ranks)]
 
 
-def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, mine: list[Action]) -> RankMemory:
+def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: int) -> RankMemory:
     parts, pieces = stages(spec, layout, rank), shards(layout, world)
-    weights = [weight for part in parts for weight in part.weights(spec, rows)]
-    local = sum(weight.slot(layout.tp, pieces) for weight in weights)
+    local = _slots(spec, rows, layout, pieces, parts)
     groups = _groups(spec, rows, layout, pieces, parts)
-    most, flying = _peak(spec, rows, layout, load, parts, mine)
-    whole = layer_activations(spec, layout, load, "none")
+    most, flying = _peak(spec, rows, layout, load, parts, rank)
     return RankMemory(
         pipeline_rank=rank,
         master=local * load.master,
         moments=2 * local * load.master,
         sharded_gradients=local * load.master,
-        gathered=_gathered(layout, load, groups, len(parts)) if world > 1 else _casts(weights, load),
+        gathered=_gathered(layout, load, groups, len(parts)) if world > 1 else _casts(spec, parts, load),
         gradients=sum(groups) * load.reduced if world > 1 and load.micro_batches > 1 else 0,
         reduction=max(groups) * load.reduced if world > 1 else 0,
         activations=most,
-        recomputed=max(0, whole - layer_activations(spec, layout, load, layout.recompute)),
-        temporaries=3 * _tokens(layout, load) * spec.ffn // layout.tp * load.narrow,
+        recomputed=_recomputed(spec, layout, load),
+        temporaries=_temporaries(spec, layout, load),
         loss=_loss(spec, rows, layout, load) if parts[-1].last else 0,
         in_flight=flying,
     )
 
 
-def _peak(
-    spec: Model, rows: int, layout: Layout, load: Load, parts: list[Stage], mine: list[Action]
-) -> tuple[int, int]:
+def _peak(spec: Model, rows: int, layout: Layout, load: Load, parts: list[Stage], rank: int) -> tuple[int, int]:
     """Return the most bytes of activations, and the most micro-batches times stages, that a rank's schedule holds."""
-    size = {part.number: stage_activations(spec, rows, layout, load, part) for part in parts}
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    held = flying = most = most_flying = 0
-    for action in mine:
-        held += change[action.kind] * size[action.stage]
-        flying += change[action.kind]
-        most, most_flying = max(most, held), max(most_flying, flying)
-    return most, most_flying
+    alike = {
+        (len(part.layers), part.first, part.last): stage_activations(spec, rows, layout, load, part)
+        for part in _kinds(parts)
+    }
+    sizes = [alike[len(part.layers), part.first, part.last] for part in parts]
+    moments = held(layout.schedule, layout.pp, layout.virtual, load.micro_batches, layout.contiguous, rank)
+    most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in moments)
+    return most, max(sum(counts) for counts in moments)
+
+
+def _kinds(parts: list[Stage]) -> list[Stage]:
+    """Return one of each kind of stage: what keeps the same."""
+    return list({(len(part.layers), part.first, part.last): part for part in parts}.values())
 
 
 def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: Stage) -> int:
@@ -163,12 +168,12 @@ def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: 
     tokens, c, w = _tokens(layout, load), load.narrow, load.wide
     total = len(part.layers) * layer_activations(spec, layout, load, layout.recompute)
     total += load.seq // layout.cp * (spec.dim // spec.heads) * w  # the rotary table
-    if layout.recompute != "none":
+    if layout.recompute == "full":
         total += _mask(layout, load) // c  # as bool, to be read again
     if part.first and layout.tp > 1:
         total += tokens * 9  # where in my rows of the table, and whether there
     if not part.last:
-        total += tokens // layout.tp * spec.dim * c  # what it returned stays until its gradient comes
+        total += c  # one number stands for what it returned, which was sent
     if part.last:
         total += _norm(spec, layout, load) + (spec.dim * c if c != load.master else 0)  # with its weight cast
         total += 2 * tokens * spec.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
@@ -178,27 +183,59 @@ def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: 
 
 def layer_activations(spec: Model, layout: Layout, load: Load, recompute: str) -> int:
     """Return the bytes that one layer keeps of a micro-batch."""
-    tokens, c, w = _tokens(layout, load), load.narrow, load.wide
-    entering = tokens // layout.tp * spec.dim * c
-    if recompute == "full":
-        return entering
-    keys = 2 * tokens * spec.kv_heads * (spec.dim // spec.heads) // layout.tp * c
-    queries = tokens * spec.dim // layout.tp * c
-    attended = queries + tokens * spec.heads // layout.tp * w  # with the sum under each softmax
-    hidden = tokens * spec.ffn // layout.tp * c
-    if recompute == "selective":  # what products and attention return
-        return entering + queries + keys + attended + 2 * tokens * spec.dim * c + 2 * hidden
-    normed = 2 * tokens * spec.dim * c
-    feed_forward = 4 * hidden  # gate, its silu, up, and their product
-    return (
-        2 * _norm(spec, layout, load)
-        + normed
-        + queries
-        + keys * layout.cp
-        + attended
-        + feed_forward
-        + _mask(layout, load)
-    )
+    entering = _tokens(layout, load) // layout.tp * spec.dim * load.narrow
+    attention, feed_forward = _halves(spec, layout, load, spare=not layout.compile)
+    return {"none": attention + feed_forward, "selective": attention + entering, "full": entering}[recompute]
+
+
+def _halves(spec: Model, layout: Layout, load: Load, spare: bool) -> tuple[int, int]:
+    """Return what the attention and the feed-forward half of a layer keep.
+
+    Without `spare`, as autograd and a compiled block, they keep what is else made again (`llama3.model.again`) too:
+    normed inputs, keys and values of peers, silu(gate) and its product with up.
+    """
+    tokens, keys, hidden = _tokens(layout, load), _keys(spec, layout, load), _hidden(spec, layout, load)
+    queries = tokens * spec.dim // layout.tp * load.narrow
+    attended = queries + tokens * spec.heads // layout.tp * load.wide  # with the sum under each softmax
+    attention = _norm(spec, layout, load) + queries + keys + attended + _mask(layout, load)
+    feed_forward = _norm(spec, layout, load) + 2 * hidden
+    if spare:
+        return attention, feed_forward
+    normed = tokens * spec.dim * load.narrow
+    return attention + normed + (layout.cp - 1) * keys, feed_forward + normed + 2 * hidden
+
+
+def _recomputed(spec: Model, layout: Layout, load: Load) -> int:
+    """Return what checkpoints of a layer make again, whole, for its backward pass."""
+    entering = _tokens(layout, load) // layout.tp * spec.dim * load.narrow
+    attention, feed_forward = _halves(spec, layout, load, spare=False)
+    return {
+        "none": 0,
+        "selective": feed_forward - entering,
+        "full": attention + feed_forward - entering,
+    }[layout.recompute]
+
+
+def _temporaries(spec: Model, layout: Layout, load: Load) -> int:
+    """Return the most bytes that the backward pass of a layer has at once, beside what is kept and its weights' part.
+
+    The gradient of the residual stream, and the larger of: gradients of the feed-forward's three hidden tensors; a
+    normed input made again, its gradients of two products and that of one hidden tensor; keys and values of all peers,
+    their gradients twice, and those of queries, of what attention returned, and of that before.
+    """
+    tokens, hidden = _tokens(layout, load), _hidden(spec, layout, load)
+    whole, everyone = tokens * spec.dim * load.narrow, layout.cp * _keys(spec, layout, load)
+    return whole // layout.tp + max(3 * hidden, 3 * whole + hidden, 3 * everyone + 3 * whole // layout.tp)
+
+
+def _hidden(spec: Model, layout: Layout, load: Load) -> int:
+    """Return the size of one hidden tensor of the feed-forward block."""
+    return _tokens(layout, load) * spec.ffn // layout.tp * load.narrow
+
+
+def _keys(spec: Model, layout: Layout, load: Load) -> int:
+    """Return the size of the keys and values of this process's tokens."""
+    return 2 * _tokens(layout, load) * spec.kv_heads * (spec.dim // spec.heads) // layout.tp * load.narrow
 
 
 def _tokens(layout: Layout, load: Load) -> int:
@@ -219,7 +256,7 @@ def _mask(layout: Layout, load: Load) -> int:
 
 def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> list[int]:
     """Return the elements that FSDP gathers at once: the ends of each stage, then each layer."""
-    layer = sum(weight.gathered(layout.tp, pieces) for weight in layer_weights(spec))
+    _, layer = layer_elements(spec, layout.tp, pieces)
     ends = [sum(weight.gathered(layout.tp, pieces) for weight in part.ends(spec, rows)) for part in parts]
     return ends + [layer] * sum(len(part.layers) for part in parts)
 
@@ -230,11 +267,19 @@ def _gathered(layout: Layout, load: Load, groups: list[int], parts: int) -> int:
     return sum(ends) * load.master + sum(at_once) * load.narrow
 
 
-def _casts(weights: list[Weight], load: Load) -> int:
+def _casts(spec: Model, parts: list[Stage], load: Load) -> int:
     """Return the copies in the compute type that a process without FSDP keeps of its layers."""
     if load.narrow == load.master:
         return 0
-    return sum(weight.slot(1, 1) for weight in weights if weight.name.startswith("layers.")) * load.narrow
+    each, _ = layer_elements(spec, 1, 1)
+    return sum(len(part.layers) for part in parts) * each * load.narrow
+
+
+def _slots(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> int:
+    """Return the elements that a process sets aside for its shards: layers are alike, so one is counted for all."""
+    each, _ = layer_elements(spec, layout.tp, pieces)
+    ends = sum(weight.slot(layout.tp, pieces) for part in parts for weight in part.ends(spec, rows))
+    return sum(len(part.layers) for part in parts) * each + ends
 
 
 def _loss(spec: Model, rows: int, layout: Layout, load: Load) -> int:

@@ -1,15 +1,16 @@
 """Runs pipeline schedules: this rank's stages on its share of the batch, gradients left in the weights.
 
 The order of work comes from `schedule`; torch's pipeline runtime plays it (sends, receives, backward passes and their
-halves). That runtime is private, but has the same names in torch 2.11 and 2.13. Three things are ours. Receive buffers
+halves). That runtime is private, but has the same names in torch 2.11 and 2.13. Four things are ours. Receive buffers
 live from the receive to the end of the backward pass; torch holds one for every micro-batch, stage and direction all
-the time, 8.6 GB on a rank of the 405B (TP 8, V 8, M 16). Weights under ZeRO-2 are gathered once a step, before the
-first input arrives, and kept; torch gives them up and gathers again on ranks with more than three stages. Weight
-gradients of a split backward pass are added up in the precision of the reduction, as those of a whole one.
+the time, 8.6 GB on a rank of the 405B (TP 8, V 8, M 16). What a stage returned belongs to the send alone (Llama 3,
+section 3.3.2); torch holds it until its gradient comes, 4.3 GB there. Weights under ZeRO-2 are gathered once a step,
+before the first input arrives, and kept; torch gives them up and gathers again on ranks with more than three stages.
+Weight gradients of a split backward pass are added up in the precision of the reduction, as those of a whole one.
 
-What this gives up: a stage's output stays until its backward pass (5 % of one layer's activations); one stage's
-reduction does not overlap with the next stage's work; zero-bubble runs the backward pass of the loss twice, because
-torch cannot cut a custom function in two.
+What this gives up: gloo holds what it sent until the end of the step (NCCL until it is sent); one stage's reduction
+does not overlap with the next stage's work; zero-bubble runs the backward pass of the loss twice, because torch cannot
+cut a custom function in two.
 
 Shapes: B sequences, S tokens of them that this process holds, D model.
 """
@@ -182,6 +183,11 @@ class _Stage(PipelineStage):
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]
+            return operations
+        for operation in operations:
+            operation.tensor = operation.tensor.detach()
+        for returned in self.fwd_cache[fwd_chunk_id][0]:
+            give_up_data(returned)
         return operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **more: Any) -> Any:
@@ -210,6 +216,11 @@ class _Stage(PipelineStage):
     def _fill(self, infos: Iterable[Any]) -> None:
         for info in _received(infos):
             info.buffer = torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=self.device)
+
+
+def give_up_data(returned: Tensor) -> None:
+    """Leave of a tensor its shape and its place in the graph, which is all that a backward pass from it asks for."""
+    returned.data = returned.new_empty(()).expand_as(returned)
 
 
 def _received(infos: Iterable[Any]) -> list[Any]:

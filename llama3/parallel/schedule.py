@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -33,6 +34,8 @@ class Action(NamedTuple):
     micro_batch: int
 
 
+ROUNDS = 2
+"""Rounds after which a schedule of equal rounds only repeats itself (see `held`)."""
 Lists = list[list[Action]]
 """Actions of each rank, in order."""
 
@@ -120,6 +123,35 @@ def in_flight(lists: Lists) -> list[int]:
     return most
 
 
+@cache
+def held(
+    kind: Kind, pipeline: int, virtual: int, micro_batches: int, contiguous: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return how many micro-batches each stage of `rank` holds at its fullest moments, those that no other exceeds.
+
+    Rounds of one length repeat the first ones: no more than `ROUNDS` are played through, and the cost does not grow
+    with the batch. Raises ValueError as `check`.
+    """
+    check(kind, pipeline, virtual, micro_batches, contiguous)
+    rounds = _rounds(micro_batches, min(contiguous or pipeline, micro_batches))
+    if len({len(batch) for batch in rounds}) == 1:
+        rounds = rounds[:ROUNDS]
+    if kind == "zero-bubble":
+        mine = _split([_one_rank(each, pipeline, virtual, rounds) for each in range(pipeline)])[rank]
+    else:
+        mine = _one_rank(rank, pipeline, virtual, rounds)
+    change, counts, seen = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * virtual, set()
+    for action, after in zip(mine, [*mine[1:], Action(0, "B", 0)], strict=True):
+        counts[action.stage // pipeline] += change[action.kind]
+        if action.kind == "F" and after.kind != "F":
+            seen.add(tuple(counts))
+    return tuple(
+        one
+        for one in seen
+        if not any(one != two and all(a <= b for a, b in zip(one, two, strict=True)) for two in seen)
+    )
+
+
 def finish(lists: Lists, times: Times | None = None) -> dict[Action, float]:
     """Return when each action ends if every rank starts its next one as soon as what it needs is there.
 
@@ -145,7 +177,8 @@ def finish(lists: Lists, times: Times | None = None) -> dict[Action, float]:
     return ends
 
 
-def split_layers(layers: int, stages: int) -> list[range]:
+@cache
+def split_layers(layers: int, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage: the embedding and the output stand for one layer each (Llama 3, 3.3.2).
 
     126 layers in 16 stages are 7, 14 x 8, 7; in 128 stages the first has only the embedding and the last only the
@@ -165,7 +198,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
     sizes[0] -= 1
     sizes[-1] -= 1
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def _rounds(micro_batches: int, contiguous: int) -> list[range]:
@@ -175,14 +208,21 @@ def _rounds(micro_batches: int, contiguous: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(ends)]
 
 
-def _one_rank(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> list[Action]:
-    """Forwards until the first gradient is there, then one backward after each forward, then what is left."""
+def rank_actions(rank: int, pipeline: int, virtual: int, rounds: Sequence[range], warm_up: int) -> list[Action]:
+    """Return `warm_up` forwards, then one backward after each forward, then what is left.
+
+    `rounds`: the micro-batches that a stage runs in a row.
+    """
     stages = range(rank, pipeline * virtual, pipeline)
     forward = [Action(stage, "F", number) for batch in rounds for stage in stages for number in batch]
     backward = [Action(stage, "B", number) for batch in rounds for stage in reversed(stages) for number in batch]
-    first = min(_warm_up(rank, pipeline, virtual, rounds), len(forward))
+    first = min(warm_up, len(forward))
     steady = [action for pair in zip(forward[first:], backward, strict=False) for action in pair]
     return forward[:first] + steady + backward[len(forward) - first :]
+
+
+def _one_rank(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> list[Action]:
+    return rank_actions(rank, pipeline, virtual, rounds, _warm_up(rank, pipeline, virtual, rounds))
 
 
 def _warm_up(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> int:

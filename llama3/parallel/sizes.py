@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from llama3.parallel.layout import Layout
@@ -72,20 +73,34 @@ class Stage:
                 yield Weight(f"layers.{layer}.{weight.name}", weight.shape, weight.cut)
 
 
-def layer_weights(spec: Model) -> list[Weight]:
+def layer_weights(spec: Model) -> tuple[Weight, ...]:
     """Return the weights of one layer: o and down are cut by input features, the other matrices by output features."""
-    narrow = spec.kv_heads * (spec.dim // spec.heads)
-    return [
-        Weight("attention_norm.weight", (spec.dim,), None),
-        Weight("attention.q.weight", (spec.dim, spec.dim), 0),
-        Weight("attention.k.weight", (narrow, spec.dim), 0),
-        Weight("attention.v.weight", (narrow, spec.dim), 0),
-        Weight("attention.o.weight", (spec.dim, spec.dim), 1),
-        Weight("ffn_norm.weight", (spec.dim,), None),
-        Weight("ffn.gate.weight", (spec.ffn, spec.dim), 0),
-        Weight("ffn.up.weight", (spec.ffn, spec.dim), 0),
-        Weight("ffn.down.weight", (spec.dim, spec.ffn), 1),
-    ]
+    return _layer_weights(spec.dim, spec.ffn, spec.kv_heads * (spec.dim // spec.heads))
+
+
+@cache
+def _layer_weights(dim: int, ffn: int, narrow: int) -> tuple[Weight, ...]:
+    return (
+        Weight("attention_norm.weight", (dim,), None),
+        Weight("attention.q.weight", (dim, dim), 0),
+        Weight("attention.k.weight", (narrow, dim), 0),
+        Weight("attention.v.weight", (narrow, dim), 0),
+        Weight("attention.o.weight", (dim, dim), 1),
+        Weight("ffn_norm.weight", (dim,), None),
+        Weight("ffn.gate.weight", (ffn, dim), 0),
+        Weight("ffn.up.weight", (ffn, dim), 0),
+        Weight("ffn.down.weight", (dim, ffn), 1),
+    )
+
+
+def layer_elements(spec: Model, tp: int, pieces: int) -> tuple[int, int]:
+    """Return the elements that a process sets aside for its shard of a layer, and that FSDP gathers of it."""
+    return _layer_elements(layer_weights(spec), tp, pieces)
+
+
+@cache  # a search of layouts asks thousands of times
+def _layer_elements(weights: tuple[Weight, ...], tp: int, pieces: int) -> tuple[int, int]:
+    return sum(one.slot(tp, pieces) for one in weights), sum(one.gathered(tp, pieces) for one in weights)
 
 
 def stages(spec: Model, layout: Layout, pipeline_rank: int) -> list[Stage]:

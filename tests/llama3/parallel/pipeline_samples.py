@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -12,16 +15,18 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llama3.model.again import _Promise
 from llama3.model.initial import initial_value
 from llama3.model.transformer import Transformer
 from llama3.parallel.build import build_parts
 from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import World, joined, whole
-from llama3.parallel.pipeline import Pipeline
+from llama3.parallel.pipeline import Pipeline, _Stage
 from llama3.parallel.schedule import split_layers
 from llama3.recipe.schema import Model
 
 ROWS, SEED = 48, 3
+backward = _Stage.backward_one_chunk
 Result = tuple[np.ndarray | None, dict[str, np.ndarray]]
 
 
@@ -85,6 +90,44 @@ def buffers(layout: dict[str, Any], step: Step) -> list[int]:
             for stage in schedule.stages
             for notes in (stage.args_recv_info, stage.grad_recv_info)
         ]
+
+
+def returned(layout: dict[str, Any], step: Step) -> list[int]:
+    """Return the elements in memory, at each backward pass, of all that this rank's stages returned and sent on."""
+    sizes = []
+
+    def watched(stage: _Stage, number: int, **more: Any) -> None:
+        waiting = [out for stage in stages for outs, _ in stage.fwd_cache.values() for out in outs if not stage.is_last]
+        assert all(out.shape == (step.micro_batch, step.seq, shape().dim) for out in waiting)
+        sizes.append(sum(out.untyped_storage().nbytes() // out.element_size() for out in waiting))
+        backward(stage, number, **more)
+
+    with joined("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Stage, "backward_one_chunk", watched):
+        pipeline = Pipeline(my_parts(world), world)
+        stages = pipeline._schedule(step.micro_batch, step.seq, step.sequences // step.micro_batch, True).stages
+        pipeline.run(*batch(step), step.micro_batch)
+    return sizes
+
+
+def promises(layout: dict[str, Any], step: Step) -> tuple[int, int, int]:
+    """Return of the values that this rank made again in a step: how many, the most at once, and those left after it."""
+    alive: WeakSet[_Promise] = WeakSet()
+    made, most = 0, 0
+    read = _Promise.read
+
+    def watched(promise: _Promise) -> Tensor:
+        nonlocal made, most
+        alive.add(promise)
+        made += promise.value is None
+        value = read(promise)
+        most = max(most, sum(each.value is not None for each in alive))
+        return value
+
+    with joined("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Promise, "read", watched):
+        pipeline = Pipeline(my_parts(world), world)
+        gc.disable()  # only counts of references free memory
+        pipeline.run(*batch(step), step.micro_batch)
+        return made, most, len(alive)
 
 
 def _run(world: World, steps: list[Step]) -> list[Result]:

@@ -17,6 +17,7 @@ from llama3.parallel.fsdp import last_micro_batch
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.parallel.mesh import World, local
+from llama3.parallel.pipeline import give_up_data
 from llama3.parallel.scale import check_layout
 from llama3.parallel.trace import TYPES, imagined, trace
 from llama3.recipe.schema import Model
@@ -67,6 +68,8 @@ def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, i
             shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
             x = torch.zeros(shape_BSD, dtype=TYPES[load.compute], requires_grad=True)
         out = part(x, documents_BS, None if part.norm is None else here_BS)
+        if part.norm is None:  # it was sent
+            give_up_data(out)
         kept = alive.bytes()
         out.sum().backward()
         del out, x

@@ -31,8 +31,8 @@ def test_the_published_rows_are_accepted(world: int, cp: int, dp: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "world", "message"),
     [
-        ({"tp": 16}, 16, "cluster.layout.tp: 16 does not divide kv_heads 8; choose a common divisor"),
-        ({"tp": 3}, 3, "cluster.layout.tp: 3 does not divide heads 128, kv_heads 8, ffn 53248; choose"),
+        ({"tp": 16}, 16, "cluster.layout.tp: 16 does not divide kv_heads 8; of all of them"),
+        ({"tp": 3}, 3, "cluster.layout.tp: 3 does not divide heads 128, kv_heads 8, ffn 53248; of all of them"),
         ({"tp": 8, "pp": 3}, 64, "tp 8 x cp 1 x pp 3 = 24 does not divide 64 processes; start 72"),
         ({"pp": 16, "virtual": 9}, 16, "cluster.layout.pp: 16 x virtual 9 stages are too many for 126 layers"),
         ({"virtual": 2}, 1, "cluster.layout.virtual: 2 stages per process need pp above 1"),

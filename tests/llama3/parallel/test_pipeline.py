@@ -11,6 +11,7 @@ import torch
 from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import World
 from llama3.parallel.pipeline import Pipeline
+from llama3.parallel.schedule import split_layers
 from tests.dist import run
 from tests.llama3.parallel import pipeline_samples as samples
 from tests.llama3.parallel.pipeline_samples import Result, Step
@@ -84,6 +85,27 @@ def test_nothing_is_held_between_steps(schedule: str) -> None:
     """torch holds a buffer for each micro-batch of each stage, both ways."""
     ranks = run(2, samples.buffers, {"pp": 2, "virtual": 2, "schedule": schedule}, Step())
     assert ranks == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_what_a_stage_returned_belongs_to_the_send(schedule: str) -> None:
+    """Micro-batches wait for their gradients with one number each: three stages of two ranks send theirs on."""
+    step = Step(sequences=8, micro_batch=1)
+    first, last = run(2, samples.returned, {"pp": 2, "virtual": 2, "schedule": schedule}, step)
+    assert len(first) == len(last) == 16
+    assert 2 <= max(first) <= step.sequences * 2
+    assert 1 <= max(last) <= step.sequences
+
+
+@pytest.mark.parametrize(("schedule", "passes"), [("interleaved", 1), ("zero-bubble", 2)])
+def test_what_is_made_again_leaves_with_its_half_of_a_layer(schedule: str, passes: int) -> None:
+    """Two normed inputs and a product for each layer and micro-batch; a backward pass in halves makes them twice."""
+    step = Step(sequences=4, micro_batch=1)
+    first, last = run(2, samples.promises, {"pp": 2, "virtual": 2, "schedule": schedule}, step)
+    values = 3 * samples.shape().layers * step.sequences
+    whole = 3 * step.sequences * len(split_layers(samples.shape().layers, 4)[0])  # the first stage's is never cut
+    assert first[0] + last[0] == passes * values - (passes - 1) * whole
+    assert first[1:] == last[1:] == (1, 0)
 
 
 def together(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, np.ndarray]:

@@ -32,12 +32,13 @@ def case(world: int, rank: int = 0, load: Load = LOAD, **layout: Any) -> Case:
 
 SPEC = shape(layers=2)
 PLAIN, CUT, PIPED = case(8, tp=2), case(24, 5, tp=4, cp=2), case(24, 3, tp=2, pp=3)
-REPLICAS, FULL = case(8, tp=2, replicas=2), case(8, tp=2, recompute="full")
+REPLICAS = case(8, tp=2, replicas=2)
+SELECTIVE, FULL = case(8, tp=2, recompute="selective"), case(8, tp=2, recompute="full")
 CONTEXT, ZERO_3 = case(4, cp=2), case(4, zero=3)
 FP32, EXACT = case(2, load=Load(seq=64, compute="fp32")), case(4, load=Load(seq=64, exact=True))
 STAGES = case(8, 2, pp=2, virtual=2, tp=2)  # pipeline rank 1 of dp 0
 ONLY_TP = case(2, load=Load(seq=64), tp=2)
-TINY = [PLAIN, CUT, PIPED, REPLICAS, FULL, CONTEXT, ZERO_3, FP32, EXACT, STAGES, ONLY_TP]
+TINY = [PLAIN, CUT, PIPED, REPLICAS, SELECTIVE, FULL, CONTEXT, ZERO_3, FP32, EXACT, STAGES, ONLY_TP]
 
 
 @cache
@@ -70,10 +71,11 @@ def sent(stage: StageTrace, axis: str, **wanted: str) -> dict[tuple[str, str, st
 
 
 def tensor_parallel(spec: Model, load: Load, cp: int, size: int, dtype: str) -> dict[Any, float]:
-    """Two gathers and two scatters of B x S x D each way, and the gradients of both norms."""
+    """Two gathers and two scatters of B x S x D each way, two gathers of inputs again, and gradients of both norms."""
     whole = load.micro_batch * load.seq // cp * spec.dim * size
     halves = {("each", way, kind, whole, dtype): 2 for way in ("forward", "backward") for kind in BOTH}
-    return halves | {("each", "backward", "all-reduce", spec.dim * size, dtype): 2}
+    again = {("each", "backward", "all-gather", whole, dtype): 4}
+    return halves | again | {("each", "backward", "all-reduce", spec.dim * size, dtype): 2}
 
 
 BOTH = ("all-gather", "reduce-scatter")
@@ -85,7 +87,7 @@ def layer_elements(spec: Model, tp: int) -> int:
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, CUT, PIPED, REPLICAS], ids=str)
-def test_tensor_parallel_traffic_is_four_halves_of_an_all_reduce(wanted: Case) -> None:
+def test_tensor_parallel_traffic_is_ten_halves_of_an_all_reduce(wanted: Case) -> None:
     for stage in tiny_traces()[wanted].stages:
         assert sent(stage, "tp") == tensor_parallel(SPEC, LOAD, dict(wanted[3]).get("cp", 1), 2, "bfloat16")
 
@@ -140,15 +142,18 @@ def test_context_parallel_traffic_is_keys_and_values(wanted: Case, tp: int) -> N
     both = 2 * LOAD.micro_batch * LOAD.seq * spec.kv_heads * (spec.dim // spec.heads) // tp * 2
     assert sent(only(wanted), "cp") == {
         ("each", "forward", "all-gather", both, "bfloat16"): 1,
+        ("each", "backward", "all-gather", both, "bfloat16"): 1,  # they were not kept
         ("each", "backward", "reduce-scatter", both, "bfloat16"): 1,
     }
 
 
-def test_full_recomputation_gathers_again() -> None:
-    plain, again = only(PLAIN), only(FULL)
-    more = {key: sent(again, "tp")[key] - count for key, count in sent(plain, "tp").items()}
+def test_recomputation_gathers_no_more_than_is_gathered_without() -> None:
+    """Full recomputation sums the attention half once more; the feed-forward half ends before its sum."""
+    plain = sent(only(PLAIN), "tp")
+    more = {key: sent(only(FULL), "tp")[key] - count for key, count in plain.items()}
     changed = {(phase, kind): count for (_, phase, kind, _, _), count in more.items() if count}
-    assert changed == {("backward", "all-gather"): 2, ("backward", "reduce-scatter"): 1}  # nothing needs the last one
+    assert changed == {("backward", "reduce-scatter"): 1}
+    assert sent(only(SELECTIVE), "tp") == plain
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -104,7 +104,7 @@ def test_without_it_the_bits_differ(tmp_path: Path) -> None:
     ("size", "layout", "message"),
     [
         (2, {"tp": 4}, "cluster.layout: tp 4 x cp 1 x pp 1 = 4 does not divide 2 processes; start 4"),
-        (4, {"tp": 4}, "cluster.layout.tp: 4 does not divide kv_heads 2; choose a common divisor"),
+        (4, {"tp": 4}, "cluster.layout.tp: 4 does not divide kv_heads 2; of all of them"),
         (8, {"cp": 8}, "cluster.layout: sequence 8 does not split into 16 parts"),
     ],
 )
