@@ -1,9 +1,9 @@
 """A cluster as data: servers under tiers of switches, each tier with a size and an oversubscription.
 
-Training sees a network as layers: what stays inside a server, inside a rack, inside a pod, and what crosses. A tier says
-how many GPUs it joins and how much of a card's rate is left for traffic that crosses the groups below it, which is all
-that the models of this room need; routing over the single links of a Clos is in `clos`. Numbers of GPUs count from 0 in
-the order of the wiring: server by server, rack by rack. Given up: cables, optics and uneven wiring.
+Training sees a network as layers: what stays in a server, in a rack, in a pod, and what crosses. A tier says how many
+GPUs it joins and how much of a card's rate is left for traffic that crosses the groups below it, which is all that most
+models of this room need; routing over the single links of a Clos is in `clos`. Numbers of GPUs count from 0 in the
+order of the wiring: server by server, rack by rack. Given up: cables, optics and uneven wiring.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tier(BaseModel):
     gpus: int = Field(ge=1)
     """GPUs below one group of these switches."""
     oversubscription: float = Field(default=1.0, ge=1)
-    """What the cards of a group below could send, over what leads from that group up to this tier; 1: full bisection."""
+    """What the cards of a group below could send, over what leads from it up to this tier; 1: full bisection."""
     latency_us: float = Field(default=14.0, ge=0)
     """Time of one message through this tier and back down."""
 
@@ -126,16 +126,19 @@ def fabric_names() -> list[str]:
     return preset_names("tiers")
 
 
-def load_fabric(named: str) -> Fabric:
-    """Return the cluster that a preset or a YAML file describes. Raises ValueError, a line per fault."""
+def load_fabric(named: str, sparse: bool = False) -> Fabric:
+    """Return the cluster that a preset or a YAML file describes. Raises ValueError, a line per fault.
+
+    `sparse` lets the accelerator's peak be the one with 2:4 sparsity.
+    """
     near = Path(named).parent
-    return make_fabric(read_description(named, FIELD, "tiers"), near)
+    return make_fabric(read_description(named, FIELD, "tiers"), near, sparse)
 
 
-def make_fabric(data: dict[str, Any], near: Path | None = None) -> Fabric:
+def make_fabric(data: dict[str, Any], near: Path | None = None, sparse: bool = False) -> Fabric:
     """Return a mapping, in which accelerator and server may be names, as a cluster. Raises ValueError."""
     for field, preset in (("accelerator", "h100"), ("server", "grand-teton")):
         if field not in data:
             raise ValueError(f"{FIELD}.{field}: is not given; write a preset such as {preset}, or its figures")
-    accelerator = load_accelerator(data["accelerator"], near).model_dump()
+    accelerator = load_accelerator(data["accelerator"], near, sparse)
     return validated(Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD)

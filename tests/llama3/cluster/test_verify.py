@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.cluster import verify as module
+from llama3.cluster.anchor import Anchor, within
+from llama3.cluster.verify import MODULES, verify
+
+QUICK = ("anchors_megascale", "anchors_steptime", "anchors_megatron")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MODULES", QUICK)
+
+
+def anchor(ok: bool, ablation: bool = False, published: float | None = 2.0) -> Anchor:
+    return Anchor("A1", "figure", 3.0, published, "s", "+-3 %", ok, ablation=ablation)
+
+
+def test_no_module_of_anchors_is_left_out() -> None:
+    files = {path.stem for path in Path(module.__file__).parent.glob("anchors_*.py")}
+    assert set(MODULES) == files
+    assert len(MODULES) == len(files)
+
+
+def test_rows_stand_in_the_order_of_their_numbers_ablations_last() -> None:
+    rows = verify()
+    numbers = [int(row.number[1:]) for row in rows]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == {1, 2, 3, 4, 5}
+    for number in set(numbers):
+        mine = [row.ablation for row in rows if row.number == f"A{number}"]
+        assert mine == sorted(mine)
+
+
+@pytest.mark.parametrize("name", ["A4", "a4"])
+def test_one_anchor_may_be_asked_for(name: str) -> None:
+    assert {row.number for row in verify(name)} == {"A4"}
+    assert len(verify(name)) == 8
+
+
+@pytest.mark.parametrize("name", ["A6", "4", "A44", "anchor"])
+def test_an_unknown_anchor_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"anchor: '{name}' is none; there are A1 to A5"):
+        verify(name)
+
+
+def test_verdicts() -> None:
+    assert [anchor(ok).verdict for ok in (True, False)] == ["ok", "OUTSIDE"]
+    assert [anchor(ok, ablation=True).verdict for ok in (True, False)] == ["misses", "DOES NOT MISS"]
+
+
+def test_an_error_needs_a_published_figure() -> None:
+    assert anchor(True).error == pytest.approx(0.5)
+    assert anchor(True, published=None).error is None
+    told = anchor(False).as_dict()
+    assert told["verdict"] == "OUTSIDE"
+    assert told["error"] == pytest.approx(0.5)
+    assert told["what"] == "figure"
+
+
+@given(st.floats(0.001, 1e12), st.floats(-0.5, 0.5), st.floats(0.0, 0.5))
+def test_within_is_relative_to_what_was_published(published: float, error: float, tolerance: float) -> None:
+    if abs(abs(error) - tolerance) > 1e-9:
+        assert within(published * (1 + error), published, tolerance) is (abs(error) < tolerance)

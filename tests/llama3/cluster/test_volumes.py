@@ -1,0 +1,74 @@
+"""The arithmetic of messages against the engine's own trace: bytes of every axis, kind, phase and place are equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from llama3.cluster.volumes import stage_volumes
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load
+from llama3.parallel.sizes import Place, stages
+from llama3.parallel.traffic import Collective, RankTrace
+from tests.dist import run
+from tests.llama3.parallel.scale_samples import ROWS, shape, traced
+
+SPEC = shape(layers=4)
+LOAD = Load(seq=128, micro_batch=2, micro_batches=3)
+Case = tuple[int, int, Layout, Load]
+"""World, rank, layout, load."""
+CASES: dict[str, Case] = {
+    "one process": (1, 0, Layout(), LOAD),
+    "fsdp": (4, 1, Layout(), LOAD),
+    "tp": (8, 3, Layout(tp=2), LOAD),
+    "only tp": (2, 0, Layout(tp=2), LOAD),
+    "cp": (8, 0, Layout(cp=2, tp=2), LOAD),
+    "first stage": (16, 0, Layout(tp=2, cp=2, pp=2), LOAD),
+    "last stage": (16, 7, Layout(tp=2, cp=2, pp=2), LOAD),
+    "virtual stages": (8, 2, Layout(tp=2, pp=2, virtual=2), LOAD),
+    "zero 3": (8, 0, Layout(tp=2, zero=3), LOAD),
+    "copies": (8, 0, Layout(tp=2, replicas=2), LOAD),
+    "full recomputation": (8, 0, Layout(tp=2, cp=2, recompute="full"), LOAD),
+    "selective recomputation": (8, 0, Layout(tp=2, cp=2, recompute="selective"), LOAD),
+    "fp32": (4, 0, Layout(tp=2), Load(seq=64, compute="fp32")),
+    "exact": (4, 0, Layout(tp=2), Load(seq=64, exact=True)),
+}
+
+
+@cache
+def traces() -> dict[str, RankTrace]:
+    requests = [
+        (layout.model_dump(exclude_defaults=True), world, rank, load) for world, rank, layout, load in CASES.values()
+    ]
+    (texts,) = run(1, traced, SPEC, ROWS, requests)
+    return dict(zip(CASES, map(RankTrace.from_json, texts), strict=True))
+
+
+def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
+    total: Counter[tuple[str, ...]] = Counter()
+    for one in found:
+        total[one.axis, one.kind, one.phase, one.when, one.place, one.dtype, str(one.group_size)] += int(
+            one.bytes * one.count
+        )
+    return +total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages_are_those_of_the_engine(name: str) -> None:
+    world, rank, layout, load = CASES[name]
+    parts = stages(SPEC, layout, Place.of(rank, layout).pp)
+    for traced_stage, part in zip(traces()[name].stages, parts, strict=True):
+        assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_a_step_are_the_traces(name: str) -> None:
+    world, rank, layout, load = CASES[name]
+    parts = stages(SPEC, layout, Place.of(rank, layout).pp)
+    total: Counter[str] = Counter()
+    for part in parts:
+        for one in stage_volumes(part, SPEC, ROWS, layout, world, load):
+            total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
+    assert total == traces()[name].step_bytes(load.micro_batches)
