@@ -138,6 +138,13 @@ GENERATE_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `herd bench generate`, in order."""
 
+PLAN_TARGETS: Mapping[str, Target] = {
+    "search/rate": Target(1000, "layouts per CPU s"),
+    "recipe/cpu": Target(5, "CPU s", "at most"),
+    "verify/cpu": Target(None, "CPU s"),
+}
+"""Every row of `herd bench plan`, in order."""
+
 _BOUNDS = {
     **TARGETS,
     **TRAIN_TARGETS,
@@ -145,6 +152,7 @@ _BOUNDS = {
     **ORCHESTRATION_TARGETS,
     **EVALUATE_TARGETS,
     **GENERATE_TARGETS,
+    **PLAN_TARGETS,
 }
 
 

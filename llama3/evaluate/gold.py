@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.samples import Sample
 from llama3.evaluate.scores import Score
-from llama3.evaluate.scoring import Likelihood
 from llama3.evaluate.statistics import ratio
 from llama3.evaluate.task import Task
 

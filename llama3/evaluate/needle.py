@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llama3.evaluate.haystack import CHOICES, Coder, Kind, Question, pool_of, questions
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.ranks import Ranks
 from llama3.evaluate.samples import Sample
 from llama3.evaluate.scores import Score, Scores
-from llama3.evaluate.scoring import LanguageModel, Likelihood, score_sequences
+from llama3.evaluate.scoring import LanguageModel, score_sequences
 from llama3.evaluate.statistics import proportion
 
 KEY = "eval/needle"

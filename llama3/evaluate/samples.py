@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.scores import Score
-from llama3.evaluate.scoring import Likelihood
 from llama3.evaluate.statistics import Estimate, mean, proportion, ratio
 from llama3.evaluate.task import Normalise, Request, Task
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from llama3.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # recipes are checked without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Sampler:
         if self.temperature == 0:
             greedy: list[int] = allowed_BV.argmax(-1).tolist()
             return greedy
+        import torch
+
         drawn_B1 = torch.tensor([[one.random()] for one in dice], dtype=torch.float64, device=logits_BV.device)
         picked_B = self._drawn(allowed_BV, drawn_B1)
         # not finite: the logits of a broken model, which is refused by its scores and must not break its evaluation
@@ -56,13 +59,13 @@ class Sampler:
     def _allowed(self, logits_BV: Tensor) -> Tensor:
         """Return the logits with every special token but the end impossible."""
         allowed_BV = logits_BV.clone()
-        allowed_BV[:, self.base :] = -torch.inf
+        allowed_BV[:, self.base :] = float("-inf")
         allowed_BV[:, self.end] = logits_BV[:, self.end]
         return allowed_BV
 
     def _drawn(self, logits_BV: Tensor, drawn_B1: Tensor) -> Tensor:
         below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # first: a tiny temperature makes large logits infinite
-        shares_BV = torch.softmax(below_BV / self.temperature, -1).double()
+        shares_BV = (below_BV / self.temperature).softmax(-1).double()
         if self.top_p == 1:
             return _at(shares_BV, drawn_B1)
         shares_BV, order_BV = shares_BV.sort(dim=-1, descending=True, stable=True)
@@ -82,6 +85,8 @@ def check_sampling(temperature: float, top_p: float) -> None:
 
 def _at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
     """Return the index at which each number of [0, 1) falls in the cumulated shares, which need not sum to 1."""
+    import torch
+
     sums_BV = shares_BV.cumsum(-1)
     at_B1 = torch.searchsorted(sums_BV, drawn_B1 * sums_BV[:, -1:], right=True)
     return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)  # past the end only where shares are not finite

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan
 from llama3.evaluate.ranks import Ranks, Single
 from llama3.evaluate.sequences import Encoder, encoded
@@ -48,14 +48,6 @@ class LanguageModel(Protocol):
     def __call__(self, tokens_BS: Tensor, documents_BS: None, targets_BS: Tensor) -> Tensor:
         """Return the nats [B, S] of each target, 0 where it is -100; each row is one document."""
         ...
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    nats: float
-    tokens: int
-    greedy: bool | None = None
-    """Whether every scored token is the model's likeliest; None where it was not asked for."""
 
 
 class Part(NamedTuple):

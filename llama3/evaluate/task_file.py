@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from llama3.evaluate.extract import check_writing
 from llama3.evaluate.task import Normalise, Writing
 from llama3.recipe.section import Section
 
@@ -130,8 +131,6 @@ class TaskFile(Section):
         if self.writing.k > self.writing.samples:
             raise ValueError(f"writing.k: {self.writing.k} of {self.writing.samples} samples; raise writing.samples")
         if "writing" in given:
-            from llama3.evaluate.extract import check_writing  # imports torch, which few tasks need to wait for
-
             check_writing(self.writing)
         if unknown := sorted(self.sha256.keys() - set(self.files)):
             raise ValueError(f"sha256: {unknown[0]!r} is no data file of this task; those are {', '.join(self.files)}")

@@ -11,6 +11,7 @@ from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.recipe.units import Tokens
 
 if TYPE_CHECKING:
+    from llama3.recipe.schedule import StageSpan
     from llama3.recipe.schema import Recipe
     from llama3.recipe.stage import Stage
 
@@ -23,19 +24,16 @@ def check_recipe(recipe: Recipe) -> None:
         raise ValueError("\n".join(faults))
 
 
-def check_batches(recipe: Recipe, data_parallel: int) -> None:
-    """Raise ValueError unless every batch splits into whole sequences on `data_parallel` ranks."""
+def check_batches(span: StageSpan, data_parallel: int) -> None:
+    """Raise ValueError unless every batch of a stage splits into whole sequences on `data_parallel` ranks."""
     faults = []
-    batch = Tokens(0)
-    for stage in recipe.stages:
-        batch = stage.batch or batch
-        for seq in stage.lengths:
-            if batch % (seq * data_parallel):
-                whole = max(1, round(batch / (seq * data_parallel))) * seq * data_parallel
-                faults.append(
-                    f"stages.{stage.name}.batch: {batch} is not a multiple of sequence {seq} x data-parallel size "
-                    f"{data_parallel}; write {Tokens(whole)}, or train on another number of processes"
-                )
+    for segment in span.segments:
+        if segment.batch % (segment.seq * data_parallel):
+            whole = max(1, round(segment.batch / (segment.seq * data_parallel))) * segment.seq * data_parallel
+            faults.append(
+                f"stages.{span.name}.batch: {Tokens(segment.batch)} is not a multiple of sequence {segment.seq} x "
+                f"data-parallel size {data_parallel}; write {Tokens(whole)}, or train on another number of processes"
+            )
     if faults:
         raise ValueError("\n".join(faults))
 

@@ -13,6 +13,17 @@ from llama3.recipe.schema import Recipe
 from llama3.train.profile import Profile
 
 
+class Predicted(BaseModel):
+    """What the planner says of a stage, to be written beside what is measured (`plan/*` metrics)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    processes: int
+    """For which it holds; an attempt on fewer has none."""
+    by_seq: dict[int, dict[str, float]] = {}
+    """Sequence length -> metric -> value."""
+
+
 class TrainJob(BaseModel):
     """The job file of `python -m llama3.train.main JOB.json`.
 
@@ -49,6 +60,8 @@ class TrainJob(BaseModel):
     """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for the others before it gives up."""
+    predicted: Predicted | None = None
+    """What the planner says of this stage; None: nothing is known."""
 
     @property
     def trained_recipe(self) -> Path:

@@ -47,7 +47,7 @@ def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     """Return the stage of `job`; every process calls it. Raises ValueError if the job's parts do not fit each other."""
     span = _span(recipe, job.stage)
     rows = int(json.loads(brought(job.tokens / "tokens.json").read_text())["rows"])
-    check_batches(recipe, world.layout.dp(world.size))
+    check_batches(span, world.layout.dp(world.size))
     world.layout.check(recipe.model, rows, world.size)
     for segment in span.segments:
         world.layout.check_sequence(segment.seq)

@@ -19,6 +19,7 @@ from llama3.recipe.section import DOMAINS, Domain
 from llama3.recipe.units import tokens as readable
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.job import Predicted
 from llama3.train.journal import Journal, Record, Rewind, read_journal, read_rewinds
 from llama3.train.meter import Meter, Timing
 from llama3.train.reader import Step
@@ -41,9 +42,18 @@ class Recorder:
     """Journal, replay and speed of one stage; made by the leading process only."""
 
     def __init__(
-        self, work: Path, span: StageSpan, stream: TokenStream, rows: int, world: World, position: int, skips: Skips
+        self,
+        work: Path,
+        span: StageSpan,
+        stream: TokenStream,
+        rows: int,
+        world: World,
+        position: int,
+        skips: Skips,
+        predicted: Predicted | None = None,
     ) -> None:
         """Open the journal of `work` and count this attempt, which goes on from `position` past `skips`."""
+        self.predicted = predicted.by_seq if predicted and predicted.processes == world.size else {}
         self.span, self.stream, self.skips = span, stream, skips
         self.schedule = Schedule(stream.recipe)
         self.meter = Meter(stream.recipe, rows, world, span.end)
@@ -66,6 +76,7 @@ class Recorder:
             values |= self._skip(step)
         values = {key: value for key, value in values.items() if math.isfinite(value)}
         values |= {**self.meter.speed(step, timing), **self.meter.memory(), **(more or {})}
+        values |= self._prediction(values)
         again = self._enter(step, values, 0.0 if found.skipped else timing.step)
         self._log(step, found, again)
 
@@ -116,6 +127,13 @@ class Recorder:
         if not self.begun and self.meter.first_step_s is not None:
             self.begun, told[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
         return told | self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
+
+    def _prediction(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Return what the planner said of a step like this, and by how much it was wrong."""
+        told = dict(self.predicted.get(int(measured[metrics.SEQ_LEN]), {}))
+        if metrics.PLANNED_STEP_S in told:
+            told[metrics.STEP_ERROR] = told[metrics.PLANNED_STEP_S] / measured[metrics.STEP_S] - 1
+        return told
 
     def _plan(self, step: Step) -> dict[str, float]:
         return {

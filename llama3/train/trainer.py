@@ -86,7 +86,7 @@ class Trainer:
         self.recorder: Recorder | None = None
         if world.leads:
             rows, position = self.state.rows, self.state.position
-            self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips)
+            self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips, job.predicted)
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {opened.origin}")
         self.profiler = Profiler(job.profile, job.work, world.rank, world.device)
         self.stragglers = Stragglers.among(self.state.parts.values(), world)
@@ -242,6 +242,7 @@ class Trainer:
             self.recorder.journal.sync()
         self.blocked_s = self.checkpoints.begin(self.state, self.span.name)
         self.due.saved(self.state.position)
+        self.settled = time.perf_counter()  # the next step's time is its own
 
 
 class Due:

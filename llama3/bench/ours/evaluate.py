@@ -15,8 +15,9 @@ import torch  # noqa: E402
 from llama3.bench.evaluate_tasks import read_job  # noqa: E402
 from llama3.evaluate.extract import matches  # noqa: E402
 from llama3.evaluate.generate import answer  # noqa: E402
+from llama3.evaluate.likelihood import Likelihood  # noqa: E402
 from llama3.evaluate.samples import samples  # noqa: E402
-from llama3.evaluate.scoring import Likelihood, score_requests  # noqa: E402
+from llama3.evaluate.scoring import score_requests  # noqa: E402
 from llama3.evaluate.task import Task  # noqa: E402
 from llama3.model.files import load_model  # noqa: E402
 from llama3.model.transformer import Transformer  # noqa: E402

@@ -19,10 +19,10 @@ from llama3.data.worked_problems import document
 from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.requests import from_questions
 from llama3.evaluate.samples import samples
 from llama3.evaluate.scores import read_scores
-from llama3.evaluate.scoring import Likelihood
 from llama3.evaluate.statistics import Z, proportion
 from llama3.evaluate.task import Task
 from llama3.model.files import save_model

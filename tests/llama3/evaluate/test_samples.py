@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llama3.evaluate.held_out import Document
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.requests import from_documents
 from llama3.evaluate.samples import Sample, group_mean, pass_at, samples, score
-from llama3.evaluate.scoring import Likelihood, score_requests
+from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.task import Request, Task, Writing
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 

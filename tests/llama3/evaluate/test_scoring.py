@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.evaluate import scoring
+from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.packing import Budget, Scorable
-from llama3.evaluate.scoring import BUDGETS, Likelihood, score_requests, score_sequences
+from llama3.evaluate.scoring import BUDGETS, score_requests, score_sequences
 from llama3.evaluate.sequences import encoded
 from llama3.evaluate.task import Request
 from llama3.model.initial import build

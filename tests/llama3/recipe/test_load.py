@@ -7,6 +7,7 @@ import yaml
 
 from llama3.recipe.checks import check_batches
 from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
+from llama3.recipe.schedule import Schedule
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
@@ -82,10 +83,10 @@ def test_every_fault_is_told_at_once() -> None:
 
 
 def test_batches_must_split_over_the_ranks() -> None:
-    recipe = load_recipe(QUICKSTART)
-    check_batches(recipe, 2)
+    span = Schedule(load_recipe(QUICKSTART)).spans[0]
+    check_batches(span, 2)
     with pytest.raises(ValueError, match="not a multiple of sequence 128 x data-parallel size 3; write"):
-        check_batches(recipe, 3)
+        check_batches(span, 3)
 
 
 def test_a_missing_or_broken_file_is_told_plainly(tmp_path: Path) -> None:
