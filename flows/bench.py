@@ -194,6 +194,23 @@ def generate(
         _tell({}, rows, session.versions, json_, out_)
 
 
+@bench.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="Recipe to plan.")] = Path("recipes/llama3-405b.yaml"),
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: search,recipe/cpu")] = "",
+    out_: OutOption = None,
+) -> None:
+    """Planning: layouts searched per CPU second, and what `herd plan` and `herd plan verify` take. CPU time."""
+    from llama3.bench.plan import PlanSession, PlanSettings, plan_rows
+
+    names = tuple(filter(None, only.split(",")))
+    with _mistakes():
+        settings = PlanSettings(names, (sys.executable, "-m", "flows.cli"), str(recipe))
+        rows = _told(plan_rows(PlanSession(settings)), json_)
+    _tell({}, rows, {}, json_, out_)
+
+
 @contextmanager
 def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
     """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""

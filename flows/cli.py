@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from flows.bench import bench
 from flows.operations import add_operations
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
+from flows.plan import planner
 from flows.promotion import add_promotions
 from flows.rendering import add_requests
 from flows.temporary import quiet_prefect, start_temporary_server
@@ -32,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(planner, name="plan")
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: as the cluster file says, or 1.")]
 ClusterOption = Annotated[
@@ -39,27 +40,6 @@ ClusterOption = Annotated[
 ]
 UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenise, pretrain, a stage, ...")]
 ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
-
-
-@app.command()
-def plan(recipe: Path, set_: SetOption = None, cluster: ClusterOption = None) -> None:
-    """Show the stage table, totals, FLOPs and warnings of a recipe, and memory on a cluster; runs nothing."""
-    from llama3.data.sources import survey
-    from tasks.plan import make_plan, memory_lines, stage_table, summary_lines, survey_evaluation
-
-    with mistakes():
-        wanted = load_recipe(recipe, set_)
-        made = make_plan(wanted, survey(wanted), survey_evaluation(wanted))
-        out.print(stage_table(made))
-        for line in summary_lines(made):
-            out.print(line)
-        if cluster is not None:
-            place = _cluster(cluster, 0, 0)
-            place.layout.check(wanted.model, made.rows, place.processes)
-            for line in memory_lines(made, place.layout, place.processes, place.micro_batch):
-                out.print(line)
-        for warning in made.warnings:
-            out.print(f"[yellow]warning[/]  {escape(warning)}")
 
 
 @app.command()

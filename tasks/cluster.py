@@ -86,6 +86,19 @@ class Kubernetes(Nodes):
     """Seconds between SIGTERM and SIGKILL when a pod is deleted."""
 
 
+class StagePlace(BaseModel):
+    """Where one stage works, as far as it differs: a long context wants other processes than a short one."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    processes: int | None = Field(default=None, ge=1)
+    """Trainer processes of this stage."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Sequences per forward pass and process."""
+    layout: Layout | None = None
+    """How the model is cut; whole, not the difference from the others'."""
+
+
 class Cluster(BaseModel):
     """Where a run works. Nothing here changes what is made, only how fast."""
 
@@ -101,6 +114,11 @@ class Cluster(BaseModel):
     """auto: CUDA where there is one."""
     layout: Layout = Layout()
     """How the model is cut over the processes."""
+    stages: dict[str, StagePlace] = {}
+    """Stages that work on other processes, with another micro-batch or another layout; `herd plan --write` makes it."""
+    fabric: str = ""
+    """Devices and network for predictions and the check of memory: a preset (`herd plan show`), or a YAML file; empty:
+    the devices of this machine, and no prediction of other ones."""
     evaluators: int = Field(default=1, ge=1)
     """Processes of this machine that score a model together, each with the whole of it on a device of its own."""
     deterministic: bool = False
@@ -141,6 +159,11 @@ class Cluster(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Cluster:
         self.layout.dp(self.processes)  # raises ValueError if the layout does not divide them
+        for name, place in self.stages.items():
+            try:
+                (place.layout or self.layout).dp(place.processes or self.processes)
+            except ValueError as error:
+                raise ValueError(f"stages.{name}: {error}") from None
         return self
 
     @field_validator("checkpoints", "data_address")
@@ -148,6 +171,14 @@ class Cluster(BaseModel):
     def _no_secret(cls, value: str) -> str:
         refuse_secrets(value, "cluster")
         return value
+
+    def at(self, stage: str, part: str = "") -> Cluster:
+        """Return where `stage` works, or one of its `part`s, which comes first if it has its own lines."""
+        place = self.stages.get(part) or self.stages.get(stage)
+        if place is None:
+            return self
+        own = {name: value for name in StagePlace.model_fields if (value := getattr(place, name)) is not None}
+        return self.model_copy(update=own)
 
     @property
     def data_parallel(self) -> int:

@@ -51,9 +51,14 @@ class Plan:
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
+def embedding_rows(recipe: Recipe) -> int:
+    """Return the rows of the embedding: base vocabulary (Llama 3's if the tokenizer is a file) and special tokens."""
+    return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
+
+
 def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> Plan:
     """Return the plan of `recipe`, given what a survey found in its sources and which tasks lack their data."""
-    rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
+    rows = embedding_rows(recipe)
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *lacking], sources)
@@ -84,14 +89,21 @@ def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str
     )
 
 
+HEADERS = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
+
+
+def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the stage table as text, a row per stage under `HEADERS`."""
+    return [_row(plan, span) for span in plan.schedule.spans]
+
+
 def stage_table(plan: Plan) -> Table:
     """Return the stage table for a console."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    headers = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
-    for header in headers:
+    for header in HEADERS:
         table.add_column(header, justify="left" if header in ("stage", "lr", "mix") else "right", no_wrap=True)
-    for span in plan.schedule.spans:
-        table.add_row(*_row(plan, span))
+    for row in stage_rows(plan):
+        table.add_row(*row)
     return table
 
 
@@ -156,7 +168,7 @@ def memory_lines(plan: Plan, layout: Layout, processes: int, micro_batch: int) -
 def plan_markdown(plan: Plan) -> str:
     """Return the plan as markdown, for Prefect's page of the run."""
     head = "| stage | from | tokens | steps | seq | batch | lr | mix |\n|---|---|---|---|---|---|---|---|"
-    rows = ["| " + " | ".join(_row(plan, span)) + " |" for span in plan.schedule.spans]
+    rows = ["| " + " | ".join(row) + " |" for row in stage_rows(plan)]
     facts = [f"- {line}" for line in summary_lines(plan)]
     warnings = [f"- warning: {warning}" for warning in plan.warnings]
     return "\n".join([f"# Plan of {plan.recipe.name}", "", head, *rows, "", *facts, *warnings])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,11 @@ from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import SPECIAL_TOKENS
 from storage.filesystem import is_local, local_path
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan import LLAMA3_VOCABULARY, MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
+from tasks.plan import MOST_TOKENS_PER_BYTE, embedding_rows, shortage, survey_evaluation
+from tasks.predict import memory_faults
 
 
 class Surveyed(NamedTuple):
@@ -91,17 +92,28 @@ def _bucket_faults(root: Root) -> list[str]:
 
 
 def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """Return how model, batches and sequences do not split over the processes."""
-    layout, faults = cluster.layout, []
-    rows = (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
-    try:
-        check_batches(recipe, layout.dp(cluster.processes))
-        layout.check(recipe.model, rows, cluster.processes)
-        for seq in sorted({segment.seq for segment in Schedule(recipe).segments}):
-            layout.check_sequence(seq)
-    except ValueError as error:
-        faults = str(error).splitlines()
-    return faults
+    """Return how model, batches and sequences do not split over the processes of each stage."""
+    rows = embedding_rows(recipe)
+    faults: dict[str, None] = {}  # stages that share a layout share its faults
+    for span in Schedule(recipe).trained:
+        place = cluster.at(span.stage.name, span.name)
+        for check in (
+            partial(check_batches, span, place.data_parallel),
+            partial(place.layout.check, recipe.model, rows, place.processes),
+            *(partial(place.layout.check_sequence, seq) for seq in span.lengths),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                faults |= dict.fromkeys(str(error).splitlines())
+    wrong = [*_unknown_stages(recipe, cluster), *faults]
+    return wrong or memory_faults(recipe, cluster)
+
+
+def _unknown_stages(recipe: Recipe, cluster: Cluster) -> list[str]:
+    known = {name for span in Schedule(recipe).trained for name in (span.stage.name, span.name)}
+    odd = sorted(set(cluster.stages) - known)
+    return [f"cluster.stages: {name} is no stage; there are {', '.join(sorted(known))}" for name in odd]
 
 
 def _curation_faults(curate: Curate) -> list[str]:

@@ -3,9 +3,9 @@
 Kept is the closure: the artifacts of the newest runs of each family, of runs that did not finish within the last month,
 and the models that hold an alias with their evaluations, and everything they were made from. Nothing of a family is
 deleted while a process works on a run of it, because it may be about to reuse what is unreferenced so far. A registry
-that does not answer stops the deletion: it might know a champion. Half-done work goes when nobody wrote to it for a
-month. What this gives up: the space that old runs of rarely used families take, until newer ones come; records, reports
-and decisions are never deleted (some 100 kB a run).
+that does not answer stops the deletion: it might know a champion. The newest calibration of a device stays. Half-done
+work goes when nobody wrote to it for a month. What this gives up: the space that old runs of rarely used families take,
+until newer ones come; records, reports and decisions are never deleted (some 100 kB a run).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from storage.janitor import NO_KINDS, copies
 from storage.lease import LeaseHeld, holders, lease
 from storage.remote_store import open_store
 from storage.root import Root
+from tasks.calibrations import KIND as CALIBRATION
 from tasks.leftovers import leftovers, remove_leftover
 from tasks.promotion_log import labels_held
 from tasks.runs import RunRecord, Runs
@@ -115,12 +116,15 @@ def plan_retention(
     standing = closure(used, artifacts)
     live = live_families(root, records)
     making = holders(root, list(artifacts)) if artifacts else {}
+    measured = _newest_calibrations(artifacts.values())
 
     def why(label: str, artifact: Artifact) -> str:
         if label in champions:
             return "an alias stands on it"
         if label in standing:
             return "a kept run stands on it"
+        if label in measured:
+            return "runs are predicted with it"
         if label in making or _family_of(artifact, live):
             return "a process is at work"
         return "" if at - artifact.created > older_than_s else "it is new"
@@ -131,6 +135,16 @@ def plan_retention(
     ]
     in_use = closure([s.artifact for r in records if is_open(r, at) for s in r.steps.values()], artifacts)
     return Plan((*items, *_copies(root, in_use, live, older_than_s, at), *_unfinished(root, older_than_s, at)), at)
+
+
+def _newest_calibrations(artifacts: Iterable[Artifact]) -> set[str]:
+    """Return the labels of the last calibration of each device and type; later runs are predicted with them."""
+    found = [artifact for artifact in artifacts if artifact.manifest.kind == CALIBRATION]
+    newest: dict[tuple[str, str], str] = {}
+    for artifact in sorted(found, key=lambda one: one.created):
+        made = artifact.manifest.parameters
+        newest[str(made.get("device")), str(made.get("dtype"))] = artifact.label
+    return set(newest.values())
 
 
 def carry_out(root: Root, plan: Plan) -> list[Item]:

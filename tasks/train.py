@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from tasks.follow import Follower
 from tasks.held_out import held_out_folder, write_held_out
 from tasks.launch import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.pages import StagePage
+from tasks.predict import predict
 from tasks.result_pages import stage_done
 from tasks.standing import IN_PROGRESS, name_of_work, newest
 from tasks.step import Context, Work, ensure, link_files
@@ -62,6 +64,7 @@ def train_stage(
     held-out documents of `curated` now and then, which changes no weight.
     """
     span = Schedule(context.recipe).span(stage)
+    context = replace(context, cluster=context.cluster.at(span.stage.name, stage))
     design = _design(context, span, tokens, parent)
     redo = context.record.name if stage == context.record.redo_from else ""
     work = context.scratch / name_of_work(context.recipe, span, design.inputs["tokens"], design.inputs["parent"], redo)
@@ -136,6 +139,7 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         deterministic=cluster.deterministic,
         profile=cluster.profile,
         checkpoints=_checkpoints(context, work),
+        predicted=predict(context.root, context.recipe, cluster, span),
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))

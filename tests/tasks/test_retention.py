@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from flows.retention import clean_up
 from llama3.evaluate.gate import Decision
-from storage.artifact import Artifact
+from storage.artifact import Artifact, Design
 from storage.filesystem import write_atomic
 from storage.lease import lease
 from storage.objects import files_below, put_bytes
@@ -121,6 +121,18 @@ def test_what_an_old_champion_was_found_to_do_stays(root: Root) -> None:
     assert doomed(planned(root)) == {artifact.label for artifact in [*old[1:], first, last]}
     promoted(root, "tiny-1", old[-1])
     assert doomed(planned(root)) == {first.label}
+
+
+def test_the_newest_calibration_of_each_device_stays(root: Root) -> None:
+    store, made = open_store(root), []
+    for device, measured in (("cpu", "1"), ("cpu", "2"), ("gpu", "1")):
+        parameters = {"device": device, "dtype": "bf16"}
+        with store.staging() as folder:
+            (folder / "calibration.json").write_text(measured)
+            design = Design("calibration", device, 1, parameters, {"measured": measured})
+            made.append(store.commit(design, folder, {}, "a test", "abc", 1.0))
+    plan = plan_retention(root, 1, 0.0, (), now=made[-1].created + 1e6)
+    assert doomed(plan) == {made[0].label}
 
 
 def test_the_artifacts_of_unfinished_runs_stay(root: Root) -> None:

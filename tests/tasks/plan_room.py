@@ -1,0 +1,18 @@
+"""A plan of the small recipe on the small cluster, made once for those who look at it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tasks.plan import make_plan
+from tasks.plan_cluster import Planned, plan_on
+from tests.llama3.cluster.plan_samples import cluster_file, recipe
+
+
+@cache
+def planned(*gpus: str) -> Planned:
+    """Return the plan on `gpus` as `--gpus` gives them."""
+    with TemporaryDirectory() as folder:
+        return plan_on(make_plan(recipe(), []), str(cluster_file(Path(folder))), gpus)
