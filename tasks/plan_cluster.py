@@ -66,9 +66,7 @@ class Planned:
         return {
             **as_json(self.projection, most),
             "budget": self.budget.as_dict(),
-            "sensitivity": {
-                name: [vars(one) | {"swing": one.swing} for one in found] for name, found in self.effects().items()
-            },
+            "sensitivity": {name: [one.as_dict() for one in found] for name, found in self.effects().items()},
             "reliability": [_uptime_json(one) for one in self.uptimes.values()],
             "placement": {
                 "bytes": self.placement.crossing,

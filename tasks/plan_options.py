@@ -40,7 +40,7 @@ def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, Place]]:
 
 def known_stages(recipe: Recipe, places: Mapping[str, Place]) -> None:
     """Raise ValueError if a place is for a stage that the recipe does not have."""
-    known = {name for span in Schedule(recipe).trained for name in (span.stage.name, span.name)}
+    known = Schedule(recipe).names
     for name in sorted(set(places) - known):
         raise ValueError(f"gpus: {name} is no stage of the recipe; there are {', '.join(sorted(known))}")
 

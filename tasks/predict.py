@@ -26,8 +26,9 @@ from llama3.recipe.schedule import Schedule, Segment, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.job import Predicted
+from storage.remote_store import open_store
 from storage.root import Root
-from tasks.calibrations import load_calibration
+from tasks.calibrations import KIND, load_calibration
 from tasks.cluster import Cluster
 from tasks.launch import visible_gpus
 from tasks.plan import embedding_rows
@@ -131,14 +132,16 @@ def predict(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> Pr
     device = device_of(cluster)
     if device is None:
         return None
-    found = {segment.seq: _of_segment(root, recipe, cluster, segment, device) for segment in span.segments}
+    model = _step_model(root, recipe, cluster)
+    found = {segment.seq: _of_segment(recipe, cluster, segment, device, model) for segment in span.segments}
     return Predicted(processes=cluster.processes, by_seq=found)
 
 
-def _of_segment(root: Root, recipe: Recipe, cluster: Cluster, segment: Segment, device: Device) -> dict[str, float]:
+def _of_segment(
+    recipe: Recipe, cluster: Cluster, segment: Segment, device: Device, model: StepModel | None
+) -> dict[str, float]:
     need = needs(recipe, cluster, segment, device)
     told = {metrics.PLANNED_GIB: need.total / 2**30}
-    model = _step_model(root, recipe, cluster)
     if model is not None:
         load = _load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
         step_s = model.predict(cluster.layout, cluster.processes, load).total
@@ -162,6 +165,8 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
 
 def measured_here(root: Root, device: str = "auto") -> Curves | None:
     """Return the newest calibration of this machine's device, or None; `device`: auto, cpu or cuda."""
+    if not open_store(root).all(KIND):  # most roots: then nobody waits for torch, which names the device
+        return None
     from llama3.cluster.kernels import device_at_hand
     from llama3.train.peaks import device_name
 

@@ -111,7 +111,7 @@ def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 
 def _unknown_stages(recipe: Recipe, cluster: Cluster) -> list[str]:
-    known = {name for span in Schedule(recipe).trained for name in (span.stage.name, span.name)}
+    known = Schedule(recipe).names
     odd = sorted(set(cluster.stages) - known)
     return [f"cluster.stages: {name} is no stage; there are {', '.join(sorted(known))}" for name in odd]
 

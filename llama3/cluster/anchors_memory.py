@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from llama3.cluster.anchor import Anchor, within
-from llama3.cluster.layout import Found, Wanted, judge, search
-from llama3.cluster.published import TABLE_4_BATCH, llama3_model
-from llama3.parallel.scale import ROWS, TABLE_4
+from llama3.cluster.layout import Found, judge, search
+from llama3.cluster.published import llama3_model, meta_layout, wanted
+from llama3.parallel.scale import TABLE_4
 from llama3.parallel.schedule import Action, actions, bubble, held, ideal_bubble, rank_actions
-from llama3.recipe.schema import Model
 
 GIB = 2**30
 BYTES = 34
@@ -75,26 +74,17 @@ def _activations() -> Iterator[Anchor]:
     )
 
 
-def wanted(row: int) -> Wanted:
-    """Return what a row of Table 4 asks for."""
-    spec, published = Model.model_validate({"preset": "405b"}), TABLE_4[row]
-    return Wanted(spec, ROWS, published.seq, TABLE_4_BATCH, published.world, 80e9)
-
-
 def _table_4() -> Iterator[Anchor]:
     model = llama3_model()
-    for number, row in enumerate(TABLE_4):
+    for number in range(len(TABLE_4)):
         asked = wanted(number)
-        layout = row.layout.model_copy(update={"virtual": 8, "contiguous": 16})
-        meta = judge(asked, layout, 1, model)
+        meta = judge(asked, meta_layout(number), 1, model)
         name = f"row {number + 1} of Table 4"
         needs = meta.memory.total / 1e9
         ok, note = needs < 80, "no recomputation; V 8 from 126 + 2 = 128 = 16 x 8; N 16"
         yield Anchor("A7", f"{name}: memory of the fullest GPU", needs, None, "GB", "< 80", ok, note)
         yield from _in_search(name, search(asked, model), meta.time.total)
-    whole = judge(
-        wanted(0), TABLE_4[0].layout.model_copy(update={"virtual": 8, "contiguous": 16, "compile": True}), 1, model
-    )
+    whole = judge(wanted(0), meta_layout(0).model_copy(update={"compile": True}), 1, model)
     kept = whole.memory.total / 1e9
     what = "row 1 with gathered inputs kept"
     yield Anchor("A7", what, kept, None, "GB", "must miss", kept > 80, "as a compiled block keeps them", ablation=True)

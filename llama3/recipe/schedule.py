@@ -118,6 +118,11 @@ class Schedule:
         return [part for span in self.spans for part in span.parts]
 
     @property
+    def names(self) -> set[str]:
+        """Names of the stages, and of the parts that are trained as steps of their own."""
+        return {name for span in self.trained for name in (span.stage.name, span.name)}
+
+    @property
     def tokens(self) -> int:
         return self.spans[-1].end
 

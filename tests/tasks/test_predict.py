@@ -15,10 +15,13 @@ from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
 from storage.root import Root
 from tasks import predict as module
+from tasks.calibrate import measure_and_store
+from tasks.calibrations import load_calibration
 from tasks.cluster import Cluster
+from tasks.console import TerminalConsole
 from tasks.plan_options import curves_of, places_of
 from tasks.predict import Device, device_of, memory_faults, needs, predict, remedy
-from tests.llama3.cluster.plan_samples import ROWS, cluster_file, curves, fabric, recipe
+from tests.llama3.cluster.plan_samples import ROWS, cluster_file, fabric, recipe
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""
@@ -161,10 +164,11 @@ def test_one_process_of_a_measured_machine_is_predicted_and_several_are_not(
 ) -> None:
     """What messages between processes take here, nobody measured."""
     asked: list[str] = []
+    measure_and_store(Root.of(tmp_path), TerminalConsole(), "cpu", 0.01)
 
-    def load(_: Root, device: str) -> Curves:
+    def load(root: Root, device: str) -> Curves | None:
         asked.append(device)
-        return curves()
+        return load_calibration(root, device)
 
     monkeypatch.setattr(module, "load_calibration", load)
     span = Schedule(recipe()).trained[0]
