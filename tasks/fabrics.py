@@ -17,12 +17,12 @@ from llama3.cluster.projection import Projected, Projection, project
 from llama3.cluster.routing import bandwidth_share
 from llama3.cluster.topology import Fabric, load_fabric
 from llama3.cluster.uptime import Uptime, uptime
+from llama3.model.flops import embedding_rows
 from llama3.recipe.load import digest, resolved
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from storage.artifact import flatten
 from storage.root import Root
-from tasks.plan import embedding_rows
 from tasks.plan_cluster import save_interval
 from tasks.plan_options import curves_of, known_stages, parse_gpus
 from tasks.projection import plain_table

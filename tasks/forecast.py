@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from llama3.evaluate.gold import GOLD, PREFIX, gold_key
 from llama3.evaluate.scores import SCORES_FILE, Score, read_scores
 from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import flops_per_token
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Model, Recipe
+from llama3.model.flops import trained_flops
+from llama3.recipe.schema import Recipe
 from llama3.scaling.forecast import Fit, Forecast, Point, fit
 from storage.artifact import Artifact, Store
 from storage.remote_store import open_store
@@ -108,15 +107,6 @@ def evaluated(root: Root) -> list[Evaluated]:
         for one in group:
             once.setdefault(one.evaluation, one)
     return list(once.values())
-
-
-def trained_flops(recipe: Recipe, spec: Model, rows: int, position: int) -> float:
-    """Return the operations of training up to `position` with the recipe's schedule, causal attention counted."""
-    return sum(
-        min(part.tokens, position - part.start) * flops_per_token(spec, rows, part.seq).causal
-        for part in Schedule(recipe).segments
-        if part.start < position
-    )
 
 
 def _of_run(runs: Runs, store: Store, record: RunRecord) -> Iterator[Evaluated]:

@@ -13,22 +13,21 @@ from rich.table import Table
 
 from llama3.data.sources import DomainSurvey
 from llama3.evaluate.policy import check_evaluation
-from llama3.model.flops import flops_per_token, parameter_count
+from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory
 from llama3.parallel.scale import memory_line
 from llama3.recipe.lint import lint
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS, SPECIAL_TOKENS, Domain
+from llama3.recipe.section import DOMAINS, Domain
 from llama3.recipe.units import Tokens, tokens
 from storage.filesystem import is_local
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
 USUAL_TOKENS_PER_BYTE = 1 / 4
-LLAMA3_VOCABULARY = 128_000
-"""Base tokens assumed for a tokenizer that is given as a file."""
+
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ class Plan:
         model, parts = self.recipe.model, self.schedule.segments
         pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq)) for part in parts]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
-
-
-def embedding_rows(recipe: Recipe) -> int:
-    """Return the rows of the embedding: base vocabulary (Llama 3's if the tokenizer is a file) and special tokens."""
-    return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
 
 
 def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> Plan:

@@ -19,7 +19,7 @@ from llama3.cluster.network import Network
 from llama3.cluster.routing import bandwidth_share
 from llama3.cluster.steptime import StepModel
 from llama3.cluster.topology import load_fabric
-from llama3.model.flops import flops_per_token
+from llama3.model.flops import embedding_rows, flops_per_token
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, RankMemory, memory
 from llama3.recipe.schedule import Schedule, Segment, StageSpan
@@ -31,7 +31,6 @@ from storage.root import Root
 from tasks.calibrations import KIND, load_calibration
 from tasks.cluster import Cluster
 from tasks.launch import visible_gpus
-from tasks.plan import embedding_rows
 from tasks.plan_options import curves_of
 
 

@@ -14,6 +14,7 @@ from llama3.data.scores import check_seeds
 from llama3.data.sources import DomainSurvey, check_sources, survey
 from llama3.data.vocabulary import read_words
 from llama3.evaluate.policy import check_evaluation
+from llama3.model.flops import embedding_rows
 from llama3.recipe.checks import check_batches
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import RecipeError
@@ -22,7 +23,7 @@ from llama3.recipe.schema import Recipe
 from storage.filesystem import is_local, local_path
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan import MOST_TOKENS_PER_BYTE, embedding_rows, shortage, survey_evaluation
+from tasks.plan import MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
 from tasks.predict import memory_faults
 
 

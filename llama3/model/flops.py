@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from llama3.recipe.schema import Model
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import Model, Recipe
+from llama3.recipe.section import SPECIAL_TOKENS
+
+LLAMA3_VOCABULARY = 128_000
+"""Base tokens assumed for a tokenizer that is given as a file."""
 
 
 class TokenFlops(NamedTuple):
@@ -52,6 +57,20 @@ def document_flops(spec: Model, rows: int, lengths: Iterable[int]) -> float:
     With documents shorter than the sequence this is what the model needs, less than `flops_per_token` says.
     """
     return float(sum(length * flops_per_token(spec, rows, length).causal for length in lengths))
+
+
+def embedding_rows(recipe: Recipe) -> int:
+    """Return the rows of the embedding: base vocabulary (Llama 3's if the tokenizer is a file) and special tokens."""
+    return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
+
+
+def trained_flops(recipe: Recipe, spec: Model, rows: int, position: int) -> float:
+    """Return the operations of training up to `position` with the recipe's schedule, causal attention counted."""
+    return sum(
+        min(part.tokens, position - part.start) * flops_per_token(spec, rows, part.seq).causal
+        for part in Schedule(recipe).segments
+        if part.start < position
+    )
 
 
 def _layer_matrices(spec: Model) -> int:

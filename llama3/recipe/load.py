@@ -46,8 +46,7 @@ def parse_recipe(data: object, name: str, overrides: list[str] | None = None) ->
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        faults = [line for fault in error.errors() for line in _explain(dict(fault))]
-        raise RecipeError("\n".join(f"{name}: {line}" for line in faults)) from None
+        raise RecipeError(fault_lines(error, Recipe, name)) from None
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -96,28 +95,35 @@ def _element(items: list[Any], key: str, override: str) -> Any:
     raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
 
 
-def _explain(fault: dict[str, Any]) -> list[str]:
-    field = ".".join(str(part) for part in fault["loc"]) or "recipe"
+def fault_lines(error: ValidationError, model: type[BaseModel], name: str) -> str:
+    """Return a line for each fault that `model` found in the file called `name`: field, value, remedy."""
+    faults = [line for fault in error.errors() for line in _explain(dict(fault), model)]
+    return "\n".join(f"{name}: {line}" for line in faults)
+
+
+def _explain(fault: dict[str, Any], root: type[BaseModel]) -> list[str]:
+    whole = root.__name__.lower()
+    field = ".".join(str(part) for part in fault["loc"]) or whole
     if fault["type"] == "extra_forbidden":
-        return [f"{field}: unknown key; {_nearest(fault['loc'])}"]
+        return [f"{field}: unknown key; {_nearest(fault['loc'], root)}"]
     if fault["type"] == "missing":
         return [f"{field}: is missing"]
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         lines = message.split("\n")
-        return lines if field == "recipe" else [f"{field}: {line}" for line in lines]
+        return lines if field == whole else [f"{field}: {line}" for line in lines]
     return [f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"]
 
 
-def _nearest(location: tuple[int | str, ...]) -> str:
-    known = _fields_at(location[:-1])
+def _nearest(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    known = _fields_at(location[:-1], root)
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
     return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
 
 
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys that the schema knows at `location`."""
-    models: list[type[BaseModel]] = [Recipe]
+def _fields_at(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
+    """Return the keys that the schema `root` knows at `location`."""
+    models = [root]
     for part in location:
         fields = [field for model in models for key, field in model.model_fields.items() if part in (key, field.alias)]
         if fields:

@@ -16,13 +16,13 @@ from llama3.evaluate.gold import gold_key
 from llama3.evaluate.scores import Score, write_scores
 from llama3.evaluate.statistics import normal, proportion
 from llama3.model.files import CONFIG
-from llama3.model.flops import flops_per_token
+from llama3.model.flops import flops_per_token, trained_flops
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design
 from storage.remote_store import open_store
 from storage.root import Root
-from tasks.forecast import FURTHER, evaluated, forecast_section, trained_flops
+from tasks.forecast import FURTHER, evaluated, forecast_section
 from tasks.report import _environment
 from tasks.runs import Runs, StepRecord
 from tests.llama3.train.train_samples import ROWS, recipe
