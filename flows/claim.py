@@ -35,6 +35,7 @@ def claimed(
         record, mine = _found(held, config, recipe, runs, console) or _begun(held, config, recipe, runs)
         record.state, record.error, record.ended, record.code = "running", "", "", code_version()
         record.until, record.prefect_run = config.until, str(flow_run.id or "")
+        record.study = config.study or record.study
         mark_open(runs.root, record.name)
         runs.save(record)
         attempt = 0 if is_temporary() else int(flow_run.run_count or 0)

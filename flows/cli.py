@@ -18,6 +18,7 @@ from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from flows.plan import planner
 from flows.promotion import add_promotions
 from flows.rendering import add_requests
+from flows.study import study
 from flows.temporary import quiet_prefect, start_temporary_server
 from flows.terminal import RootOption, mistakes, out
 from flows.use import add_uses
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(planner, name="plan")
+app.add_typer(study, name="study")
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: as the cluster file says, or 1.")]
 ClusterOption = Annotated[

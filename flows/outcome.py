@@ -18,7 +18,7 @@ from prefect.states import Completed, Failed
 from flows.attempts import TooManyCrashes
 from llama3.evaluate.gate import Decision
 from storage.holder import LeaseHeld
-from tasks.failures import TrainingFailed
+from tasks.failures import StudyIncomplete, TrainingFailed
 from tasks.runs import RunRecord
 from tasks.step import Context
 
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     """One line for the Prefect UI."""
 
 
-MISTAKES = (ValueError, TrainingFailed, LeaseHeld, TooManyCrashes)
+MISTAKES = (ValueError, TrainingFailed, StudyIncomplete, LeaseHeld, TooManyCrashes)
 """What is told in words."""
 
 

@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema
 from flows.change import RecipeChange
 from storage.root import Root
 from tasks.cluster import Cluster
+from tasks.runs import StudyPart
 
 DEFAULT_ROOT = "herd-data"
 LATEST = "latest"
@@ -145,6 +146,8 @@ class PipelineParameters(StageParameters):
     """
     from_step: SkipJsonSchema[str] = Field(default="", exclude=True)
     """Step from which all is made anew."""
+    study: SkipJsonSchema[StudyPart | None] = Field(default=None, exclude=True)
+    """The study that this run is an arm of. Not drawn: the deployment `study` fills it in."""
 
     def settled(self, until: str = "") -> PipelineParameters:
         overrides = [*self.change.overrides(), *self.overrides]

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console as RichConsole
@@ -59,6 +61,27 @@ class TerminalConsole:
         columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[facts]}"))
         with Progress(*columns, console=self.rich) as bar:
             yield _BarProgress(bar, name, total)
+
+
+class FileConsole:
+    """Lines in a file, for one run of many; its progress still goes to the console of them all."""
+
+    def __init__(self, path: Path, label: str, shared: Console) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.label, self.shared = path, label, shared
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def table(self, table: Table) -> None:
+        self._print(table)
+
+    def progress(self, name: str, total: int) -> AbstractContextManager[ProgressLine]:
+        return self.shared.progress(f"{self.label} {name}", total)
+
+    def _print(self, thing: str | Table) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            RichConsole(file=file, width=140, highlight=False, soft_wrap=True).print(thing)
 
 
 class LoggerConsole:
@@ -129,6 +152,21 @@ class _Pace:
         return f"  {left // 60}:{left % 60:02d} left"
 
 
+_ASIDE: ContextVar[Console | None] = ContextVar("aside", default=None)
+
+
+@contextmanager
+def aside(console: Console) -> Iterator[None]:
+    """Have all that begins in the block speak to `console`."""
+    token = _ASIDE.set(console)
+    try:
+        yield
+    finally:
+        _ASIDE.reset(token)
+
+
 def current_console() -> Console:
     """Return the console of this process: the terminal for the command line, else the flow run's log."""
+    if (other := _ASIDE.get()) is not None:
+        return other
     return TerminalConsole() if os.environ.get("HERD_CONSOLE") == "terminal" else LoggerConsole()

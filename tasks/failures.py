@@ -3,3 +3,7 @@
 
 class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""
+
+
+class StudyIncomplete(RuntimeError):
+    """Runs of a study did not come to their end; the text names them."""

@@ -39,6 +39,16 @@ class StepRecord(BaseModel):
     mlflow_run: str = ""
 
 
+class StudyPart(BaseModel):
+    """Which part of a study a run is."""
+
+    study: str
+    arm: str
+    repeat: int
+    mlflow_run: str = ""
+    """The study's own, under which the run's is shown."""
+
+
 class RunRecord(BaseModel):
     name: str
     family: str
@@ -48,6 +58,8 @@ class RunRecord(BaseModel):
     started: str
     ended: str = ""
     code: str
+    study: StudyPart | None = None
+    """Set for a run that a study asked for."""
     rerun_of: str = ""
     redo_from: str = ""
     """Step from which this run makes everything anew, whatever exists."""
@@ -106,12 +118,12 @@ class Runs:
         It is continued, not begun again.
         """
         wanted = (digest(resolved(recipe)), until)
-        same = [record for record in self._family(recipe) if (record.recipe_digest, record.until) == wanted]
+        same = [record for record in self.family(recipe.name) if (record.recipe_digest, record.until) == wanted]
         return same[-1] if same and same[-1].state != "finished" else None
 
     def of_flow_run(self, recipe: Recipe, flow_run: str) -> RunRecord | None:
         """Return the run of this recipe that the Prefect flow run `flow_run` began: a Retry goes on with it."""
-        mine = [record for record in self._family(recipe) if flow_run and record.prefect_run == flow_run]
+        mine = [record for record in self.family(recipe.name) if flow_run and record.prefect_run == flow_run]
         return mine[-1] if mine else None
 
     def begin(self, recipe: Recipe, code: str, rerun_of: str = "", redo_from: str = "", until: str = "") -> RunRecord:
@@ -148,9 +160,9 @@ class Runs:
             return None
         return RunRecord.model_validate_json(text) if text else None
 
-    def _family(self, recipe: Recipe) -> list[RunRecord]:
-        """Return the runs of the recipe's family, oldest first."""
-        return self._records([name for name in self.root.names("runs") if _number(recipe.name, name)])
+    def family(self, name: str) -> list[RunRecord]:
+        """Return the runs of a recipe family, oldest first."""
+        return self._records([run for run in self.root.names("runs") if _number(name, run)])
 
     def _records(self, names: list[str]) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""

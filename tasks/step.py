@@ -95,7 +95,10 @@ class Context:
 
     def tags(self) -> dict[str, str]:
         """Return the tags that every MLflow run of this run carries."""
+        study = self.record.study
+        part = {"study": study.study, "study.arm": study.arm, "study.repeat": str(study.repeat)} if study else {}
         return {
+            **part,
             "herd.run": self.record.name,
             "recipe.digest": self.record.recipe_digest[:16],
             "code.commit": self.record.code,

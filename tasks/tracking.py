@@ -100,11 +100,21 @@ class Tracker:
         """The experiment's id; empty while MLflow is away."""
         return self.reach.attempt(self._experiment_id, "")
 
-    def open_run(self, name: str, tags: dict[str, str], params: dict[str, Any], start: float | None = None) -> str:
-        """Return the handle of the MLflow run that stands for run `name`, made if there is none, and set it running."""
+    def open_run(
+        self, name: str, tags: dict[str, str], params: dict[str, Any], start: float | None = None, parent: str = ""
+    ) -> str:
+        """Return the handle of the MLflow run that stands for run `name`, made if there is none, and set it running.
+
+        `parent` is the MLflow run of the study that the run belongs to.
+        """
         self._note_tags(name, tags)
         identity = {"herd.run": name, "kind": "run", **self._uid(name)}
-        return self._handle(Opening(identity, name, {**tags, **identity}, params, start=start))
+        return self._handle(Opening(identity, name, {**tags, **identity}, params, parent, start))
+
+    def open_study(self, name: str, digest: str, tags: dict[str, str], params: dict[str, Any]) -> str:
+        """Return the handle of the MLflow run that stands for a study, the parent of its arms, and set it running."""
+        identity = {"kind": "study", "study": name, "study.digest": digest, "herd.root": self.root.uri}
+        return self._handle(Opening(identity, name, {**tags, **identity}, params))
 
     def open_child(self, parent: str, run: str, tags: dict[str, str], start: float | None = None) -> str:
         """Return the handle of the MLflow run of one step of run `run`, made if there is none, and set it running.

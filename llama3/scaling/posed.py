@@ -9,7 +9,7 @@ runs, since that is no part of a recipe.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,7 +74,8 @@ class Posed:
     @cached_property
     def digest(self) -> str:
         """Of the question and the base recipe, every default filled in."""
-        return digest([self.study.model_dump(mode="json", by_alias=True), resolved(self.base)])
+        asked = self.study.model_dump(mode="json", by_alias=True, exclude={"recipe"})
+        return digest([asked, resolved(self.base)])
 
     @cached_property
     def control(self) -> str:
@@ -87,13 +88,22 @@ class Posed:
         return list(arm_runs(self))
 
 
-def load_study(path: Path, changes: Sequence[str] = ()) -> Posed:
-    """Return the study in the YAML file `path`, `changes` of its base recipe added to its own.
+ARMS = {"compare": "arms", "mix": "others"}
+"""Kinds of study to which arms can be added, and the field that lists them."""
+
+
+def load_study(path: Path, changes: Sequence[str] = (), further: Mapping[str, list[str]] | None = None) -> Posed:
+    """Return the study in the YAML file `path`, `changes` of its base recipe and `further` arms added to its own.
 
     Raises RecipeError naming the file and each faulty field.
     """
     data = _read(path)
     data["set"] = [*(data.get("set") or []), *changes]
+    if further:
+        kind, field = next(((kind, field) for kind, field in ARMS.items() if isinstance(data.get(kind), dict)), ("", ""))
+        if not kind:
+            raise RecipeError(f"{path}: takes no further arms; only a comparison or a mix search does")
+        data[kind][field] = {**(data[kind].get(field) or {}), **further}
     try:
         refuse_secrets(data, str(path))
         study = Study.model_validate(data)

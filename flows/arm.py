@@ -1,0 +1,70 @@
+"""One run of an arm, in a process of its own: `python -m flows.arm JOB.json`, started by a study that runs several.
+
+Its lines go to a log beside the study's record. What this gives up: six seconds of imports for each run, and the place
+below the study's flow run in Prefect; in exchange every run has its own signals, leases and witness.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from flows.children import CHECKOUT
+from flows.parameters import EVALUATE, PipelineParameters
+from storage.processes import die_with_parent
+from tasks.cluster import Cluster
+from tasks.runs import StudyPart
+
+
+class ArmJob(BaseModel):
+    """What one run of an arm is."""
+
+    recipe: str
+    """Its resolved recipe, a YAML file."""
+    part: StudyPart
+    root: str
+    cluster: Cluster
+
+    def parameters(self) -> PipelineParameters:
+        """Return the parameters of its pipeline: up to the evaluation, since the gate has no say about an arm."""
+        plain = {"recipe": self.recipe, "root": self.root, "cluster": self.cluster, "study": self.part}
+        return PipelineParameters(**plain, until=EVALUATE)
+
+
+def run_apart(job: Path, log: Path) -> int:
+    """Run the job in a process of its own that ends with this one; return its exit status."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as lines:
+        return subprocess.run(
+            [sys.executable, "-m", "flows.arm", str(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=lines,
+            stderr=lines,
+            cwd=CHECKOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            check=False,
+        ).returncode
+
+
+def main(words: list[str]) -> int:
+    """Run the job that `words` names; return 0 if it came to its end."""
+    from flows.pipeline import pipeline
+    from flows.temporary import quiet_prefect
+
+    quiet_prefect()
+    job = ArmJob.model_validate_json(Path(words[0]).read_text())
+    try:
+        print(pipeline(job.parameters()))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

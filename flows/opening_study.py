@@ -1,0 +1,163 @@
+"""Open a study and close it with the truth: checks, lease, record, MLflow parent, plan; as `opening.py` does for runs.
+
+Everything that can refuse a study happens before its record is written. One process works on a study at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from uuid import UUID
+
+import httpx
+from prefect import get_client
+from prefect.runtime import flow_run
+
+from flows.hooks import ending
+from flows.names import is_made_up
+from flows.study_parameters import StudyParameters
+from flows.temporary import is_temporary
+from llama3.recipe.load import resolved
+from llama3.scaling.checks import check_study
+from llama3.scaling.posed import ArmRun, Posed
+from storage.artifact import flatten
+from storage.lease import LeaseHeld, lease
+from storage.root import Root
+from tasks import pages
+from tasks.console import Console, current_console
+from tasks.preflight import check_place
+from tasks.runs import State, now
+from tasks.step import code_version
+from tasks.studies import Studies, StudyRecord
+from tasks.study_plan import plan_lines, plan_study, plan_table
+from tasks.study_report import plan_markdown
+from tasks.tracking import Tracker
+
+
+@dataclass
+class StudyContext:
+    """What a study that is worked on needs."""
+
+    config: StudyParameters
+    posed: Posed
+    runs: list[ArmRun]
+    """Those that are asked for."""
+    studies: Studies
+    record: StudyRecord
+    tracker: Tracker
+    console: Console
+
+    @property
+    def root(self) -> Root:
+        return self.studies.root
+
+
+@contextmanager
+def open_study(config: StudyParameters) -> Iterator[StudyContext]:
+    """Yield the context of a study, checked and recorded. Raises ValueError and LeaseHeld."""
+    posed, root, console = config.posed(), config.root_at, current_console()
+    runs = config.chosen(posed)
+    check_study(posed, runs)
+    for run in runs:
+        check_place(run.recipe, config.cluster, root)
+    plan = plan_study(root, posed, config.cluster, chosen=runs)
+    studies = Studies(root)
+    with _alone(root, posed.study.name):
+        record = _recorded(config, posed, studies)
+        tracker = Tracker(root, posed.study.name)
+        context = StudyContext(config, posed, runs, studies, record, tracker, console)
+        with _closing(context):
+            console.say(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
+            console.table(plan_table(plan))
+            for line in plan_lines(plan):
+                console.say(line)
+            _track(context)
+            pages.markdown("plan", plan_markdown(plan), f"Plan of {record.name}")
+            yield context
+
+
+@contextmanager
+def _alone(root: Root, name: str) -> Iterator[None]:
+    try:
+        with lease(root, f"studies/{name}", name):
+            yield
+    except LeaseHeld as error:
+        raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
+
+
+def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyRecord:
+    """Write the question and the record down; what an earlier attempt at the same question spent is kept."""
+    name, known = posed.study.name, studies.known(posed.study.name)
+    record = StudyRecord(
+        name=name,
+        digest=posed.digest,
+        kind=posed.study.kind,
+        question=posed.study.question,
+        recipe=posed.place,
+        started=now(),
+        code=code_version(),
+        machine=machine(),
+        command=command(config),
+        prefect_run=str(flow_run.id or ""),
+    )
+    if known and known.digest == record.digest:
+        record.started, record.seconds, record.arm_seconds = known.started, known.seconds, known.arm_seconds
+    studies.ask(posed)
+    studies.save(record)
+    return record
+
+
+def machine() -> str:
+    """Return what this machine is, in words: `Linux x86_64, 2 cores`."""
+    return f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def command(config: StudyParameters) -> str:
+    """Return the command line that asks the same."""
+    sets = "".join(f" --set '{line}'" for line in config.overrides)
+    only = "".join(f" --only {name}" for name in config.only)
+    return f"herd study run {config.study}{sets}{only}"
+
+
+def _track(context: StudyContext) -> None:
+    record, tracker = context.record, context.tracker
+    question = context.posed.study.model_dump(mode="json", by_alias=True, exclude_none=True)
+    params = {**flatten(question, depth=2), **flatten({"recipe": resolved(context.posed.base)}, depth=2)}
+    tags = {"code.commit": record.code, "prefect.flow_run_id": record.prefect_run, "study.kind": record.kind}
+    record.mlflow_run = tracker.open_study(record.name, record.digest[:16], tags, params)
+    record.mlflow_experiment = tracker.experiment
+    context.studies.save(record)
+    if link := tracker.page(record.mlflow_run):
+        pages.link("mlflow-run", link, f"MLflow run of study {record.name}")
+    if record.prefect_run and not is_temporary() and is_made_up(str(flow_run.name)):
+        with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(record.prefect_run), name=record.name)
+
+
+@contextmanager
+def _closing(context: StudyContext) -> Iterator[None]:
+    """Write how the study ended into its record and into MLflow, whatever ended it."""
+    began = time.monotonic()
+    state: State = "finished"
+    status, error = "FINISHED", ""
+    try:
+        yield
+    except Exception as raised:
+        state, status, error = "failed", "FAILED", f"{type(raised).__name__}: {raised}"
+        raise
+    except BaseException as raised:
+        state, status, error = ending(raised), "KILLED", type(raised).__name__
+        raise
+    finally:
+        record = context.record
+        record.state, record.error, record.ended = state, error, now()
+        record.seconds += time.monotonic() - began
+        context.studies.save(record)
+        if record.mlflow_run:
+            context.tracker.close(record.mlflow_run, status)
+        pages.flush()
+

@@ -1,0 +1,120 @@
+"""The record of studies: the question as it was asked, which run answers for which arm, and what came of it.
+
+`studies/NAME` holds `study.yaml` and `base.yaml` (together the whole question), `study.json` (how it stands), and the
+page. Which run belongs to an arm is not stored but found, by the digest of the arm's recipe, so a record that is lost
+costs nothing. What this gives up: a study that is asked again under its name with other arms takes the record's place;
+its former runs stay, and MLflow keeps a parent for each digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+
+from llama3.scaling.posed import ArmRun, Posed, load_study
+from llama3.scaling.verdict import Verdict
+from storage.filesystem import write_atomic
+from storage.root import Root
+from tasks.runs import RunRecord, Runs, State
+
+FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES = (
+    "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md",
+)  # fmt: skip
+
+
+class StudyRecord(BaseModel):
+    """How a study stands."""
+
+    name: str
+    digest: str
+    kind: str
+    question: str = ""
+    recipe: str
+    """The base recipe's file, as the study was given it."""
+    state: State = "running"
+    error: str = ""
+    started: str
+    ended: str = ""
+    seconds: float = 0.0
+    """From the first arm to the verdict, over all attempts."""
+    arm_seconds: float = 0.0
+    """Of that, inside the flows of its arms."""
+    code: str
+    machine: str = ""
+    command: str = ""
+    mlflow_run: str = ""
+    mlflow_experiment: str = ""
+    prefect_run: str = ""
+    verdict: Verdict | None = None
+
+
+class Studies:
+    """The studies under one root."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+
+    def place(self, name: str) -> Path:
+        """Return the study's folder here. Raises ValueError for a name that leaves it."""
+        return self.root.file(FOLDER, name)
+
+    def names(self) -> list[str]:
+        return self.root.names(FOLDER)
+
+    def find(self, name: str) -> StudyRecord:
+        """Return the record of a study. Raises ValueError naming those that exist."""
+        text = self.root.read(FOLDER, name, RECORD)
+        if text is None:
+            known = ", ".join(self.names()) or "none yet; start one with: herd study run recipes/experiments/STUDY.yaml"
+            raise ValueError(f"study {name!r} does not exist under {self.root.uri}; studies: {known}")
+        return StudyRecord.model_validate_json(text)
+
+    def known(self, name: str) -> StudyRecord | None:
+        """Return the record of a study, if there is one."""
+        text = self.root.read(FOLDER, name, RECORD)
+        return StudyRecord.model_validate_json(text) if text else None
+
+    def posed(self, name: str) -> Posed:
+        """Return the question as it was asked. Raises ValueError if there is no such study."""
+        self.find(name)
+        for file in (QUESTION, BASE):
+            if not self.root.is_local:
+                write_atomic(self.place(name) / file, self.root.read(FOLDER, name, file) or b"")
+        return load_study(self.place(name) / QUESTION)
+
+    def save(self, record: StudyRecord) -> None:
+        self.root.write(record.model_dump_json(indent=1), FOLDER, record.name, RECORD)
+
+    def ask(self, posed: Posed) -> None:
+        """Write the question down, so that it can be asked again without the files that it came from."""
+        plain = posed.study.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        text = {QUESTION: {**plain, "recipe": BASE}, BASE: posed.data}
+        for file, data in text.items():
+            words = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+            self.root.write(words, FOLDER, posed.study.name, file)
+
+    def publish(self, name: str, file: str, text: str) -> Path:
+        """Write a page of the study, and return it."""
+        self.root.write(text, FOLDER, name, file)
+        path = self.place(name) / file
+        if not self.root.is_local:
+            write_atomic(path, text)
+        return path
+
+
+def runs_of(runs: Runs, posed: Posed, arms: Sequence[ArmRun]) -> dict[str, RunRecord]:
+    """Return, by the name of an arm's run, the finished run that answers for it: the newest of the same recipe."""
+    finished = {
+        record.recipe_digest: record
+        for record in runs.family(posed.study.name)
+        if record.state == "finished" and answered(record)
+    }
+    return {arm.name: finished[arm.digest] for arm in arms if arm.digest in finished}
+
+
+def answered(record: RunRecord) -> bool:
+    """Return whether the model at the run's end was scored."""
+    return any(step.startswith("evaluate-") for step in record.steps)

@@ -1,0 +1,204 @@
+"""What a study will do, before it does anything: its runs, what they cost, and what is there already.
+
+Operations are counted from the recipes. Seconds come from what is measured: the calibration of a named fabric or of
+this machine (`herd plan calibrate`), else the operations per second of earlier runs under this root whose models were
+of similar size; where neither exists they are unknown, and nothing is guessed. What this gives up: runs side by side
+are taken to be as fast as alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.units import tokens
+from llama3.scaling.arms import Arm
+from llama3.scaling.posed import ArmRun, Posed
+from llama3.scaling.stages import data_digest, once, stage_works
+from llama3.train import metrics
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.predict import predict
+from tasks.runs import RunRecord, Runs
+from tasks.studies import answered, runs_of
+from tasks.words import clock
+
+MEASURED = 20
+"""So many of the newest runs say how fast this root's machine is."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study."""
+
+    run: ArmRun
+    answer: RunRecord | None
+    """The finished run that already answers for it."""
+    shared: list[str]
+    """Its stages that another run of the study makes before it."""
+    flops: float
+    """What is left to be trained, shared stages left out."""
+    seconds: float | None
+
+    @property
+    def stands(self) -> str:
+        if self.answer is not None:
+            return f"reused: {self.answer.name}"
+        return f"shares {', '.join(self.shared)}" if self.shared else "new"
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    posed: Posed
+    runs: list[PlannedRun]
+    data: int
+    """How many different token shards the runs need."""
+    devices: int
+    speed: str
+    """Where the seconds come from."""
+    price: float | None
+    """Of a device-hour."""
+
+    @property
+    def flops(self) -> float:
+        return sum(planned.flops for planned in self.runs)
+
+    @property
+    def seconds(self) -> float | None:
+        known = [planned.seconds for planned in self.runs]
+        return None if any(one is None for one in known) else sum(one for one in known if one is not None)
+
+    @property
+    def device_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.devices / 3600
+
+
+def plan_study(
+    root: Root, posed: Posed, cluster: Cluster, price: float | None = None, chosen: Sequence[ArmRun] | None = None
+) -> StudyPlan:
+    """Return the plan of a study. Raises ValueError if it would cost more device-hours than its limit."""
+    arms = posed.runs if chosen is None else chosen
+    runs = Runs(root)
+    answers = runs_of(runs, posed, arms)
+    pace, speed = _pace(root, posed, cluster, runs)
+    first = {work.lineage: work.run for work in once(arms).values()}
+    planned = [_planned(arm, answers.get(arm.name), first, pace) for arm in arms]
+    data = len({data_digest(arm.recipe) for arm in arms})
+    plan = StudyPlan(posed, planned, data, cluster.processes, speed, price)
+    limit, hours = posed.study.limits.device_hours, plan.device_hours
+    if limit is not None and hours is not None and hours > limit:
+        raise ValueError(
+            f"{posed.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than {limit:g}; "
+            "take fewer arms or repeats, shorten them, or raise it"
+        )
+    return plan
+
+
+def _planned(arm: ArmRun, answer: RunRecord | None, first: Mapping[str, str], pace: dict[str, float]) -> PlannedRun:
+    works = list(stage_works(arm))
+    own = [work for work in works if first[work.lineage] == arm.name]
+    flops = 0.0 if answer else sum(work.flops for work in own)
+    seconds = flops * pace[arm.name] if arm.name in pace else None
+    return PlannedRun(arm, answer, [work.stage for work in works if work not in own], flops, seconds)
+
+
+def _pace(root: Root, posed: Posed, cluster: Cluster, runs: Runs) -> tuple[dict[str, float], str]:
+    """Return seconds per operation by the name of an arm's run, and where they come from."""
+    predicted = {arm.name: _predicted(root, arm, cluster) for arm in posed.runs}
+    if all(one is not None for one in predicted.values()):
+        found = cluster.fabric or "this machine's calibration"
+        return {name: one for name, one in predicted.items() if one is not None}, f"predicted from {found}"
+    measured = _measured(runs)
+    if not measured:
+        return {}, "unknown: no run here yet, and no calibration (herd plan calibrate)"
+    pace = {arm.name: _nearest(measured, arm.flops / arm.tokens) for arm in posed.runs}
+    return pace, f"measured on {len(measured)} earlier run(s) under this root"
+
+
+def _predicted(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
+    seconds = 0.0
+    for span in Schedule(arm.recipe).trained:
+        found = predict(root, arm.recipe, cluster.at(span.stage.name, span.name), span)
+        for part in span.segments:
+            step = found.by_seq[part.seq].get(metrics.PLANNED_STEP_S) if found else None
+            if step is None:
+                return None
+            seconds += step * part.steps
+    return seconds / arm.flops
+
+
+def _measured(runs: Runs) -> list[tuple[float, float]]:
+    """Return (operations per token, seconds per operation) of the newest runs that made their own stages."""
+    found = []
+    for record in [record for record in runs.all() if answered(record)][-MEASURED:]:
+        try:
+            recipe = runs.recipe(record.name)
+        except ValueError:  # written by another version
+            continue
+        names = {span.name for span in Schedule(recipe).trained}
+        made = [step for name, step in record.steps.items() if name in names]
+        if made and all(step.outcome == "made" for step in made):
+            run = ArmRun(Arm(record.name), 1, recipe)
+            found.append((run.flops / run.tokens, sum(step.seconds for step in made) / run.flops))
+    return found
+
+
+def _nearest(measured: Sequence[tuple[float, float]], per_token: float) -> float:
+    return min(measured, key=lambda one: abs(math.log(one[0] / per_token)))[1]
+
+
+def plan_table(plan: StudyPlan) -> Table:
+    """Return the runs of the plan for a console, a row for each."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for header in HEADERS:
+        table.add_column(header, justify="left" if header in ("arm", "stands") else "right", no_wrap=True)
+    for row in plan_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+HEADERS = ("arm", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
+
+
+def plan_rows(plan: StudyPlan) -> list[tuple[str, ...]]:
+    """Return the runs of the plan as text, under HEADERS; time and cost of what is left to do."""
+    return [
+        (
+            planned.run.arm.name,
+            str(planned.run.repeat),
+            tokens(planned.run.parameters),
+            tokens(planned.run.tokens),
+            f"{planned.run.flops:.3g}",
+            "" if planned.seconds is None else clock(planned.seconds),
+            _money(plan, planned.seconds),
+            planned.stands,
+        )
+        for planned in plan.runs
+    ]
+
+
+def plan_lines(plan: StudyPlan) -> list[str]:
+    """Return the totals below the table, one fact a line."""
+    total = sum(planned.run.flops for planned in plan.runs)
+    trained = sum(planned.run.tokens for planned in plan.runs)
+    arms = len({planned.run.arm.name for planned in plan.runs})
+    reused = sum(planned.answer is not None for planned in plan.runs)
+    time = "unknown" if plan.seconds is None else clock(plan.seconds)
+    hours = "" if plan.device_hours is None else f", {plan.device_hours:.3g} device-hours"
+    cost = f", {money}" if (money := _money(plan, plan.seconds)) else ""
+    return [
+        f"runs     {len(plan.runs)} of {arms} arms, {reused} of them finished; {tokens(trained)} tokens",
+        f"FLOPs    {total:.3g} in all, {plan.flops:.3g} to do: finished runs and shared stages are not trained again",
+        f"data     curated and tokenised {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
+        f"time     {time}{hours}{cost} ({plan.speed})",
+    ]
+
+
+def _money(plan: StudyPlan, seconds: float | None) -> str:
+    if plan.price is None or seconds is None:
+        return ""
+    return f"{seconds * plan.devices / 3600 * plan.price:,.2f}"
