@@ -45,7 +45,7 @@ def collect_documents(context: Context) -> Artifact:
         parameters={
             "sources": plain["sources"],
             "curate": {field: plain["curate"][field] for field in READING},
-            "seed": context.recipe.seed,
+            "seed": context.recipe.documents_seed,
         },
         inputs={"sources": fingerprint(context.recipe)},
     )

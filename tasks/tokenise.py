@@ -25,7 +25,10 @@ TOKENS_VERSION = 2
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
     recipe = context.recipe
-    parameters = {"tokenizer": resolved(recipe)["tokenizer"], "mix": resolved(recipe)["mix"][recipe.stages[0].mix]}
+    plain = resolved(recipe)
+    train = {key: value for key, value in (plain["tokenizer"]["train"] or {}).items() if key != "mix"}
+    shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
+    parameters = {"tokenizer": {**plain["tokenizer"], "train": train or None}, "mix": shares}  # shares, not their name
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
         inputs["model"] = file_digest(Path(recipe.tokenizer.use))

@@ -111,7 +111,7 @@ def collect_item(job: CollectJob, number: int) -> None:
     item, curate = job.items[number], job.recipe.curate
     source, skips = job.recipe.sources[item.domain][item.place], Skips(curate.on_error == "fail")
     writer = ShardWriter(job.folder / TEXT, item.domain, number)
-    for batch in read_source(source, item.domain, job.recipe.seed, skips, item.files):
+    for batch in read_source(source, item.domain, job.recipe.documents_seed, skips, item.files):
         writer.add(prepare(batch, item.domain, item.source, item.place, curate, skips))
         del batch  # a line of 200 MB is in memory once while it is written
         if writer.full:
@@ -142,7 +142,7 @@ def _go_on_or_begin(job: CollectJob) -> None:
     """Remove what was read from other files or in another way, so that only items of this very job count as done."""
     rules = job.recipe.curate.model_dump(mode="json", include={"on_error", "extractor", "repair"})
     sources = {domain: [source.model_dump(mode="json") for source in found] for domain, found in _sources(job)}
-    state = json.dumps([sources, rules, job.recipe.seed, job.items])
+    state = json.dumps([sources, rules, job.recipe.documents_seed, job.items])
     note = job.folder / "listing.json"
     if not note.exists() or note.read_text() != state:
         for step in (STEP, TEXT):

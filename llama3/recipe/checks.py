@@ -104,6 +104,9 @@ def _reference_faults(recipe: Recipe) -> list[str]:
     for stage in recipe.stages:
         if stage.mix not in recipe.mix:
             faults.append(f"stages.{stage.name}.mix: {stage.mix!r} is not under mix ({', '.join(recipe.mix)})")
+    train = recipe.tokenizer.train
+    if train and train.mix and train.mix not in recipe.mix:
+        faults.append(f"tokenizer.train.mix: {train.mix!r} is not under mix ({', '.join(recipe.mix)})")
     for name, shares in recipe.mix.items():
         for domain in (domain for domain, share in shares.items() if share and not recipe.sources.get(domain)):
             faults.append(

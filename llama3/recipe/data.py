@@ -37,7 +37,9 @@ class TrainTokenizer(Section):
     vocab: int = Field(ge=256, le=128_000)
     """Base tokens, at most 128,000; 256 special tokens come on top."""
     sample: Bytes = Bytes.parse("8GB")
-    """Most text to learn from, drawn by domain in the shares of the base mix."""
+    """Most text to learn from, drawn by domain in the shares of `mix`."""
+    mix: str | None = None
+    """Mix by whose shares the sample is drawn; left out, the first stage's."""
 
 
 class Tokenizer(Section):

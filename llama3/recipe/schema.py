@@ -212,6 +212,8 @@ class Recipe(Section):
     """Family name: runs are called name-1, name-2, ...; also the MLflow experiment and registered model."""
     seed: int = 0
     """Of initial weights, document order and generated problems."""
+    data_seed: int | None = None
+    """Of generated problems; left out, `seed`. Runs that differ in `seed` alone then share their documents."""
     compute: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
     """Number format of matrix products; weights, gradients and sums stay at least fp32. `fp8`: those of the blocks in
     float8 on GPUs that have it, the rest in bf16; refused elsewhere."""
@@ -237,6 +239,17 @@ class Recipe(Section):
     """A step whose loss or gradient is not finite: `stop` ends the run, `skip` leaves its update out."""
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()
+
+    @property
+    def documents_seed(self) -> int:
+        """The seed that decides what generated documents say."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def tokenizer_mix(self) -> dict[Domain, Share]:
+        """The mix by whose shares the tokenizer's sample is drawn."""
+        train = self.tokenizer.train
+        return self.mix[train.mix] if train and train.mix else self.first_mix
 
     @property
     def first_mix(self) -> dict[Domain, Share]:

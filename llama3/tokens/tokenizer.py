@@ -135,8 +135,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, Any]:
     """Train or load the tokenizer that `recipe` asks for and save it into `folder`.
 
-    Text to learn from is the first training documents of each domain, in the order of their ids, in the shares of the
-    first stage's mix. Returns facts: vocab, rows, digest, sample_bytes by domain, and on held-out documents what
+    Text to learn from is the first training documents of each domain, in the order of their ids, in the shares of
+    `tokenizer.train.mix`. Returns facts: vocab, rows, digest, sample_bytes by domain, and on held-out documents what
     `fertility.ratios` gives. Raises ValueError as `train_tokenizer` and `use_tokenizer` do.
     """
     sample = dict.fromkeys(recipe.sources, 0)
@@ -159,7 +159,7 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
 def _sample(recipe: Recipe, documents: Path, counts: dict[Domain, int]) -> Iterator[str]:
     """Yield the texts to learn from and add their bytes to `counts`."""
     assert recipe.tokenizer.train is not None
-    for domain, share in recipe.first_mix.items():
+    for domain, share in recipe.tokenizer_mix.items():
         for text in read_texts(documents, domain, "train", int(share * recipe.tokenizer.train.sample)):
             counts[domain] += len(text.encode())
             yield text
