@@ -39,6 +39,8 @@ class Arm:
 def arms_of(study: Study, base: Recipe) -> list[Arm]:
     """Return the arms of a study of `base`, the control first. Raises ValueError naming what is wrong with them."""
     if study.ladder:
+        from llama3.scaling.ladder import ladder_arms
+
         return ladder_arms(study.ladder, base)
     if study.mix:
         return _mix_arms(study.mix, base)

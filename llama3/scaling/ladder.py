@@ -8,6 +8,7 @@ between those ends is not published, and taken to be a power law. What this give
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
@@ -15,7 +16,6 @@ from llama3.recipe.load import RecipeError, resolved
 from llama3.recipe.schema import Model, Recipe
 from llama3.recipe.units import Tokens
 from llama3.scaling.arms import Arm, override
-from llama3.scaling.published import between
 from llama3.scaling.study import Ladder
 
 STAGE = "main"
@@ -75,6 +75,13 @@ def batch_of(ladder: Ladder, budget: float) -> Tokens:
     while 2 * sequences * ladder.seq <= wanted * 2**0.5:
         sequences *= 2
     return Tokens(sequences * ladder.seq)
+
+
+def between(x: float, ends: tuple[float, float], values: tuple[float, float]) -> float:
+    """Return the power law of x through `values` at `ends`; the first value where the ends are one."""
+    if ends[0] == ends[1]:
+        return values[0]
+    return values[0] * (values[1] / values[0]) ** (math.log(x / ends[0]) / math.log(ends[1] / ends[0]))
 
 
 def _refuse_twins(counts: dict[str, int]) -> None:
