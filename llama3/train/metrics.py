@@ -88,6 +88,18 @@ LOST_TOKENS = "recovery/lost_tokens"
 REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 """Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
 
+STUDY_RUNS = "study/runs"
+"""Runs that a study's verdict rests on."""
+STUDY_FLOPS = "study/flops"
+"""Training operations of its runs, shared stages counted in each."""
+STUDY_DEVICE_H = "study/device_h"
+"""Device-hours that the training of its runs took, shared stages once."""
+
+
+def study_gain(arm: str, score: str) -> str:
+    """How much better an arm of a study is than the control on a score."""
+    return f"study/gain/{arm}/{score.removeprefix('eval/')}"
+
 
 def domain_loss(domain: str) -> str:
     """Nats per target token of one domain."""

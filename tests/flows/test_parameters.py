@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from flows.change import CADENCE, SHARE, SPAN, TOKENS, MixChange, RecipeChange, StageChange
 from flows.checkpoint import evaluate, promote
+from flows.experiment import study
 from flows.opening import chosen_recipe, step_names
 from flows.parameters import NOTHING, PipelineParameters, RerunParameters, StageParameters
 from flows.pipeline import first_step, last_step, pipeline
@@ -23,7 +24,7 @@ from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
 from tasks.cluster import Cluster
 
-FLOWS: list[Flow[Any, Any]] = [pipeline, curate, tokenise, pretrain, rerun, evaluate, promote, report, retention]
+FLOWS: list[Flow[Any, Any]] = [pipeline, curate, tokenise, pretrain, rerun, evaluate, promote, report, retention, study]
 QUICKSTART = Path("recipes/quickstart.yaml")
 
 

@@ -1,0 +1,187 @@
+"""The end of a study: verdict, page, and what MLflow and Prefect show of it; each can be made again at any time.
+
+Everything is worked out anew from the runs that answer for the arms, so a report written again after an upgrade says
+what the code says now. What this gives up: the page as it was; MLflow keeps the file that was logged at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+
+from rich.table import Table
+
+from llama3.recipe.schedule import Schedule
+from llama3.scaling.outcome import Outcome
+from llama3.scaling.posed import ArmRun, Posed
+from llama3.scaling.verdict import HELPS, HURTS, Verdict
+from llama3.train import metrics
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks import pages
+from tasks.cluster import Cluster
+from tasks.runs import RunRecord, Runs
+from tasks.studies import NOTES, PAGE, Studies, StudyRecord, runs_of
+from tasks.study_analysis import Analysis, analyse
+from tasks.study_outcomes import other_data, outcomes, shared
+from tasks.study_page import ArmRow, StudyView, study_html, study_markdown
+from tasks.study_plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study
+from tasks.tracking import Point, Tracker
+from tasks.words import clock
+
+HEADLINE = 3
+"""Scores of an arm in the table of arms."""
+
+
+def conclude(studies: Studies, posed: Posed, record: StudyRecord, tracker: Tracker) -> Verdict:
+    """Work out the verdict of a study whose runs are there, write it down, and show it. Raises ValueError."""
+    root = studies.root
+    answers = runs_of(Runs(root), posed, posed.runs)
+    found = outcomes(posed, open_store(root), answers)
+    analysis = analyse(posed, found, _weak_points(root, posed, answers))
+    record.verdict = analysis.verdict
+    studies.save(record)
+    view = _view(root, posed, record, answers, found, analysis)
+    page = studies.publish(record.name, PAGE, study_html(view))
+    notes = studies.publish(record.name, NOTES, study_markdown(view))
+    _show(tracker, record, answers, view)
+    for path in (page, notes):
+        tracker.log_file(record.mlflow_run, path)
+    return analysis.verdict
+
+
+def rewrite(studies: Studies, name: str) -> Verdict:
+    """Work out the verdict of an earlier study again and write its page. Raises ValueError."""
+    posed, record = studies.posed(name), studies.find(name)
+    answers = runs_of(Runs(studies.root), posed, posed.runs)
+    if lacking := [run.name for run in posed.runs if run.name not in answers]:
+        raise ValueError(
+            f"study {name}: {len(lacking)} of {len(posed.runs)} runs are not finished ({', '.join(lacking[:5])}); "
+            f"go on with: {record.command}"
+        )
+    tracker = Tracker(studies.root, name)
+    tags = {"code.commit": record.code, "study.kind": record.kind}
+    record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
+    verdict = conclude(studies, posed, record, tracker)
+    tracker.close(record.mlflow_run, "FINISHED")
+    return verdict
+
+
+def _weak_points(root: Root, posed: Posed, answers: Mapping[str, RunRecord]) -> list[str]:
+    """Return what weakens the study whatever its kind: other data, other code."""
+    flags = other_data(open_store(root), answers, posed.runs)
+    codes: dict[str, str] = {}
+    for name, record in answers.items():
+        codes.setdefault(record.code.removesuffix("+changes"), name)
+    if len(codes) > 1:
+        listed = ", ".join(f"{code} ({name})" for code, name in codes.items())
+        flags.append(f"the runs were made by {len(codes)} versions of the code: {listed}; rerun the older ones to be sure")
+    return flags
+
+
+def _view(
+    root: Root,
+    posed: Posed,
+    record: StudyRecord,
+    answers: Mapping[str, RunRecord],
+    found: list[Outcome],
+    analysis: Analysis,
+) -> StudyView:
+    plan = plan_study(root, posed, Cluster())
+    by_run = {(one.arm, one.repeat): one for one in found}
+    arms = [_arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat]) for run in posed.runs if run.name in answers]
+    return StudyView(
+        name=record.name,
+        digest=record.digest,
+        question=posed.study.question,
+        state=record.state,
+        started=record.started,
+        ended=record.ended,
+        machine=record.machine,
+        command=record.command,
+        verdict=analysis.verdict,
+        plan=[HEADERS, *plan_rows(plan)],
+        arms=arms,
+        tables=analysis.tables,
+        figures=analysis.figures,
+        cost=_cost(record, arms, found),
+        lineage=shared(posed, open_store(root), answers),
+    )
+
+
+def _arm_row(run: ArmRun, record: RunRecord, outcome: Outcome) -> ArmRow:
+    spans = {span.name for span in Schedule(run.recipe).trained}
+    seconds = sum(step.seconds for name, step in record.steps.items() if name in spans)
+    reused = [name for name, step in record.steps.items() if name in spans and step.outcome == "reused"]
+    return ArmRow(
+        arm=run.arm.name,
+        repeat=run.repeat,
+        run=record.name,
+        state=record.state,
+        tokens=outcome.tokens,
+        flops=outcome.flops,
+        seconds=_seconds(record),
+        device_hours=seconds / 3600,
+        usd=None,
+        scores={key: score.value for key, score in outcome.scores.items()},
+        reused=", ".join(reused),
+    )
+
+
+def _seconds(record: RunRecord) -> float:
+    ends = [datetime.fromisoformat(text) for text in (record.started, record.ended)]
+    return (ends[1] - ends[0]).total_seconds()
+
+
+def _cost(record: StudyRecord, arms: list[ArmRow], found: list[Outcome]) -> list[tuple[str, str]]:
+    """Return what the study cost; its overhead is what it spent outside of its arms."""
+    overhead = record.seconds - record.arm_seconds
+    lines = [
+        ("runs", f"{len(arms)}"),
+        ("training operations", f"{sum(one.flops for one in found):.3g}"),
+        ("time of the runs", clock(sum(arm.seconds for arm in arms))),
+        ("time of training", clock(3600 * sum(arm.device_hours for arm in arms))),
+    ]
+    if record.arm_seconds and overhead > 0:
+        share = overhead / record.arm_seconds
+        lines.append(("the study's own time", f"{clock(overhead)}, {share:.1%} of its arms'"))
+    return lines
+
+
+def _show(tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord], view: StudyView) -> None:
+    """Send verdict and headline numbers to MLflow, put the runs below the study, and show its page in Prefect."""
+    now = time.time()
+    points = [
+        Point(metrics.STUDY_RUNS, len(view.arms), now, 0),
+        Point(metrics.STUDY_FLOPS, sum(arm.flops for arm in view.arms), now, 0),
+        Point(metrics.STUDY_DEVICE_H, sum(arm.device_hours for arm in view.arms), now, 0),
+    ]
+    points += [Point(metrics.study_gain(one.arm, one.score), one.gain, now, 0) for one in view.verdict.findings]
+    tracker.log_points([record.mlflow_run], points)
+    tags = {"verdict": "; ".join(view.verdict.headline)[:4000], "mlflow.note.content": study_markdown(view)[:8000]}
+    tracker.set_tags(record.mlflow_run, tags)
+    for run in answers.values():
+        if run.mlflow_run and tracker.run_id(record.mlflow_run):
+            tracker.set_tags(run.mlflow_run, {"mlflow.parentRunId": tracker.run_id(record.mlflow_run)})
+    pages.markdown("study", study_markdown(view), f"Study {record.name}")
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Return the findings for a console: gains with their intervals, those beyond chance in colour."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header, justify in (("arm", "left"), ("score", "left"), ("gain", "right"), ("95 %", "right"), ("", "left")):
+        table.add_column(header, justify="left" if justify == "left" else "right", no_wrap=True)
+    for one in verdict.findings:
+        colour = {HELPS: "[green]", HURTS: "[red]"}.get(one.says, "[dim]")
+        interval = f"{one.low:+.4f} to {one.high:+.4f}"
+        table.add_row(one.arm, one.score, f"{one.gain:+.4f} {one.unit}", interval, f"{colour}{one.says}[/]")
+    return table
+
+
+def plan_markdown(plan: StudyPlan) -> str:
+    """Return the plan as markdown, for Prefect's page of the study."""
+    head = f"| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}"
+    rows = [f"| {' | '.join(row)} |" for row in plan_rows(plan)]
+    question = plan.posed.study.question or f"A study of kind {plan.posed.study.kind}."
+    return "\n".join([f"# {plan.posed.study.name}", "", question, "", head, *rows, "", *(f"- {x}" for x in plan_lines(plan))])
