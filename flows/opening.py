@@ -92,7 +92,9 @@ def _introduce(context: Context, plan: Plan) -> None:
     for warning in plan.warnings:
         console.say(f"[yellow]warning[/]  {warning}")
     params = flatten(resolved(context.recipe), depth=2)
-    record.mlflow_run = tracker.open_run(record.name, context.tags(), params, parent=record.study.mlflow_run if record.study else "")
+    record.mlflow_run = tracker.open_run(
+        record.name, context.tags(), params, parent=record.study.mlflow_run if record.study else ""
+    )
     record.mlflow_experiment = tracker.experiment
     context.runs.save(record)
     tracker.log_file(record.mlflow_run, context.runs.local_recipe(record.name))

@@ -160,4 +160,3 @@ def _closing(context: StudyContext) -> Iterator[None]:
         if record.mlflow_run:
             context.tracker.close(record.mlflow_run, status)
         pages.flush()
-

@@ -27,7 +27,13 @@ ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Process
 
 
 def _asked(
-    file: Path, sets: list[str] | None, only: list[str] | None, root: str, cluster: Path | None, threads: int, at_once: int
+    file: Path,
+    sets: list[str] | None,
+    only: list[str] | None,
+    root: str,
+    cluster: Path | None,
+    threads: int,
+    at_once: int,
 ) -> StudyParameters:
     changes = {"threads": threads} if threads else {}
     where = load_cluster(cluster, **changes) if cluster else Cluster(**changes)
@@ -123,8 +129,12 @@ def report(name: NameArgument, root: RootOption = DEFAULT_ROOT) -> None:
 @study.command()
 def apply(
     name: NameArgument,
-    recipe: Annotated[Path | None, typer.Option(help="The recipe to change; left out, the study's base recipe.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it; left out: print it.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="The recipe to change; left out, the study's base recipe.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it; left out: print it.")
+    ] = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Write the recipe that a study proposes, with a comment that names the study and its digest."""

@@ -39,7 +39,9 @@ class StudyParameters(PlaceParameters):
     """A study: several runs of a changed recipe that answer one question."""
 
     study: str = _field(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A YAML file, relative to the checkout.")
-    arms: list[ArmForm] = _field(1, "Further arms", [], "Of a comparison or a mix search: tried beside the study's own.")
+    arms: list[ArmForm] = _field(
+        1, "Further arms", [], "Of a comparison or a mix search: tried beside the study's own."
+    )
     only: list[str] = _field(2, "Only these arms", [], "Names; empty: all. The control is run in any case.")
     overrides: list[str] = _field(3, "Changes for all arms", [], "Any recipe field: stages.main.until=3M.")
     at_once: int = Field(

@@ -66,11 +66,14 @@ def _samples(path: Path, scores: Mapping[str, Score]) -> Iterator[tuple[str, Sam
     for key in sorted(set(keys.tolist()) & set(scores)):
         own = table.filter(keys == key).sort_by("id")
         groups = tuple(own["group"].to_pylist())
-        yield key, Samples(
-            tuple(own["id"].to_pylist()),
-            own["numerator"].to_numpy().astype(np.float64),
-            own["denominator"].to_numpy().astype(np.float64),
-            groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
+        yield (
+            key,
+            Samples(
+                tuple(own["id"].to_pylist()),
+                own["numerator"].to_numpy().astype(np.float64),
+                own["denominator"].to_numpy().astype(np.float64),
+                groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
+            ),
         )
 
 

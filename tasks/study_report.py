@@ -76,7 +76,9 @@ def _weak_points(root: Root, posed: Posed, answers: Mapping[str, RunRecord]) -> 
         codes.setdefault(record.code.removesuffix("+changes"), name)
     if len(codes) > 1:
         listed = ", ".join(f"{code} ({name})" for code, name in codes.items())
-        flags.append(f"the runs were made by {len(codes)} versions of the code: {listed}; rerun the older ones to be sure")
+        flags.append(
+            f"the runs were made by {len(codes)} versions of the code: {listed}; rerun the older ones to be sure"
+        )
     return flags
 
 
@@ -90,7 +92,9 @@ def _view(
 ) -> StudyView:
     plan = plan_study(root, posed, Cluster())
     by_run = {(one.arm, one.repeat): one for one in found}
-    arms = [_arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat]) for run in posed.runs if run.name in answers]
+    arms = [
+        _arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat]) for run in posed.runs if run.name in answers
+    ]
     return StudyView(
         name=record.name,
         digest=record.digest,
@@ -184,4 +188,6 @@ def plan_markdown(plan: StudyPlan) -> str:
     head = f"| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}"
     rows = [f"| {' | '.join(row)} |" for row in plan_rows(plan)]
     question = plan.posed.study.question or f"A study of kind {plan.posed.study.kind}."
-    return "\n".join([f"# {plan.posed.study.name}", "", question, "", head, *rows, "", *(f"- {x}" for x in plan_lines(plan))])
+    return "\n".join(
+        [f"# {plan.posed.study.name}", "", question, "", head, *rows, "", *(f"- {x}" for x in plan_lines(plan))]
+    )

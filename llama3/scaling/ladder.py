@@ -50,7 +50,11 @@ def _of_budget(ladder: Ladder, base: Recipe, budget: float, counts: dict[str, in
         wanted = budget / per_token(ladder, spec, embedding_rows(base))
         total = int(wanted // batch) * batch
         if total and least <= wanted / counts[name] <= most:
-            yield Arm(f"{budget:.3g}-{name}".replace("+", ""), _overrides(ladder, base, spec, counts, name, batch, total), budget)
+            yield Arm(
+                f"{budget:.3g}-{name}".replace("+", ""),
+                _overrides(ladder, base, spec, counts, name, batch, total),
+                budget,
+            )
 
 
 def _overrides(
@@ -59,7 +63,11 @@ def _overrides(
     peak = between(counts[name], (min(counts.values()), max(counts.values())), ladder.peak)
     stage = {"name": STAGE, "until": f"{total} tokens", "seq": ladder.seq, "batch": f"{batch} tokens"}
     shape = {**spec.model_dump(mode="json"), "max_seq": max(spec.max_seq, ladder.seq)}
-    rate = {"peak": peak, "warmup": str(ladder.warmup), "cosine": {"to": peak * ladder.decay, "over": f"{total} tokens"}}
+    rate = {
+        "peak": peak,
+        "warmup": str(ladder.warmup),
+        "cosine": {"to": peak * ladder.decay, "over": f"{total} tokens"},
+    }
     return (
         override("model", shape),
         override("lr", rate),
@@ -88,5 +96,7 @@ def _refuse_twins(counts: dict[str, int]) -> None:
     by_count: dict[int, str] = {}
     for name, count in counts.items():
         if count in by_count:
-            raise RecipeError(f"ladder.sizes: {name} and {by_count[count]} both have {count:,} parameters; leave one out")
+            raise RecipeError(
+                f"ladder.sizes: {name} and {by_count[count]} both have {count:,} parameters; leave one out"
+            )
         by_count[count] = name

@@ -5,7 +5,7 @@ divided by sqrt(1 - leverage), as a fit pulls close what has leverage (Davison a
 Application, section 6.2). Each draw of the bootstrap takes such residuals with replacement and multiplies all of them
 by one draw of sqrt(df / chi2): resampling alone acts as if the size of the noise were known, and with eight residual
 degrees of freedom its intervals are a sixth too narrow; this makes them Student's. Minima that scatter about their line
-by more than that noise explains widen its interval in proportion. What this gives up: noise that differs between
+by more than that noise explains widen its interval in proportion, and by their own few degrees of freedom. What this gives up: noise that differs between
 parabolas, and the error of taking a loss curve for a parabola where all grids err alike.
 """
 
@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 DRAWS = 2000
 
@@ -135,7 +136,8 @@ class Line:
     minima: Array
     """[DRAWS, k] of the lowest points."""
     excess: float
-    """Scatter of the lowest points about the line, as a variance in units of what the noise explains."""
+    """Scatter of the lowest points about the line, as a variance in units of what the noise explains; 1 unless an F test
+    at 5 % says that it is more."""
 
 
 def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise) -> Line:
@@ -150,13 +152,14 @@ def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise) -> Line:
     inverse = np.linalg.pinv(rows / spread[:, None]) / spread
     coefficients = inverse @ lowest
     scatter = float((((lowest - rows @ coefficients) / spread) ** 2).sum()) / (len(z) - 2)
-    excess = 1.0
+    excess = scatter / noise.size**2 if noise.spare and noise.size else 1.0
     if not noise.spare:
         noise = Noise(scatter**0.5, len(z) - 2, noise.pool)
-    elif noise.size:
-        excess = scatter / noise.size**2
     dice = np.random.default_rng(0)
     given = noise.draw(quadratics, dice)
     minima = np.stack([one.minima(drawn) for one, drawn in zip(quadratics, given, strict=True)], axis=1)
-    away = (minima @ inverse.T - coefficients) * max(1.0, excess) ** 0.5
-    return Line(middle, coefficients, coefficients + away, minima, excess)
+    scale = max(1.0, excess) ** 0.5 * np.ones((DRAWS, 1))
+    if scattered := excess > stats.f.ppf(0.95, len(z) - 2, noise.spare):
+        scale *= np.sqrt((len(z) - 2) / dice.chisquare(len(z) - 2, (DRAWS, 1)))
+    away = scale * (minima @ inverse.T - coefficients)
+    return Line(middle, coefficients, coefficients + away, minima, float(excess) if scattered else 1.0)

@@ -100,7 +100,9 @@ def load_study(path: Path, changes: Sequence[str] = (), further: Mapping[str, li
     data = _read(path)
     data["set"] = [*(data.get("set") or []), *changes]
     if further:
-        kind, field = next(((kind, field) for kind, field in ARMS.items() if isinstance(data.get(kind), dict)), ("", ""))
+        kind, field = next(
+            ((kind, field) for kind, field in ARMS.items() if isinstance(data.get(kind), dict)), ("", "")
+        )
         if not kind:
             raise RecipeError(f"{path}: takes no further arms; only a comparison or a mix search does")
         data[kind][field] = {**(data[kind].get(field) or {}), **further}

@@ -1,0 +1,162 @@
+"""Studies on the tiny recipe: killed and given again, side by side, asked again, applied."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from llama3.recipe.load import load_recipe
+from llama3.scaling.verdict import NOTHING
+from storage.remote_store import open_store
+from storage.root import Root
+from tasks.runs import Runs
+from tasks.studies import Studies, runs_of
+from tasks.study_outcomes import shared
+from tasks.tracking_uri import tracking_uri
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all
+
+pytestmark = pytest.mark.slow
+SHORT = [
+    "evaluate.every=never",
+    "evaluate.after=[]",
+    "stages=[{name: main, until: 16Ki, seq: 64, batch: 1Ki, mix: base}]",
+]
+
+
+def write_study(folder: Path, recipe: str, text: str, name: str = "warm") -> Path:
+    path = folder / f"{name}.yaml"
+    plain = {"name": name, "recipe": recipe, "set": SHORT, **yaml.safe_load(text)}
+    path.write_text(yaml.safe_dump(plain))
+    return path
+
+
+WARM = """
+question: Does the warm-up matter?
+seeds: [1, 2]
+compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.warmup=10 steps]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(herd: Herd, new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> Herd:
+    """A root on which the study was killed in its second run, given again, and came to its end."""
+    folder = tmp_path_factory.mktemp("study")
+    again = new_herd(folder / "root")
+    copy_artifacts(herd, again.root)
+    study = write_study(folder, again.recipe, WARM)
+    process = again.start("study", "run", str(study))
+    while process.poll() is None and not (len(done(again)) == 1 and journal_lines(again.root, "main") >= 3):
+        time.sleep(0.05)
+    assert process.poll() is None
+    kill_all(process.pid)
+    again.printed = again("study", "run", str(study))
+    return again
+
+
+def done(herd: Herd) -> list[str]:
+    return [record.name for record in Runs(Root.of(herd.root)).all() if record.state == "finished"]
+
+
+def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
+    assert done(asked) == ["warm-1", "warm-2", "warm-3", "warm-4"]
+    assert "reused: warm-1" in asked.printed
+    assert Runs(Root.of(asked.root)).find("warm-2").attempts == 2
+    record = Studies(Root.of(asked.root)).find("warm")
+    assert record.state == "finished"
+    assert record.verdict is not None
+    assert record.verdict.headline
+
+
+def test_arms_share_curation_and_tokens(asked: Herd) -> None:
+    root = Root.of(asked.root)
+    posed = Studies(root).posed("warm")
+    answers = runs_of(Runs(root), posed, posed.runs)
+    uses = {step: runs for step, _, _, runs in shared(posed, open_store(root), answers)}
+    assert {step: uses[step] for step in ("collect", "annotate", "curate", "tokenizer", "tokenise")} == dict.fromkeys(
+        ("collect", "annotate", "curate", "tokenizer", "tokenise"), 4
+    )
+
+
+def test_one_parent_in_one_experiment_holds_the_runs(asked: Herd) -> None:
+    root = Root.of(asked.root)
+    client = MlflowClient(tracking_uri(root))
+    study = Studies(root).find("warm")
+    runs = client.search_runs([study.mlflow_experiment], "tags.kind = 'run'")
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs} == {study.mlflow_run}
+    assert len({frozenset(run.data.params) for run in runs}) == 1
+    assert {(run.data.tags["study.arm"], run.data.tags["study.repeat"]) for run in runs} == {
+        ("five", "1"), ("five", "2"), ("ten", "1"), ("ten", "2"),
+    }  # fmt: skip
+    parent = client.get_run(study.mlflow_run)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["study/runs"] == 4
+    assert parent.data.tags["verdict"]
+
+
+def test_asked_again_nothing_is_trained(asked: Herd) -> None:
+    study = asked.root.parent / "warm.yaml"
+    printed = asked("study", "run", str(study))
+    assert len(done(asked)) == 4
+    assert printed.count("reused: warm-") == 4
+    plan = asked("study", "plan", str(study))
+    assert "0 to do" in plan
+    report = asked("study", "report", "warm")
+    assert "report.html" in report
+    assert "warm" in asked("study", "list")
+
+
+def test_a_study_that_found_nothing_changes_nothing(asked: Herd) -> None:
+    verdict = Studies(Root.of(asked.root)).find("warm").verdict
+    assert verdict is not None
+    if all(finding.says == NOTHING for finding in verdict.findings):
+        assert verdict.change == []
+        assert "nothing to apply" in asked("study", "apply", "warm", status=2)
+
+
+def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
+    other = new_herd(tmp_path / "root")
+    copy_artifacts(asked, other.root)
+    other("study", "run", str(asked.root.parent / "warm.yaml"), "--at-once", "2")
+    models = [models_of(herd) for herd in (asked, other)]
+    assert models[0] == models[1]
+
+
+def models_of(herd: Herd) -> dict[str, str]:
+    root = Root.of(herd.root)
+    posed = Studies(root).posed("warm")
+    answers = runs_of(Runs(root), posed, posed.runs)
+    store = open_store(root)
+    return {name: store.at(run.steps["main"].artifact).facts["model_sha256"] for name, run in answers.items()}
+
+
+def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
+    text = """
+seeds: [1]
+compare: {control: five, varies: [lr, tokens], arms: {five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}}
+"""
+    study = write_study(tmp_path, asked.recipe, text, "partly")
+    printed = asked("study", "run", str(study), status=2)
+    assert "tokens.max_epochs" in printed
+    assert "1 of 3 runs did not finish: broken 1" in printed
+    assert Studies(Root.of(asked.root)).find("partly").state == "failed"
+
+
+def test_a_bad_study_is_told_in_lines(asked: Herd, tmp_path: Path) -> None:
+    text = "compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.peak=1e-3]}}"
+    printed = asked("study", "plan", str(write_study(tmp_path, asked.recipe, text, "bad")), status=2)
+    assert "differs from five in lr.peak too" in printed
+    assert "Traceback" not in printed
+    assert "does not exist" in asked("study", "report", "nothing", status=2)
+    assert "cannot be read" in asked("study", "run", str(tmp_path / "no.yaml"), status=2)
+
+
+def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
+    """Its recipe alone makes it again: nothing but reuse."""
+    recipe = asked.root / "studies" / "warm" / "arms" / "ten-2.yaml"
+    assert load_recipe(recipe).name == "warm"
+    printed = asked("run", str(recipe), "--until", "evaluate", "--new")
+    assert "new:" not in printed
