@@ -76,6 +76,15 @@ class RunRecord(BaseModel):
     prefect_run: str = ""
     peak_memory_gib: float = 0.0
 
+    def apart(self, stage: str) -> str:
+        """Return what gives a stage of this run a work folder that no other run goes on with; empty: it shares one.
+
+        A stage that is redone has its own; so has each arm of a study, since they differ from their first token on.
+        """
+        if stage == self.redo_from:
+            return self.name
+        return self.recipe_digest if self.study else ""
+
 
 class Runs:
     """The runs under one root."""

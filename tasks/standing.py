@@ -153,17 +153,17 @@ def work_name(store: Store, recipe: Recipe, record: RunRecord, span: StageSpan) 
     tokens, parent = artifact_of(store, record, "tokenise"), artifact_of(store, record, before)
     if tokens is None or (before and parent is None):
         return f"{span.name}-unknown"
-    redo = record.name if span.name == record.redo_from else ""
-    return name_of_work(recipe, span, tokens.key, parent.key if parent else "fresh weights", redo)
+    apart = record.apart(span.name)
+    return name_of_work(recipe, span, tokens.key, parent.key if parent else "fresh weights", apart)
 
 
-def name_of_work(recipe: Recipe, span: StageSpan, tokens: str, parent: str, redo: str) -> str:
+def name_of_work(recipe: Recipe, span: StageSpan, tokens: str, parent: str, apart: str) -> str:
     """Return the name of the work folder of a stage that is made from artifacts with these keys.
 
     It is named by what was decided before the stage began, not by its end: a stage that is made longer while it trains
-    goes on where it stands (the trainer refuses a changed past). The stage that a run redoes has a folder of its own.
+    goes on where it stands (the trainer refuses a changed past). `apart` is what `RunRecord.apart` says.
     """
-    return f"{span.name}-{digest([past(recipe, span.start), tokens, parent, redo])[:16]}"
+    return f"{span.name}-{digest([past(recipe, span.start), tokens, parent, apart])[:16]}"
 
 
 def _shelves(root: Root, work: str) -> Iterable[str]:

@@ -66,8 +66,8 @@ def train_stage(
     span = Schedule(context.recipe).span(stage)
     context = replace(context, cluster=context.cluster.at(span.stage.name, stage))
     design = _design(context, span, tokens, parent)
-    redo = context.record.name if stage == context.record.redo_from else ""
-    work = context.scratch / name_of_work(context.recipe, span, design.inputs["tokens"], design.inputs["parent"], redo)
+    made_from, apart = design.inputs, context.record.apart(stage)
+    work = context.scratch / name_of_work(context.recipe, span, made_from["tokens"], made_from["parent"], apart)
     kept = _checkpoints(context, work)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:

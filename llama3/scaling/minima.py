@@ -5,8 +5,9 @@ divided by sqrt(1 - leverage), as a fit pulls close what has leverage (Davison a
 Application, section 6.2). Each draw of the bootstrap takes such residuals with replacement and multiplies all of them
 by one draw of sqrt(df / chi2): resampling alone acts as if the size of the noise were known, and with eight residual
 degrees of freedom its intervals are a sixth too narrow; this makes them Student's. Minima that scatter about their line
-by more than that noise explains widen its interval in proportion, and by their own few degrees of freedom. What this gives up: noise that differs between
-parabolas, and the error of taking a loss curve for a parabola where all grids err alike.
+by more than that noise explains widen its interval in proportion, and by their own few degrees of freedom. What this
+gives up: noise that differs between parabolas, and the error of taking a loss curve for a parabola where all grids err
+alike.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Quadratic:
 
     @property
     def residuals(self) -> Array:
-        """[n] residuals divided by sqrt(1 - leverage); points that alone fix the parabola have none and are left out."""
+        """[n] residuals divided by sqrt(1 - leverage), without points that alone fix the parabola."""
         free = 1 - np.einsum("ni,in->n", self._rows(self.x), self.inverse)
         kept = free > 1e-9
         return np.asarray((self.y - self.at(self.x))[kept] / np.sqrt(free[kept]))
@@ -104,13 +105,14 @@ class Noise:
     pool: Array
     """Residuals scaled to mean 0 and variance 1; empty where there are none."""
 
-    def draw(self, quadratics: Sequence[Quadratic], dice: np.random.Generator) -> list[Array]:
-        """Return noise [DRAWS, n] for each parabola, of one size in each draw."""
+    def minima(self, quadratics: Sequence[Quadratic]) -> list[Array]:
+        """Return [DRAWS] lowest points of each parabola with noise added, of one size in each draw."""
+        dice = np.random.default_rng(0)
         scale = self.size * np.sqrt(self.spare / dice.chisquare(self.spare, (DRAWS, 1)))
-        shapes = [(DRAWS, len(one.x)) for one in quadratics]
-        if not len(self.pool):
-            return [scale * dice.standard_normal(shape) for shape in shapes]
-        return [scale * dice.choice(self.pool, shape) for shape in shapes]
+        return [one.minima(scale * self._unit((DRAWS, len(one.x)), dice)) for one in quadratics]
+
+    def _unit(self, shape: tuple[int, int], dice: np.random.Generator) -> Array:
+        return dice.choice(self.pool, shape) if len(self.pool) else dice.standard_normal(shape)
 
 
 def pooled(quadratics: Sequence[Quadratic]) -> Noise:
@@ -133,33 +135,39 @@ class Line:
     """Height at `middle`, and slope."""
     draws: Array
     """[DRAWS, 2] coefficients that the noise could have led to."""
-    minima: Array
-    """[DRAWS, k] of the lowest points."""
     excess: float
-    """Scatter of the lowest points about the line, as a variance in units of what the noise explains; 1 unless an F test
-    at 5 % says that it is more."""
+    """Variance of the lowest points about the line, in units of what the noise explains; 1 unless an F test at 5 % says
+    that it is more."""
 
 
-def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise) -> Line:
-    """Return the line of the quadratics' lowest points over `z` [k], k at least 3.
+def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minima: Sequence[Array]) -> Line:
+    """Return the line of the quadratics' lowest points over `z` [k], k at least 3; `minima` are k draws of [DRAWS]."""
+    middle, _, inverse = _weighted(z, quadratics)
+    coefficients = inverse @ [one.lowest for one in quadratics]
+    spare = len(z) - 2
+    excess = (from_scatter(z, quadratics).size / noise.size) ** 2 if noise.size else 1.0
+    dice = np.random.default_rng(1)
+    scale = max(1.0, excess) ** 0.5 * np.ones((DRAWS, 1))
+    if scattered := excess > stats.f.ppf(0.95, spare, noise.spare):
+        scale *= np.sqrt(spare / dice.chisquare(spare, (DRAWS, 1)))
+    away = scale * (np.stack(minima, axis=1) @ inverse.T - coefficients)
+    return Line(middle, coefficients, coefficients + away, float(excess) if scattered else 1.0)
 
-    With no residual to tell the noise by, the points' scatter about the line does, with its k - 2 degrees of freedom.
+
+def from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
+    """Return the noise in one point that explains how k minima scatter about their line, with k - 2 degrees of freedom.
+
+    It is all there is to go by where no parabola has a point to spare.
     """
+    _, rows, inverse = _weighted(z, quadratics)
     lowest = np.array([one.lowest for one in quadratics])
+    away = (lowest - rows @ inverse @ lowest) / [one.spread for one in quadratics]
+    return Noise(float(np.sqrt((away**2).sum() / (len(z) - 2))), len(z) - 2, np.empty(0))
+
+
+def _weighted(z: Array, quadratics: Sequence[Quadratic]) -> tuple[float, Array, Array]:
+    """Return where the line is centred, its rows [k, 2], and [2, k] from lowest points to coefficients."""
     spread = np.array([one.spread for one in quadratics])
     middle = float(np.average(z, weights=spread**-2))
     rows = np.stack([np.ones_like(z), z - middle], axis=1)
-    inverse = np.linalg.pinv(rows / spread[:, None]) / spread
-    coefficients = inverse @ lowest
-    scatter = float((((lowest - rows @ coefficients) / spread) ** 2).sum()) / (len(z) - 2)
-    excess = scatter / noise.size**2 if noise.spare and noise.size else 1.0
-    if not noise.spare:
-        noise = Noise(scatter**0.5, len(z) - 2, noise.pool)
-    dice = np.random.default_rng(0)
-    given = noise.draw(quadratics, dice)
-    minima = np.stack([one.minima(drawn) for one, drawn in zip(quadratics, given, strict=True)], axis=1)
-    scale = max(1.0, excess) ** 0.5 * np.ones((DRAWS, 1))
-    if scattered := excess > stats.f.ppf(0.95, len(z) - 2, noise.spare):
-        scale *= np.sqrt((len(z) - 2) / dice.chisquare(len(z) - 2, (DRAWS, 1)))
-    away = scale * (minima @ inverse.T - coefficients)
-    return Line(middle, coefficients, coefficients + away, minima, float(excess) if scattered else 1.0)
+    return middle, rows, np.asarray(np.linalg.pinv(rows / spread[:, None]) / spread)
