@@ -22,6 +22,7 @@ from llama3.data.curate import curate
 from llama3.data.sources import fingerprint
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import resolved
+from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Design
 from storage.filesystem import state
 from tasks.runners import data_runner, item_memory
@@ -32,6 +33,8 @@ ANNOTATE_VERSION = 1
 CURATE_VERSION = 2
 READING = ("on_error", "extractor", "repair")
 """Fields of `curate` that decide what is read."""
+LABELS = ("name",)
+"""Fields of a source that do not."""
 
 
 @task(name="collect", cache_policy=NO_CACHE, persist_result=False)
@@ -43,7 +46,7 @@ def collect_documents(context: Context) -> Artifact:
         name=context.recipe.name,
         version=COLLECT_VERSION,
         parameters={
-            "sources": plain["sources"],
+            "sources": read_from(context.recipe),
             "curate": {field: plain["curate"][field] for field in READING},
             "seed": context.recipe.documents_seed,
         },
@@ -89,7 +92,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
         kind="curated",
         name=context.recipe.name,
         version=CURATE_VERSION,
-        parameters={"curate": resolved(context.recipe)["curate"]},
+        parameters={"curate": resolved(context.recipe)["curate"], **_apart(context.recipe)},
         inputs={"annotated": annotated.key, "files": _state_of([*curation.block, *_benchmarks(curation)])},
     )
 
@@ -101,6 +104,21 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     artifact = ensure_in_scratch(context, "curate", design, build)
     _say_what_was_kept(context, artifact)
     return artifact
+
+
+def read_from(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Return what of the sources decides what is read; what they are called is no part of it."""
+    sources: dict[str, list[dict[str, Any]]] = resolved(recipe)["sources"]
+    return {
+        domain: [{field: value for field, value in one.items() if field not in LABELS} for one in listed]
+        for domain, listed in sources.items()
+    }
+
+
+def _apart(recipe: Recipe) -> dict[str, list[str]]:
+    """Return what decides which documents are never held out, if any are."""
+    named = [f"{domain}/{i}" for domain, found in recipe.sources.items() for i, one in enumerate(found) if one.name]
+    return {"apart": named} if named else {}
 
 
 def measured(curation: Curate) -> dict[str, Any]:

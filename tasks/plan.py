@@ -108,6 +108,7 @@ def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
     last = span.segments[-1]
     first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
     shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
+    shares += "".join(f" with {share} {name}" for name, share in span.stage.add.items())
     return (
         span.name,
         tokens(span.start),

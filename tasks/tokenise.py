@@ -45,11 +45,12 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         for domain, sources in recipe.sources.items()
         if any(source.weight for source in sources)
     }
+    apart = {domain: names for domain, sources in recipe.sources.items() if any(names := [one.name for one in sources])}
     design = Design(
         kind="tokens",
         name=recipe.name,
         version=TOKENS_VERSION,
-        parameters={"dtype": recipe.tokens.dtype, "weights": weights},
+        parameters={"dtype": recipe.tokens.dtype, "weights": weights, **({"apart": apart} if apart else {})},
         inputs={"curated": curated.key, "tokenizer": tokenizer.key},
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llama3.recipe.section import SPECIAL_TOKENS
-from llama3.recipe.units import Tokens
+from llama3.recipe.units import Share, Tokens
 
 if TYPE_CHECKING:
     from llama3.recipe.schedule import StageSpan
@@ -117,9 +117,33 @@ def _reference_faults(recipe: Recipe) -> list[str]:
         if name not in names:
             faults.append(f"evaluate.after: {name!r} is not a stage ({', '.join(names)})")
     for domain, sources in recipe.sources.items():
-        weighted = [source for source in sources if source.weight is not None]
-        if weighted and len(weighted) < len(sources):
+        pooled = [source for source in sources if source.name is None]
+        weighted = [source for source in pooled if source.weight is not None]
+        if weighted and len(weighted) < len(pooled):
             faults.append(f"sources.{domain}: give every source a weight, or none of them")
+    return [*faults, *_apart_faults(recipe)]
+
+
+def _apart_faults(recipe: Recipe) -> list[str]:
+    """Return what is wrong with sources that stand apart and with the stages that draw from them."""
+    faults = []
+    names = [source.name for sources in recipe.sources.values() for source in sources if source.name]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        faults.append(f"sources: the name {name!r} stands twice; give each source that stands apart its own")
+    for stage in recipe.stages:
+        for name in stage.add:
+            if name not in names:
+                known = ", ".join(names) or "none: give a source a name"
+                faults.append(f"stages.{stage.name}.add: {name!r} is no source that stands apart ({known})")
+        if (total := sum(stage.add.values())) >= 1:
+            faults.append(f"stages.{stage.name}.add: {Share(total)} leave nothing for the mix; keep the sum below 100%")
+    for domain, sources in recipe.sources.items():
+        asked = [name for name, mix in recipe.mix.items() if mix.get(domain)]
+        if asked and sources and all(source.name for source in sources):
+            faults.append(
+                f"mix.{asked[0]}.{domain}: all of sources.{domain} stand apart, and a mix does not draw from those; add a "
+                "source without a name"
+            )
     return faults
 
 

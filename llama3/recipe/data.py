@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from llama3.recipe.section import Section
+from llama3.recipe.section import Name, Section
 from llama3.recipe.units import Bytes, Tokens
 
 
@@ -27,6 +27,9 @@ class Source(Section):
     """Share of the domain's tokens relative to its other sources; left out everywhere, all documents are pooled."""
     limit: Bytes | None = None
     """Read at most this much text."""
+    name: Name | None = None
+    """A source with a name stands apart: its domain's share does not draw from it, only stages that name it under `add`.
+    None of its documents is held out, so that a model trained on it is scored on the same text as one that is not."""
     system: bool = True
     """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
 

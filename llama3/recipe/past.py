@@ -75,8 +75,11 @@ def _decisive(key: str, section: Any) -> Any:
 
 def _segment(schedule: Schedule, segment: Segment, position: int) -> dict[str, Any]:
     """Return the segment as far as it is trained: where it will end is the future."""
-    shares = next(span.shares for span in schedule.spans if span.start <= segment.start < span.end)
+    span = next(span for span in schedule.spans if span.start <= segment.start < span.end)
+    shares, added = span.shares, {name: str(share) for name, share in span.stage.add.items()}
     return {
+        **({"add": added} if added else {}),
+        **({"draw": span.stage.draw} if span.stage.draw else {}),
         "batch": str(Tokens(segment.batch)),
         "seq": segment.seq,
         "mix": {domain: str(share) for domain, share in sorted(shares.items())},

@@ -238,5 +238,14 @@ def _lay_out(recipe: Recipe) -> Iterator[StageSpan]:
             steps = max(1, round(Fraction(asked, batch)))
             segments.append(Segment(stage.name, position, steps, step, seq, batch, asked))
             position, step = segments[-1].end, step + steps
-        shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
-        yield StageSpan(stage, tuple(segments), shares)
+        yield StageSpan(stage, tuple(segments), _shares(recipe, stage))
+
+
+def _shares(recipe: Recipe, stage: Stage) -> dict[Domain, Fraction]:
+    """Return the share of each domain in a stage, what it adds counted."""
+    rest = 1 - sum(stage.add.values(), Fraction(0))
+    shares = {domain: rest * Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
+    for name, share in stage.add.items():
+        domain = recipe.apart[name]
+        shares[domain] = shares.get(domain, Fraction(0)) + Fraction(share)
+    return shares

@@ -241,6 +241,11 @@ class Recipe(Section):
     promote: Promote = Promote()
 
     @property
+    def apart(self) -> dict[str, Domain]:
+        """The domain of each source that stands apart, by its name."""
+        return {source.name: domain for domain, sources in self.sources.items() for source in sources if source.name}
+
+    @property
     def documents_seed(self) -> int:
         """The seed that decides what generated documents say."""
         return self.seed if self.data_seed is None else self.data_seed

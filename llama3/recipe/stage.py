@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_v
 from llama3.recipe.averaging import Average
 from llama3.recipe.rules import GateRule, StageRate
 from llama3.recipe.section import Name, Section
-from llama3.recipe.units import Tokens
+from llama3.recipe.units import Share, Tokens
 
 Gate = Literal["short-context", "needle"]
 GATES: dict[str, tuple[str, str]] = {"short-context": ("no worse than", "1%"), "needle": ("at least", "0.9")}
@@ -46,6 +46,11 @@ class Stage(Section):
     """Tokens per optimizer step; left out, as in the stage before."""
     mix: str
     """Name of an entry under `mix`."""
+    add: dict[Name, Share] = Field(default_factory=dict)
+    """Sources that stand apart -> their share of the stage's tokens; `mix` has the rest. `{gsm: 30%}`: 70 % of the mix."""
+    draw: int = Field(default=0, ge=0)
+    """Which helping of data the stage reads: every source's stream is read from `draw` times the stage's own need
+    further on, so stages that differ in `draw` alone train on other documents of the same mix."""
     lr: StageRate | None = None
     """`linear to 0`, `constant`, or left out: the run's schedule."""
     average: Average | None = None

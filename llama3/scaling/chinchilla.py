@@ -34,6 +34,8 @@ STARTS = 8
 DRAWS = 200
 EXPONENTS = np.linspace(0.05, 1.2, 24)
 """Of the grid, for a and b each."""
+EXTREMES = (1e-3, 5.0)
+"""Exponents beyond which none is looked for; a fit that ends at one is none."""
 GRID = np.linspace(-2.0, 2.0, 1601)
 """Decades of parameters about the closed-form optimum at 6 operations per token and parameter; steps of 0.6 %."""
 
@@ -111,16 +113,18 @@ def fit_chinchilla(trials: Sequence[Trial]) -> Chinchilla:
     """Return the form that `trials` show. Raises ValueError where they are too few, too alike, or show another form."""
     rows = np.array([(one.parameters, one.tokens, one.flops, one.loss) for one in trials], np.float64).reshape(-1, 4)
     if len(rows) < RUNS or min(len(np.unique(rows[:, 0])), len(np.unique(rows[:, 1]))) < 3:
-        raise ValueError(f"ladder: {len(rows)} runs; the form takes {RUNS}, of 3 sizes and 3 numbers of tokens: add runs")
+        raise ValueError(
+            f"ladder: {len(rows)} runs; the form takes {RUNS}, of 3 sizes and 3 numbers of tokens: add runs"
+        )
     if not (np.isfinite(rows).all() and (rows > 0).all()):
         raise ValueError("ladder: a run has a count or a loss that is no number above 0; run it again, or leave it out")
     logs = np.log(rows)
     means = (float(logs[:, 0].mean()), float(logs[:, 1].mean()))
     x, y, target = logs[:, 0] - means[0], logs[:, 1] - means[1], logs[:, 3]
     values = min((_polish(start, x, y, target) for start in _starts(x, y, rows[:, 3])), key=lambda one: one[0])[1]
-    if values is None or not _sound(values):
+    if not _sound(values):
         raise ValueError(
-            "ladder: these runs do not fix E, A, B and both exponents; add budgets further apart, and sizes on both sides"
+            "ladder: these runs do not fix E, A, B, a and b; add budgets further apart, and sizes on both sides"
         )
     draws = np.array(_bootstrap(values, x, y, target))
     columns = cost(rows[:, 0].tolist(), rows[:, 1].tolist(), rows[:, 2].tolist())
@@ -159,7 +163,8 @@ def _starts(x: Array, y: Array, loss: Array) -> list[Array]:
 
 def _polish(start: Array, x: Array, y: Array, target: Array) -> tuple[float, Array]:
     """Return the Huber loss and the values to which L-BFGS comes from `start`."""
-    found = optimize.minimize(_objective, start, (x, y, target), jac=True, method="L-BFGS-B", options={"maxiter": 500})
+    bounds = [(None, None)] * 3 + [EXTREMES] * 2
+    found = optimize.minimize(_objective, start, (x, y, target), jac=True, method="L-BFGS-B", bounds=bounds)
     return float(found.fun), np.asarray(found.x)
 
 
@@ -178,7 +183,8 @@ def _objective(values: Array, x: Array, y: Array, target: Array) -> tuple[float,
 def _sound(values: Array) -> bool:
     """Whether both exponents are above 0 and no term has vanished beside the others."""
     e, p, q, a, b = values
-    return bool(min(a, b) > 1e-3 and max(a, b) < 5 and min(e, p, q) > max(e, p, q) - math.log(1e6))
+    least, most = EXTREMES
+    return bool(least < min(a, b) and max(a, b) < most and min(e, p, q) > max(e, p, q) - math.log(1e6))
 
 
 def _bootstrap(values: Array, x: Array, y: Array, target: Array) -> list[Array]:

@@ -8,7 +8,6 @@ between those ends is not published, and taken to be a power law. What this give
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
@@ -16,6 +15,7 @@ from llama3.recipe.load import RecipeError, resolved
 from llama3.recipe.schema import Model, Recipe
 from llama3.recipe.units import Tokens
 from llama3.scaling.arms import Arm, override
+from llama3.scaling.published import batch_tokens, peak_lr
 from llama3.scaling.study import Ladder
 
 STAGE = "main"
@@ -60,7 +60,7 @@ def _of_budget(ladder: Ladder, base: Recipe, budget: float, counts: dict[str, in
 def _overrides(
     ladder: Ladder, base: Recipe, spec: Model, counts: dict[str, int], name: str, batch: int, total: int
 ) -> tuple[str, ...]:
-    peak = between(counts[name], (min(counts.values()), max(counts.values())), ladder.peak)
+    peak = peak_lr(counts[name], (min(counts.values()), max(counts.values())), ladder.peak)
     stage = {"name": STAGE, "until": f"{total} tokens", "seq": ladder.seq, "batch": f"{batch} tokens"}
     shape = {**spec.model_dump(mode="json"), "max_seq": max(spec.max_seq, ladder.seq)}
     rate = {
@@ -78,18 +78,11 @@ def _overrides(
 
 def batch_of(ladder: Ladder, budget: float) -> Tokens:
     """Return the tokens per step of a budget: a power of two of sequences."""
-    wanted = between(budget, (min(ladder.budgets), max(ladder.budgets)), ladder.batch)
+    wanted = batch_tokens(budget, (min(ladder.budgets), max(ladder.budgets)), ladder.batch)
     sequences = 1
     while 2 * sequences * ladder.seq <= wanted * 2**0.5:
         sequences *= 2
     return Tokens(sequences * ladder.seq)
-
-
-def between(x: float, ends: tuple[float, float], values: tuple[float, float]) -> float:
-    """Return the power law of x through `values` at `ends`; the first value where the ends are one."""
-    if ends[0] == ends[1]:
-        return values[0]
-    return values[0] * (values[1] / values[0]) ** (math.log(x / ends[0]) / math.log(ends[1] / ends[0]))
 
 
 def _refuse_twins(counts: dict[str, int]) -> None:

@@ -33,7 +33,7 @@ class Quadratic:
 
     def __init__(self, x: Array, y: Array) -> None:
         self.x, self.y, self.middle = x, y, float(x.mean())
-        self.inverse: Array = np.linalg.pinv(self._rows(x))
+        self.inverse: Array = np.asarray(np.linalg.pinv(self._rows(x)), np.float64)
         """[3, n], from points to coefficients."""
         self.coefficients: Array = self.inverse @ y
 
@@ -59,6 +59,12 @@ class Quadratic:
         free = 1 - np.einsum("ni,in->n", self._rows(self.x), self.inverse)
         kept = free > 1e-9
         return np.asarray((self.y - self.at(self.x))[kept] / np.sqrt(free[kept]))
+
+    @property
+    def third(self) -> tuple[float, int]:
+        """Sum of squared residuals with a term of third degree, and points beyond the four that fix it."""
+        rows = np.column_stack([self._rows(self.x), (self.x - self.middle) ** 3])
+        return float(((self.y - rows @ np.linalg.pinv(rows) @ self.y) ** 2).sum()), self.spare - 1
 
     @cached_property
     def lowest(self) -> float:
@@ -124,6 +130,16 @@ def pooled(quadratics: Sequence[Quadratic]) -> Noise:
     found = found - found.mean()
     size = float(np.sqrt(sum(one.squares for one in quadratics) / spare))
     return Noise(size, spare, found / (found.std() or 1.0))
+
+
+def lopsided(quadratics: Sequence[Quadratic]) -> bool:
+    """Whether terms of third degree fit better than noise allows (F test over all parabolas at 1 %)."""
+    kept = [one for one in quadratics if one.spare > 1 and len(np.unique(one.x)) > 3]
+    squares, spare = (sum(column) for column in zip(*(one.third for one in kept), strict=True)) if kept else (0.0, 0)
+    if not squares > 1e-20 * sum(float(one.y @ one.y) for one in kept):
+        return False
+    ratio = (sum(one.squares for one in kept) - squares) / len(kept) / (squares / spare)
+    return bool(ratio > stats.f.ppf(0.99, len(kept), spare))
 
 
 @dataclass(frozen=True)

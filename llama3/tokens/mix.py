@@ -27,6 +27,8 @@ class Leaf:
     """Share of the domain's tokens."""
     source: int | None = None
     """Index in `sources.<domain>`; None: all its sources pooled."""
+    apart: str = ""
+    """Name of a source that stands apart: the mix does not draw from it."""
 
 
 def leaves_of(recipe: Recipe) -> tuple[Leaf, ...]:
@@ -35,15 +37,27 @@ def leaves_of(recipe: Recipe) -> tuple[Leaf, ...]:
 
 
 def _domain_leaves(domain: Domain, sources: list[Source]) -> list[Leaf]:
-    weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
+    apart = [
+        Leaf(f"{domain}.{one.name}", domain, Fraction(1), i, one.name) for i, one in enumerate(sources) if one.name
+    ]
+    mixed = {i: source.weight for i, source in enumerate(sources) if not source.name}
+    weights = {i: Fraction(str(weight)) for i, weight in mixed.items() if weight is not None}
     if weights:
-        return [Leaf(f"{domain}-{i}", domain, weight / sum(weights), i) for i, weight in enumerate(weights)]
-    return [Leaf(domain, domain, Fraction(1))] if sources else []
+        total = sum(weights.values())
+        return [*(Leaf(f"{domain}-{i}", domain, weight / total, i) for i, weight in weights.items()), *apart]
+    return [*([Leaf(domain, domain, Fraction(1))] if mixed else []), *apart]
 
 
-def leaf_shares(leaves: Sequence[Leaf], shares: Mapping[Domain, Fraction]) -> tuple[Fraction, ...]:
-    """Return the exact share of the tokens that each leaf has when the domains have `shares`."""
-    return tuple(Fraction(shares.get(leaf.domain, 0)) * leaf.weight for leaf in leaves)
+def leaf_shares(
+    leaves: Sequence[Leaf], shares: Mapping[Domain, Fraction], added: Mapping[str, Fraction]
+) -> tuple[Fraction, ...]:
+    """Return the exact share of the tokens that each leaf has: `added` of sources that stand apart, the mix the rest."""
+    rest = 1 - sum(added.values(), Fraction(0))
+
+    def share(leaf: Leaf) -> Fraction:
+        return Fraction(added.get(leaf.apart, 0)) if leaf.apart else rest * shares.get(leaf.domain, 0) * leaf.weight
+
+    return tuple(share(leaf) for leaf in leaves)
 
 
 def apportion(total: int, shares: Sequence[Fraction]) -> list[int]:

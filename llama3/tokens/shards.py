@@ -201,19 +201,24 @@ def _batches(file: Path) -> Iterator[pa.Table]:
 
 def _by_leaf(batch: pa.Table, leaves: list[Leaf]) -> Iterator[tuple[Leaf, Ints]]:
     """Yield each leaf that has documents in the batch, with their places there."""
-    if leaves[0].source is None:
+    own = {leaf.source: leaf for leaf in leaves if leaf.source is not None}
+    pool = next((leaf for leaf in leaves if leaf.source is None), None)
+    if not own:
         yield leaves[0], np.arange(len(batch))
         return
     sources = batch["source_index"].to_numpy()
-    unknown = np.flatnonzero((sources < 0) | (sources >= len(leaves)))
+    unknown = np.flatnonzero(~np.isin(sources, list(own))) if pool is None else np.zeros(0, np.int64)
     if len(unknown):
         row = int(unknown[0])
         raise ValueError(
             f"sources.{leaves[0].domain}: document {batch['id'][row]} is of source {sources[row]}, the recipe has "
             f"{len(leaves)}; curate again with this recipe"
         )
-    for number in np.unique(sources).tolist():
-        yield leaves[number], np.flatnonzero(sources == number)
+    for number in sorted(set(sources.tolist()) & set(own)):
+        yield own[number], np.flatnonzero(sources == number)
+    pooled = np.flatnonzero(~np.isin(sources, list(own)))
+    if pool is not None and len(pooled):
+        yield pool, pooled
 
 
 def _columns(batch: pa.Table, chosen: Ints) -> pa.Table:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llama3.recipe.schedule import Schedule
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
 from llama3.tokens.deal import Deal
@@ -27,10 +27,11 @@ class MixSpan:
     """Consecutive stages with the same shares."""
 
     start: int
-    shares: dict[Domain, Fraction]
     deal: Deal
     before: Ints
     """Tokens of each leaf that earlier spans took."""
+    first: Ints
+    """Where the span begins in each leaf's stream: behind what earlier spans took, and what it passes over."""
 
     @property
     def end(self) -> int:
@@ -38,8 +39,8 @@ class MixSpan:
 
     def identity(self, leaves: Sequence[Leaf], stop: int) -> dict[str, Any]:
         """Return, as plain data, what decides which tokens lie in the span before the position `stop`."""
-        columns = zip(leaves, self.deal.shares, self.before.tolist(), strict=True)
-        mix = {leaf.name: {"share": str(share), "from": before} for leaf, share, before in columns if share}
+        columns = zip(leaves, self.deal.shares, self.first.tolist(), strict=True)
+        mix = {leaf.name: {"share": str(share), "from": first} for leaf, share, first in columns if share}
         settled = stop <= self.start + self.deal.settled
         return {"start": self.start, "end": None if settled else self.end, "mix": mix}
 
@@ -47,8 +48,16 @@ class MixSpan:
 def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[MixSpan]:
     """Yield the spans of `recipe`, positions cut in units of `unit` tokens."""
     before: Ints = np.zeros(len(leaves), np.int64)
-    for shares, group in groupby(Schedule(recipe).spans, key=lambda stage: stage.shares):
+    ahead: Ints = np.zeros(len(leaves), np.int64)
+    for (shares, added, draw), group in groupby(Schedule(recipe).spans, key=lambda span: _drawn(recipe, span)):
         stages = list(group)
-        deal = Deal(leaf_shares(leaves, shares), stages[-1].end - stages[0].start, unit)
-        yield MixSpan(stages[0].start, shares, deal, before)
-        before = before + deal.totals
+        deal = Deal(leaf_shares(leaves, shares, added), stages[-1].end - stages[0].start, unit)
+        first = ahead + draw * deal.totals
+        yield MixSpan(stages[0].start, deal, before, first)
+        before, ahead = before + deal.totals, first + deal.totals
+
+
+def _drawn(recipe: Recipe, span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int]:
+    """Return what decides which documents a stage reads: shares of its mix, what it adds, which helping."""
+    shares = {domain: Fraction(share) for domain, share in recipe.mix[span.stage.mix].items() if share}
+    return shares, {name: Fraction(share) for name, share in span.stage.add.items()}, span.stage.draw

@@ -106,21 +106,25 @@ class TokenStream:
     def planned(self, start: int, stop: int) -> dict[Domain, Fraction]:
         """Return the tokens of each domain that the recipe asks for at positions [start, stop), exactly."""
         asked = {leaf.domain: Fraction(0) for leaf in self.leaves}
-        for span in self.spans:
-            overlap = max(0, min(stop, span.end) - max(start, span.start))
-            for domain, share in span.shares.items():
-                asked[domain] += share * overlap
+        for leaf, tokens in zip(self.leaves, self._planned(start, stop), strict=True):
+            asked[leaf.domain] += tokens
         return asked
 
     def planned_sources(self, start: int, stop: int) -> dict[str, Fraction]:
         """Return the same by source ("domain/source"); a domain's pooled sources get what their tokens weigh."""
         asked: dict[str, Fraction] = {}
-        of_domain = self.planned(start, stop)
-        for leaf, stream in zip(self.leaves, self._streams, strict=True):
+        for leaf, stream, of_leaf in zip(self.leaves, self._streams, self._planned(start, stop), strict=True):
             for name, (tokens, _) in stream.by["source"].items():
-                share = leaf.weight * Fraction(tokens, stream.tokens)
                 known = asked.get(f"{leaf.domain}/{name}", Fraction(0))
-                asked[f"{leaf.domain}/{name}"] = known + of_domain[leaf.domain] * share
+                asked[f"{leaf.domain}/{name}"] = known + of_leaf * Fraction(tokens, stream.tokens)
+        return asked
+
+    def _planned(self, start: int, stop: int) -> list[Fraction]:
+        """Return the tokens of each leaf that the recipe asks for at positions [start, stop)."""
+        asked = [Fraction(0)] * len(self.leaves)
+        for span in self.spans:
+            overlap = max(0, min(stop, span.end) - max(start, span.start))
+            asked = [known + share * overlap for known, share in zip(asked, span.deal.shares, strict=True)]
         return asked
 
     def realised(self, position: int) -> dict[Domain, int]:
@@ -215,7 +219,7 @@ class TokenStream:
             low, high = max(start, span.start), min(stop, span.end)
             if low < high:
                 units = span.deal.units(low - span.start, high - span.start)
-                first = units.first + span.before[units.leaf]
+                first = units.first + span.first[units.leaf]
                 found.append((units.leaf, first, units.start + span.start, units.size))
         return Units(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
@@ -254,8 +258,16 @@ class TokenStream:
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield each leaf with the tokens [first, last) of its stream that lie at positions [start, stop)."""
         self._check_range(start, stop, self.tokens)
-        for leaf, (first, last) in enumerate(zip(self.consumed(start), self.consumed(stop), strict=True)):
-            yield leaf, int(first), int(last)
+        ranges: list[list[tuple[int, int]]] = [[] for _ in self.leaves]
+        for span in self.spans:
+            low, high = (min(max(position, span.start), span.end) - span.start for position in (start, stop))
+            ends = (span.first + span.deal.consumed(low), span.first + span.deal.consumed(high))
+            for known, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
+                if known and known[-1][1] == first:  # a document at the edge of two spans counts once
+                    first = known.pop()[0]
+                known.append((first, last))
+        for leaf, known in enumerate(ranges):
+            yield from ((leaf, first, last) for first, last in known)
 
     def _kind(self, leaf: int) -> int:
         return DOMAINS.index(self.leaves[leaf].domain)

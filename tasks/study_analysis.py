@@ -1,0 +1,162 @@
+"""From the outcomes of a study to its verdict, tables and figures: which analysis answers which kind of question.
+
+The analyses are in `llama3/scaling`; here they are given what the study's file says, and their pictures are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llama3.evaluate.gold import PREFIX, gold_key
+from llama3.model.flops import embedding_rows, parameter_count
+from llama3.recipe.units import Tokens, tokens
+from llama3.scaling.ablation import ablation_verdict
+from llama3.scaling.annealing import annealing_verdict
+from llama3.scaling.backtest import TaskPoints, forecast_verdict
+from llama3.scaling.chinchilla import Chinchilla, fit_chinchilla
+from llama3.scaling.forecast import Point, fit
+from llama3.scaling.isoflop import Ladder, NoLaw, Trial, fit_ladder
+from llama3.scaling.ladder_verdict import ladder_verdict, no_law
+from llama3.scaling.outcome import Outcome
+from llama3.scaling.posed import Posed
+from llama3.scaling.shape import shape_changes, shape_for
+from llama3.scaling.verdict import Verdict
+from tasks import forecast_plot
+from tasks.study_page import ViewTable
+from tasks.study_plots import PARABOLAS, isoflop, ladder_figures
+
+Figure = tuple[str, str, str]
+"""Title, explanation, SVG text."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a study came to, and how that is shown."""
+
+    verdict: Verdict
+    tables: list[ViewTable] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+
+def analyse(posed: Posed, found: Sequence[Outcome], flags: Sequence[str] = ()) -> Analysis:
+    """Return what the runs of a study say; `flags` weaken it whatever they say. Raises ValueError."""
+    made = _analysed(posed, found)
+    verdict = made.verdict.model_copy(update={"flags": [*flags, *made.verdict.flags]})
+    return Analysis(verdict, made.tables, made.figures)
+
+
+def _analysed(posed: Posed, found: Sequence[Outcome]) -> Analysis:
+    study = posed.study
+    match study.kind:
+        case "ladder":
+            return _ladder(posed, found)
+        case "mix":
+            from tasks.study_mix import mix_analysis
+
+            return mix_analysis(posed, found)
+        case "annealing":
+            assert study.annealing is not None
+            return Analysis(annealing_verdict(found, posed.control, {name: name for name in study.annealing.new}))
+        case "compare":
+            assert study.compare is not None
+            arms = {name: lines for name, lines in study.compare.arms.items() if name != study.compare.control}
+            weights = {domain: float(share) for domain, share in posed.base.first_mix.items()}
+            return Analysis(ablation_verdict(found, posed.control, arms, study.compare.score, weights))
+        case _:
+            raise ValueError(f"{study.name}: no analysis for studies of kind {study.kind}")
+
+
+def _ladder(posed: Posed, found: Sequence[Outcome]) -> Analysis:
+    asked = posed.study.ladder
+    assert asked is not None
+    if unscored := [one.run for one in found if asked.score not in one.scores]:
+        raise ValueError(f"ladder.score: {unscored[0]} has no {asked.score!r}; it has {', '.join(found[0].scores)}")
+    trials = [_trial(one, asked.score) for one in found]
+    try:
+        made = fit_ladder(trials, asked.budgets)
+    except NoLaw as reason:
+        picture = [("Loss by budget", PARABOLAS, isoflop(reason.parabolas))] if reason.parabolas else []
+        return Analysis(no_law(reason), [], picture)
+    other = _alternative(trials)
+    verdict = ladder_verdict(made, asked.to, other)
+    change = _sized(posed, made, asked.to) if asked.to else []
+    tables = [_optima(made)]
+    figures = ladder_figures(made, asked.to)
+    if asked.forecast and asked.to:
+        told, drawn = _forecast(found, asked.forecast, asked.to)
+        verdict = verdict.model_copy(
+            update={"headline": [*verdict.headline, *told.headline], "flags": [*verdict.flags, *told.flags]}
+        )
+        figures += drawn
+    return Analysis(verdict.model_copy(update={"change": change}), tables, figures)
+
+
+def _trial(one: Outcome, score: str) -> Trial:
+    return Trial(one.parameters, one.tokens, one.flops, one.scores[score].value, one.run)
+
+
+def _alternative(trials: Sequence[Trial]) -> Chinchilla | None:
+    """Return the fit of L(N, D), or None where the runs are too few or too alike for it."""
+    try:
+        return fit_chinchilla(trials)
+    except ValueError:
+        return None
+
+
+def _optima(made: Ladder) -> ViewTable:
+    rows = [
+        [f"{one.budget:.3g}", str(len(one.trials)), tokens(one.tokens.value), f"{tokens(one.tokens.low)} to "
+         f"{tokens(one.tokens.high)}", f"{one.loss:.4f}", "yes" if one.used else f"no: {one.edge or 'no clear minimum'}"]
+        for one in made.parabolas
+        if one.tokens.value == one.tokens.value
+    ]  # fmt: skip
+    note = "Where the parabola of each budget is lowest; a minimum at the edge of its grid does not enter the law."
+    return ViewTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
+
+
+def _sized(posed: Posed, made: Ladder, flops: float) -> list[str]:
+    """Return the changes that make the base recipe a run of `flops` operations, spent as the law says."""
+    assert posed.study.ladder is not None
+    best, rows = made.law.at(flops), embedding_rows(posed.base)
+    like = max(posed.study.ladder.sizes.values(), key=lambda spec: parameter_count(spec, rows))
+    stage = posed.base.stages[-1]
+    batch = stage.batch or next(one.batch for one in reversed(posed.base.stages) if one.batch)
+    end = Tokens(max(1, round(best.tokens.value / batch)) * batch)
+    fall = [f"lr.{posed.base.lr.rule}.over={end}"] if posed.base.lr.wsd is None else []
+    ends = [f"stages.{stage.name}.until={end}", *([f"stages.{stage.name}.for=null"] if stage.length else [])]
+    return [*shape_changes(shape_for(best.parameters.value, like, rows)), *ends, *fall]
+
+
+def _forecast(found: Sequence[Outcome], tasks: Sequence[str], flops: float) -> tuple[Verdict, list[Figure]]:
+    """Return the forecast of each task's accuracy at `flops`, from the best run of every budget."""
+    points = {name: task for name in tasks if (task := _points(found, f"{PREFIX}{name}")) is not None}
+    lacking = [
+        f"{name}: the runs were not asked it; name a task of evaluate.suite" for name in tasks if name not in points
+    ]
+    try:
+        told = forecast_verdict(points, flops) if points else Verdict(headline=[])
+    except ValueError as error:
+        told = Verdict(headline=[], flags=[str(error)])
+    return told.model_copy(update={"flags": [*told.flags, *lacking]}), list(_drawn(points, flops))
+
+
+def _points(found: Sequence[Outcome], key: str) -> TaskPoints | None:
+    asked = [one for one in found if key in one.scores and gold_key(key) in one.scores]
+    if not asked:
+        return None
+    points = [
+        Point(one.run, one.flops, one.scores[gold_key(key)].value, one.scores[key].value, one.scores[key].n)
+        for one in asked
+    ]
+    return TaskPoints(points, asked[0].scores[key].chance or 0.0)
+
+
+def _drawn(points: Mapping[str, TaskPoints], flops: float) -> Iterator[Figure]:
+    for name, task in points.items():
+        try:
+            made = fit(task.points, task.chance)
+        except ValueError:
+            continue
+        note = "Nats per byte of the gold answer against training operations, and accuracy against those nats."
+        yield f"Forecast: {name}", note, forecast_plot.forecast(made, made.at(flops))

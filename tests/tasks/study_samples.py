@@ -1,0 +1,112 @@
+"""Studies made up from known truths, to be drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from llama3.scaling.isoflop import Ladder, Trial, fit_ladder
+from llama3.scaling.verdict import HELPS, HURTS, NOTHING, Finding, Verdict
+from tasks.study_page import ArmRow, StudyView, ViewTable
+
+ALPHA = 0.53
+DOMAINS = ("general", "math", "code", "multilingual")
+
+
+def best_tokens(flops: float) -> float:
+    return 6e6 * (flops / 4e11) ** ALPHA
+
+
+def trials(
+    budgets: tuple[float, ...] = (2e11, 4e11, 8e11, 1.6e12, 3.2e12),
+    sizes: int = 5,
+    noise: float = 0.002,
+    shift: float = 0.0,
+) -> list[Trial]:
+    """Return runs whose losses are parabolas with noise; `shift` moves the first budget's grid off its minimum."""
+    dice, made = np.random.default_rng(4), []
+    for place, budget in enumerate(budgets):
+        middle = math.log10(best_tokens(budget))
+        for away in np.linspace(-0.5, 0.5, sizes) + (shift if place == 0 else 0.0):
+            count = 10 ** (middle + away)
+            loss = 2.4 - 0.25 * math.log10(budget / 2e11) + 0.6 * away**2 + noise * dice.standard_normal()
+            made.append(Trial(round(budget / 6 / count), round(count), budget, float(loss), f"{budget:g}-{away:.2f}"))
+    return made
+
+
+def ladder(shift: float = 0.0) -> Ladder:
+    made = trials(shift=shift)
+    return fit_ladder(made, sorted({trial.flops for trial in made}))
+
+
+def findings(arms: int, scores: int = 4) -> list[Finding]:
+    """Return findings of every kind, the first arm's gains significant."""
+    dice, made = np.random.default_rng(1), []
+    for arm in range(arms):
+        for score in range(scores):
+            gain = 0.012 * dice.standard_normal() + (0.03 if arm == 0 else 0.0)
+            half = 0.012 + 0.006 * dice.random()
+            says = HELPS if gain > half else HURTS if gain < -half else NOTHING
+            ends = {"gain": gain, "low": gain - half, "high": gain + half}
+            key = f"eval/bpb/{DOMAINS[score]}" if score < 4 else f"eval/task-{score}"
+            unit = "bpb" if score < 4 else "accuracy"
+            made.append(Finding(arm=f"arm-{arm}", score=key, **ends, unit=unit, says=says, repeats=3))
+    return made
+
+
+def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object) -> StudyView:
+    """Return a study of so many arms beside a control."""
+    dice = np.random.default_rng(2)
+    names = ["base", *(f"arm-{arm}" for arm in range(arms))]
+    rows = [
+        ArmRow(
+            arm=name,
+            repeat=repeat,
+            run=f"sample-{place * repeats + repeat}",
+            state="finished",
+            tokens=4_000_000,
+            flops=4e12,
+            seconds=95.0,
+            device_hours=0.05,
+            usd=None,
+            scores={
+                "eval/bpb": 2.1,
+                **{f"eval/bpb/{domain}": 2.0 + 0.1 * dice.standard_normal() for domain in DOMAINS},
+                "eval/gold_nll/arithmetic": 1.0,
+                "eval/arithmetic": 0.25 + 0.02 * dice.standard_normal(),
+            },
+            reused="",
+        )
+        for place, name in enumerate(names)
+        for repeat in range(1, repeats + 1)
+    ]
+    shown = StudyView(
+        name="sample",
+        digest="0123456789abcdef",
+        question="Which shares of the domains give the fewest bits per byte?",
+        state="finished",
+        started="2026-11-23T04:00:00+00:00",
+        ended="2026-11-23T04:31:07+00:00",
+        machine="2 CPU cores",
+        command="herd study run recipes/experiments/sample.yaml",
+        verdict=Verdict(
+            headline=["arm-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
+            change=["mix.base.general=45%", "mix.base.math=30%", "lr.peak=3e-3"],
+            flags=["3 repeats leave an interval two degrees of freedom; add seeds"],
+            findings=findings(arms, scores),
+        ),
+        plan=[("arm", "repeat", "tokens"), *((row.arm, str(row.repeat), "4M") for row in rows)],
+        arms=rows,
+        tables=[ViewTable("Mixes", "What each arm trained on.", ["arm", "math"], [[name, "25%"] for name in names])],
+        figures=[],
+        cost=[("runs", str(len(rows))), ("time of training", "3:12 h")],
+        lineage=[
+            ("curate", "curated/web-1a2b3c4d", "sample-1", len(rows)),
+            ("tokenise", "tokens/all-5e6f7a8b", "sample-1", len(rows)),
+            *(("main", f"checkpoint/main-{place:08x}", row.run, 1) for place, row in enumerate(rows)),
+        ],
+        before={"mix.base.general": "50%", "mix.base.math": "25%"},
+    )
+    return dataclasses.replace(shown, **changes)  # type: ignore[arg-type]
