@@ -113,11 +113,14 @@ add_requests(app)
 
 
 @app.command()
-def reference() -> None:
+def reference(
+    study: Annotated[bool, typer.Option("--study", help="Of a study's fields instead of a recipe's.")] = False,
+) -> None:
     """Print the reference of every recipe field as markdown."""
     from llama3.recipe.reference import recipe_reference
+    from llama3.scaling.reference import study_reference
 
-    print(recipe_reference(), end="")
+    print(study_reference() if study else recipe_reference(), end="")
 
 
 def _cluster(path: Path | None, processes: int, threads: int) -> Cluster:

@@ -61,7 +61,7 @@ def _analysed(posed: Posed, found: Sequence[Outcome]) -> Analysis:
         case "compare":
             assert study.compare is not None
             arms = {name: lines for name, lines in study.compare.arms.items() if name != study.compare.control}
-            weights = {domain: float(share) for domain, share in posed.base.first_mix.items()}
+            weights: dict[str, float] = {domain: float(share) for domain, share in posed.base.first_mix.items()}
             return Analysis(ablation_verdict(found, posed.control, arms, study.compare.score, weights))
         case _:
             raise ValueError(f"{study.name}: no analysis for studies of kind {study.kind}")

@@ -160,7 +160,8 @@ def _findings(findings: Sequence[Finding]) -> list[ViewTable]:
     arms = list(dict.fromkeys(one.arm for one in findings))
     scores = list(dict.fromkeys((one.score, one.unit) for one in findings))
     found = {(one.arm, one.score): one for one in findings}
-    rows, tones = [], {}
+    rows: list[list[str]] = []
+    tones: dict[tuple[int, int], str] = {}
     for place, arm in enumerate(arms):
         own = [found.get((arm, score)) for score, _ in scores]
         rows.append([arm, str(max(one.repeats for one in own if one)), *(_gain(one) for one in own)])

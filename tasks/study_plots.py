@@ -70,27 +70,27 @@ def _near(one: Parabola, taken: Sequence[int]) -> bool:
     return math.isfinite(one.tokens.value) and min(taken) / 3 < one.tokens.value < 3 * max(taken)
 
 
-def law(law: Law, parabolas: Sequence[Parabola], to: float | None = None) -> str:
+def law(made: Law, parabolas: Sequence[Parabola], to: float | None = None) -> str:
     """Return the best number of tokens over the budget, both logarithmic, as SVG text."""
     figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
     budgets = [one.budget for one in parabolas]
     least, most = min(budgets) / 1.5, max([*budgets, *([to] if to else [])]) * 1.5
-    _band(axis, [law.at(flops) for flops in np.geomspace(least, most, STEPS)])
-    for low, high, style in ((law.least, law.most, "-"), (least, law.least, "--"), (law.most, most, "--")):
-        ends = [law.at(low), law.at(high)]
+    _band(axis, [made.at(flops) for flops in np.geomspace(least, most, STEPS)])
+    for low, high, style in ((made.least, made.most, "-"), (least, made.least, "--"), (made.most, most, "--")):
+        ends = [made.at(low), made.at(high)]
         axis.plot([low, high], [end.tokens.value for end in ends], style, color=LINE, linewidth=1.8)
-    axis.axvspan(law.least, law.most, color=INK, alpha=0.06, linewidth=0, label="range fitted")
+    axis.axvspan(made.least, made.most, color=INK, alpha=0.06, linewidth=0, label="range fitted")
     for one in parabolas:
         _minimum(axis, one)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    _fit_to(axis, law, parabolas, to)
+    _fit_to(axis, made, parabolas, to)
     if to:
-        _target(axis, law.at(to))
+        _target(axis, made.at(to))
     _count_ticks(axis.yaxis)
     axis.set_xlabel("training operations")
     axis.set_ylabel("best number of tokens")
-    alpha, scale = law.alpha, law.coefficient
+    alpha, scale = made.alpha, made.coefficient
     words = f"{scale.value:.3g} C^{alpha.value:.3f}, exponent {alpha.low:.3f} to {alpha.high:.3f}"
     axis.plot([], [], color=LINE, linewidth=1.8, label=words)
     axis.legend(loc="upper left")

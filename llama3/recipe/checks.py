@@ -141,8 +141,8 @@ def _apart_faults(recipe: Recipe) -> list[str]:
         asked = [name for name, mix in recipe.mix.items() if mix.get(domain)]
         if asked and sources and all(source.name for source in sources):
             faults.append(
-                f"mix.{asked[0]}.{domain}: all of sources.{domain} stand apart, and a mix does not draw from those; add a "
-                "source without a name"
+                f"mix.{asked[0]}.{domain}: all of sources.{domain} stand apart, and a mix does not draw from those; "
+                "add a source without a name"
             )
     return faults
 

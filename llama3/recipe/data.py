@@ -28,8 +28,8 @@ class Source(Section):
     limit: Bytes | None = None
     """Read at most this much text."""
     name: Name | None = None
-    """A source with a name stands apart: its domain's share does not draw from it, only stages that name it under `add`.
-    None of its documents is held out, so that a model trained on it is scored on the same text as one that is not."""
+    """A source with a name stands apart: no mix draws from it, only stages that name it under `add`. None of its
+    documents is held out, so that a model trained on it is scored on the same text as one that is not."""
     system: bool = True
     """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
 

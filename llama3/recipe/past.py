@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from llama3.recipe.load import RecipeError, resolved
-from llama3.recipe.schedule import Schedule, Segment
+from llama3.recipe.schedule import Schedule, Segment, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Share, Tokens, tokens
 
@@ -38,7 +38,7 @@ def past(recipe: Recipe, position: int) -> dict[str, Any]:
     if position <= 0:
         return {}
     plain, schedule = resolved(recipe), Schedule(recipe)
-    found = {key: _decisive(key, plain[key]) for key in WHOLE}
+    found = {key: _decisive(key, plain[key]) for key in WHOLE} | {"data_seed": recipe.documents_seed}
     longest = max(max(stage.lengths) for stage in recipe.stages)
     found["tokens"] = {"unit": str(Tokens(recipe.tokens.unit or longest))}
     begun = [segment for segment in schedule.segments if segment.start < position]
@@ -76,15 +76,20 @@ def _decisive(key: str, section: Any) -> Any:
 def _segment(schedule: Schedule, segment: Segment, position: int) -> dict[str, Any]:
     """Return the segment as far as it is trained: where it will end is the future."""
     span = next(span for span in schedule.spans if span.start <= segment.start < span.end)
-    shares, added = span.shares, {name: str(share) for name, share in span.stage.add.items()}
     return {
-        **({"add": added} if added else {}),
-        **({"draw": span.stage.draw} if span.stage.draw else {}),
+        **_special(span),
         "batch": str(Tokens(segment.batch)),
         "seq": segment.seq,
-        "mix": {domain: str(share) for domain, share in sorted(shares.items())},
+        "mix": {domain: str(share) for domain, share in sorted(span.shares.items())},
         "end": min(segment.end, position),
     }
+
+
+def _special(span: StageSpan) -> dict[str, Any]:
+    """Return what a stage reads beside its mix, or elsewhere; where a later helping begins follows from its length."""
+    added = {name: str(share) for name, share in span.stage.add.items() if share}
+    later = {"draw": span.stage.draw, "need": span.tokens} if span.stage.draw else {}
+    return {**({"add": added} if added else {}), **later}
 
 
 def _average(schedule: Schedule, position: int) -> list[str | int] | None:
@@ -111,14 +116,16 @@ def _as_written(difference: Difference, trained: Recipe, now: Recipe) -> Differe
     """Return the line of the resolved recipes behind a difference of their pasts."""
     path, old, new = difference
     kind, _, rest = path.partition(".")
-    if kind in WHOLE:
+    if kind in (*WHOLE, "data_seed"):
         return difference
     if kind == "segments":
         stage, field = _stage_behind(trained, now, rest)
+        if field.startswith("add."):
+            return f"stages.{stage}.{field}", old, new
         if field.startswith("mix."):
             return f"stages.{stage}.{field}", _percent(old), _percent(new)
         places: list[tuple[str, ...]] = [
-            ("stages", stage, name) for name in ([field] if field in ("batch", "seq") else LENGTH)
+            ("stages", stage, name) for name in ([field] if field in ("add", "draw", "batch", "seq") else LENGTH)
         ]
     else:
         names = [stage.name for stage in trained.stages]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -11,32 +12,46 @@ from llama3.recipe.load import models_in
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.schema import Recipe
 
+Sections = Collection[type[BaseModel]]
+PAGE = "recipe.md"
+"""File of the recipe reference, as pages beside it link to it."""
+
 
 def recipe_reference() -> str:
     """Return the reference of every recipe field as markdown: key, form, default, meaning."""
     parts = ["# Recipe reference", "", "Written by `herd reference`; do not edit by hand.", ""]
-    for model in _sections(Recipe, []):
-        parts += [
-            f"## {model.__name__}",
-            "",
-            _purpose(model),
-            "",
-            "| key | form | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        parts += [_row(name, field) for name, field in model.model_fields.items()]
-        parts.append("")
-    return "\n".join([*parts, *_presets()]) + "\n"
+    return "\n".join([*parts, *described(sections(Recipe)), *_presets()]) + "\n"
 
 
-def _sections(model: type[BaseModel], seen: list[type[BaseModel]]) -> list[type[BaseModel]]:
-    """Return `model` and every section below it, each once, in reading order."""
-    if model not in seen:
-        seen.append(model)
-        for field in model.model_fields.values():
-            for inner in models_in(field.annotation):
-                _sections(inner, seen)
-    return seen
+def sections(model: type[BaseModel], but: Sections = ()) -> list[type[BaseModel]]:
+    """Return `model` and every section below it, each once, in reading order; without those of `but`."""
+    found: list[type[BaseModel]] = []
+    _collect(model, but, found)
+    return found
+
+
+def _collect(model: type[BaseModel], but: Sections, found: list[type[BaseModel]]) -> None:
+    if model in found or model in but:
+        return
+    found.append(model)
+    for field in model.model_fields.values():
+        for inner in models_in(field.annotation):
+            _collect(inner, but, found)
+
+
+def described(models: Sections, elsewhere: Sections = ()) -> Iterator[str]:
+    """Yield the lines that describe `models`; sections `elsewhere` are on the recipe's page and are linked there."""
+    for model in models:
+        above = [base for base in model.__bases__ if base in elsewhere]
+        yield from (f"## {model.__name__}", "", _purpose(model), "")
+        if above:
+            yield from (f"It has the fields of {_link(above[0], elsewhere)}, and:", "")
+        yield from ("| key | form | default | meaning |", "|---|---|---|---|")
+        inherited = {name for base in above for name in base.model_fields}
+        for name, field in model.model_fields.items():
+            if name not in inherited:
+                yield _row(name, field, elsewhere)
+        yield ""
 
 
 def _purpose(model: type[BaseModel]) -> str:
@@ -44,13 +59,13 @@ def _purpose(model: type[BaseModel]) -> str:
     return " ".join(doc.split()) if doc != BaseModel.__doc__ else ""
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(name: str, field: FieldInfo, elsewhere: Sections) -> str:
     meaning = " ".join((field.description or "").split())
-    cells = (f"`{field.alias or name}`", _form(field.annotation), _default(field), meaning)
+    cells = (f"`{field.alias or name}`", _form(field.annotation, elsewhere), _default(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _form(annotation: Any) -> str:
+def _form(annotation: Any, elsewhere: Sections) -> str:
     example = getattr(annotation, "example", None)
     if example:
         return f"such as `{example}`"
@@ -58,12 +73,25 @@ def _form(annotation: Any) -> str:
     if inner and all(isinstance(part, str) for part in inner):
         return ", ".join(f"`{part}`" for part in inner)
     if len(inner) == 1:
-        return f"list of {_form(inner[0])}" if getattr(annotation, "__origin__", None) is list else _form(inner[0])
+        only = _form(inner[0], elsewhere)
+        return f"list of {only}" if get_origin(annotation) is list else only
     if inner:
-        return " or ".join(_form(part) for part in inner) if "Union" in str(type(annotation)) else "mapping"
+        return _several(annotation, inner, elsewhere)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        return _link(annotation, elsewhere)
     return getattr(annotation, "__name__", str(annotation))
+
+
+def _several(annotation: Any, inner: Sequence[Any], elsewhere: Sections) -> str:
+    if get_origin(annotation) is tuple:
+        return f"pair of {_form(inner[0], elsewhere)}"
+    if get_origin(annotation) is dict:
+        return f"mapping to {_link(inner[1], elsewhere)}" if models_in(inner[1]) == [inner[1]] else "mapping"
+    return " or ".join(_form(part, elsewhere) for part in inner)
+
+
+def _link(model: type[BaseModel], elsewhere: Sections) -> str:
+    return f"[{model.__name__}]({PAGE if model in elsewhere else ''}#{model.__name__.lower()})"
 
 
 def _default(field: FieldInfo) -> str:
@@ -74,7 +102,9 @@ def _default(field: FieldInfo) -> str:
         return ""
     if isinstance(value, dict):
         return ", ".join(f"`{key}: {item}`" for key, item in value.items())
-    return "" if value is None or value == [] else f"`{value}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(str(item) for item in value)}]`"
+    return "" if value in (None, [], "") else f"`{value}`"
 
 
 def _presets() -> list[str]:

@@ -245,7 +245,7 @@ def _shares(recipe: Recipe, stage: Stage) -> dict[Domain, Fraction]:
     """Return the share of each domain in a stage, what it adds counted."""
     rest = 1 - sum(stage.add.values(), Fraction(0))
     shares = {domain: rest * Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
-    for name, share in stage.add.items():
+    for name, share in ((name, share) for name, share in stage.add.items() if share):
         domain = recipe.apart[name]
         shares[domain] = shares.get(domain, Fraction(0)) + Fraction(share)
     return shares

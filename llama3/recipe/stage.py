@@ -47,10 +47,10 @@ class Stage(Section):
     mix: str
     """Name of an entry under `mix`."""
     add: dict[Name, Share] = Field(default_factory=dict)
-    """Sources that stand apart -> their share of the stage's tokens; `mix` has the rest. `{gsm: 30%}`: 70 % of the mix."""
+    """Sources that stand apart -> their share of the stage's tokens; `mix` has the rest. `{gsm: 30%}`: 70 % is mix."""
     draw: int = Field(default=0, ge=0)
     """Which helping of data the stage reads: every source's stream is read from `draw` times the stage's own need
-    further on, so stages that differ in `draw` alone train on other documents of the same mix."""
+    further on, so stages that differ in `draw` alone, from 1 on, train on other documents of the same mix."""
     lr: StageRate | None = None
     """`linear to 0`, `constant`, or left out: the run's schedule."""
     average: Average | None = None

@@ -68,8 +68,10 @@ def _line(name: str, found: Sequence[Finding], control: str) -> str:
     clear = [str(one) for says in (HELPS, HURTS) for one in _largest(found) if one.says == says]
     if clear:
         return f"{name}: {'; '.join(clear)}"
-    repeats = "" if max(one.repeats for one in found) > 1 else " can be told from one repeat"
-    return f"{name}: {NOTHING}{repeats} (largest: {str(_largest(found)[0]).removeprefix(NOTHING).strip()})"
+    first = _largest(found)[0]
+    repeats = "" if first.repeats > 1 else " can be told from one repeat"
+    chance = " before correction" if first.repeats > 1 and not first.low <= 0 <= first.high else ""
+    return f"{name}: {NOTHING}{repeats} (largest: {str(first).removeprefix(NOTHING).strip()}{chance})"
 
 
 def _largest(found: Sequence[Finding]) -> list[Finding]:

@@ -61,16 +61,18 @@ def default_scores(outcomes: Sequence[Outcome]) -> list[str]:
 def match(outcomes: Sequence[Outcome], arm: str, control: str, score: str, weights: Mapping[str, float]) -> Matched:
     """Return the gains of `arm` on `score`. Raises ValueError saying why they cannot be had.
 
-    `eval/bpb` has no samples of its own; it is made from the domains' where `weights` {domain: weight} are given. Any
-    other score without samples has the standard errors of both arms added, as if they had been asked different
-    questions: wider than it need be.
+    `eval/bpb` has no samples of its own; it is made from the domains' where `weights` {domain: weight} are given, of
+    the domains that were measured. Any other score without samples has the standard errors of both arms added, as if
+    they had been asked different questions: wider than it need be.
     """
     numbers = common_repeats(outcomes, arm, control)
     if not numbers:
         raise ValueError(f"{arm}: has no repeat in common with {control}; run both with the same seeds")
     pairs = [(of_arm(outcomes, arm)[number], of_arm(outcomes, control)[number]) for number in numbers]
-    if score == BPB and any(weights.values()):
-        return _mean(arm, numbers, pairs, weights)
+    measured = {key for pair in pairs for run in pair for key in run.scores}
+    present = {domain: weight for domain, weight in weights.items() if weight and f"{BPB}/{domain}" in measured}
+    if score == BPB and present:
+        return _mean(arm, numbers, pairs, present)
     return _single(arm, numbers, pairs, score)
 
 
@@ -79,11 +81,7 @@ def _mean(
 ) -> Matched:
     """Return the mean over domains, whose documents are independent samples."""
     total = sum(weights.values())
-    parts = [
-        (weight / total, _single(arm, numbers, pairs, f"{BPB}/{domain}"))
-        for domain, weight in weights.items()
-        if weight
-    ]
+    parts = [(weight / total, _single(arm, numbers, pairs, f"{BPB}/{domain}")) for domain, weight in weights.items()]
     gains = np.sum([weight * part.gains for weight, part in parts], axis=0)
     sampling = sum(weight**2 * part.sampling for weight, part in parts)
     return Matched(arm, BPB, parts[0][1].unit, numbers, gains, sampling, min(part.n for _, part in parts))

@@ -134,13 +134,17 @@ def arm_runs(posed: Posed) -> Iterator[ArmRun]:
     common = [f"name={study.name}", f"data_seed={base.seed if base.data_seed is None else base.data_seed}"]
     helpings = study.annealing.draws if study.annealing else 1
     for arm in arms_of(study, base):
-        for index, (seed, draw) in enumerate((seed, draw) for seed in seeds for draw in range(helpings)):
+        for index, (seed, draw) in enumerate((seed, draw) for seed in seeds for draw in range(1, helpings + 1)):
             overrides = [*arm.overrides, *common, f"seed={seed}", *_helping(study, draw)]
             yield ArmRun(arm, index + 1, posed.recipe(overrides))
 
 
 def _helping(study: Study, draw: int) -> list[str]:
-    """Return the override that makes arms of an annealing study read other documents in each repeat."""
+    """Return the override that makes arms of an annealing study read other documents in each repeat.
+
+    Counted from 1: helping 0 would go on with the mix of the stage before, whose last units would then be dealt
+    otherwise in the control than in the arms, and the checkpoint that all begin from would be trained twice.
+    """
     return [f"stages.{ANNEAL}.draw={draw}"] if study.annealing else []
 
 

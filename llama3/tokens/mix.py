@@ -51,7 +51,7 @@ def _domain_leaves(domain: Domain, sources: list[Source]) -> list[Leaf]:
 def leaf_shares(
     leaves: Sequence[Leaf], shares: Mapping[Domain, Fraction], added: Mapping[str, Fraction]
 ) -> tuple[Fraction, ...]:
-    """Return the exact share of the tokens that each leaf has: `added` of sources that stand apart, the mix the rest."""
+    """Return the exact share of the tokens of each leaf: `added` of sources that stand apart, the mix the rest."""
     rest = 1 - sum(added.values(), Fraction(0))
 
     def share(leaf: Leaf) -> Fraction:

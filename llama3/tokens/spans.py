@@ -1,7 +1,8 @@
 """The spans of a run in which the mix stays the same, laid end to end on the axis of positions.
 
-Stages with equal shares form one span, so that a batch ramp or a longer sequence changes nothing in the order of
-tokens. What this gives up: a stage's own shares are exact to the token only where its mix ends with it.
+Stages that draw alike form one span, so that a batch ramp or a longer sequence changes nothing in the order of tokens.
+A stage that takes a later helping of data is a span of its own: how far on it begins follows from its own need. What
+this gives up: a stage's own shares are exact to the token only where its mix ends with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from llama3.tokens.mix import Leaf, leaf_shares
 
 @dataclass(frozen=True)
 class MixSpan:
-    """Consecutive stages with the same shares."""
+    """Consecutive stages that draw alike."""
 
     start: int
     deal: Deal
@@ -49,7 +50,7 @@ def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[Mix
     """Yield the spans of `recipe`, positions cut in units of `unit` tokens."""
     before: Ints = np.zeros(len(leaves), np.int64)
     ahead: Ints = np.zeros(len(leaves), np.int64)
-    for (shares, added, draw), group in groupby(Schedule(recipe).spans, key=lambda span: _drawn(recipe, span)):
+    for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=lambda span: _drawn(recipe, span)):
         stages = list(group)
         deal = Deal(leaf_shares(leaves, shares, added), stages[-1].end - stages[0].start, unit)
         first = ahead + draw * deal.totals
@@ -57,7 +58,9 @@ def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[Mix
         before, ahead = before + deal.totals, first + deal.totals
 
 
-def _drawn(recipe: Recipe, span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int]:
-    """Return what decides which documents a stage reads: shares of its mix, what it adds, which helping."""
-    shares = {domain: Fraction(share) for domain, share in recipe.mix[span.stage.mix].items() if share}
-    return shares, {name: Fraction(share) for name, share in span.stage.add.items()}, span.stage.draw
+def _drawn(recipe: Recipe, span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int, str]:
+    """Return what decides which documents a stage reads: shares of its mix, what it adds, which helping, and whose."""
+    stage = span.stage
+    shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
+    added = {name: Fraction(share) for name, share in stage.add.items() if share}
+    return shares, added, stage.draw, stage.name if stage.draw else ""

@@ -24,7 +24,7 @@ from llama3.tokens.index import COUNTED, Counts, add_counts, read_index
 from llama3.tokens.kernels import Ints
 from llama3.tokens.leaf import Documents, LeafStream
 from llama3.tokens.mix import leaves_of
-from llama3.tokens.spans import mix_spans
+from llama3.tokens.spans import MixSpan, mix_spans
 from llama3.tokens.window import PAST_END, DocumentUse, Window
 
 
@@ -212,24 +212,15 @@ class TokenStream:
         if not 0 <= start <= stop <= limit:
             raise ValueError(f"positions [{start}, {stop}) are not in the run of {self.tokens} tokens")
 
-    def _units(self, start: int, stop: int) -> Units:
-        """Return the units, whole, that overlap [start, stop), their tokens counted along the leaves' whole streams."""
-        found = []
+    def _parts(self, start: int, stop: int) -> Iterator[_Part]:
+        """Yield what each leaf gives, span by span: between two of them its stream may pass over tokens."""
         for span in self.spans:
             low, high = max(start, span.start), min(stop, span.end)
             if low < high:
-                units = span.deal.units(low - span.start, high - span.start)
-                first = units.first + span.first[units.leaf]
-                found.append((units.leaf, first, units.start + span.start, units.size))
-        return Units(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
-
-    def _parts(self, start: int, stop: int) -> Iterator[_Part]:
-        if start >= stop:
-            return
-        units = self._units(start, stop)
-        for leaf in np.unique(units.leaf).tolist():
-            mine = units.leaf == leaf
-            yield self._part(leaf, Units(*(column[mine] for column in vars(units).values())), start, stop)
+                units = _along(span, span.deal.units(low - span.start, high - span.start))
+                for leaf in np.unique(units.leaf).tolist():
+                    mine = units.leaf == leaf
+                    yield self._part(leaf, Units(*(column[mine] for column in vars(units).values())), low, high)
 
     def _part(self, leaf: int, units: Units, start: int, stop: int) -> _Part:
         """Return what the units of one leaf give to [start, stop): consecutive units hold consecutive tokens."""
@@ -271,6 +262,11 @@ class TokenStream:
 
     def _kind(self, leaf: int) -> int:
         return DOMAINS.index(self.leaves[leaf].domain)
+
+
+def _along(span: MixSpan, units: Units) -> Units:
+    """Return units of a span with their tokens counted along the leaves' whole streams, and positions in the run."""
+    return Units(units.leaf, units.first + span.first[units.leaf], units.start + span.start, units.size)
 
 
 _NOTHING: Ints = np.zeros(0, np.int64)

@@ -110,3 +110,20 @@ def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object)
         before={"mix.base.general": "50%", "mix.base.math": "25%"},
     )
     return dataclasses.replace(shown, **changes)  # type: ignore[arg-type]
+
+
+def mixes(arms: int = 9) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Return shares and bits per byte of arms, the first the base; a domain's loss falls as its share grows."""
+    dice = np.random.default_rng(6)
+    base = {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
+    shares = {"base": base}
+    for arm in range(1, arms):
+        drawn = dice.dirichlet([12 * share for share in base.values()])
+        shares[f"arm-{arm}"] = dict(zip(base, map(float, drawn), strict=True))
+    losses = {
+        arm: {
+            domain: 1.6 + 0.9 * math.exp(-3 * share) + 0.004 * dice.standard_normal() for domain, share in own.items()
+        }
+        for arm, own in shares.items()
+    }
+    return shares, losses

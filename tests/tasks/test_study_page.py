@@ -6,13 +6,17 @@ import dataclasses
 import re
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama3.scaling.backtest import backtest
 from llama3.scaling.verdict import Verdict
+from tasks.study_backtest import backtest_table
 from tasks.study_change import change_lines
 from tasks.study_page import RUNS, StudyView, ViewTable, study_figures, study_html, study_markdown
+from tests.llama3.scaling.test_backtest import CHANCE, family, levelling
 from tests.tasks.study_samples import findings, view
 from tests.tasks.test_plan_page import Reader
 
@@ -47,8 +51,9 @@ def test_the_verdict_comes_first_with_flags_change_and_command() -> None:
     shown = view()
     text = words(shown)
     places = [text.index(part) for part in (
-        shown.verdict.headline[0], shown.verdict.flags[0], "- general: 50%", "herd study apply sample", "Findings in numbers",
-        "Arms Mean", "Shared 2 artifacts", "Cost", "12 runs as they were planned", shown.command, shown.digest,
+        shown.verdict.headline[0], shown.verdict.flags[0], "- general: 50%", "herd study apply sample",
+        "Findings in numbers", "Arms Mean", "Shared 2 artifacts", "Cost", "12 runs as they were planned", shown.command,
+        shown.digest,
     )]  # fmt: skip
     assert places == sorted(places)
 
@@ -170,3 +175,15 @@ def test_added_lines_hold_every_change_under_its_parents(pairs: list[tuple[list[
         if sign == "+":
             found.append(f"{'.'.join(above)}={value.strip()}")
     assert found == change
+
+
+def test_a_back_test_is_a_table_of_what_was_said_and_what_came() -> None:
+    test = backtest(family(np.random.default_rng(4), levelling), CHANCE)
+    table = backtest_table("arithmetic", test)
+    assert len(table.rows) == len(test.rows)
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    first = test.rows[0]
+    assert f"{first.forecast.beyond:.3g} x" in table.rows[0]
+    assert f"{first.accuracy:.4f}" in table.rows[0]
+    assert len(table.tones) == sum((not row.inside) + (not row.nats_inside) for row in test.rows) > 0
+    assert all(table.rows[place][column] == "no" for place, column in table.tones)

@@ -30,6 +30,14 @@ def test_a_source_that_does_nothing_gets_its_largest_difference() -> None:
     assert judgement(verdict, "web") == "no significant difference"
 
 
+def test_a_difference_that_correction_takes_away_is_said_to_be_one() -> None:
+    truth = Truth(DOMAINS, {}, {"default": {}, "gsm": {"math": 0.03}}, repeats=4)
+    lines = [annealing_verdict(outcomes(truth, seed), "default", {"gsm": "gsm"}).headline[0] for seed in range(20)]
+    taken = [line for line in lines if "before correction" in line]
+    assert taken
+    assert all(line.startswith("gsm: no significant difference (largest: +") for line in taken)
+
+
 def test_a_source_may_help_and_hurt() -> None:
     verdict = annealing_verdict(outcomes(made({"math": 0.1, "general": -0.1}), 1), "default", SOURCES)
     helps, hurts = verdict.headline[0].split("; ")

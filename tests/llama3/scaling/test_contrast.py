@@ -178,6 +178,8 @@ def test_the_mean_over_domains_is_that_of_their_gains() -> None:
     assert found["eval/bpb"].gain == pytest.approx(sum(weights[name] / 4 * one.gain for name, one in parts.items()))
     spread = np.sqrt(sum((weights[name] / 4 * one.documents) ** 2 for name, one in parts.items()))
     assert found["eval/bpb"].documents == pytest.approx(spread)
+    unmeasured = contrasts(made, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
+    assert unmeasured[0].gain == pytest.approx(found["eval/bpb"].gain)
 
 
 def test_a_score_without_samples_is_compared_more_cautiously() -> None:

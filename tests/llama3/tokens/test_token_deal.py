@@ -126,7 +126,7 @@ def test_weighted_sources_split_their_domain_exactly() -> None:
     leaves = leaves_of(asked)
     assert [leaf.name for leaf in leaves] == ["general", "math", "code-0", "code-1", "code-2", "multilingual"]
     domain_shares = {domain: Fraction(share) for domain, share in asked.mix["base"].items()}
-    split = leaf_shares(leaves, domain_shares)
+    split = leaf_shares(leaves, domain_shares, {})
     assert split[2:5] == (Fraction(17, 200), Fraction(17, 600), Fraction(17, 300))
     assert sum(split) == 1
     assert BASE["code"] == "17%"

@@ -162,8 +162,8 @@ def test_leaves_are_consumed_in_order_and_spans_end_exact(
         assert mine.tolist() == [token for token, _ in leaf_tokens(number, 0, leaf.name, len(mine))]
     for span in run.spans:
         counts = np.bincount(window.domains[span.start : span.end], minlength=4)
-        for domain, share in span.shares.items():
-            assert abs(int(counts[DOMAINS.index(domain)]) - share * (span.end - span.start)) < 1
+        for leaf, share in zip(run.leaves, span.deal.shares, strict=True):
+            assert abs(int(counts[DOMAINS.index(leaf.domain)]) - share * (span.end - span.start)) < 1
 
 
 def test_planned_and_realised_are_counts_of_what_is_read(shards: Path) -> None:

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llama3.scaling.reference import study_reference
+
+PAGE = Path("docs/reference")
+
+
+def test_the_committed_reference_is_the_schema_s() -> None:
+    written = (PAGE / "study.md").read_text()
+    assert written == study_reference(), "write it again: herd reference --study > docs/reference/study.md"
+
+
+def test_every_section_that_is_named_is_described_on_the_page_that_is_linked() -> None:
+    links = re.findall(r"\]\(([a-z.]*)#([a-z]+)\)", study_reference())
+    assert ("recipe.md", "model") in links
+    for page, section in links:
+        text = (PAGE / page).read_text() if page else study_reference()
+        assert f"\n## {section}\n" in text.lower()
