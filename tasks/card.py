@@ -183,6 +183,7 @@ def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
             span.name,
             [[segment.start, segment.steps, segment.seq, segment.batch] for segment in span.segments],
             {domain: str(share) for domain, share in span.shares.items()},
+            *_read_beside(span),
         ]
         for span in Schedule(recipe).trained
         if span.start < end
@@ -191,3 +192,9 @@ def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
     weights = {domain: [source["weight"] for source in sources] for domain, sources in plain["sources"].items()}
     rules = {"seed": recipe.seed, "shards": plain["tokens"], "weights": weights}
     return digest_json({"tokens": tokens, "end": end, "stages": spans, **rules})
+
+
+def _read_beside(span: StageSpan) -> list[object]:
+    """Return what a stage adds to its mix, and which helping it reads, if either is asked for."""
+    added = {name: str(share) for name, share in span.stage.add.items() if share}
+    return [added, span.stage.draw] if added or span.stage.draw else []

@@ -117,7 +117,7 @@ def read_from(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
 
 def _apart(recipe: Recipe) -> dict[str, list[str]]:
     """Return what decides which documents are never held out, if any are."""
-    named = [f"{domain}/{i}" for domain, found in recipe.sources.items() for i, one in enumerate(found) if one.name]
+    named = [f"{domain}/{place}" for domain in recipe.sources for place in recipe.places_apart(domain)]
     return {"apart": named} if named else {}
 
 

@@ -29,7 +29,6 @@ MOST_TOKENS_PER_BYTE = 1 / 1.5
 USUAL_TOKENS_PER_BYTE = 1 / 4
 
 
-
 @dataclass(frozen=True)
 class Plan:
     recipe: Recipe
@@ -66,20 +65,26 @@ def survey_evaluation(recipe: Recipe) -> list[str]:
     return check_evaluation(recipe, look=is_local(recipe.evaluate.data or ""))
 
 
-def tokens_needed(recipe: Recipe, domain: Domain) -> int:
-    """Return how many tokens of `domain` the whole run trains on."""
-    return round(sum(span.tokens * span.shares.get(domain, Fraction(0)) for span in Schedule(recipe).spans))
+def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
+    """Return how many tokens the whole run trains on: of the source that stands apart as `name`, or of all others."""
+    apart = recipe.apart
+
+    def share(span: StageSpan) -> Fraction:
+        added = {one: Fraction(of_one) for one, of_one in span.stage.add.items() if apart[one] == domain}
+        return added.get(name, Fraction(0)) if name else span.shares.get(domain, Fraction(0)) - sum(added.values())
+
+    return round(sum(span.tokens * share(span) for span in Schedule(recipe).spans))
 
 
 def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
     """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
-    needed, once = tokens_needed(recipe, found.domain), found.bytes * tokens_per_byte
+    needed, once = tokens_needed(recipe, found.domain, found.name), found.bytes * tokens_per_byte
     if needed <= once * recipe.tokens.max_epochs or not found.complete:
         return ""
     return (
-        f"sources.{found.domain}: {found.bytes / 1e6:.2f} MB of text are about {tokens(once)} tokens; "
+        f"sources.{found.title}: {found.bytes / 1e6:.2f} MB of text are about {tokens(once)} tokens; "
         f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
-        f"add text, lower the share of {found.domain}, or shorten the run"
+        f"add text, lower the share of {found.title}, or shorten the run"
     )
 
 
@@ -136,7 +141,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
     for found in plan.sources:
-        lines.append(f"source   {found.domain}: {_found(found)}")
+        lines.append(f"source   {found.title}: {_found(found)}")
     return lines
 
 

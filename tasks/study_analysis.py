@@ -5,7 +5,8 @@ The analyses are in `llama3/scaling`; here they are given what the study's file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from llama3.evaluate.gold import PREFIX, gold_key
@@ -15,14 +16,15 @@ from llama3.scaling.ablation import ablation_verdict
 from llama3.scaling.annealing import annealing_verdict
 from llama3.scaling.backtest import TaskPoints, forecast_verdict
 from llama3.scaling.chinchilla import Chinchilla, fit_chinchilla
-from llama3.scaling.forecast import Point, fit
-from llama3.scaling.isoflop import Ladder, NoLaw, Trial, fit_ladder
+from llama3.scaling.forecast import RUNS, Interval, Point
+from llama3.scaling.isoflop import Ladder, NoLaw, Parabola, Trial, fit_ladder
 from llama3.scaling.ladder_verdict import ladder_verdict, no_law
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import Posed
 from llama3.scaling.shape import shape_changes, shape_for
 from llama3.scaling.verdict import Verdict
 from tasks import forecast_plot
+from tasks.study_backtest import backtest_table
 from tasks.study_page import ViewTable
 from tasks.study_plots import PARABOLAS, isoflop, ladder_figures
 
@@ -84,7 +86,8 @@ def _ladder(posed: Posed, found: Sequence[Outcome]) -> Analysis:
     tables = [_optima(made)]
     figures = ladder_figures(made, asked.to)
     if asked.forecast and asked.to:
-        told, drawn = _forecast(found, asked.forecast, asked.to)
+        told, more, drawn = _forecast(found, made, asked.forecast, asked.to)
+        tables += more
         verdict = verdict.model_copy(
             update={"headline": [*verdict.headline, *told.headline], "flags": [*verdict.flags, *told.flags]}
         )
@@ -106,13 +109,20 @@ def _alternative(trials: Sequence[Trial]) -> Chinchilla | None:
 
 def _optima(made: Ladder) -> ViewTable:
     rows = [
-        [f"{one.budget:.3g}", str(len(one.trials)), tokens(one.tokens.value), f"{tokens(one.tokens.low)} to "
-         f"{tokens(one.tokens.high)}", f"{one.loss:.4f}", "yes" if one.used else f"no: {one.edge or 'no clear minimum'}"]
+        [f"{one.budget:.3g}", str(len(one.trials)), *_range(one.tokens), f"{one.loss:.4f}", _enters(one)]
         for one in made.parabolas
         if one.tokens.value == one.tokens.value
     ]  # fmt: skip
     note = "Where the parabola of each budget is lowest; a minimum at the edge of its grid does not enter the law."
     return ViewTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
+
+
+def _range(found: Interval) -> tuple[str, str]:
+    return tokens(found.value), f"{tokens(found.low)} to {tokens(found.high)}" if found.low == found.low else ""
+
+
+def _enters(one: Parabola) -> str:
+    return "yes" if one.used else f"no: {f'the best has the {one.edge}' if one.edge else 'no clear minimum'}"
 
 
 def _sized(posed: Posed, made: Ladder, flops: float) -> list[str]:
@@ -128,9 +138,16 @@ def _sized(posed: Posed, made: Ladder, flops: float) -> list[str]:
     return [*shape_changes(shape_for(best.parameters.value, like, rows)), *ends, *fall]
 
 
-def _forecast(found: Sequence[Outcome], tasks: Sequence[str], flops: float) -> tuple[Verdict, list[Figure]]:
-    """Return the forecast of each task's accuracy at `flops`, from the best run of every budget."""
-    points = {name: task for name in tasks if (task := _points(found, f"{PREFIX}{name}")) is not None}
+def _forecast(
+    found: Sequence[Outcome], made: Ladder, tasks: Sequence[str], flops: float
+) -> tuple[Verdict, list[ViewTable], list[Figure]]:
+    """Return the forecast of each task's accuracy at `flops`, its back-test, and its picture.
+
+    The line goes through the best run of each budget, as published, where the budgets are enough to test that.
+    """
+    best = [min(one.trials, key=lambda trial: trial.loss).name for one in made.parabolas if one.used]
+    straight = best if len(best) > RUNS else None
+    points = {name: task for name in tasks if (task := _points(found, f"{PREFIX}{name}", straight)) is not None}
     lacking = [
         f"{name}: the runs were not asked it; name a task of evaluate.suite" for name in tasks if name not in points
     ]
@@ -138,10 +155,17 @@ def _forecast(found: Sequence[Outcome], tasks: Sequence[str], flops: float) -> t
         told = forecast_verdict(points, flops) if points else Verdict(headline=[])
     except ValueError as error:
         told = Verdict(headline=[], flags=[str(error)])
-    return told.model_copy(update={"flags": [*told.flags, *lacking]}), list(_drawn(points, flops))
+    told = told.model_copy(update={"flags": [*told.flags, *lacking]})
+    return told, list(_tested(points)), list(_drawn(points, flops))
 
 
-def _points(found: Sequence[Outcome], key: str) -> TaskPoints | None:
+def _tested(points: Mapping[str, TaskPoints]) -> Iterator[ViewTable]:
+    for name, task in points.items():
+        with suppress(ValueError):  # too few runs for one; the verdict says so
+            yield backtest_table(name, task.backtest())
+
+
+def _points(found: Sequence[Outcome], key: str, straight: Collection[str] | None) -> TaskPoints | None:
     asked = [one for one in found if key in one.scores and gold_key(key) in one.scores]
     if not asked:
         return None
@@ -149,13 +173,13 @@ def _points(found: Sequence[Outcome], key: str) -> TaskPoints | None:
         Point(one.run, one.flops, one.scores[gold_key(key)].value, one.scores[key].value, one.scores[key].n)
         for one in asked
     ]
-    return TaskPoints(points, asked[0].scores[key].chance or 0.0)
+    return TaskPoints(points, asked[0].scores[key].chance or 0.0, straight)
 
 
 def _drawn(points: Mapping[str, TaskPoints], flops: float) -> Iterator[Figure]:
     for name, task in points.items():
         try:
-            made = fit(task.points, task.chance)
+            made = task.fit()
         except ValueError:
             continue
         note = "Nats per byte of the gold answer against training operations, and accuracy against those nats."

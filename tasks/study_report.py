@@ -12,11 +12,13 @@ from datetime import datetime
 
 from rich.table import Table
 
+from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import ArmRun, Posed
 from llama3.scaling.verdict import HELPS, HURTS, Verdict
 from llama3.train import metrics
+from storage.artifact import flatten
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks import pages
@@ -25,7 +27,7 @@ from tasks.runs import RunRecord, Runs
 from tasks.studies import NOTES, PAGE, Studies, StudyRecord, runs_of
 from tasks.study_analysis import Analysis, analyse
 from tasks.study_outcomes import other_data, outcomes, shared
-from tasks.study_page import ArmRow, StudyView, study_html, study_markdown
+from tasks.study_page import ArmRow, StudyView, short, study_html, study_markdown
 from tasks.study_plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study
 from tasks.tracking import Point, Tracker
 from tasks.words import clock
@@ -111,7 +113,16 @@ def _view(
         figures=analysis.figures,
         cost=_cost(record, arms, found),
         lineage=shared(posed, open_store(root), answers),
+        before=_before(posed, analysis.verdict),
     )
+
+
+def _before(posed: Posed, verdict: Verdict) -> dict[str, str]:
+    """Return what the fields that the verdict changes are in the base recipe."""
+    plain = resolved(posed.base)
+    known = flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}})
+    paths = [line.partition("=")[0] for line in verdict.change]
+    return {path: str(known[path]) for path in paths if known.get(path) is not None}
 
 
 def _arm_row(run: ArmRun, record: RunRecord, outcome: Outcome) -> ArmRow:
@@ -174,12 +185,12 @@ def _show(tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord
 def verdict_table(verdict: Verdict) -> Table:
     """Return the findings for a console: gains with their intervals, those beyond chance in colour."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header, justify in (("arm", "left"), ("score", "left"), ("gain", "right"), ("95 %", "right"), ("", "left")):
-        table.add_column(header, justify="left" if justify == "left" else "right", no_wrap=True)
+    for header in ("arm", "score", "unit", "gain", "95 %", ""):
+        table.add_column(header, justify="right" if header in ("gain", "95 %") else "left", no_wrap=True)
     for one in verdict.findings:
-        colour = {HELPS: "[green]", HURTS: "[red]"}.get(one.says, "[dim]")
+        said = {HELPS: "[green]helps[/]", HURTS: "[red]hurts[/]"}.get(one.says, "")
         interval = f"{one.low:+.4f} to {one.high:+.4f}"
-        table.add_row(one.arm, one.score, f"{one.gain:+.4f} {one.unit}", interval, f"{colour}{one.says}[/]")
+        table.add_row(one.arm, short(one.score), one.unit, f"{one.gain:+.4f}", interval, said)
     return table
 
 

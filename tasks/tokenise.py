@@ -9,6 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from llama3.recipe.load import resolved
+from llama3.recipe.schema import Recipe
 from llama3.tokens.shards import tokenise
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import make_tokenizer
@@ -25,14 +26,10 @@ TOKENS_VERSION = 2
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
     recipe = context.recipe
-    plain = resolved(recipe)
-    train = {key: value for key, value in (plain["tokenizer"]["train"] or {}).items() if key != "mix"}
-    shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
-    parameters = {"tokenizer": {**plain["tokenizer"], "train": train or None}, "mix": shares}  # shares, not their name
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
         inputs["model"] = file_digest(Path(recipe.tokenizer.use))
-    design = Design("tokenizer", recipe.name, TOKENIZER_VERSION, parameters, inputs)
+    design = Design("tokenizer", recipe.name, TOKENIZER_VERSION, learnt_by(recipe), inputs)
     return ensure(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
 
 
@@ -40,17 +37,11 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards, and refuse a run that would repeat a domain more often than the recipe allows."""
     recipe = context.recipe
-    weights = {
-        domain: [source.weight for source in sources]
-        for domain, sources in recipe.sources.items()
-        if any(source.weight for source in sources)
-    }
-    apart = {domain: names for domain, sources in recipe.sources.items() if any(names := [one.name for one in sources])}
     design = Design(
         kind="tokens",
         name=recipe.name,
         version=TOKENS_VERSION,
-        parameters={"dtype": recipe.tokens.dtype, "weights": weights, **({"apart": apart} if apart else {})},
+        parameters=dealt_by(recipe),
         inputs={"curated": curated.key, "tokenizer": tokenizer.key},
     )
 
@@ -63,3 +54,21 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     artifact = ensure_in_scratch(context, "tokenise", design, build)
     TokenStream(lazy_folder(artifact, 0), recipe).check()
     return artifact
+
+
+def learnt_by(recipe: Recipe) -> dict[str, Any]:
+    """Return what of the recipe decides a tokenizer: of its mix the shares, not the name."""
+    tokenizer = resolved(recipe)["tokenizer"]
+    train = {key: value for key, value in (tokenizer["train"] or {}).items() if key != "mix"}
+    shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
+    return {"tokenizer": {**tokenizer, "train": train or None}, "mix": shares}
+
+
+def dealt_by(recipe: Recipe) -> dict[str, Any]:
+    """Return what of the recipe decides the shards: number type, and which sources have shards of their own."""
+    sources = recipe.sources.items()
+    weights = {
+        domain: [one.weight for one in listed] for domain, listed in sources if any(one.weight for one in listed)
+    }
+    apart = {domain: [one.name for one in listed] for domain, listed in sources if any(one.name for one in listed)}
+    return {"dtype": recipe.tokens.dtype, "weights": weights, **({"apart": apart} if apart else {})}

@@ -143,7 +143,8 @@ def _finished(job: Job, domain: Domain, documents: pa.Table) -> tuple[pa.Table, 
     least = np.array([_least(job, *pair) for pair in zip(*_pairs(documents), strict=True)], np.int64)
     emptied = (lengths < np.maximum(least, 1)) & (np.asarray(lines) > 0)
     held_out = documents["draw"].to_numpy() < np.uint64(threshold(curate.held_out))
-    held_out &= ~np.isin(documents["source_index"].to_numpy(), _apart(job, domain))
+    apart = job.recipe.places_apart(domain)  # scores must not depend on whether one trained on them
+    held_out &= ~np.isin(documents["source_index"].to_numpy(), apart)
     outcome = np.where(emptied, "emptied", np.where(held_out, "held_out", "kept"))
     written = pa.table(
         [documents["row"], pa.array(outcome, pa.string()), pa.array(sizes), pa.array(lines), pa.array(redacted)],
@@ -152,11 +153,6 @@ def _finished(job: Job, domain: Domain, documents: pa.Table) -> tuple[pa.Table, 
     split = pa.array(np.where(held_out, "held_out", "train"), pa.string())
     whole = documents.drop_columns(["text"]).append_column("text", texts).append_column("split", split)
     return whole.filter(pa.array(~emptied)).select(SCHEMA.names).cast(SCHEMA), written
-
-
-def _apart(job: Job, domain: Domain) -> list[int]:
-    """Return the sources of a domain that stand apart: scores must not depend on whether one trained on them."""
-    return [index for index, source in enumerate(job.recipe.sources[domain]) if source.name]
 
 
 def _stripped(job: Job, domain: Domain, documents: pa.Table) -> tuple[Any, NDArray[np.int64]]:

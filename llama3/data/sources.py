@@ -34,7 +34,7 @@ SURVEYED = 64_000_000
 
 @dataclass(frozen=True)
 class DomainSurvey:
-    """How much raw text a domain has now."""
+    """How much raw text a domain has now, or a source of it that stands apart."""
 
     domain: Domain
     documents: int
@@ -43,6 +43,13 @@ class DomainSurvey:
     """Bytes of these that the problem generator made, so that nobody takes them for found text."""
     complete: bool
     """False when there is more than was counted: a large source, or a remote one."""
+    name: str = ""
+    """Of the source that stands apart; empty: all others of the domain."""
+
+    @property
+    def title(self) -> str:
+        """How people call it: `math`, `math (gsm)`."""
+        return f"{self.domain} ({self.name})" if self.name else self.domain
 
 
 def source_names(sources: list[Source]) -> list[str]:
@@ -128,8 +135,12 @@ def check_sources(recipe: Recipe) -> list[str]:
 
 
 def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
-    """Return how much text each domain has now; remote sources count nothing unless `remote` asks to read them."""
-    return [_survey(domain, recipe, remote) for domain in recipe.sources]
+    """Return how much text each domain has now, and then each source that stands apart.
+
+    Remote sources count nothing unless `remote` asks to read them.
+    """
+    names = [(domain, "") for domain in recipe.sources] + [(domain, name) for name, domain in recipe.apart.items()]
+    return [_survey(domain, name, recipe, remote) for domain, name in names]
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -154,7 +165,7 @@ def _short(uri: str) -> str:
 
 def _first(source: Source, domain: Domain, recipe: Recipe) -> bool:
     skips = Skips(recipe.curate.on_error == "fail")
-    return any(len(batch) for batch in read_source(source, domain, recipe.seed, skips, most=1))
+    return any(len(batch) for batch in read_source(source, domain, recipe.documents_seed, skips, most=1))
 
 
 def _extractor_faults(recipe: Recipe) -> list[str]:
@@ -195,18 +206,18 @@ def _why_nothing(source: Source) -> str:
     return "matches no file; correct the path (it is relative to where herd runs)"
 
 
-def _survey(domain: Domain, recipe: Recipe, remote: bool) -> DomainSurvey:
+def _survey(domain: Domain, name: str, recipe: Recipe, remote: bool) -> DomainSurvey:
     documents, size, generated, complete = 0, 0, 0, True
-    for source in recipe.sources[domain]:
+    for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
         if source.uri != INSTALLED and not is_local(source.uri) and not remote:
             complete = False
             continue
         read = 0
-        for document in open_source(source, domain, recipe.seed, fail=recipe.curate.on_error == "fail"):
+        for document in open_source(source, domain, recipe.documents_seed, fail=recipe.curate.on_error == "fail"):
             if read >= SURVEYED:
                 complete = False
                 break
             documents, read = documents + 1, read + document.size
             generated += document.size * document.generated
         size += read
-    return DomainSurvey(domain, documents, size, generated, complete)
+    return DomainSurvey(domain, documents, size, generated, complete, name)

@@ -144,6 +144,12 @@ def _apart_faults(recipe: Recipe) -> list[str]:
                 f"mix.{asked[0]}.{domain}: all of sources.{domain} stand apart, and a mix does not draw from those; "
                 "add a source without a name"
             )
+        faults += [
+            f"sources.{domain}.{place}.weight: {source.name!r} stands apart, so its share is what a stage adds; leave "
+            "the weight out"
+            for place, source in enumerate(sources)
+            if source.name and source.weight is not None
+        ]
     return faults
 
 

@@ -245,6 +245,10 @@ class Recipe(Section):
         """The domain of each source that stands apart, by its name."""
         return {source.name: domain for domain, sources in self.sources.items() for source in sources if source.name}
 
+    def places_apart(self, domain: Domain) -> list[int]:
+        """Return the places under `sources.<domain>` of those that stand apart."""
+        return [place for place, source in enumerate(self.sources.get(domain, [])) if source.name]
+
     @property
     def documents_seed(self) -> int:
         """The seed that decides what generated documents say."""

@@ -11,7 +11,7 @@ share inside is a sign and no test; and runs that were never made larger tell no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -100,8 +100,10 @@ def _tail(misses: int, n: int) -> float:
     return float(stats.binom.sf(misses - 1, n, 0.05))
 
 
-def backtest(points: Sequence[Point], chance: float) -> Backtest:
+def backtest(points: Sequence[Point], chance: float, straight: Collection[str] | None = None) -> Backtest:
     """Return the forecasts of runs left out of `points` of a benchmark on which guessing scores `chance`.
+
+    With `straight`, as in `forecast.fit`, only runs named in it are forecast.
 
     Raises ValueError saying what lacks where not even the largest run can be left out.
     """
@@ -111,11 +113,11 @@ def backtest(points: Sequence[Point], chance: float) -> Backtest:
     for left_out in range(1, len(levels) - LEVELS + 1):
         below = {run for level in levels[:-left_out] for run in level}
         try:
-            made = fit([point for point in points if point.run in below], chance)
+            made = fit([point for point in points if point.run in below], chance, straight)
         except ValueError as error:
             stopped = str(error).removeprefix("forecast: ")
             break
-        rows += _held(made, points, below, left_out)
+        rows += [row for row in _held(made, points, below, left_out) if straight is None or row.run in straight]
     if not rows:
         raise ValueError(f"back-test: without the largest run nothing can be forecast: {stopped}")
     return Backtest(tuple(rows), stopped)
@@ -160,6 +162,16 @@ class TaskPoints:
 
     points: Sequence[Point]
     chance: float
+    straight: Collection[str] | None = None
+    """Runs that the line goes through; None: all."""
+
+    def fit(self) -> Fit:
+        """Return line and sigmoid. Raises ValueError."""
+        return fit(self.points, self.chance, self.straight)
+
+    def backtest(self) -> Backtest:
+        """Return what smaller runs would have said of larger ones. Raises ValueError."""
+        return backtest(self.points, self.chance, self.straight)
 
 
 def forecast_verdict(tasks: Mapping[str, TaskPoints], flops: float) -> Verdict:
@@ -171,7 +183,7 @@ def forecast_verdict(tasks: Mapping[str, TaskPoints], flops: float) -> Verdict:
     headline, flags = [], []
     for name, task in tasks.items():
         try:
-            made = fit(task.points, task.chance)
+            made = task.fit()
         except ValueError as error:
             flags.append(f"{name}: no forecast: {str(error).removeprefix('forecast: ')}")
             continue
@@ -195,7 +207,7 @@ def _says(name: str, made: Fit, flops: float) -> str:
 def _checked(name: str, task: TaskPoints, headline: list[str]) -> Iterator[str]:
     """Add the back-test's line to `headline`, and yield what weakens it."""
     try:
-        test = backtest(task.points, task.chance)
+        test = task.backtest()
     except ValueError as error:
         yield f"{name}: the forecast could not be tested: {str(error).removeprefix('back-test: ')}"
         return

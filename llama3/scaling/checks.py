@@ -22,7 +22,8 @@ LEAST_BUDGETS, LEAST_SIZES = 3, 3
 def check_study(posed: Posed, runs: Sequence[ArmRun] | None = None) -> None:
     """Raise RecipeError, a line for each fault, unless the arms answer the question that the study asks."""
     chosen = posed.runs if runs is None else runs
-    faults = [*_repeats(posed), *_same_names(posed), *_differ(posed), *_tokens(posed), *_ladder(posed), *_cost(posed, chosen)]
+    faults = [*_repeats(posed), *_same_names(posed), *_differ(posed), *_tokens(posed), *_ladder(posed)]
+    faults += _cost(posed, chosen)
     if faults:
         raise RecipeError("\n".join(f"{posed.study.name}: {fault}" for fault in dict.fromkeys(faults)))
 
@@ -78,7 +79,7 @@ def _repeats(posed: Posed) -> Iterator[str]:
     study = posed.study
     if study.annealing and study.annealing.draws > 1 and len(study.seeds) > 1:
         yield (
-            f"annealing.draws: {study.annealing.draws} helpings of {len(study.seeds)} seeds are not independent repeats; "
+            f"annealing.draws: {study.annealing.draws} helpings of {len(study.seeds)} seeds are no independent repeats; "
             "take several of one of them"
         )
 

@@ -17,7 +17,7 @@ is too good; `beyond` says how far it lies. Checkpoints of one run count as inde
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -158,15 +158,16 @@ class Curve:
         return float(-self.coefficients[1] / math.sqrt(self.excess * self.covariance[1, 1]))
 
 
-def fit(points: Sequence[Point], chance: float) -> Fit:
+def fit(points: Sequence[Point], chance: float, straight: Collection[str] | None = None) -> Fit:
     """Return the two fits through `points` of a benchmark on which guessing scores `chance`.
 
+    The line goes through the runs named in `straight`, such as the best of each budget of a ladder; None: through all.
     Raises ValueError naming what lacks: values that are no numbers, runs, points, or a slope in either step.
     """
     for point in points:
         if not (0 < point.flops < math.inf and math.isfinite(point.nats) and 0 <= point.accuracy <= 1 <= point.n):
             raise ValueError(f"forecast: {point} is no measurement; evaluate this checkpoint again")
-    ends = _ends(points)
+    ends = [point for point in _ends(points) if straight is None or point.run in straight]
     if (runs := len({point.flops for point in ends})) < RUNS or len(points) < POINTS:
         raise ValueError(
             f"forecast: {runs} run(s) of different compute with {len(points)} evaluated checkpoint(s); "

@@ -39,7 +39,7 @@ class Finding(BaseModel):
     """Seeds (or helpings of data) behind it."""
 
     def __str__(self) -> str:
-        name = self.score.removeprefix("eval/bpb/").removeprefix("eval/")
+        name = self.score.removeprefix("eval/bpb/").removeprefix("eval/") if self.score != "eval/bpb" else "all domains"
         return f"{self.says} {self.gain:+.4f} {self.unit} on {name}, 95 % {self.low:.4f}..{self.high:.4f}"
 
 

@@ -6,7 +6,7 @@ per domain; reading is never the slow part (tokenising is).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +38,14 @@ def read_documents(
                 yield chosen.select(columns).to_pylist()
 
 
-def read_texts(folder: Path, domain: Domain, split: Split, limit: int) -> Iterator[str]:
-    """Yield the texts of `domain` in the order of their ids until `limit` bytes of UTF-8 are reached."""
+def read_texts(folder: Path, domain: Domain, split: Split, limit: int, but: Collection[int] = ()) -> Iterator[str]:
+    """Yield the texts of `domain` in the order of their ids until `limit` bytes of UTF-8 are reached.
+
+    Sources at the places `but` of the domain's are left out.
+    """
     taken = 0
-    for documents in read_documents(folder, domain, ["text"], split, rows=64):
-        for document in documents:
+    for documents in read_documents(folder, domain, ["text", "source_index"], split, rows=64):
+        for document in (document for document in documents if document["source_index"] not in but):
             if taken >= limit:
                 return
             taken += len(document["text"].encode())

@@ -192,10 +192,11 @@ class TokenStream:
         for leaf, stream, asked in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
             if asked > limit * stream.tokens:
                 field = f"sources.{leaf.domain}" + ("" if leaf.source is None else f".{leaf.source}")
+                shares = "add" if leaf.apart else "mix"
                 faults.append(
                     f"tokens.max_epochs: the run takes {asked:,} tokens from {field}, which holds {stream.tokens:,}: "
-                    f"{asked / stream.tokens:.2f} epochs, at most {limit:g}; add text there, lower its share in mix, "
-                    "shorten the run, or raise tokens.max_epochs"
+                    f"{asked / stream.tokens:.2f} epochs, at most {limit:g}; add text there, lower its share in "
+                    f"{shares}, shorten the run, or raise tokens.max_epochs"
                 )
         if faults:
             raise ValueError("\n".join(faults))
@@ -203,8 +204,9 @@ class TokenStream:
     def _refuse_empty(self) -> None:
         for leaf, stream, asked in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
             if asked and not stream.tokens:
+                field = f"add.{leaf.apart}" if leaf.apart else "mix"
                 raise ValueError(
-                    f"mix: {asked:,} tokens of {leaf.name} asked, but sources.{leaf.domain} gave it no training "
+                    f"{field}: {asked:,} tokens of {leaf.name} asked, but sources.{leaf.domain} gave it no training "
                     "document; add text, loosen curate, or set its share to 0%"
                 )
 

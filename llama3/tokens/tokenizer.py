@@ -136,8 +136,9 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
     """Train or load the tokenizer that `recipe` asks for and save it into `folder`.
 
     Text to learn from is the first training documents of each domain, in the order of their ids, in the shares of
-    `tokenizer.train.mix`. Returns facts: vocab, rows, digest, sample_bytes by domain, and on held-out documents what
-    `fertility.ratios` gives. Raises ValueError as `train_tokenizer` and `use_tokenizer` do.
+    `tokenizer.train.mix`; sources that stand apart give none, so that a tokenizer does not depend on candidates.
+    Returns facts: vocab, rows, digest, sample_bytes by domain, and on held-out documents what `fertility.ratios` gives.
+    Raises ValueError as `train_tokenizer` and `use_tokenizer` do.
     """
     sample = dict.fromkeys(recipe.sources, 0)
     if recipe.tokenizer.train is None:
@@ -160,6 +161,7 @@ def _sample(recipe: Recipe, documents: Path, counts: dict[Domain, int]) -> Itera
     """Yield the texts to learn from and add their bytes to `counts`."""
     assert recipe.tokenizer.train is not None
     for domain, share in recipe.tokenizer_mix.items():
-        for text in read_texts(documents, domain, "train", int(share * recipe.tokenizer.train.sample)):
+        asked, apart = int(share * recipe.tokenizer.train.sample), recipe.places_apart(domain)
+        for text in read_texts(documents, domain, "train", asked, apart):
             counts[domain] += len(text.encode())
             yield text

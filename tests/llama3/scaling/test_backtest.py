@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llama3.scaling.backtest import Backtest, TaskPoints, backtest, forecast_verdict
@@ -115,7 +115,10 @@ def test_a_back_test_never_sees_what_it_forecasts(seed: int, levels: int) -> Non
         Point(one.run, one.flops, one.nats + 0.3, 1 - one.accuracy, one.n) if one.run == f"size-{levels - 1}" else one
         for one in points
     ]
-    one, changed = backtest(points, CHANCE), backtest(other, CHANCE)
+    try:
+        one, changed = backtest(points, CHANCE), backtest(other, CHANCE)
+    except ValueError:  # by chance these families show nothing to forecast by
+        assume(False)
     assert [row.forecast for row in one.rows] == [row.forecast for row in changed.rows]
     assert all(0 <= row.expected.low <= row.forecast.accuracy.low for row in one.rows)
     assert all(row.forecast.accuracy.high <= row.expected.high <= 1 for row in one.rows)

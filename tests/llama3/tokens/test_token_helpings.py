@@ -1,9 +1,8 @@
-"""Sources that stand apart, and helpings: other documents of the same mix."""
+"""Helpings of data: stages that differ in `draw` alone read other tokens of the same mix, and all counts are of what is
+read."""
 
 from __future__ import annotations
 
-from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,108 +11,148 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.recipe.load import RecipeError, parse_recipe, resolved
-from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
-from llama3.tokens.mix import leaves_of
+from llama3.recipe.load import digest
+from llama3.tokens.order import shuffled
 from llama3.tokens.stream import TokenStream
-from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
+from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, stream, write_shards
 
-MANY = [[7, 5, 9, 4, 12, 3, 8, 6] * 20]
-"""Documents of a leaf: long enough that no helping below wraps around."""
-SOURCES = {domain: [{"uri": "x"}] for domain in DOMAINS}
-APART = {**SOURCES, "math": [{"uri": "x"}, {"uri": "new", "name": "gsm"}]}
-
-
-def drawn(draw: int, tokens: int = 160, after: int = 0) -> Recipe:
-    """Return a recipe whose second stage reads helping `draw`; a third of `after` tokens follows it."""
-    later = [stage("c", after)] if after else []
-    return recipe([stage("a", 80), {**stage("b", tokens), "draw": draw}, *later])
+LONG = [[3, 11, 2, 8, 7, 5] * 60] * 4
+"""Documents of each leaf: 2,160 tokens, more than any run here reads."""
+MOST = 4
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("helpings"), drawn(0), MANY)
+    return write_shards(tmp_path_factory.mktemp("shards"), recipe([stage("a", 80)]), LONG, cuts=100)
 
 
-@settings(max_examples=30, deadline=None)
-@given(draws=st.lists(st.integers(1, 4), min_size=2, max_size=3, unique=True), tokens=st.sampled_from([80, 160, 240]))
-def test_helpings_share_no_token_and_have_the_same_mix(shards: Path, draws: list[int], tokens: int) -> None:
-    windows = [TokenStream(shards, drawn(draw, tokens)).read(80, 80 + tokens) for draw in draws]
-    read = Counter(int(token) for window in windows for token in window.tokens if token < 1_000_000_000)
-    assert max(read.values()) == 1
-    mixes = [np.bincount(window.domains, minlength=4).tolist() for window in windows]
-    assert all(mix == mixes[0] for mix in mixes)
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("short"), recipe([stage("a", 80)]), LENGTHS)
 
 
-def test_what_comes_before_a_helping_is_the_same_and_nothing_after_it_repeats(shards: Path) -> None:
-    plain, other = TokenStream(shards, drawn(1, 160, 80)), TokenStream(shards, drawn(2, 160, 80))
-    assert np.array_equal(plain.read(0, 80).tokens, other.read(0, 80).tokens)
-    assert plain.identity(0, 80) == other.identity(0, 80)
-    assert plain.identity(80, 240) != other.identity(80, 240)
-    whole = other.read(0, 320).tokens
-    assert len(set(whole.tolist())) == len(whole)
+def drawn(first: int, second: int, draw: int, mix: str = "base") -> list[dict[str, Any]]:
+    """Return two stages, of which the second reads the helping `draw`."""
+    return [stage("a", first), {**stage("b", second, mix=mix), "draw": draw}]
 
 
-def test_what_is_passed_over_does_not_count_as_read(shards: Path) -> None:
-    plain, other = TokenStream(shards, drawn(1)), TokenStream(shards, drawn(3))
-    assert plain.realised(240) == other.realised(240)
-    assert plain.epochs(240) == other.epochs(240)
-    assert plain.planned(0, 240) == other.planned(0, 240)
-    window = other.read(0, 240)
-    counts = np.bincount(window.domains, minlength=4)
-    assert other.sources(0, 240) == {f"{domain}/s": int(counts[i]) for i, domain in enumerate(DOMAINS)}
-    uses = other.documents(0, 240)
-    tally = other.tally(["source"], 0, 240)
-    assert sum(found["source"]["s"][1] for found in tally.values()) == len({(use.leaf, use.document) for use in uses})
+def leaf_stream(lengths: list[int], number: int, seed: int, name: str, count: int) -> list[int]:
+    """Return the first tokens of a leaf's stream the slow way: document by document, epoch by epoch."""
+    offsets = np.cumsum([0, *lengths]).tolist()
+    tokens: list[int] = []
+    epoch = 0
+    while len(tokens) < count:
+        for row in shuffled(len(lengths), seed, name, epoch).tolist():
+            tokens += [number * 1_000_000 + offsets[row] + place for place in range(lengths[row])]
+        epoch += 1
+    return tokens[:count]
 
 
-def test_an_ordinary_stage_says_nothing_of_helpings(shards: Path) -> None:
-    first, second = TokenStream(shards, drawn(0)).identity(0, 240)["spans"], drawn(0).stages[1]
-    assert len(first) == 1  # equal mixes in a row stay one span
-    assert second.draw == 0
-    assert second.add == {}
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.integers(1, 60),
+    second=st.integers(1, 40),
+    mix=st.sampled_from(["base", "anneal"]),
+    draws=st.lists(st.integers(1, MOST), min_size=2, max_size=2, unique=True),
+    unit=st.sampled_from([None, 3, 32]),
+)
+def test_two_helpings_share_no_token_and_have_the_same_mix(
+    shards: Path, first: int, second: int, mix: str, draws: list[int], unit: int | None
+) -> None:
+    one, other = (TokenStream(shards, recipe(drawn(8 * first, 8 * second, draw, mix), unit=unit)) for draw in draws)
+    begin, end = 8 * first, one.tokens
+    before, helpings = one.read(0, begin), [run.read(begin, end) for run in (one, other)]
+    assert np.array_equal(before.tokens, other.read(0, begin).tokens)
+    assert one.identity(0, begin) == other.identity(0, begin)
+    assert one.identity(begin, end) != other.identity(begin, end)
+    assert np.array_equal(helpings[0].domains, helpings[1].domains)
+    read = [set(window.tokens.tolist()) for window in (before, *helpings)]
+    assert sum(map(len, read)) == len(set.union(*read)) == begin + 2 * (end - begin)
 
 
-def apart(add: dict[str, str], draw: int = 0) -> Recipe:
-    return recipe([stage("a", 200), {**stage("b", 400), "add": add, "draw": draw}], sources=APART)
+@pytest.mark.parametrize("unit", [None, 5, 64])
+@pytest.mark.parametrize("weights", [None, {"general": [2, 1], "code": [0.3, 0.1, 0.2]}])
+@pytest.mark.parametrize("lengths", [LONG, LENGTHS], ids=["within an epoch", "many epochs"])
+def test_a_helping_begins_as_often_its_own_need_further_on(
+    tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None, lengths: list[list[int]]
+) -> None:
+    """Against leaves read the slow way: what is passed over is passed over, and a later stage goes on behind it."""
+    stages = [*drawn(200, 104, 3), stage("c", 120), {**stage("d", 80), "draw": 1}, stage("e", 48, mix="anneal")]
+    asked = recipe(stages, unit=unit, weights=weights, seed=3)
+    run = TokenStream(write_shards(tmp_path, asked, lengths), asked)
+    window = run.read(0, run.tokens)
+    leaves = [leaf_stream(lengths[number % 4], number, 3, leaf.name, 4000) for number, leaf in enumerate(run.leaves)]
+    leaf_of, places = window.tokens // 1_000_000, [0] * len(leaves)
+    assert [(span.start, span.end) for span in run.spans] == [(0, 200), (200, 304), (304, 424), (424, 504), (504, 552)]
+    for span, draw in zip(run.spans, [0, 3, 0, 1, 0], strict=True):
+        for number, leaf in enumerate(leaves):
+            here = window.tokens[span.start : span.end][leaf_of[span.start : span.end] == number].tolist()
+            begin = places[number] + draw * len(here)
+            assert here == leaf[begin : begin + len(here)]
+            places[number] = begin + len(here)
 
 
-def test_a_source_that_stands_apart_is_a_leaf_that_no_mix_draws_from(tmp_path: Path) -> None:
-    asked = apart({"gsm": "30%"})
-    assert [leaf.name for leaf in leaves_of(asked)] == ["general", "math", "math.gsm", "code", "multilingual"]
-    stream = TokenStream(write_shards(tmp_path, asked, LENGTHS), asked)
-    taken = dict(zip((leaf.name for leaf in stream.leaves), stream.consumed(200).tolist(), strict=True))
-    assert taken["math.gsm"] == 0
-    later = dict(zip((leaf.name for leaf in stream.leaves), stream.consumed(600).tolist(), strict=True))
-    assert {name: later[name] - taken[name] for name in later} == {
-        "general": 140, "math": 70, "math.gsm": 120, "code": 48, "multilingual": 22,
-    }  # fmt: skip
-    assert stream.planned(200, 600)["math"] == Fraction(190)
-    window = stream.read(200, 600)
-    assert (window.tokens // 1_000_000 == 2).sum() == 120
-    planned = stream.planned_sources(200, 600)
-    assert sum(planned.values()) == 400
+def test_stages_that_read_a_later_helping_are_spans_of_their_own(shards: Path) -> None:
+    """Else the length of the second would decide what the first reads."""
+    first = [*drawn(80, 80, 2), {**stage("c", 80), "draw": 2}]
+    longer = [*drawn(80, 80, 2), {**stage("c", 800), "draw": 2}]
+    one, other = (TokenStream(shards, recipe(stages)) for stages in (first, longer))
+    assert np.array_equal(one.read(80, 160).tokens, other.read(80, 160).tokens)
+    assert one.identity(80, 160) == other.identity(80, 160)
 
 
-def test_the_arms_of_a_study_share_shards_and_the_stage_before(tmp_path: Path) -> None:
-    control, arm = (apart({}, draw=1), apart({"gsm": "30%"}, draw=1))
-    shards = write_shards(tmp_path, arm, LENGTHS)
-    assert [leaf.name for leaf in leaves_of(control)] == [leaf.name for leaf in leaves_of(arm)]
-    streams = [TokenStream(shards, asked) for asked in (control, arm)]
-    assert np.array_equal(streams[0].read(0, 200).tokens, streams[1].read(0, 200).tokens)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), unit=st.sampled_from([None, 3, 32]))
+def test_reads_agree_under_any_split_across_what_is_passed_over(
+    short: Path, data: st.DataObject, unit: int | None
+) -> None:
+    run = TokenStream(short, recipe([*drawn(96, 200, 2), stage("c", 104)], unit=unit))
+    whole = run.read(0, run.tokens + 1)
+    edges = sorted(data.draw(st.lists(st.integers(0, run.tokens + 1), max_size=6)))
+    for start, stop in zip([0, *edges], [*edges, run.tokens + 1], strict=True):
+        part = run.read(start, stop)
+        for name in ("tokens", "segments", "domains"):
+            assert np.array_equal(getattr(part, name), getattr(whole, name)[start:stop])
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"stages": [{**stage("a", 80), "add": {"other": "10%"}}]}, "'other' is no source that stands apart"),
-    "too much": ({"stages": [{**stage("a", 80), "add": {"gsm": "100%"}}]}, "leave nothing for the mix"),
-    "twice": ({"sources": {**APART, "code": [{"uri": "x"}, {"uri": "y", "name": "gsm"}]}}, "stands twice"),
-    "nothing pooled": ({"sources": {**SOURCES, "math": [{"uri": "x", "name": "gsm"}]}}, "all of sources.math"),
-}  # fmt: skip
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), lengths=st.sampled_from(["short", "long"]))
+def test_counts_are_of_what_is_read(shards: Path, short: Path, data: st.DataObject, lengths: str) -> None:
+    run = TokenStream(shards if lengths == "long" else short, recipe([*drawn(96, 200, 2), stage("c", 104)]))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, run.tokens), min_size=2, max_size=2)))
+    window, uses = run.read(start, stop), run.documents(start, stop)
+    counts = np.bincount(window.domains, minlength=4).tolist()
+    before, after = run.realised(start), run.realised(stop)
+    assert [after[domain] - before[domain] for domain in after] == counts
+    assert [run.sources(start, stop)[f"{domain}/s"] for domain in after] == counts
+    tallied = run.tally(["source"], start, stop)
+    for domain, count in zip(after, counts, strict=True):
+        tokens, documents = tallied[domain]["source"].get("s", [0, 0])
+        assert tokens == count == sum(use.last - use.first + 1 for use in uses if use.leaf == domain)
+        assert documents >= len({(use.document, use.epoch) for use in uses if use.leaf == domain})
 
 
-@pytest.mark.parametrize(("change", "words"), BAD.values(), ids=BAD)
-def test_what_is_refused(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe({**resolved(apart({})), **change}, "recipe")
-    assert words in str(caught.value)
+def test_epochs_and_their_limit_count_what_is_read(short: Path) -> None:
+    """A hundred helpings are passed over; only one of them is read."""
+    run = TokenStream(short, recipe(drawn(96, 200, 100), tokens={"max_epochs": 3}))
+    run.check()
+    assert (
+        run.epochs(run.tokens)["code"] == run.realised(run.tokens)["code"] / 30 == pytest.approx(296 * 0.17 / 30, 0.02)
+    )
+    assert sum(run.planned(0, run.tokens).values()) == run.tokens
+
+
+STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
+
+
+@pytest.mark.parametrize(
+    ("weights", "known"),
+    [(None, "1cbbd8c88a27bd1f"), ({"general": [2, 1], "code": [0.3, 0.1, 0.2]}, "cc66015fcc336fa1")],
+)
+def test_without_helpings_and_additions_identities_and_tokens_are_what_they_always_were(
+    tmp_path: Path, weights: dict[str, list[float]] | None, known: str
+) -> None:
+    """Digests from before there were any: another one would train every stage of every run again."""
+    run = stream(tmp_path, recipe(STAGES, weights=weights, seed=3))
+    found = [run.identity(0, run.tokens), run.identity(0, 600), run.read(0, run.tokens).tokens.tolist()]
+    assert digest(found).startswith(known)

@@ -1,0 +1,166 @@
+"""Sources that stand apart: leaves of their own, from which only stages that add them read."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama3.recipe.load import resolved
+from llama3.recipe.schema import Recipe
+from llama3.tokens.mix import leaf_shares, leaves_of
+from llama3.tokens.shards import tokenise
+from llama3.tokens.stream import TokenStream
+from llama3.tokens.tokenizer import Tokenizer, make_tokenizer
+from tests.llama3.tokens.token_samples import recipe, stage, write_documents, write_shards
+
+POOLED: list[dict[str, Any]] = [{"uri": "x"}, {"uri": "new", "name": "gsm"}, {"uri": "y"}]
+WEIGHTED: list[dict[str, Any]] = [{"uri": "x", "weight": 2}, {"uri": "new", "name": "gsm"}, {"uri": "y", "weight": 1}]
+LONG = [[3, 11, 2, 8, 7, 5] * 80]
+
+
+def asked(stages: list[dict[str, Any]], math: list[dict[str, Any]] | None = None, **more: Any) -> Recipe:
+    """Return a recipe of `stages` whose domain math has the sources `math`, and code a source `apps` apart."""
+    plain = resolved(recipe([stage("a", 80)], **more))
+    code = [*plain["sources"]["code"], {"uri": "new", "name": "apps"}]
+    sources = {**plain["sources"], "math": math or POOLED, "code": code}
+    return Recipe.model_validate({**plain, "sources": sources, "stages": stages})
+
+
+def adding(name: str, tokens: int, **shares: str) -> dict[str, Any]:
+    return {**stage(name, tokens), "add": shares}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards"), asked([stage("a", 80)]), LONG, cuts=200)
+
+
+@pytest.mark.parametrize(
+    ("math", "names"),
+    [
+        (POOLED, ["general", "math", "math.gsm", "code", "code.apps", "multilingual"]),
+        (WEIGHTED, ["general", "math-0", "math-2", "math.gsm", "code", "code.apps", "multilingual"]),
+        ([{"uri": "new", "name": "gsm"}], None),
+    ],
+)
+def test_a_named_source_is_a_leaf_of_its_own(math: list[dict[str, Any]], names: list[str] | None) -> None:
+    if names is None:
+        with pytest.raises(ValueError, match="all of sources.math stand apart"):
+            asked([stage("a", 80)], math)
+        return
+    leaves = leaves_of(asked([stage("a", 80)], math))
+    assert [leaf.name for leaf in leaves] == names
+    assert sum(leaf.weight for leaf in leaves if leaf.domain == "math" and not leaf.apart) == 1
+
+
+@given(
+    parts=st.lists(st.integers(0, 50), min_size=4, max_size=4).filter(any),
+    added=st.tuples(st.integers(0, 4999), st.integers(0, 4999)),
+    math=st.sampled_from([POOLED, WEIGHTED]),
+)
+def test_shares_are_exact_and_whole(parts: list[int], added: tuple[int, int], math: list[dict[str, Any]]) -> None:
+    leaves = leaves_of(asked([stage("a", 80)], math))
+    domains = list(dict.fromkeys(leaf.domain for leaf in leaves))
+    mix = {domain: Fraction(part, sum(parts)) for domain, part in zip(domains, parts, strict=True)}
+    extra = {name: Fraction(part, 10_000) for name, part in zip(("gsm", "apps"), added, strict=True)}
+    found = dict(zip(leaves, leaf_shares(leaves, mix, extra), strict=True))
+    assert sum(found.values()) == 1
+    assert {leaf.apart: share for leaf, share in found.items() if leaf.apart} == extra
+    for domain in domains:
+        rest = sum(share for leaf, share in found.items() if leaf.domain == domain and not leaf.apart)
+        assert rest == mix[domain] * (1 - sum(extra.values()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(1, 60), unit=st.sampled_from([None, 5, 32]), share=st.sampled_from(["30%", "12.5%", "0.1%"]))
+def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
+    shards: Path, tokens: int, unit: int | None, share: str
+) -> None:
+    stages = [stage("a", 8 * tokens), adding("b", 8 * tokens, gsm=share), stage("c", 8 * tokens)]
+    run = TokenStream(shards, asked(stages, unit=unit))
+    window, number = run.read(0, run.tokens), [leaf.name for leaf in run.leaves].index("math.gsm")
+    fresh = window.tokens // 1_000_000 == number
+    whole = Fraction(share.rstrip("%")) / 100 * 8 * tokens
+    begin, end = 8 * tokens, 16 * tokens
+    assert not fresh[:begin].any()
+    assert not fresh[end:].any()
+    assert abs(int(fresh.sum()) - whole) < 1
+    assert run.planned(begin, end)["math"] == whole + (8 * tokens - whole) / 4
+    assert run.planned_sources(begin, end)["math/s"] == run.planned(begin, end)["math"]
+    assert run.realised(run.tokens)["math"] == int((window.domains == 1).sum())
+    span = run.spans[1]
+    for leaf, planned in enumerate(span.deal.shares):
+        read = int((window.tokens[span.start : span.end] // 1_000_000 == leaf).sum())
+        assert abs(read - planned * span.deal.tokens) < 1
+
+
+def test_arms_that_add_different_sources_share_the_stage_before(shards: Path) -> None:
+    """Every arm of an annealing study, the control too, reads a helping from 1 on, so none goes on with the mix before."""
+    helping = {**stage("b", 120), "draw": 1}
+    arms = [
+        TokenStream(shards, asked([stage("a", 200), {**helping, "add": add}]))
+        for add in ({}, {"gsm": "30%"}, {"apps": "30%"})
+    ]
+    assert len({str(run.identity(0, 200)) for run in arms}) == 1
+    assert len({str(run.identity(200, 320)) for run in arms}) == 3
+    assert len({str(run.read(0, 200).tokens.tolist()) for run in arms}) == 1
+
+
+def test_nothing_added_is_no_addition(shards: Path) -> None:
+    one, other = (TokenStream(shards, asked([stage("a", 200), adding("b", 120, **add)])) for add in ({}, {"gsm": "0%"}))
+    assert one.identity(0, 320) == other.identity(0, 320)
+    assert np.array_equal(one.read(0, 320).tokens, other.read(0, 320).tokens)
+
+
+def test_too_much_of_a_named_source_is_refused(tmp_path: Path) -> None:
+    stages = [stage("a", 200), adding("b", 400, gsm="30%")]
+    few = [[100], [100], [2, 5], [100], [100], [100]]
+    folder = write_shards(tmp_path, asked(stages), few)
+    with pytest.raises(ValueError, match=r"120 tokens from sources\.math\.1, which holds 7: .* lower its share in add"):
+        TokenStream(folder, asked(stages, tokens={"max_epochs": 4})).check()
+    none = write_shards(tmp_path / "none", asked(stages), [[100], [100], [], [100], [100], [100]])
+    with pytest.raises(ValueError, match=r"add\.gsm: 120 tokens of math\.gsm asked"):
+        TokenStream(none, asked(stages))
+
+
+@pytest.mark.parametrize("math", [POOLED, WEIGHTED])
+def test_documents_of_a_named_source_get_shards_of_their_own(tmp_path: Path, math: list[dict[str, Any]]) -> None:
+    texts = {domain: [{"text": f"{domain} text"}] for domain in ("general", "code", "multilingual")}
+    lines = [{"text": f"{place} squared is {place**2}", "source_index": place % 3} for place in range(60)]
+    documents = write_documents(tmp_path / "curated", {**texts, "math": lines})
+    Tokenizer([bytes([byte]) for byte in range(256)]).save(tmp_path / "tokenizer")
+    facts = tokenise(asked([stage("a", 80)], math), documents, tmp_path / "tokenizer", tmp_path / "tokens")
+    expected = {"math": {0, 2}, "math.gsm": {1}} if math is POOLED else {"math-0": {0}, "math-2": {2}, "math.gsm": {1}}
+    for leaf, places in expected.items():
+        rows = [row for file in sorted((tmp_path / "tokens" / leaf).glob("*.parquet")) for row in _rows(file)]
+        assert {row["source_index"] for row in rows} == places
+        assert facts["leaves"][leaf]["documents"] == len(rows) == 20 * len(places)
+    assert facts["leaves"]["code.apps"]["documents"] == 0
+    assert facts["documents"]["math"] == 60
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    return rows
+
+
+def test_a_tokenizer_learns_nothing_from_sources_that_stand_apart(tmp_path: Path) -> None:
+    texts = {domain: [{"text": f"{domain} {number:03} " * 20} for number in range(60)] for domain in
+             ("general", "code", "multilingual")}  # fmt: skip
+    plain = [{"text": f"alpha {number:03} " * 20} for number in range(60)]
+    fresh = [{"text": f"qqqqzzzz {number:03} " * 20, "source_index": 1} for number in range(60)]
+    found = []
+    for name, math in (("without", plain), ("with", [*plain, *fresh])):
+        documents = write_documents(tmp_path / name, {**texts, "math": math})
+        sampled = asked([stage("a", 80)], tokenizer={"train": {"vocab": 320, "sample": "40kB"}})
+        found.append(make_tokenizer(sampled, documents, tmp_path / f"{name}-tokenizer")["digest"])
+    assert found[0] == found[1]
+    named = Tokenizer.load(tmp_path / "with-tokenizer")
+    assert not any(b"qq" in token for token in named.base)
