@@ -211,6 +211,28 @@ def plan(
     _tell({}, rows, {}, json_, out_)
 
 
+@bench.command()
+def study(
+    recipe: Annotated[Path, typer.Argument(help="Base recipe of the study that is run.")] = Path(
+        "recipes/experiments/base-cpu.yaml"
+    ),
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,overhead/cpu")] = "",
+    tokens: Annotated[str, typer.Option(help="How long each arm of that study trains.")] = "200K",
+    out_: OutOption = None,
+    work: WorkOption = None,
+) -> None:
+    """Studies: how often intervals hold and nothing is found where nothing is, and what a study adds to its arms."""
+    from llama3.bench.study import StudySession, StudySettings, study_rows
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
+        settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli"), recipe, tokens)
+        with _mistakes():
+            rows = _told(study_rows(StudySession(settings)), json_)
+        _tell({}, rows, {}, json_, out_)
+
+
 @contextmanager
 def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
     """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""

@@ -33,7 +33,7 @@ ANNOTATE_VERSION = 1
 CURATE_VERSION = 2
 READING = ("on_error", "extractor", "repair")
 """Fields of `curate` that decide what is read."""
-LABELS = ("name",)
+LABELS = ("name", "judged")
 """Fields of a source that do not."""
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llama3.data.benchmarks import check_benchmarks
 from llama3.data.filters import read_blocked
@@ -38,13 +38,31 @@ class Surveyed(NamedTuple):
 def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
     """Return what the run will find. Raises RecipeError, one line per fault, if it cannot work here."""
     left_out = check_place(recipe, cluster, root, thorough=True)
-    faults, found = [*check_sources(recipe), *_curation_faults(recipe.curate)], []
+    faults, found = _sources(recipe)
     if not faults:
-        found = survey(recipe)
         faults = [fault for domain in found if (fault := shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
     return Surveyed(found, left_out)
+
+
+def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
+    """Return what is wrong with the sources, or how much is there; of the arms of a study the first one looks.
+
+    What changes before the next arm begins, `collect` notices by the sources' fingerprint.
+    """
+    looked_at = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
+    if _looked.get("at") != looked_at:
+        faults = [*check_sources(recipe), *_curation_faults(recipe.curate)]
+        _looked.update(at=looked_at, found=(faults, [] if faults else survey(recipe)))
+    faults, found = _looked["found"]
+    if faults:
+        _looked.clear()  # somebody may mend it
+    return faults, found
+
+
+_looked: dict[str, Any] = {}
+"""What this process looked at last, and found."""
 
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:

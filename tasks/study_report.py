@@ -66,7 +66,8 @@ def rewrite(studies: Studies, name: str) -> Verdict:
     tags = {"code.commit": record.code, "study.kind": record.kind}
     record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
     verdict = conclude(studies, posed, record, tracker)
-    tracker.close(record.mlflow_run, "FINISHED")
+    ended = datetime.fromisoformat(record.ended).timestamp() if record.ended else None
+    tracker.close(record.mlflow_run, "FINISHED", ended)
     return verdict
 
 

@@ -52,7 +52,10 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         return facts
 
     artifact = ensure_in_scratch(context, "tokenise", design, build)
-    TokenStream(lazy_folder(artifact, 0), recipe).check()
+    stream = TokenStream(lazy_folder(artifact, 0), recipe)
+    stream.check()
+    for line in stream.overlapping_helpings():
+        context.console.say(f"  [yellow]tokenise: {line}[/]")
     return artifact
 
 

@@ -145,6 +145,18 @@ PLAN_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `herd bench plan`, in order."""
 
+STUDY_TARGETS: Mapping[str, Target] = {
+    "alpha/laptop": Target(93, "of 100 ladders"),
+    "alpha/published": Target(93, "of 100 ladders"),
+    "constants/figure": Target(0.5, "% off 16.3T", "at most"),
+    "constants/text": Target(0.5, "% off 10.5T", "at most"),
+    "same/annealing": Target(5, "of 100 studies", "at most"),
+    "same/sources": Target(5, "of 100 studies", "at most"),
+    "overhead/record": Target(5, "% of the arms' time", "at most"),
+    "overhead/cpu": Target(5, "% of the arms' CPU", "at most"),
+}
+"""Every row of `herd bench study`, in order."""
+
 _BOUNDS = {
     **TARGETS,
     **TRAIN_TARGETS,
@@ -153,6 +165,7 @@ _BOUNDS = {
     **EVALUATE_TARGETS,
     **GENERATE_TARGETS,
     **PLAN_TARGETS,
+    **STUDY_TARGETS,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llama3.recipe.judged import ENOUGH
 from llama3.recipe.section import SPECIAL_TOKENS
 from llama3.recipe.units import Share, Tokens
 
@@ -121,7 +122,7 @@ def _reference_faults(recipe: Recipe) -> list[str]:
         weighted = [source for source in pooled if source.weight is not None]
         if weighted and len(weighted) < len(pooled):
             faults.append(f"sources.{domain}: give every source a weight, or none of them")
-    return [*faults, *_apart_faults(recipe)]
+    return [*faults, *_apart_faults(recipe), *_judged_faults(recipe)]
 
 
 def _apart_faults(recipe: Recipe) -> list[str]:
@@ -150,6 +151,29 @@ def _apart_faults(recipe: Recipe) -> list[str]:
             for place, source in enumerate(sources)
             if source.name and source.weight is not None
         ]
+    return faults
+
+
+def _judged_faults(recipe: Recipe) -> list[str]:
+    """Return the sources that stages add though no study found of them what the recipe asks for."""
+    asked, faults = recipe.require_judged, []
+    added = {name for stage in recipe.stages for name, share in stage.add.items() if share}
+    for at, source in (
+        (f"sources.{domain}.{place}.judged", source)
+        for domain, sources in recipe.sources.items()
+        for place, source in enumerate(sources)
+        if asked != "nothing" and source.name in added
+    ):
+        if source.judged is None:
+            faults.append(
+                f"{at}: nothing, but require_judged: {asked} wants a study of {source.name!r}; let it be judged "
+                "(herd study run, kind annealing), write that back (herd study apply), or do not add it"
+            )
+        elif source.judged.says not in ENOUGH[asked]:
+            faults.append(
+                f"{at}: {source.judged.study} says {source.judged.says!r} of {source.name!r}, but require_judged is "
+                f"{asked!r}; do not add it, or judge it again at another share"
+            )
     return faults
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from llama3.recipe.judged import Judged
 from llama3.recipe.section import Name, Section
 from llama3.recipe.units import Bytes, Tokens
 
@@ -30,6 +31,8 @@ class Source(Section):
     name: Name | None = None
     """A source with a name stands apart: no mix draws from it, only stages that name it under `add`. None of its
     documents is held out, so that a model trained on it is scored on the same text as one that is not."""
+    judged: Judged | None = Field(default=None, exclude_if=lambda judged: judged is None)
+    """What a study of kind `annealing` found about it, written by `herd study apply`; changes nothing that is made."""
     system: bool = True
     """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
 

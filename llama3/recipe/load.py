@@ -38,7 +38,7 @@ def parse_recipe(data: object, name: str, overrides: list[str] | None = None) ->
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
     for override in overrides or []:
-        _apply(data, override)
+        apply_override(data, override)
     try:
         refuse_secrets(data, name)  # before anything that would repeat one in a message
     except ValueError as error:
@@ -65,33 +65,35 @@ def digest(data: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Set the field that `override` (`stages.2.for=1M`, `mix.base.math=25%`) names; stages also go by their name."""
-    path, separator, text = override.partition("=")
-    if not separator:
-        raise RecipeError(f"override {override!r}: write field.subfield=value")
-    *parents, last = path.split(".")
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set the field of `data` that `override` names (`stages.2.for=1M`, `mix.base.math=25%`). Raises RecipeError."""
+    (*parents, last), text = override_parts(override)
     place: Any = data
     for key in parents:
         if isinstance(place, list):
-            place = _element(place, key, override)
+            place = place[element(place, key, override)]
         else:
             place = place.setdefault(key, {})
         if not isinstance(place, dict | list):
             raise RecipeError(f"override {override!r}: {key!r} has no fields")
-    value = yaml.safe_load(text)
-    if isinstance(place, list):
-        place[place.index(_element(place, last, override))] = value
-    else:
-        place[last] = value
+    place[element(place, last, override) if isinstance(place, list) else last] = yaml.safe_load(text)
 
 
-def _element(items: list[Any], key: str, override: str) -> Any:
-    named = [item for item in items if isinstance(item, dict) and item.get("name") == key]
+def override_parts(override: str) -> tuple[list[str], str]:
+    """Return the keys that lead to the field of an override, and its value as YAML. Raises RecipeError."""
+    path, separator, text = override.partition("=")
+    if not separator:
+        raise RecipeError(f"override {override!r}: write field.subfield=value")
+    return path.split("."), text
+
+
+def element(items: list[Any], key: str, override: str) -> int:
+    """Return the place in a list that `key` means: an element's `name`, or its number. Raises RecipeError."""
+    named = [place for place, item in enumerate(items) if isinstance(item, dict) and item.get("name") == key]
     if named:
         return named[0]
     if key.isdigit() and int(key) < len(items):
-        return items[int(key)]
+        return int(key)
     raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
 
 

@@ -24,6 +24,8 @@ WHOLE = ("seed", "compute", "sources", "curate", "tokenizer", "tokens", "model",
 """Sections that decide every token of a run, in the order in which they are compared."""
 LABELS = {"model": ("preset", "max_seq")}
 """Fields of them that decide none: a name, a limit. Of `tokens` only the unit decides."""
+REMARKS = ("judged",)
+"""Fields of a source that decide none."""
 LENGTH = ("until", "for", "seq", "batch")
 """Fields of a stage that decide where it ends."""
 ABSENT = object()
@@ -70,6 +72,11 @@ def check_past(trained: Recipe, now: Recipe, position: int) -> None:
 def _decisive(key: str, section: Any) -> Any:
     if not isinstance(section, dict):
         return section
+    if key == "sources":
+        return {
+            domain: [{name: value for name, value in source.items() if name not in REMARKS} for source in sources]
+            for domain, sources in section.items()
+        }
     return {name: value for name, value in section.items() if name not in LABELS.get(key, ())}
 
 

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_v
 from llama3.recipe.checks import check_recipe
 from llama3.recipe.curation import Curate
 from llama3.recipe.data import Source, Tokenizer, TokenShards
+from llama3.recipe.judged import Level, Studied
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.rates import LearningRate, Rate
 from llama3.recipe.rules import GateRule, Metric, default_policy
@@ -219,6 +220,9 @@ class Recipe(Section):
     float8 on GPUs that have it, the rest in bf16; refused elsewhere."""
     sources: dict[Domain, list[Source]]
     """One list per domain: general, math, code, multilingual."""
+    require_judged: Level = Field(default="nothing", exclude_if=lambda level: level == "nothing")
+    """What a study must have found (`judged`) about every source that a stage adds to its mix; the sources of the mixes
+    are what it was compared with. `not hurting`: it helps, or no difference was found."""
     curate: Curate = Curate()
     tokenizer: Tokenizer
     tokens: TokenShards = TokenShards()
@@ -239,6 +243,8 @@ class Recipe(Section):
     """A step whose loss or gradient is not finite: `stop` ends the run, `skip` leaves its update out."""
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()
+    studies: list[Studied] = Field(default_factory=list, exclude_if=lambda studies: not studies)
+    """Studies whose verdicts changed this recipe, written by `herd study apply`; changes nothing that is made."""
 
     @property
     def apart(self) -> dict[str, Domain]:

@@ -201,6 +201,19 @@ class TokenStream:
         if faults:
             raise ValueError("\n".join(faults))
 
+    def overlapping_helpings(self) -> list[str]:
+        """Return a line per leaf that is too short for the helpings up to the run's, which then share documents."""
+        lines, ahead = [], np.zeros(len(self.leaves), np.int64)
+        for span in self.spans:
+            passed, ahead = span.first - ahead, span.first + span.deal.totals
+            for stream, over, end in zip(self._streams, passed.tolist(), ahead.tolist(), strict=True):
+                if over and end > stream.tokens:
+                    lines.append(
+                        f"{stream.name} holds {stream.tokens:,} tokens, and this helping ends at {end:,}: it shares "
+                        "documents with earlier ones; add text, or read fewer helpings"
+                    )
+        return lines
+
     def _refuse_empty(self) -> None:
         for leaf, stream, asked in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
             if asked and not stream.tokens:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llama3.recipe.section import DOMAINS
 from llama3.tokens.inspect import inspect
 from tasks.card import card_of, data_mix_digest
 from tasks.export import export_model
@@ -77,6 +78,13 @@ def test_the_mix_digest_follows_what_decides_the_tokens() -> None:
         data_mix_digest(recipe(), "k", 12 * 256),
     }
     assert len(different - {base}) == 4
+    sources = {**{domain: [{"uri": "x"}] for domain in DOMAINS}, "math": [{"uri": "x"}, {"uri": "y", "name": "new"}]}
+    main, anneal = recipe().model_dump(mode="json", by_alias=True)["stages"]
+    told = {
+        data_mix_digest(recipe(sources=sources, stages=[main, {**anneal, **more}]), "k", end)
+        for more in ({}, {"draw": 1}, {"draw": 2}, {"add": {"new": "20%"}}, {"add": {"new": "30%"}})
+    }
+    assert len(told) == 5
     assert data_mix_digest(recipe(z_loss=1e-4), "k", end) == base
 
 

@@ -13,7 +13,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.section import DOMAINS
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan import make_plan, plan_markdown, shortage, stage_table, summary_lines, tokens_needed
+from tasks.plan import make_plan, plan_markdown, shortage, stage_rows, stage_table, summary_lines, tokens_needed
 from tasks.preflight import check_place, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
@@ -47,6 +47,18 @@ def test_markdown_and_summary_hold_the_same_facts() -> None:
 def test_tokens_needed_add_up_to_the_run() -> None:
     recipe = load_recipe(QUICKSTART)
     assert sum(tokens_needed(recipe, domain) for domain in DOMAINS) == pytest.approx(Schedule(recipe).tokens, abs=4)
+
+
+def test_a_stage_says_what_it_adds_and_needs_it_beside_its_domain() -> None:
+    new = "sources.math=[{uri: installed}, {uri: installed, name: gsm}]"
+    plain, recipe = (load_recipe(QUICKSTART, [new, f"stages.anneal.add={add}"]) for add in ("{}", "{gsm: 30%}"))
+    assert stage_rows(make_plan(plain, []))[-1][-1] == "30/40/22/8"
+    assert stage_rows(make_plan(recipe, []))[-1][-1] == "21/58/15.4/5.6 with 30% gsm"
+    anneal = Schedule(recipe).span("anneal").tokens
+    assert tokens_needed(recipe, "math", "gsm") == round(anneal * 0.3)
+    assert tokens_needed(plain, "math") - tokens_needed(recipe, "math") == pytest.approx(anneal * 0.4 * 0.3, abs=1)
+    fault = shortage(recipe, DomainSurvey("math", 3, 1000, 0, True, "gsm"), 1 / 4)
+    assert re.search(r"sources\.math \(gsm\): .* lower the share of math \(gsm\)", fault)
 
 
 def test_a_short_domain_is_told_with_what_to_do() -> None:

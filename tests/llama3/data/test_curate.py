@@ -215,6 +215,23 @@ def test_the_held_out_split_is_stable_and_disjoint(tmp_path: Path, make_recipe: 
     assert [text for text in fates[1] if draw(text) < threshold(Share.parse("10%"))] == held_out
 
 
+def test_no_document_of_a_source_that_stands_apart_is_held_out(
+    tmp_path: Path, make_recipe: Make, write_jsonl: Write
+) -> None:
+    """And those of the others are the same ones, so that scores compare."""
+    texts = prose(7, 400)
+    old, new = write_jsonl("old.jsonl", texts[:200]), write_jsonl("new.jsonl", texts[200:])
+    held_out = []
+    for name, more in (("without", []), ("with", [{"uri": new, "language": "en", "name": "fresh"}])):
+        sources: dict[str, list[dict[str, Any]]] = {"general": [{"uri": old, "language": "en"}, *more]}
+        chain(make_recipe(sources, held_out="20%"), tmp_path / name)
+        rows = read_back(tmp_path / name)
+        held_out.append({row["text"] for row in rows if row["split"] == "held_out"})
+    assert len(rows) == 400
+    assert 20 <= len(held_out[0]) <= 60
+    assert held_out[0] == held_out[1]
+
+
 def test_near_copies_of_held_out_documents_are_not_trained_on(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write
 ) -> None:

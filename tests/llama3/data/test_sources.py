@@ -159,6 +159,12 @@ def test_a_survey_counts_text_and_says_what_it_left_out(
     assert (cut.documents, cut.complete) == (3, False)
 
 
+def test_a_survey_counts_sources_that_stand_apart_by_themselves(write_jsonl: Write, make_recipe: Make) -> None:
+    pooled, new = write_jsonl("a.jsonl", ["old"] * 10), write_jsonl("b.jsonl", ["fresh"] * 4)
+    found = survey(make_recipe({"general": [{"uri": pooled}, {"uri": new, "name": "web"}], "math": [{"uri": pooled}]}))
+    assert [(one.title, one.documents) for one in found] == [("general", 10), ("math", 10), ("general (web)", 4)]
+
+
 def test_a_fingerprint_changes_with_the_files_and_only_with_them(write_jsonl: Write, make_recipe: Make) -> None:
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["one"])}], "math": [{"uri": "installed"}]})
     before = fingerprint(recipe)

@@ -70,7 +70,7 @@ def test_annealing_arms_differ_in_the_last_stage_alone() -> None:
     control, *others = [run for run in study.runs if run.repeat == 1]
     assert control.arm.name == DEFAULT
     for run in others:
-        assert changed(run.recipe, control.recipe) == [f"stages.{ANNEAL}.add.{run.arm.name}"]
+        assert {key.rpartition(".add")[0] for key in changed(run.recipe, control.recipe)} == {f"stages.{ANNEAL}"}
 
 
 def test_annealing_trains_the_first_half_once() -> None:

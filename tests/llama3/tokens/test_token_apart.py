@@ -47,14 +47,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (POOLED, ["general", "math", "math.gsm", "code", "code.apps", "multilingual"]),
         (WEIGHTED, ["general", "math-0", "math-2", "math.gsm", "code", "code.apps", "multilingual"]),
-        ([{"uri": "new", "name": "gsm"}], None),
     ],
 )
-def test_a_named_source_is_a_leaf_of_its_own(math: list[dict[str, Any]], names: list[str] | None) -> None:
-    if names is None:
-        with pytest.raises(ValueError, match="all of sources.math stand apart"):
-            asked([stage("a", 80)], math)
-        return
+def test_a_named_source_is_a_leaf_of_its_own(math: list[dict[str, Any]], names: list[str]) -> None:
     leaves = leaves_of(asked([stage("a", 80)], math))
     assert [leaf.name for leaf in leaves] == names
     assert sum(leaf.weight for leaf in leaves if leaf.domain == "math" and not leaf.apart) == 1
@@ -102,7 +97,7 @@ def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
 
 
 def test_arms_that_add_different_sources_share_the_stage_before(shards: Path) -> None:
-    """Every arm of an annealing study, the control too, reads a helping from 1 on, so none goes on with the mix before."""
+    """All arms of an annealing study read helpings from 1 on, so that the control too begins a span of its own."""
     helping = {**stage("b", 120), "draw": 1}
     arms = [
         TokenStream(shards, asked([stage("a", 200), {**helping, "add": add}]))

@@ -1,0 +1,111 @@
+"""What a study's answers are worth and what it costs: how often its intervals hold, how often it cries wolf, overhead.
+
+The statistical rows count verdicts on made-up runs whose truth is known, by the code that judges real ones; their
+seeds are fixed, so they come out alike everywhere. The rows of overhead run a small study for real
+(`study_overhead.py`). What this gives up: noise of another kind than the made-up one, of which only real repeats tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llama3.bench.rows import STUDY_TARGETS, Row, measured, rows_of
+from llama3.bench.study_overhead import StudyCost, study_cost
+from llama3.scaling.annealing import false_findings
+from llama3.scaling.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
+from llama3.scaling.recovery import recovery
+
+TRIES = 100
+SOURCES = 3
+"""Data sources of the larger made-up annealing study."""
+PUBLISHED_SIZES = 7
+"""Sizes of each budget of the published ladder, which prints ranges and not how many."""
+NAMED = {"figure": (FIGURE, 16.3e12), "text": (TEXT, 10.5e12)}
+"""Constants as printed, and the tokens that they are known to give at 3.8e25 operations."""
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """What is measured."""
+
+    folder: Path
+    """Where the study and its arms run; empty at first."""
+    only: tuple[str, ...]
+    herd: Sequence[str]
+    """How the command line is started."""
+    recipe: Path
+    """Base recipe of the study that is run."""
+    tokens: str = "200K"
+    """How long each arm trains."""
+
+
+@dataclass(frozen=True)
+class StudySession:
+    """One run of the benchmark."""
+
+    settings: StudySettings
+
+    @cached_property
+    def cost(self) -> StudyCost:
+        given = self.settings
+        return study_cost(given.herd, given.recipe, given.tokens, given.folder)
+
+
+def study_rows(session: StudySession) -> Iterator[Row]:
+    """Yield the rows of `herd bench study`. Raises ValueError as `rows_of`."""
+    return rows_of(session, STUDY_TARGETS, MEASURES)
+
+
+def _alpha(_: StudySession, name: str) -> Row:
+    """Count the ladders whose interval of alpha holds the true one."""
+    if name == "alpha/laptop":
+        return measured(name, recovery(TRIES), "4 budgets, 5 sizes, losses off by 0.2 %")
+    note = f"{len(BUDGETS)} budgets, {PUBLISHED_SIZES} sizes, losses off by 0.2 %"
+    return measured(name, recovery(TRIES, BUDGETS, PUBLISHED_SIZES), note)
+
+
+def _constants(_: StudySession, name: str) -> Row:
+    """Compare the tokens of a published pair of constants with what is known of it."""
+    law, named = NAMED[name.partition("/")[2]]
+    found = law.tokens(FLAGSHIP_FLOPS)
+    return measured(name, 100 * abs(found / named - 1), _said(law, found), tokens=found)
+
+
+def _said(law: PowerLaw, tokens: float) -> str:
+    return f"{law.coefficient:g} C^{law.alpha:g} at {FLAGSHIP_FLOPS:.3g} operations: {tokens / 1e12:.2f}T tokens"
+
+
+def _same(_: StudySession, name: str) -> Row:
+    """Count the annealing studies of arms that are all the control in which a difference is declared."""
+    sources = 1 if name == "same/annealing" else SOURCES
+    found = false_findings(TRIES, sources=sources)
+    return measured(name, found, f"{sources} arm(s) that are the control, 3 repeats, 4 domains and 2 tasks")
+
+
+def _recorded(session: StudySession, name: str) -> Row:
+    cost = session.cost
+    share = 100 * (cost.seconds - cost.arm_seconds) / cost.arm_seconds
+    note = f"{cost.seconds:.1f} s of wall time, {cost.arm_seconds:.1f} s inside its {len(cost.arms)} runs"
+    return measured(name, share, note, seconds=cost.seconds, arm_seconds=cost.arm_seconds)
+
+
+def _cpu(session: StudySession, name: str) -> Row:
+    cost = session.cost
+    alone = sum(cost.arms.values())
+    note = f"study {cost.cpu_s:.1f} CPU s, its {len(cost.arms)} runs each by herd run {alone:.1f} CPU s"
+    return measured(name, 100 * (cost.cpu_s / alone - 1), note, study_cpu_s=cost.cpu_s, arms_cpu_s=cost.arms)
+
+
+MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
+    "alpha/laptop": _alpha,
+    "alpha/published": _alpha,
+    "constants/figure": _constants,
+    "constants/text": _constants,
+    "same/annealing": _same,
+    "same/sources": _same,
+    "overhead/record": _recorded,
+    "overhead/cpu": _cpu,
+}
