@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from flows.bench_output import tell, told
 from flows.terminal import problems
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from llama3.bench.train_session import TrainSession
 
 bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
-out = Console(highlight=False)
 SHARED = Path(__file__).parents[2] / "shared"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
@@ -71,7 +68,7 @@ def data(
             versions = peer_versions(settings.peers)
             session = Session(settings)
             rows = _measure(session, quiet=json_)
-        _tell(session.described, rows, versions, json_, out_)
+        tell(session.described, rows, versions, json_, out_)
 
 
 @bench.command()
@@ -100,7 +97,7 @@ def train(
         )
         with _mistakes():
             rows = _measure_training(session, quiet=json_)
-        _tell({}, rows, session.versions, json_, out_)
+        tell({}, rows, session.versions, json_, out_)
 
 
 @bench.command()
@@ -124,8 +121,8 @@ def storage(
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
         settings = StorageSettings(Path(temporary), size, names, endpoint, bucket)
         with _mistakes(), StorageSession(settings) as session:
-            rows = _told(storage_rows(session), json_)
-        _tell({}, rows, installed(("s3fs", "moto")), json_, out_)
+            rows = told(storage_rows(session), json_)
+        tell({}, rows, installed(("s3fs", "moto")), json_, out_)
 
 
 @bench.command()
@@ -141,7 +138,7 @@ def orchestration(
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
         with _mistakes((ValueError, RuntimeError)):
             rows = overhead_rows(measure_overhead(recipe, Path(temporary)))
-        _tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
+        tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
 
 
 @bench.command()
@@ -169,8 +166,8 @@ def evaluate(
         folder = _empty(work) if work else Path(temporary)
         given = EvaluateSettings(folder, data or _shared("eval") or SHARED / "eval", size, limit, model, names, peers)
         with _mistakes():
-            rows = _told(evaluate_rows(EvaluateSession(given)), json_)
-        _tell({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
+            rows = told(evaluate_rows(EvaluateSession(given)), json_)
+        tell({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
 
 
 @bench.command()
@@ -190,8 +187,8 @@ def generate(
         names = tuple(filter(None, only.split(",")))
         session = GenerateSession(GenerateSettings(folder, size, names, peers or sys.executable))
         with _mistakes():
-            rows = _told(generate_rows(session), json_)
-        _tell({}, rows, session.versions, json_, out_)
+            rows = told(generate_rows(session), json_)
+        tell({}, rows, session.versions, json_, out_)
 
 
 @bench.command()
@@ -207,8 +204,8 @@ def plan(
     names = tuple(filter(None, only.split(",")))
     with _mistakes():
         settings = PlanSettings(names, (sys.executable, "-m", "flows.cli"), str(recipe))
-        rows = _told(plan_rows(PlanSession(settings)), json_)
-    _tell({}, rows, {}, json_, out_)
+        rows = told(plan_rows(PlanSession(settings)), json_)
+    tell({}, rows, {}, json_, out_)
 
 
 @bench.command()
@@ -229,8 +226,8 @@ def study(
         folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
         settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli"), recipe, tokens)
         with _mistakes():
-            rows = _told(study_rows(StudySession(settings)), json_)
-        _tell({}, rows, {}, json_, out_)
+            rows = told(study_rows(StudySession(settings)), json_)
+        tell({}, rows, {}, json_, out_)
 
 
 @contextmanager
@@ -252,59 +249,13 @@ def _restart(job: Path, ranks: int, logs: Path, torchrun: bool) -> float:
 def _measure_training(session: TrainSession, quiet: bool) -> list[Row]:
     from llama3.bench.train import train_rows
 
-    return _told(train_rows(session), quiet)
+    return told(train_rows(session), quiet)
 
 
 def _measure(session: Session, quiet: bool) -> list[Row]:
     from llama3.bench.data import data_rows
 
-    return _told(data_rows(session), quiet)
-
-
-def _told(measured: Iterator[Row], quiet: bool) -> list[Row]:
-    """Return the rows, naming each on standard error as it is measured."""
-    rows = []
-    for row in measured:
-        rows.append(row)
-        if not quiet:
-            problems.print(f"[dim]{row.name}[/]")
-    return rows
-
-
-def _tell(corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
-    from llama3.bench.rows import report
-
-    made = report(rows, corpus, versions)
-    text = json.dumps(made, indent=1)
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    if as_json:
-        print(text)
-        return
-    out.print(_table(rows))
-    out.print(_about(made))
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    from llama3.bench.rows import number
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "value", "unit", "target", "ok", ""):
-        table.add_column(column, justify="right" if column in ("value", "target") else "left", no_wrap=column == "name")
-    verdicts = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
-    for row in rows:
-        value = "-" if row.value is None else number(row.value)
-        table.add_row(row.name, value, row.unit, row.target, verdicts[row.ok], escape(row.note))
-    return table
-
-
-def _about(made: dict[str, Any]) -> str:
-    """Return a line on where and on what this was measured."""
-    machine, corpus = made["machine"], made["corpus"]
-    peers = ", ".join(f"{name} {version}" for name, version in made["peers"].items() if name != "numpy")
-    text = f"; {corpus['documents']:,} documents, {corpus['mb']} MB" if corpus else ""
-    return f"{machine['cpu']}, {machine['cores']} cores{text}; peers: {peers or 'none'}; {made['date']}"
+    return told(data_rows(session), quiet)
 
 
 def _shared(name: str) -> Path | None:

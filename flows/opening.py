@@ -57,7 +57,7 @@ def step_names(recipe: Recipe) -> list[str]:
         stages += [span.name, *([f"advance-{span.name}"] if span.stage.advance else [])]
         if span.ends_stage and span.stage.name in evaluated:
             stages.append(f"evaluate-{span.stage.name}")
-    start = ["start"] if recipe.start else []
+    start = ["start"] if recipe.start and not recipe.start.is_checkpoint else []  # a checkpoint is not made again
     return ["collect", "annotate", "curate", "tokenizer", "tokenise", *start, *stages, "promote"]
 
 

@@ -90,10 +90,12 @@ def _chain(context: Context) -> Iterator[tuple[str, Decision | None]]:
     yield "tokenise", None
     start = import_start(context, tokenizer) if context.recipe.start else None
     yield "start", None
-    checkpoint = evaluation = before = began = None
-    for span in Schedule(context.recipe).trained:
+    checkpoint = evaluation = began = None
+    schedule = Schedule(context.recipe)
+    before = schedule.spans[schedule.given - 1] if schedule.given else None
+    for span in schedule.trained:
         _announce(context, before, span)
-        began = checkpoint if span.begins_stage else began
+        began = (checkpoint or start) if span.begins_stage else began
         checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start, curated)
         yield span.name, None
         if span.stage.advance:

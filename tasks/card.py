@@ -1,7 +1,8 @@
 """What the runs under a root know of a model, for its card.
 
 A query over the run's record, its recipe and the manifests, like a report: what is not found is left out. Shares of
-domains, sources and licences are counted from the token stream itself, up to the checkpoint's position.
+domains, sources and licences are counted from the token stream itself, up to the checkpoint's position and, for a run
+that went on from a checkpoint of another run, from there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Trained:
     def end(self) -> int:
         """Position of the checkpoint."""
         return int(self.checkpoint.facts["end"])
+
+    @property
+    def begin(self) -> int:
+        """Position from which the run trained: above 0 where it went on from a checkpoint of another."""
+        return Schedule(self.recipe).trained[0].start
 
     @property
     def stages(self) -> list[tuple[StageSpan, Artifact]]:
@@ -102,8 +108,8 @@ def _training(trained: Trained, folder: Path) -> Training:
         tokens=trained.end,
         stages=lines,
         mix=_mix(trained, seen) if seen else [],
-        sources=_origins(seen.sources, trained.end) if seen else [],
-        licences=_origins(seen.licences, trained.end) if seen else [],
+        sources=_origins(seen.sources, seen.stop - seen.start) if seen else [],
+        licences=_origins(seen.licences, seen.stop - seen.start) if seen else [],
         languages=_languages(seen) if seen else [],
         scores=_scores(trained),
         curve=CURVE if lines else "",
@@ -120,22 +126,22 @@ def _line(span: StageSpan, artifact: Artifact) -> StageLine:
 
 
 def _seen(trained: Trained) -> Inspection | None:
-    """Return what lies in the token stream up to the checkpoint; None if the shards are gone."""
+    """Return what the run read of the token stream up to the checkpoint; None if the shards are gone."""
     try:
         shards = trained.step("tokenise")
     except (KeyError, ValueError):
         return None
-    return inspect(lazy_folder(shards, 0), trained.recipe, 0, trained.end, limit=0)
+    return inspect(lazy_folder(shards, 0), trained.recipe, trained.begin, trained.end, limit=0)
 
 
 def _mix(trained: Trained, seen: Inspection) -> list[MixLine]:
-    spans = [span for span, _ in trained.stages]
+    spans, total = [span for span, _ in trained.stages], seen.stop - seen.start
     rows = []
     for domain in DOMAINS:
-        planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span in spans) / trained.end
+        planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span in spans) / total
         count = seen.domains.get(domain, Count(0, 0)).tokens
         if planned or count:
-            rows.append(MixLine(domain, planned, count, count / trained.end))
+            rows.append(MixLine(domain, planned, count, count / total))
     return rows
 
 
@@ -156,7 +162,7 @@ def _scores(trained: Trained) -> dict[str, Score]:
 
 
 def _digests(trained: Trained) -> dict[str, str]:
-    """Return digests of what the model is and was made from, and the commit of the code that made it."""
+    """Return digests of what the model is and was made from, the commit of the code, and the studies behind it."""
     checkpoint, record = trained.checkpoint, trained.record
     found = {
         "checkpoint": checkpoint.label,
@@ -170,6 +176,17 @@ def _digests(trained: Trained) -> dict[str, str]:
         found["data mix"] = data_mix_digest(trained.recipe, checkpoint.manifest.inputs["tokens"], trained.end)
     if trained.recipe.start is not None:
         found["started from"] = trained.recipe.start.origin
+        if "start" in record.steps:
+            found["started from, as an artifact"] = record.steps["start"].artifact
+    return {**found, **_studied(trained.recipe)}
+
+
+def _studied(recipe: Recipe) -> dict[str, str]:
+    """Return the studies that changed the recipe, and what was found about its sources."""
+    found = {f"changed by study {number}": str(study) for number, study in enumerate(recipe.studies, 1)}
+    for domain, source in ((domain, source) for domain, listed in recipe.sources.items() for source in listed):
+        if source.judged is not None:
+            found[f"{domain}: {source.name or source.uri}"] = f"{source.judged} (study {source.judged.study})"
     return found
 
 

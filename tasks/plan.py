@@ -44,7 +44,7 @@ class Plan:
 
     def flops(self) -> tuple[float, float]:
         """Return the run's FLOPs as 6N per token, and with causal attention counted."""
-        model, parts = self.recipe.model, self.schedule.segments
+        model, parts = self.recipe.model, [part for span in self.schedule.trained for part in span.segments]
         pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq)) for part in parts]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
@@ -121,7 +121,7 @@ def _row(plan: Plan, span: StageSpan) -> tuple[str, ...]:
         f"{span.steps:,}",
         seq,
         str(Tokens(last.batch)),
-        f"{_rate(first_rate)} > {_rate(last_rate)}",
+        f"{_rate(first_rate)} > {_rate(last_rate)}" if span in schedule.spans[schedule.given :] else "not trained",
         shares,
     )
 
@@ -140,6 +140,9 @@ def summary_lines(plan: Plan) -> list[str]:
         f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
+    if plan.recipe.start is not None:
+        trained = plan.schedule.tokens - plan.schedule.trained[0].start
+        lines.append(f"start    from {plan.recipe.start.origin}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
         lines.append(f"source   {found.title}: {_found(found)}")
     return lines

@@ -21,10 +21,13 @@ from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.filesystem import is_local, local_path
+from storage.remote_store import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
 from tasks.predict import memory_faults
+from tasks.runs import Runs
+from tasks.start_checkpoint import start_faults
 
 
 class Surveyed(NamedTuple):
@@ -77,7 +80,7 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
         left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
     except ValueError as error:
         wrong = str(error).splitlines()
-    named = [*_tokenizer_faults(recipe), *wrong, *_start_faults(recipe)]
+    named = [*_tokenizer_faults(recipe), *wrong, *_start_faults(recipe, root)]
     if faults := [*_root_faults(root), *_layout_faults(recipe, cluster), *named]:
         raise RecipeError("\n".join(faults))
     return left_out
@@ -156,9 +159,13 @@ def _tokenizer_faults(recipe: Recipe) -> list[str]:
     return [f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"]
 
 
-def _start_faults(recipe: Recipe) -> list[str]:
-    """Return what is wrong with the weights that `start` names, as far as their settings on this machine tell."""
-    if recipe.start is None or not is_local(recipe.start.origin):
+def _start_faults(recipe: Recipe, root: Root) -> list[str]:
+    """Return what is wrong with what `start` names: a checkpoint, or weights as far as those on this machine tell."""
+    if recipe.start is None:
+        return []
+    if recipe.start.format == "checkpoint":
+        return start_faults(open_store(root), Runs(root), recipe)
+    if not is_local(recipe.start.origin):
         return []
     from llama3.export.convert import open_source  # imports torch, which most recipes need not wait for here
     from llama3.export.start import compare_shapes

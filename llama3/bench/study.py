@@ -99,6 +99,11 @@ def _cpu(session: StudySession, name: str) -> Row:
     return measured(name, 100 * (cost.cpu_s / alone - 1), note, study_cpu_s=cost.cpu_s, arms_cpu_s=cost.arms)
 
 
+def _again(session: StudySession, name: str) -> Row:
+    note = "the same study again: Python, Prefect and MLflow started, every run found, verdict and page made anew"
+    return measured(name, session.cost.again_cpu_s, note)
+
+
 MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "alpha/laptop": _alpha,
     "alpha/published": _alpha,
@@ -108,4 +113,5 @@ MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "same/sources": _same,
     "overhead/record": _recorded,
     "overhead/cpu": _cpu,
+    "overhead/again": _again,
 }

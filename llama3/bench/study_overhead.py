@@ -3,7 +3,8 @@
 All begin from copies of one root in which text is curated and tokenised, so both sides train and score and nothing
 else, which their records are asked to confirm. Costs are CPU time of whole trees of processes. What this gives up:
 each run alone starts Python, Prefect and MLflow anew, as a user's would, so the study may cost less than its arms; what
-it spends outside its arms once it runs is the figure of its record, which is wall time.
+it spends outside its arms once it runs is the figure of its record, which is wall time, and the cost of the same
+command given again, which finds every run.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any
 import yaml
 
 from llama3.bench.process_tree import tree_cost
-from llama3.recipe.load import to_yaml
+from llama3.recipe.load import load_recipe, resolved, to_yaml
 from llama3.scaling.posed import Posed, load_study
 
 NAME = "bench-study"
+ARMS: Mapping[str, list[str]] = {"steady": [], "short": ["lr.warmup=10 steps"]}
 DATA = ("collect", "annotate", "curate", "tokenizer", "tokenise")
 """Steps that are done before anything is measured."""
 
@@ -33,6 +35,8 @@ class StudyCost:
 
     cpu_s: float
     """Of the study, with all its runs."""
+    again_cpu_s: float
+    """Of the same command once more, when every run is there: all that the study itself does, and starting."""
     arms: Mapping[str, float]
     """CPU seconds of each run alone, by its name."""
     seconds: float
@@ -46,38 +50,43 @@ def study_cost(herd: Sequence[str], recipe: Path, tokens: str, folder: Path) -> 
 
     Raises ValueError for a recipe that cannot be studied, RuntimeError for a command that fails or work that differs.
     """
-    file = _study_file(recipe, tokens, folder)
+    file = study_file(recipe, tokens, folder)
     posed = load_study(file)
-    recipes = _recipes(posed, folder)
+    recipes = arm_recipes(posed, folder)
     environment = _environment(folder)
     data = folder / "data"
     first = next(iter(recipes.values()))
     tree_cost(_run(herd, first, data, DATA[-1]), folder / "data.log", environment)
     of_study = _copy(data, folder / "study")
-    cost = tree_cost([*herd, "study", "run", str(file), "--root", str(of_study)], folder / "study.log", environment)
-    alone = {name: _alone(herd, one, name, data, folder, environment) for name, one in recipes.items()}
-    _confirm(of_study, len(recipes))
+    command = [*herd, "study", "run", str(file), "--root", str(of_study)]
+    cost = tree_cost(command, folder / "study.log", environment)
     record = json.loads((of_study / "studies" / NAME / "study.json").read_text())
-    return StudyCost(cost.cpu_s, alone, record["seconds"], record["arm_seconds"])
+    again = tree_cost(command, folder / "again.log", environment)
+    alone = {name: _alone(herd, one, data, folder, environment) for name, one in recipes.items()}
+    confirm(of_study, len(recipes))
+    return StudyCost(cost.cpu_s, again.cpu_s, alone, record["seconds"], record["arm_seconds"])
 
 
-def _study_file(recipe: Path, tokens: str, folder: Path) -> Path:
-    """Write the study: the same recipe with a short warm-up and with a shorter one."""
-    plain = yaml.safe_load(recipe.read_text())
-    stage = {**plain["stages"][0], "until": tokens}
+def study_file(recipe: Path, tokens: str, folder: Path) -> Path:
+    """Write the study: the recipe's first stage, `tokens` long, as it is and with a shorter warm-up."""
+    stage = {**resolved(load_recipe(recipe))["stages"][0], "until": tokens, "for": None}
     study = {
         "name": NAME,
         "recipe": str(recipe.absolute()),
-        "set": [f"stages={json.dumps([stage])}", f"lr.cosine.over={tokens}"],
+        "set": [f"stages={json.dumps([stage])}", f"lr.cosine.over={tokens}", "evaluate.after=[]"],
         "seeds": [1, 2],
-        "compare": {"control": "steady", "varies": ["lr.warmup"], "arms": {"steady": [], "short": ["lr.warmup=10 steps"]}},
+        "compare": {
+            "control": "steady",
+            "varies": ["lr.warmup"],
+            "arms": {"steady": [], "short": ["lr.warmup=10 steps"]},
+        },
     }
     file = folder / "study.yaml"
     file.write_text(yaml.safe_dump(study))
     return file
 
 
-def _recipes(posed: Posed, folder: Path) -> dict[str, Path]:
+def arm_recipes(posed: Posed, folder: Path) -> dict[str, Path]:
     """Write the recipe of each run and return it by the run's name."""
     written = {}
     for run in posed.runs:
@@ -102,17 +111,15 @@ def _copy(data: Path, root: Path) -> Path:
     return Path(shutil.copytree(data, root, symlinks=True))
 
 
-def _alone(
-    herd: Sequence[str], recipe: Path, name: str, data: Path, folder: Path, environment: Mapping[str, str]
-) -> float:
+def _alone(herd: Sequence[str], recipe: Path, data: Path, folder: Path, environment: Mapping[str, str]) -> float:
     """Return the CPU time of one run by itself, in a root where its data lie."""
     root = _copy(data, folder / f"alone-{recipe.stem}")
     cost = tree_cost(_run(herd, recipe, root, "evaluate"), folder / f"{recipe.stem}.log", environment)
-    _confirm(root, 1)
+    confirm(root, 1)
     return cost.cpu_s
 
 
-def _confirm(root: Path, runs: int) -> None:
+def confirm(root: Path, runs: int) -> None:
     """Raise RuntimeError unless so many runs under `root` trained and scored a model, and took their data as found."""
     trained = [record for record in _records(root) if set(record["steps"]) - set(DATA)]
     if len(trained) != runs:

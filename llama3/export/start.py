@@ -13,17 +13,29 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from llama3.export.convert import building, open_source
-from llama3.export.names import Source, parameters
+from llama3.export.names import parameters
 from llama3.model.files import save_model
-from llama3.recipe.schema import Model, Start
+from llama3.recipe.schema import Model
+from llama3.recipe.start import Start
 from storage.filesystem import filesystem_of, is_local, listing, local_path
 
 SUFFIXES = (".safetensors", ".json", ".pth", ".bin")
 """Files that a model can consist of (`.bin` to be refused by name)."""
 FREE = {"preset", "max_seq"}
 """Fields of a model that change nothing computed."""
+
+
+class Shaped(Protocol):
+    """What tells the shape of a model."""
+
+    @property
+    def spec(self) -> Model: ...
+
+    @property
+    def rows(self) -> int: ...
 
 
 def import_weights(start: Start, folder: Path, asked: Model | None = None, rows: int | None = None) -> Model:
@@ -33,6 +45,7 @@ def import_weights(start: Start, folder: Path, asked: Model | None = None, rows:
     tokenizer has. Numbers stay as stored; the tokenizer is not copied. Raises ValueError, naming field and values, if
     the weights are no Llama 3, are not of that shape, or `folder` exists.
     """
+    assert start.format != "checkpoint"
     with building(folder) as new, _here(start, folder) as source:
         model = open_source(source, start.format)
         compare_shapes(start, model, asked, rows)
@@ -41,7 +54,7 @@ def import_weights(start: Start, folder: Path, asked: Model | None = None, rows:
     return asked or model.spec
 
 
-def compare_shapes(start: Start, model: Source, asked: Model | None, rows: int | None = None) -> None:
+def compare_shapes(start: Start, model: Shaped, asked: Model | None, rows: int | None = None) -> None:
     """Raise ValueError if `model`, which `start` names, is not of the shape `asked` with `rows` embedding rows."""
     if rows is not None and rows != model.rows:
         raise ValueError(

@@ -89,10 +89,18 @@ def _advance_faults(recipe: Recipe) -> list[str]:
 
 
 def _start_faults(recipe: Recipe) -> list[str]:
-    if recipe.start is None or recipe.tokenizer.use is not None:
+    start, names = recipe.start, [stage.name for stage in recipe.stages]
+    if start is None:
+        return []
+    if start.after is not None:
+        if start.after in names[:-1]:
+            return []
+        left = "is the last stage, so nothing is left to train" if start.after in names else "is no stage"
+        return [f"start.after: {start.after!r} {left}; the stages are {', '.join(names)}"]
+    if recipe.tokenizer.use is not None:
         return []
     return [
-        f"start: weights from {recipe.start.origin} read the ids of their own tokenizer; "
+        f"start: weights from {start.origin} read the ids of their own tokenizer; "
         "write tokenizer: {use: path/to/its/tokenizer.model} in place of train"
     ]
 

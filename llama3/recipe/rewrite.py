@@ -3,7 +3,7 @@
 The YAML parser says where in the text each value stands; the new value is put there, and a comment on the line above.
 A library that reads and writes comments would keep those too, but lays out the whole file anew: aligned columns and
 broken lines are lost. After each change the text is read again and must say exactly the old plus the change. What this
-gives up: files with anchors, whose values stand where they are not meant, are refused if a change would touch them.
+gives up: a value that others stand on (anchors, merged keys) may not be changed this way, and is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml
-from yaml.nodes import MappingNode, Node, SequenceNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from llama3.recipe.load import RecipeError, element
 
@@ -76,7 +76,7 @@ def _set(text: str, node: Node, place: Any, keys: Sequence[str], value: Any, whe
         if rest:
             return _set(text, old, place[number], rest, value, where, flow)
         place[number] = value
-        return f"{text[: _start(old)]}{_flow(value)}{text[_end(old) :]}", _start(old)
+        return f"{text[: _start(old)]}{_flow(value)}{text[_end(text, old) :]}", _start(old)
     if not isinstance(node, MappingNode):
         raise RecipeError(f"{where}: the field before {key!r} has no fields")
     pair = _pair(node, key)
@@ -107,8 +107,7 @@ def _checked(new: str, expected: object, where: str, comment: str, at: int) -> s
 def _commented(text: str, at: int, comment: str) -> str:
     """Put the comment above the line of the character `at`, in place of one that begins alike."""
     begin = text.rfind("\n", 0, at) + 1
-    line = text[begin:].partition("\n")[0]
-    indent = line[: len(line) - len(line.lstrip())]
+    indent = _indent(text, at)
     above = text.rfind("\n", 0, max(0, begin - 1)) + 1
     before = text[above:begin].split()
     alike = bool(begin) and before[:3] == ["#", *comment.split()[:2]]
@@ -118,11 +117,11 @@ def _commented(text: str, at: int, comment: str) -> str:
 def _replaced(text: str, pair: tuple[Node, Node], value: Any, flow: bool) -> Changed:
     """Replace the value of a key: on its line if it is short or within brackets, else as a block below it."""
     key, old = pair
-    start, end, colon = _start(old), _end(old), text.index(":", key.end_mark.index) + 1
+    start, end, colon = _start(old), _end(text, old), text.index(":", key.end_mark.index) + 1
     if not _fits(value, flow):
         return f"{text[:colon]}{_block(value, key.start_mark.column + STEP)}{text[end:]}", _start(key)
     if isinstance(value, dict | list) and _too_wide(text, start, _flow(value)):
-        column = key.start_mark.column + STEP
+        column = len(_indent(text, start)) + STEP
         return f"{text[:colon]}\n{' ' * column}{_flow(value, column)}{text[end:]}", _start(key)
     beside = start > colon and "\n" not in text[colon:start]
     return f"{text[:start] if beside else text[:colon] + ' '}{_flow(value)}{text[end:]}", _start(key)
@@ -131,9 +130,9 @@ def _replaced(text: str, pair: tuple[Node, Node], value: Any, flow: bool) -> Cha
 def _added(text: str, node: SequenceNode, value: Any) -> Changed:
     """Add an element at the end of a list that has some."""
     if not _is_flow(node):
-        at = _line_end(text, _end(node))
+        at = _line_end(text, _end(text, node))
         return f"{text[:at]}\n{' ' * node.start_mark.column}- {_flow(value)}{text[at:]}", at + 1
-    at, column = _end(node.value[-1]), node.value[0].start_mark.column
+    at, column = _end(text, node.value[-1]), node.value[0].start_mark.column
     gap = _gap(text, at, column, _flow(value))
     return f"{text[:at]},{gap}{_flow(value, column)}{text[at:]}", at + 1 + len(gap)
 
@@ -154,10 +153,10 @@ def _inserted(text: str, node: MappingNode, key: str, value: Any, flow: bool) ->
         if not node.value:
             at = _start(node) + 1
             return f"{text[:at]}{_flow({key: value})[1:-1]}{text[at:]}", at
-        at, column = _end(node.value[-1][1]), node.value[0][0].start_mark.column
+        at, column = _end(text, node.value[-1][1]), node.value[0][0].start_mark.column
         gap = _gap(text, at, column, _flow({key: value}))
         return f"{text[:at]},{gap}{_flow({key: value}, column)[1:-1]}{text[at:]}", at + 1 + len(gap)
-    at, column = _line_end(text, _end(node)), node.start_mark.column
+    at, column = _line_end(text, _end(text, node)), node.start_mark.column
     head = f"\n{' ' * column}{_flow(key)}:"
     body = f" {_flow(value)}" if _fits(value, flow) else _block(value, column + STEP)
     return f"{text[:at]}{head}{body}{text[at:]}", at + 1
@@ -179,7 +178,7 @@ def _flow(value: Any, column: int | None = None) -> str:
     """Return plain data as YAML that may stand inside brackets: on one line, or on lines that begin at `column`."""
     width = 10**6 if column is None else WIDTH - column
     listed = yaml.safe_dump([value], default_flow_style=True, width=width, allow_unicode=True, sort_keys=False)
-    return f"\n{' ' * (column or 0)}".join(listed.strip()[1:-1].splitlines())
+    return f"\n{' ' * (column or 0)}".join(listed.strip()[1:-1].split("\n"))
 
 
 def _block(value: dict[str, Any] | list[Any], column: int) -> str:
@@ -204,17 +203,23 @@ def _start(node: Node) -> int:
     return int(node.start_mark.index)
 
 
-def _end(node: Node) -> int:
-    """Return where a value ends; the parser ends a block only where the next token begins, behind comments."""
-    if _is_flow(node) or not isinstance(node, MappingNode | SequenceNode) or not node.value:
-        return int(node.end_mark.index)
+def _end(text: str, node: Node) -> int:
+    """Return where a value ends; the parser ends a block only behind the comments that follow it."""
+    end = int(node.end_mark.index)
+    if isinstance(node, ScalarNode):
+        return len(text[:end].rstrip()) if node.style in ("|", ">") else end
+    if _is_flow(node) or not node.value:
+        return end
     last = node.value[-1]
-    return _end(last[1] if isinstance(last, tuple) else last)
+    return _end(text, last[1] if isinstance(last, tuple) else last)
+
+
+def _indent(text: str, at: int) -> str:
+    """Return the blanks that the line of `at` begins with."""
+    line = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
+    return line[: len(line) - len(line.lstrip())]
 
 
 def _line_end(text: str, at: int) -> int:
-    """Return the end of the line that holds the character before `at`."""
-    if at and text[at - 1] == "\n":  # a block of text ends behind its newline
-        return at - 1
     found = text.find("\n", at)
     return len(text) if found < 0 else found

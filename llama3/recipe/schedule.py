@@ -109,18 +109,20 @@ class Schedule:
         """One per stage of the recipe."""
         following = [span for span in self.spans if span.stage.lr is None] or self.spans
         last = following[-1].segments[-1]
+        self.given = _given(recipe)
+        """How many stages are not trained, because the checkpoint of `start` stands for them."""
         self.fall = (last.first_step + last.steps, last.end)
         """Step and position at which a decay (wsd) ends: the end of the last stage without a rule of its own."""
 
     @property
     def trained(self) -> list[StageSpan]:
         """The spans that are trained as steps of their own, in order: stages, or their parts between gates."""
-        return [part for span in self.spans for part in span.parts]
+        return [part for span in self.spans[self.given :] for part in span.parts]
 
     @property
     def names(self) -> set[str]:
-        """Names of the stages, and of the parts that are trained as steps of their own."""
-        return {name for span in self.trained for name in (span.stage.name, span.name)}
+        """Names of the stages, and of the parts that are steps of their own."""
+        return {name for span in self.spans for part in span.parts for name in (span.stage.name, part.name)}
 
     @property
     def tokens(self) -> int:
@@ -188,6 +190,11 @@ class Schedule:
     def scheduled(self, position: int) -> float:
         """Return the rate that the run's schedule has at `position`, whatever the stage there says."""
         return scheduled_rate(self.rate, self.step_at(position), position, self.fall)
+
+
+def _given(recipe: Recipe) -> int:
+    after = recipe.start.after if recipe.start else None
+    return 0 if after is None else 1 + [stage.name for stage in recipe.stages].index(after)
 
 
 def scheduled_rate(rate: LearningRate, step: int, position: int, fall: tuple[int, int]) -> float:

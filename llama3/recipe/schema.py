@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from llama3.recipe.checks import check_recipe
 from llama3.recipe.curation import Curate
@@ -20,6 +20,7 @@ from llama3.recipe.rates import LearningRate, Rate
 from llama3.recipe.rules import GateRule, Metric, default_policy
 from llama3.recipe.section import Domain, Name, Section
 from llama3.recipe.stage import Stage
+from llama3.recipe.start import Start
 from llama3.recipe.units import Cadence, Duration, Share, Tokens
 
 
@@ -123,21 +124,6 @@ class Spikes(Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
-class Start(Section):
-    """Continued pretraining: weights from elsewhere, a fresh optimizer, and the recipe's own warm-up from zero.
-
-    Positions count from 0. What the weights knew is forgotten without *replay*: keep text like their first training's
-    in the mix; half of the tokens kept nearly all of it in e-Llama (arXiv 2501.09706).
-    """
-
-    origin: str = Field(alias="from", min_length=1)
-    """Folder or URI of the weights; its shape must be that of `model`."""
-    format: Literal["hf", "meta", "herd"] = "hf"
-    """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `herd`: a model folder of ours."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-
 class Keep(Section):
     last: int = Field(default=3, ge=1)
     """Newest checkpoints of a stage that are kept while it trains."""
@@ -234,7 +220,7 @@ class Recipe(Section):
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of log(Z)^2, Z the sum under the softmax, added to the loss; 1e-4 in PaLM, 0 in Llama 3."""
     start: Start | None = None
-    """Weights to go on from; left out, they are drawn from `seed`."""
+    """Weights or checkpoint to go on from; left out, weights are drawn from `seed`."""
     stages: list[Stage] = Field(min_length=1)
     """What is trained, in order; one continuous run over one token stream."""
     checkpoint: Checkpoint = Checkpoint()

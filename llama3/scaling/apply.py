@@ -118,7 +118,7 @@ def _clearness(one: Finding) -> float:
 
 
 def _entry(judged: Judged, keys: Sequence[str]) -> Studied:
-    return Studied(study=judged.study, digest=judged.digest, changed=[".".join(keys)])
+    return Studied(study=judged.study, digest=judged.digest[:DIGITS], changed=[".".join(keys)])
 
 
 def _comment(study: str, digest: str, note: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import llama3.model.files
 from llama3.export.convert import convert
 from llama3.export.start import import_weights
 from llama3.model.files import open_model, read_config
-from llama3.recipe.schema import Start
+from llama3.recipe.start import Start
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
 CODER = tokenizer()

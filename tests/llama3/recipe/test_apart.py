@@ -69,7 +69,7 @@ def test_what_is_refused(words: list[str], math: list[dict[str, Any]] | None, me
 
 
 def test_weights_are_of_the_sources_that_the_mix_draws_from() -> None:
-    weighted = [{"uri": "installed", "weight": 2}, NEW]
+    weighted: list[dict[str, Any]] = [{"uri": "installed", "weight": 2}, NEW]
     assert quickstart("sources.math.0.weight=1", math=weighted).apart == {"gsm": "math"}
     with pytest.raises(RecipeError, match="give every source a weight, or none"):
         quickstart(math=weighted)

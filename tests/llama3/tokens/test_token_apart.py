@@ -147,13 +147,14 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def test_a_tokenizer_learns_nothing_from_sources_that_stand_apart(tmp_path: Path) -> None:
-    texts = {domain: [{"text": f"{domain} {number:03} " * 20} for number in range(60)] for domain in
-             ("general", "code", "multilingual")}  # fmt: skip
-    plain = [{"text": f"alpha {number:03} " * 20} for number in range(60)]
+    domains = ("general", "math", "code", "multilingual")
+    plain: dict[str, list[dict[str, Any]]] = {
+        domain: [{"text": f"{domain} {number:03} " * 20} for number in range(60)] for domain in domains
+    }
     fresh = [{"text": f"qqqqzzzz {number:03} " * 20, "source_index": 1} for number in range(60)]
     found = []
-    for name, math in (("without", plain), ("with", [*plain, *fresh])):
-        documents = write_documents(tmp_path / name, {**texts, "math": math})
+    for name, rows in (("without", plain), ("with", {**plain, "math": [*plain["math"], *fresh]})):
+        documents = write_documents(tmp_path / name, rows)
         sampled = asked([stage("a", 80)], tokenizer={"train": {"vocab": 320, "sample": "40kB"}})
         found.append(make_tokenizer(sampled, documents, tmp_path / f"{name}-tokenizer")["digest"])
     assert found[0] == found[1]

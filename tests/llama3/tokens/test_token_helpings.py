@@ -79,7 +79,7 @@ def test_a_helping_begins_as_often_its_own_need_further_on(
     """Against leaves read the slow way: what is passed over is passed over, and a later stage goes on behind it."""
     stages = [*drawn(200, 104, 3), stage("c", 120), {**stage("d", 80), "draw": 1}, stage("e", 48, mix="anneal")]
     asked = recipe(stages, unit=unit, weights=weights, seed=3)
-    run = TokenStream(write_shards(tmp_path, asked, lengths), asked)
+    run = TokenStream(write_shards(tmp_path, asked, lengths, cuts=100), asked)
     window = run.read(0, run.tokens)
     leaves = [leaf_stream(lengths[number % 4], number, 3, leaf.name, 4000) for number, leaf in enumerate(run.leaves)]
     leaf_of, places = window.tokens // 1_000_000, [0] * len(leaves)
@@ -152,6 +152,10 @@ def test_helpings_that_share_documents_are_told(shards: Path, first: int, second
     totals = [span.deal.totals for span in run.spans]
     ends = totals[0] + (draw + 1) * totals[1]
     assert told == {leaf.name for leaf, end in zip(run.leaves, ends, strict=True) if draw and end > 2160}
+
+
+def test_many_epochs_of_one_helping_are_no_shared_helpings(short: Path) -> None:
+    assert TokenStream(short, recipe(drawn(400, 200, 0))).overlapping_helpings() == []
 
 
 STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
