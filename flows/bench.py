@@ -216,6 +216,9 @@ def study(
     json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,overhead/cpu")] = "",
     tokens: Annotated[str, typer.Option(help="How long each arm of that study trains.")] = "200K",
+    ladder: Annotated[Path, typer.Option(help="Study file whose grid is tried on made-up losses.")] = Path(
+        "recipes/experiments/ladder-llama3.yaml"
+    ),
     out_: OutOption = None,
     work: WorkOption = None,
 ) -> None:
@@ -224,7 +227,7 @@ def study(
 
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
         folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
-        settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli"), recipe, tokens)
+        settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli"), recipe, tokens, ladder)
         with _mistakes():
             rows = told(study_rows(StudySession(settings)), json_)
         tell({}, rows, {}, json_, out_)

@@ -12,17 +12,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from llama3.bench.rows import STUDY_TARGETS, Row, measured, rows_of
 from llama3.bench.study_overhead import StudyCost, study_cost
 from llama3.scaling.annealing import false_findings
+from llama3.scaling.isoflop import NoLaw, Trial, fit_ladder
+from llama3.scaling.posed import ArmRun, load_study
 from llama3.scaling.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
-from llama3.scaling.recovery import recovery
+from llama3.scaling.recovery import Truth, recovery
 
 TRIES = 100
 SOURCES = 3
 """Data sources of the larger made-up annealing study."""
 PUBLISHED_SIZES = 7
 """Sizes of each budget of the published ladder, which prints ranges and not how many."""
+TRUTH, NOISE = Truth(), 0.002
+"""Of the losses made up on the grid of a study file, as of `recovery`."""
 NAMED = {"figure": (FIGURE, 16.3e12), "text": (TEXT, 10.5e12)}
 """Constants as printed, and the tokens that they are known to give at 3.8e25 operations."""
 
@@ -40,6 +46,8 @@ class StudySettings:
     """Base recipe of the study that is run."""
     tokens: str = "200K"
     """How long each arm trains."""
+    ladder: Path = Path("recipes/experiments/ladder-llama3.yaml")
+    """Study whose grid of budgets and sizes is tried on made-up losses."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,32 @@ def _alpha(_: StudySession, name: str) -> Row:
         return measured(name, recovery(TRIES), "4 budgets, 5 sizes, losses off by 0.2 %")
     note = f"{len(BUDGETS)} budgets, {PUBLISHED_SIZES} sizes, losses off by 0.2 %"
     return measured(name, recovery(TRIES, BUDGETS, PUBLISHED_SIZES), note)
+
+
+def _shipped(session: StudySession, name: str) -> Row:
+    """Count them on the grid of a study file: its own shapes, batches and operations, so no even steps."""
+    posed = load_study(session.settings.ladder)
+    if posed.study.ladder is None:
+        raise ValueError(f"--ladder: {session.settings.ladder} is no ladder but a study of kind {posed.study.kind}")
+    runs, budgets = posed.runs, posed.study.ladder.budgets
+    held = sum(
+        _holds([_trial(run, dice) for run in runs], budgets) for dice in map(np.random.default_rng, range(TRIES))
+    )
+    note = f"{len(runs)} runs of {session.settings.ladder.name}, losses off by {NOISE:.1%}; alpha of 6 N D operations"
+    return measured(name, held, note)
+
+
+def _trial(run: ArmRun, dice: np.random.Generator) -> Trial:
+    loss = TRUTH.loss(run.parameters, run.tokens) * (1 + NOISE * dice.normal())
+    return Trial(run.parameters, run.tokens, run.flops, loss, run.name)
+
+
+def _holds(trials: Sequence[Trial], budgets: Sequence[float]) -> bool:
+    try:
+        alpha = fit_ladder(trials, budgets).law.alpha
+    except NoLaw:
+        return False
+    return alpha.low <= TRUTH.alpha <= alpha.high
 
 
 def _constants(_: StudySession, name: str) -> Row:
@@ -107,6 +141,7 @@ def _again(session: StudySession, name: str) -> Row:
 MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "alpha/laptop": _alpha,
     "alpha/published": _alpha,
+    "alpha/shipped": _shipped,
     "constants/figure": _constants,
     "constants/text": _constants,
     "same/annealing": _same,

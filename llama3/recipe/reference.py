@@ -42,7 +42,7 @@ def _collect(model: type[BaseModel], but: Sections, found: list[type[BaseModel]]
 def described(models: Sections, elsewhere: Sections = ()) -> Iterator[str]:
     """Yield the lines that describe `models`; sections `elsewhere` are on the recipe's page and are linked there."""
     for model in models:
-        above = [base for base in model.__bases__ if base in elsewhere]
+        above = [base for base in elsewhere if base in model.__bases__]
         yield from (f"## {model.__name__}", "", _purpose(model), "")
         if above:
             yield from (f"It has the fields of {_link(above[0], elsewhere)}, and:", "")

@@ -16,6 +16,7 @@ from llama3.recipe.load import RecipeError, resolved
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS, Domain
 from llama3.recipe.units import Share
+from llama3.scaling.designs import designed
 from llama3.scaling.study import Annealing, MixSearch, Study
 
 Shares = Mapping[Domain, Fraction]
@@ -47,8 +48,9 @@ def arms_of(study: Study, base: Recipe) -> list[Arm]:
     if study.annealing:
         return _annealing_arms(study.annealing, base)
     assert study.compare is not None
+    control = study.compare.control
     arms = [Arm(name, tuple(overrides)) for name, overrides in study.compare.arms.items()]
-    return sorted(arms, key=lambda arm: arm.name != study.compare.control)
+    return sorted(arms, key=lambda arm: arm.name != control)
 
 
 def control_of(study: Study) -> str:
@@ -69,9 +71,13 @@ def _mix_arms(search: MixSearch, base: Recipe) -> list[Arm]:
     if search.of not in base.mix:
         raise RecipeError(f"mix.of: {search.of!r} is no mix of the recipe; it has {', '.join(base.mix)}")
     shares = {domain: Fraction(base.mix[search.of].get(domain, 0)) for domain in DOMAINS}
-    mixes: dict[str, Shares] = {BASE: shares, **_designed(search, shares), **_listed(search)}
-    same = (override(f"mix.{TOKENIZER}", _text(base.first_mix)), f"tokenizer.train.mix={TOKENIZER}")
-    same = same if base.tokenizer.train else ()
+    mixes: dict[str, Shares] = {
+        BASE: shares,
+        **(designed(search.design, shares) if search.design else {}),
+        **_listed(search),
+    }
+    fixed = (override(f"mix.{TOKENIZER}", _text(base.first_mix)), f"tokenizer.train.mix={TOKENIZER}")
+    same: tuple[str, ...] = fixed if base.tokenizer.train else ()
     arms = [Arm(name, (override(f"mix.{search.of}", _text(mix)), *same), shares=mix) for name, mix in mixes.items()]
     return [*arms, *(Arm(name, (*extra, *same), shares=shares) for name, extra in search.others.items())]
 

@@ -79,7 +79,7 @@ def _repeats(posed: Posed) -> Iterator[str]:
     study = posed.study
     if study.annealing and study.annealing.draws > 1 and len(study.seeds) > 1:
         yield (
-            f"annealing.draws: {study.annealing.draws} helpings of {len(study.seeds)} seeds are no independent repeats; "
+            f"annealing.draws: {study.annealing.draws} helpings of {len(study.seeds)} seeds are not independent; "
             "take several of one of them"
         )
 

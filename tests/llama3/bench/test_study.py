@@ -26,7 +26,10 @@ BUSY = "import time\nwhile time.process_time() < 0.4: pass\n"
 
 
 def session(folder: Path, *only: str, code: str = "import sys; sys.exit(3)") -> StudySession:
-    return StudySession(StudySettings(folder, only, (sys.executable, "-c", code), BASE))
+    settings = StudySettings(
+        folder, only, (sys.executable, "-c", code), BASE, ladder=BASE.with_name("ladder-llama3.yaml")
+    )
+    return StudySession(settings)
 
 
 def herd() -> typer.Typer:
@@ -121,6 +124,13 @@ def test_rows_are_a_table_or_json() -> None:
     assert "constants/figure" in table.output
     plain = CliRunner().invoke(herd(), ["bench", "study", "--only", "constants", "--json"])
     assert [row["ok"] for row in json.loads(plain.stdout)["rows"]] == [True, True]
+
+
+def test_a_ladder_that_is_none_is_refused() -> None:
+    ramp = str(BASE.with_name("ramp-cpu.yaml"))
+    result = CliRunner().invoke(herd(), ["bench", "study", "--only", "alpha/shipped", "--ladder", ramp])
+    assert result.exit_code == 2
+    assert "is no ladder but a study of kind compare" in " ".join(result.output.split())
 
 
 def test_a_row_that_there_is_not_is_refused() -> None:

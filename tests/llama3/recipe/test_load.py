@@ -59,7 +59,7 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
         ("lr.cosine.over=80 steps", "cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
         ("lr.cosine.over=0 steps", "cosine.over: 0 steps is no length"),
         ("start={from: x}", "start: weights from x read the ids of their own tokenizer; write tokenizer: {use"),
-        ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta' or 'herd'"),
+        ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta', 'herd' or 'checkpoint'"),
         ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
         ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
         ("compute=fp16", "compute: 'fp16'"),

@@ -16,7 +16,7 @@ from llama3.scaling.posed import Posed, changed, load_study
 from llama3.scaling.stages import data_digest, once, stage_works
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "experiments"
-SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if not path.name.startswith("base"))
+SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.name.startswith("base"))
 
 
 def posed(folder: Path, text: str) -> Posed:
@@ -26,14 +26,14 @@ def posed(folder: Path, text: str) -> Posed:
     return load_study(path)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_shipped_studies_can_be_run(path: Path) -> None:
     study = load_study(path)
     check_study(study)
     assert len({run.digest for run in study.runs}) == len(study.runs)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_arms_share_their_data(path: Path) -> None:
     assert len({data_digest(run.recipe) for run in load_study(path).runs}) == 1
 

@@ -3,9 +3,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from llama3.scaling.reference import study_reference
 
 PAGE = Path("docs/reference")
+QUOTED = [("choose-a-size", "ladder-cpu"), ("choose-a-mix", "mix-cpu"), ("judge-a-data-set", "judge-cpu")]
 
 
 def test_the_committed_reference_is_the_schema_s() -> None:
@@ -19,3 +22,9 @@ def test_every_section_that_is_named_is_described_on_the_page_that_is_linked() -
     for page, section in links:
         text = (PAGE / page).read_text() if page else study_reference()
         assert f"\n## {section}\n" in text.lower()
+
+
+@pytest.mark.parametrize(("page", "study"), QUOTED, ids=str)
+def test_tutorials_quote_the_studies_that_are_shipped(page: str, study: str) -> None:
+    shipped = Path("recipes/experiments", f"{study}.yaml").read_text().rstrip()
+    assert f"```yaml\n{shipped}\n```" in Path("docs/tutorials", f"{page}.md").read_text()
