@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from llama3.evaluate.gold import PREFIX, gold_key
 from llama3.model.flops import embedding_rows, parameter_count
@@ -25,20 +24,9 @@ from llama3.scaling.shape import shape_changes, shape_for
 from llama3.scaling.verdict import Verdict
 from tasks import forecast_plot
 from tasks.study_backtest import backtest_table
-from tasks.study_page import ViewTable
+from tasks.study_mix import mix_analysis
+from tasks.study_page import Analysis, Figure, ViewTable
 from tasks.study_plots import PARABOLAS, isoflop, ladder_figures
-
-Figure = tuple[str, str, str]
-"""Title, explanation, SVG text."""
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What a study came to, and how that is shown."""
-
-    verdict: Verdict
-    tables: list[ViewTable] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
 
 
 def analyse(posed: Posed, found: Sequence[Outcome], flags: Sequence[str] = ()) -> Analysis:
@@ -54,8 +42,6 @@ def _analysed(posed: Posed, found: Sequence[Outcome]) -> Analysis:
         case "ladder":
             return _ladder(posed, found)
         case "mix":
-            from tasks.study_mix import mix_analysis
-
             return mix_analysis(posed, found)
         case "annealing":
             assert study.annealing is not None

@@ -7,17 +7,17 @@ fit. What this gives up: weights that are not those of the evaluation; the page 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
-from llama3.scaling.arms import BASE
+from llama3.scaling.arm import BASE
 from llama3.scaling.mix_verdict import mix_verdict, weights_of
 from llama3.scaling.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import Posed
-from tasks.study_analysis import Analysis
 from tasks.study_mix_plots import LEFT_OUT, PANELS, SPLIT, against_shares, left_out, split
-from tasks.study_page import ViewTable
+from tasks.study_page import Analysis, Figure, ViewTable
 
 
 def mix_analysis(posed: Posed, found: Sequence[Outcome]) -> Analysis:
@@ -27,15 +27,18 @@ def mix_analysis(posed: Posed, found: Sequence[Outcome]) -> Analysis:
     runs = {run.arm.name: run.arm for run in posed.runs if any(one.arm == run.arm.name for one in found)}
     if BASE not in runs:
         raise ValueError(f"mix: the control arm {BASE} has no finished run; run it too")
-    shares = {
-        name: {domain: float(share) for domain, share in arm.shares.items() if runs[BASE].shares.get(domain)}
+    base: dict[str, Fraction] = {domain: share for domain, share in runs[BASE].shares.items() if share}
+    shares: dict[str, dict[str, float]] = {
+        name: {domain: float(share) for domain, share in arm.shares.items() if domain in base}
         for name, arm in runs.items()
         if name not in search.others
     }
-    base = {domain: share for domain, share in runs[BASE].shares.items() if share}
-    made = fit_mixture(mix_trials(found, shares), weights_of(search.weights, base))
+    weights: dict[str, Fraction] = {domain: share for domain, share in search.weights.items()}  # noqa: C416
+    made = fit_mixture(mix_trials(found, shares), weights_of(weights, base))
     row = np.array([float(base[domain]) for domain in made.domains])
-    bounds = {domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()}
+    bounds: dict[str, tuple[float, float]] = {
+        domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
+    }
     best = propose(made, row, bounds)
     others = [name for name in runs if name != BASE]
     verdict = mix_verdict(made, best, found, BASE, others, search.of)
@@ -71,7 +74,7 @@ def _proposed(made: Mixture, best: Proposal) -> ViewTable:
     return ViewTable("Best blend", note, ["domain", "weight", "share", "95 %", "slope"], rows)
 
 
-def _figures(made: Mixture, best: Proposal) -> list[tuple[str, str, str]]:
+def _figures(made: Mixture, best: Proposal) -> list[Figure]:
     shares = {
         arm: dict(zip(made.domains, row.tolist(), strict=True)) for arm, row in zip(made.arms, made.shares, strict=True)
     }

@@ -73,6 +73,15 @@ class ViewTable:
 
 
 @dataclass(frozen=True)
+class Analysis:
+    """What the analysis of a study hands to its page."""
+
+    verdict: Verdict
+    tables: list[ViewTable] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class StudyView:
     """All that the page shows."""
 

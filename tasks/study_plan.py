@@ -16,7 +16,7 @@ from rich.table import Table
 
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.units import tokens
-from llama3.scaling.arms import Arm
+from llama3.scaling.arm import Arm
 from llama3.scaling.posed import ArmRun, Posed
 from llama3.scaling.stages import data_digest, once, stage_works
 from llama3.train import metrics

@@ -25,9 +25,9 @@ from tasks import pages
 from tasks.cluster import Cluster
 from tasks.runs import RunRecord, Runs
 from tasks.studies import NOTES, PAGE, Studies, StudyRecord, runs_of
-from tasks.study_analysis import Analysis, analyse
+from tasks.study_analysis import analyse
 from tasks.study_outcomes import other_data, outcomes, shared
-from tasks.study_page import ArmRow, StudyView, short, study_html, study_markdown
+from tasks.study_page import Analysis, ArmRow, StudyView, short, study_html, study_markdown
 from tasks.study_plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study
 from tasks.tracking import Point, Tracker
 from tasks.words import clock

@@ -153,6 +153,7 @@ STUDY_TARGETS: Mapping[str, Target] = {
     "constants/text": Target(0.5, "% off 10.5T", "at most"),
     "same/annealing": Target(5, "of 100 studies", "at most"),
     "same/sources": Target(5, "of 100 studies", "at most"),
+    "same/mix": Target(5, "of 100 searches", "at most"),
     "overhead/record": Target(5, "% of the arms' time", "at most"),
     "overhead/cpu": Target(5, "% of the arms' CPU", "at most"),
     "overhead/again": Target(None, "CPU s"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -16,11 +17,15 @@ import numpy as np
 
 from llama3.bench.rows import STUDY_TARGETS, Row, measured, rows_of
 from llama3.bench.study_overhead import StudyCost, study_cost
+from llama3.recipe.section import Domain
 from llama3.scaling.annealing import false_findings
+from llama3.scaling.designs import designed
 from llama3.scaling.isoflop import NoLaw, Trial, fit_ladder
+from llama3.scaling.mixture import MixTrial, fit_mixture, propose
 from llama3.scaling.posed import ArmRun, load_study
 from llama3.scaling.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
 from llama3.scaling.recovery import Truth, recovery
+from llama3.scaling.study import Design
 
 TRIES = 100
 SOURCES = 3
@@ -29,6 +34,10 @@ PUBLISHED_SIZES = 7
 """Sizes of each budget of the published ladder, which prints ranges and not how many."""
 TRUTH, NOISE = Truth(), 0.002
 """Of the losses made up on the grid of a study file, as of `recovery`."""
+MIX: Mapping[Domain, Fraction] = {
+    "general": Fraction("0.5"), "math": Fraction("0.25"), "code": Fraction("0.17"), "multilingual": Fraction("0.08")
+}  # fmt: skip
+"""The published mix (arXiv 2407.21783, section 3.1.2)."""
 NAMED = {"figure": (FIGURE, 16.3e12), "text": (TEXT, 10.5e12)}
 """Constants as printed, and the tokens that they are known to give at 3.8e25 operations."""
 
@@ -119,6 +128,28 @@ def _same(_: StudySession, name: str) -> Row:
     return measured(name, found, f"{sources} arm(s) that are the control, 3 repeats, 4 domains and 2 tasks")
 
 
+def _same_mix(_: StudySession, name: str) -> Row:
+    """Count the searches over mixes that are all as good as the base mix in which another is proposed."""
+    mixes = {"base": MIX, **designed(Design(), MIX)}
+    found = sum(_proposes(mixes, dice) for dice in map(np.random.default_rng, range(TRIES)))
+    return measured(name, found, f"{len(mixes)} mixes around the base, 3 repeats, bits per byte off by {NOISE}")
+
+
+def _proposes(mixes: Mapping[str, Mapping[Domain, Fraction]], dice: np.random.Generator) -> bool:
+    """Return whether a search over mixes that differ by nothing but noise finds one."""
+    trials = [
+        MixTrial(mix, repeat, _plain(shares), {domain: 1 + NOISE * dice.normal() for domain in shares})
+        for mix, shares in mixes.items()
+        for repeat in range(3)
+    ]
+    made = fit_mixture(trials, _plain(MIX))
+    return propose(made, np.array([float(MIX[domain]) for domain in MIX]), {}).significant
+
+
+def _plain(shares: Mapping[Domain, Fraction]) -> dict[str, float]:
+    return {domain: float(share) for domain, share in shares.items()}
+
+
 def _recorded(session: StudySession, name: str) -> Row:
     cost = session.cost
     share = 100 * (cost.seconds - cost.arm_seconds) / cost.arm_seconds
@@ -146,6 +177,7 @@ MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "constants/text": _constants,
     "same/annealing": _same,
     "same/sources": _same,
+    "same/mix": _same_mix,
     "overhead/record": _recorded,
     "overhead/cpu": _cpu,
     "overhead/again": _again,

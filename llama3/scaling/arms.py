@@ -1,4 +1,4 @@
-"""Arms: the changes of a base recipe that a study tries, one function for each kind of study.
+"""The arms of each kind of study: what it changes in its base recipe.
 
 An arm is a name and overrides, as `--set` takes them, so what an arm does can be read, and done by hand. All that two
 arms must not differ in (documents, tokenizer, seeds) is set for all of them in `posed.py`.
@@ -6,9 +6,7 @@ arms must not differ in (documents, tokenizer, seeds) is set for all of them in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -16,32 +14,15 @@ from llama3.recipe.load import RecipeError, resolved
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS, Domain
 from llama3.recipe.units import Share
+from llama3.scaling.arm import ANNEAL, BASE, DEFAULT, TOKENIZER, Arm, Shares, override
 from llama3.scaling.designs import designed
+from llama3.scaling.ladder import ladder_arms
 from llama3.scaling.study import Annealing, MixSearch, Study
-
-Shares = Mapping[Domain, Fraction]
-BASE, DEFAULT, ANNEAL, TOKENIZER = "base", "default", "anneal", "tokenizer"
-"""Control arms of a mix search and of an annealing study; the stage that is annealed; the mix that trains the tokenizer
-of every arm of a mix search."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One change of the base recipe."""
-
-    name: str
-    overrides: tuple[str, ...] = ()
-    budget: float = 0.0
-    """Of a ladder: training operations asked for."""
-    shares: Shares = field(default_factory=dict)
-    """Of a mix search: what it trains on."""
 
 
 def arms_of(study: Study, base: Recipe) -> list[Arm]:
     """Return the arms of a study of `base`, the control first. Raises ValueError naming what is wrong with them."""
     if study.ladder:
-        from llama3.scaling.ladder import ladder_arms
-
         return ladder_arms(study.ladder, base)
     if study.mix:
         return _mix_arms(study.mix, base)
@@ -58,12 +39,6 @@ def control_of(study: Study) -> str:
     if study.compare:
         return study.compare.control
     return {"mix": BASE, "annealing": DEFAULT}.get(study.kind, "")
-
-
-def override(path: str, value: object) -> str:
-    """Return the override that sets `path` to plain data."""
-    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return f"{path}={value}" if plain else f"{path}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _mix_arms(search: MixSearch, base: Recipe) -> list[Arm]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from llama3.recipe.load import RecipeError
 from llama3.recipe.units import tokens
-from llama3.scaling.arms import ANNEAL
+from llama3.scaling.arm import ANNEAL
 from llama3.scaling.posed import ArmRun, Posed, changed
 
 ALWAYS = ("name", "seed", "data_seed")

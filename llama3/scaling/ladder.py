@@ -14,7 +14,7 @@ from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
 from llama3.recipe.load import RecipeError, resolved
 from llama3.recipe.schema import Model, Recipe
 from llama3.recipe.units import Tokens
-from llama3.scaling.arms import Arm, override
+from llama3.scaling.arm import Arm, override
 from llama3.scaling.published import batch_tokens, peak_lr
 from llama3.scaling.study import Ladder
 

@@ -22,7 +22,8 @@ from llama3.model.flops import embedding_rows, parameter_count, trained_flops
 from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.scaling.arms import ANNEAL, Arm, arms_of, control_of
+from llama3.scaling.arm import ANNEAL, Arm
+from llama3.scaling.arms import arms_of, control_of
 from llama3.scaling.study import Study
 from storage.artifact import flatten
 from storage.secrets import refuse_secrets

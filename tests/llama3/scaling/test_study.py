@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llama3.recipe.load import RecipeError
-from llama3.scaling.arms import ANNEAL, BASE, DEFAULT
+from llama3.scaling.arm import ANNEAL, BASE, DEFAULT
 from llama3.scaling.checks import check_study
 from llama3.scaling.ladder import per_token
 from llama3.scaling.posed import Posed, changed, load_study
