@@ -186,7 +186,9 @@ def _studied(recipe: Recipe) -> dict[str, str]:
     found = {f"changed by study {number}": str(study) for number, study in enumerate(recipe.studies, 1)}
     for domain, source in ((domain, source) for domain, listed in recipe.sources.items() for source in listed):
         if source.judged is not None:
-            found[f"{domain}: {source.name or source.uri}"] = f"{source.judged} (study {source.judged.study})"
+            found[f"{domain}: {source.name or source.uri}"] = (
+                f"{source.judged} (study {source.judged.study} {source.judged.digest})"
+            )
     return found
 
 

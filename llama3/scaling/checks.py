@@ -12,6 +12,7 @@ from llama3.recipe.load import RecipeError
 from llama3.recipe.units import tokens
 from llama3.scaling.arm import ANNEAL
 from llama3.scaling.posed import ArmRun, Posed, changed
+from llama3.scaling.stages import once
 
 ALWAYS = ("name", "seed", "data_seed")
 """Fields that the study itself sets."""
@@ -115,7 +116,7 @@ def _ladder(posed: Posed) -> Iterator[str]:
 
 
 def _cost(posed: Posed, runs: Sequence[ArmRun]) -> Iterator[str]:
-    limit, total = posed.study.limits.flops, sum(run.flops for run in runs)
+    limit, total = posed.study.limits.flops, sum(work.flops for work in once(runs).values())
     if limit is not None and total > limit:
         yield (
             f"limits.flops: the runs take {total:.3g} operations on {tokens(sum(run.tokens for run in runs))} tokens, "

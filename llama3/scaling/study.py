@@ -77,8 +77,8 @@ class Design(Section):
     """How the arms of a mix search are laid out (`llama3/scaling/designs.py`)."""
 
     kind: Literal["around", "lattice", "draws"] = "around"
-    """`around`: the base mix, and a step towards and away from each domain; `lattice`: a simplex lattice inside the
-    bounds; `draws`: Dirichlet draws around the base mix (RegMix, arXiv 2407.01492)."""
+    """`around`: the base mix, and a step towards and away from each domain; `lattice`: a simplex lattice above half
+    of each base share; `draws`: Dirichlet draws around the base mix (RegMix, arXiv 2407.01492)."""
     step: Share = Share.parse("10%")
     """`around`: how far a domain's share is moved."""
     degree: int = Field(default=3, ge=1)
