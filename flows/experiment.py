@@ -55,6 +55,7 @@ def run_study(config: StudyParameters) -> Outcome:
                 f"{', '.join(lacking)}; their logs are in {context.studies.place(context.record.name) / 'logs'}; the "
                 "same command goes on with them"
             )
+        context.ends("finished")  # so that the page says so
         verdict = conclude(context.studies, context.posed, context.record, context.tracker)
         for line in verdict.headline:
             context.console.say(f"  [bold]{escape(line)}[/]")

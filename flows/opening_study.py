@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import UUID
 
 import httpx
@@ -50,10 +50,18 @@ class StudyContext:
     record: StudyRecord
     tracker: Tracker
     console: Console
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def root(self) -> Root:
         return self.studies.root
+
+    def ends(self, state: State, error: str = "") -> None:
+        """Write how the study stands now, and what it took so far."""
+        record, until = self.record, time.monotonic()
+        record.state, record.error, record.ended = state, error, now()
+        record.seconds, self.began = record.seconds + until - self.began, until
+        self.studies.save(record)
 
 
 @contextmanager
@@ -141,22 +149,19 @@ def _track(context: StudyContext) -> None:
 @contextmanager
 def _closing(context: StudyContext) -> Iterator[None]:
     """Write how the study ended into its record and into MLflow, whatever ended it."""
-    began = time.monotonic()
-    state: State = "finished"
-    status, error = "FINISHED", ""
+    status = "FINISHED"
     try:
         yield
+        context.ends("finished")
     except Exception as raised:
-        state, status, error = "failed", "FAILED", f"{type(raised).__name__}: {raised}"
+        status = "FAILED"
+        context.ends("failed", f"{type(raised).__name__}: {raised}")
         raise
     except BaseException as raised:
-        state, status, error = ending(raised), "KILLED", type(raised).__name__
+        status = "KILLED"
+        context.ends(ending(raised), type(raised).__name__)
         raise
     finally:
-        record = context.record
-        record.state, record.error, record.ended = state, error, now()
-        record.seconds += time.monotonic() - began
-        context.studies.save(record)
-        if record.mlflow_run:
-            context.tracker.close(record.mlflow_run, status)
+        if context.record.mlflow_run:
+            context.tracker.close(context.record.mlflow_run, status)
         pages.flush()

@@ -155,8 +155,6 @@ def list_(root: RootOption = DEFAULT_ROOT) -> None:
     from tasks.studies import Studies
 
     with mistakes():
-        studies = Studies(Root.of(root))
-        for name in studies.names():
-            record = studies.find(name)
+        for record in Studies(Root.of(root)).standing():
             said = "; ".join(record.verdict.headline) if record.verdict else record.error
-            out.print(f"{name:<20}{record.digest[:12]}  {record.state:<12}{escape(said)}")
+            out.print(f"{record.name:<20}{record.digest[:12]}  {record.state:<12}{escape(said)}")

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from llama3.scaling.posed import ArmRun, Posed, load_study
 from llama3.scaling.verdict import Verdict
 from storage.filesystem import write_atomic
+from storage.lease import holders
 from storage.root import Root
 from tasks.runs import RunRecord, Runs, State
 
@@ -76,6 +77,16 @@ class Studies:
         """Return the record of a study, if there is one."""
         text = self.root.read(FOLDER, name, RECORD)
         return StudyRecord.model_validate_json(text) if text else None
+
+    def standing(self) -> list[StudyRecord]:
+        """Return every study as it stands; one that says running and that nobody works on was interrupted."""
+        records = [self.find(name) for name in self.names()]
+        running = [f"{FOLDER}/{record.name}" for record in records if record.state == "running"]
+        held = holders(self.root, running) if running else {}
+        for record in records:
+            if record.state == "running" and not held.get(f"{FOLDER}/{record.name}"):
+                record.state, record.error = "interrupted", f"its process is gone; go on with: {record.command}"
+        return records
 
     def posed(self, name: str) -> Posed:
         """Return the question as it was asked. Raises ValueError if there is no such study."""

@@ -83,7 +83,8 @@ def _annealing_arms(asked: Annealing, base: Recipe) -> list[Arm]:
     def arm(name: str, add: dict[str, str]) -> Arm:
         stage = {**kept[-1], "name": ANNEAL, "until": None, "for": str(asked.length), "mix": mix, "add": add}
         stage |= {"lr": "linear to 0", "average": None, "advance": {}, "draw": 0}
-        return Arm(name, (sources, override("stages", [*kept, stage]), override("evaluate.after", [])))
+        free = "require_judged=nothing"  # the study is what supplies the judgements
+        return Arm(name, (sources, free, override("stages", [*kept, stage]), override("evaluate.after", [])))
 
     return [arm(DEFAULT, {}), *(arm(name, {name: str(asked.share)}) for name in asked.new)]
 
