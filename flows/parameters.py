@@ -63,7 +63,8 @@ def _steps(position: int) -> Callable[[Schema], None]:
     return drawn
 
 
-def _field(position: int, title: str, default: Any, description: str) -> Any:
+def field_at(position: int, title: str, default: Any, description: str) -> Any:
+    """Return a field that the form draws at `position` under `title`."""
     return Field(default=default, title=title, description=description, json_schema_extra={"position": position})
 
 
@@ -91,7 +92,7 @@ class RootParameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    root: str = _field(90, "Root", "", "Folder or s3://bucket/prefix; empty: HERD_ROOT of the worker, or herd-data.")
+    root: str = field_at(90, "Root", "", "Folder or s3://bucket/prefix; empty: HERD_ROOT of the worker, or herd-data.")
 
     @property
     def root_at(self) -> Root:
@@ -119,14 +120,14 @@ class PlaceParameters(RootParameters):
 class StageParameters(PlaceParameters):
     """A recipe, up to the step that the deployment is for."""
 
-    recipe: str = _field(
+    recipe: str = field_at(
         0, "Recipe", "recipes/quickstart.yaml", "A YAML file, relative to the checkout; empty: quickstart."
     )
-    change: RecipeChange = _field(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
-    overrides: list[str] = _field(
+    change: RecipeChange = field_at(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = field_at(
         2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
     )
-    new: bool = _field(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
+    new: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
 
     def settled(self, until: str = "") -> PipelineParameters:
         """Return what is to be run, with the form's section folded into the overrides."""
@@ -138,7 +139,7 @@ class StageParameters(PlaceParameters):
 class PipelineParameters(StageParameters):
     """A recipe from raw text to a promoted model."""
 
-    until: str = _field(3, "Stop after", "", "Step to stop after: curate, tokenise, a stage, ...; empty: do all.")
+    until: str = field_at(3, "Stop after", "", "Step to stop after: curate, tokenise, a stage, ...; empty: do all.")
     rerun_of: SkipJsonSchema[str] = Field(default="", exclude=True)
     """Earlier run whose recipe is taken instead of the file. Not drawn: the deployment `rerun` is the form for it.
 
@@ -159,19 +160,19 @@ class PipelineParameters(StageParameters):
 class RerunParameters(PlaceParameters):
     """An earlier run once more, from a step on or with changes; what is upstream of them is reused."""
 
-    run: str = _field(0, "Run", LATEST, "Name of an earlier run, such as quickstart-7; latest: the newest.")
+    run: str = field_at(0, "Run", LATEST, "Name of an earlier run, such as quickstart-7; latest: the newest.")
     from_step: str = Field(
         default=NOTHING,
         title="Redo from",
         description="Step from which all is made anew, even if nothing changed; pretrain is the first stage.",
         json_schema_extra=_steps(1),
     )
-    stage: str = _field(
+    stage: str = field_at(
         2, "Or redo from", "", "The same for a step that is not in the list: a stage of your own recipe."
     )
-    change: RecipeChange = _field(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
-    overrides: list[str] = _field(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
-    until: str = _field(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
+    change: RecipeChange = field_at(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = field_at(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
+    until: str = field_at(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
 
     def settled(self, run: str) -> PipelineParameters:
         """Return what is to be run: `run` once more. Raises ValueError if two steps are named to redo from."""
@@ -191,7 +192,7 @@ class RerunParameters(PlaceParameters):
 class CheckpointParameters(PlaceParameters):
     """A checkpoint to score or to judge, by the recipe of the run that made it."""
 
-    checkpoint: str = _field(
+    checkpoint: str = field_at(
         0,
         "Checkpoint",
         LATEST,
@@ -202,7 +203,7 @@ class CheckpointParameters(PlaceParameters):
 class EvaluationParameters(CheckpointParameters):
     """A checkpoint to score."""
 
-    suite: str = _field(
+    suite: str = field_at(
         1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.later of the recipe, or its suite."
     )
 
@@ -210,19 +211,19 @@ class EvaluationParameters(CheckpointParameters):
 class PromotionParameters(CheckpointParameters):
     """What to decide about a checkpoint."""
 
-    action: Literal["promote", "refuse", "roll back"] = _field(
+    action: Literal["promote", "refuse", "roll back"] = field_at(
         1,
         "Action",
         "promote",
         "promote: the gate judges it. refuse: a challenger that waits for a person stays a candidate. roll back: its "
         "family goes back to a model that was champion before.",
     )
-    to: str = _field(
+    to: str = field_at(
         2, "Back to", "", "For roll back: label of a former champion, or its number in the log; empty: the one before."
     )
-    by: str = _field(3, "Your name", "", "Kept with the decision.")
-    comment: str = _field(4, "Comment", "", "Why; kept with the decision.")
-    override: str = _field(
+    by: str = field_at(3, "Your name", "", "Kept with the decision.")
+    comment: str = field_at(4, "Comment", "", "Why; kept with the decision.")
+    override: str = field_at(
         5, "Override", "", "For promote: why to promote it though the gate refuses it; integrity holds all the same."
     )
 
@@ -230,4 +231,4 @@ class PromotionParameters(CheckpointParameters):
 class ReportParameters(RootParameters):
     """A run whose report is written again."""
 
-    run: str = _field(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")
+    run: str = field_at(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")

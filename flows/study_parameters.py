@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from flows.change import NAME, RecipeChange
-from flows.parameters import PlaceParameters, _field
+from flows.parameters import PlaceParameters, field_at
 from llama3.scaling.posed import ArmRun, Posed, load_study
 
 
@@ -27,8 +27,8 @@ class ArmForm(BaseModel):
         description="Of the arm; an arm of the study that has it is replaced.",
         json_schema_extra={"position": 0},
     )
-    change: RecipeChange = _field(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
-    overrides: list[str] = _field(2, "Other changes", [], "Any recipe field: lr.warmup=40 steps.")
+    change: RecipeChange = field_at(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = field_at(2, "Other changes", [], "Any recipe field: lr.warmup=40 steps.")
 
     @property
     def lines(self) -> list[str]:
@@ -38,12 +38,12 @@ class ArmForm(BaseModel):
 class StudyParameters(PlaceParameters):
     """A study: several runs of a changed recipe that answer one question."""
 
-    study: str = _field(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A YAML file, relative to the checkout.")
-    arms: list[ArmForm] = _field(
+    study: str = field_at(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A YAML file, relative to the checkout.")
+    arms: list[ArmForm] = field_at(
         1, "Further arms", [], "Of a comparison or a mix search: tried beside the study's own."
     )
-    only: list[str] = _field(2, "Only these arms", [], "Names; empty: all. The control is run in any case.")
-    overrides: list[str] = _field(3, "Changes for all arms", [], "Any recipe field: stages.main.until=3M.")
+    only: list[str] = field_at(2, "Only these arms", [], "Names; empty: all. The control is run in any case.")
+    overrides: list[str] = field_at(3, "Changes for all arms", [], "Any recipe field: stages.main.until=3M.")
     at_once: int = Field(
         default=1,
         ge=1,
