@@ -35,20 +35,35 @@ class ArmJob(BaseModel):
         return PipelineParameters(**plain, until=EVALUATE)
 
 
-def run_apart(job: Path, log: Path) -> int:
-    """Run the job in a process of its own that ends with this one; return its exit status."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as lines:
-        return subprocess.run(
-            [sys.executable, "-m", "flows.arm", str(job)],
-            stdin=subprocess.DEVNULL,
-            stdout=lines,
-            stderr=lines,
-            cwd=CHECKOUT,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-            check=False,
-        ).returncode
+class Apart:
+    """Runs in processes of their own, which end with this one."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, job: Path, log: Path) -> int:
+        """Run a job to its end and return its exit status; several threads may."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as lines:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flows.arm", str(job)],
+                stdin=subprocess.DEVNULL,
+                stdout=lines,
+                stderr=lines,
+                cwd=CHECKOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+        self._running.add(process)
+        try:
+            return process.wait()
+        finally:
+            self._running.discard(process)
+
+    def stop(self) -> None:
+        """Tell all to end; each saves a checkpoint first."""
+        for process in list(self._running):
+            process.terminate()
 
 
 def main(words: list[str]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from prefect import flow
 from rich.markup import escape
 
-from flows.arm import ArmJob, run_apart
+from flows.arm import Apart, ArmJob
 from flows.opening_study import StudyContext, open_study
 from flows.outcome import MISTAKES, Outcome, told
 from flows.pipeline import pipeline
@@ -71,16 +71,22 @@ def _run_missing(context: StudyContext) -> None:
     total = len(context.runs)
     if context.config.at_once == 1:
         for run in missing:
-            _told(context, run, total, apart=False)
+            _told(context, run, total, None)
         return
-    with ThreadPoolExecutor(context.config.at_once, thread_name_prefix="arm") as pool:
-        list(pool.map(lambda run: _told(context, run, total, apart=True), missing))
+    apart, pool = Apart(), ThreadPoolExecutor(context.config.at_once, thread_name_prefix="arm")
+    try:
+        list(pool.map(lambda run: _told(context, run, total, apart), missing))
+    except BaseException:  # Ctrl-C, or a full disk that the others would meet too
+        apart.stop()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _told(context: StudyContext, run: ArmRun, total: int, apart: bool) -> None:
-    """Run one arm, and say in a line what came of it."""
+def _told(context: StudyContext, run: ArmRun, total: int, apart: Apart | None) -> None:
+    """Run one arm, in a process of its own or here, and say in a line what came of it."""
     began = time.monotonic()
-    error = _apart(context, run) if apart else _here(context, run)
+    error = _apart(context, run, apart) if apart else _here(context, run)
     seconds = time.monotonic() - began
     context.record.arm_seconds += seconds
     context.studies.save(context.record)
@@ -105,13 +111,13 @@ def _here(context: StudyContext, run: ArmRun) -> str:
     return ""
 
 
-def _apart(context: StudyContext, run: ArmRun) -> str:
+def _apart(context: StudyContext, run: ArmRun, apart: Apart) -> str:
     """Run the arm in a process of its own; return what went wrong, if anything did."""
     job = _job(context, run, _share(context.config))
     file = _file(context, run, ".json")
     write_atomic(file, job.model_dump_json(indent=1))
     log = _log(context, run)
-    if run_apart(file, log) == 0:
+    if apart.run(file, log) == 0:
         return ""
     lines = log.read_text(errors="replace").splitlines()
     return lines[-1] if lines else ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
@@ -17,7 +20,7 @@ from tasks.runs import Runs
 from tasks.studies import Studies, runs_of
 from tasks.study_outcomes import shared
 from tasks.tracking_uri import tracking_uri
-from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, wait_for
 
 pytestmark = pytest.mark.slow
 SHORT = [
@@ -125,6 +128,28 @@ def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, t
     assert models[0] == models[1]
 
 
+def test_stopped_by_hand_side_by_side_all_runs_stop(asked: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
+    other = new_herd(tmp_path / "root")
+    copy_artifacts(asked, other.root)
+    process = other.start("study", "run", str(asked.root.parent / "warm.yaml"), "--at-once", "2")
+    wait_for(lambda: journal_lines(other.root, "main") >= 4, "training")
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, printed
+    assert "the same command continues" in printed
+    _, alive = psutil.wait_procs([child for child in children if "flows.witness" not in words_of(child)], 60)
+    assert not alive
+    assert "interrupted" in other("study", "list")
+
+
+def words_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def models_of(herd: Herd) -> dict[str, str]:
     root = Root.of(herd.root)
     posed = Studies(root).posed("warm")
@@ -134,10 +159,8 @@ def models_of(herd: Herd) -> dict[str, str]:
 
 
 def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
-    text = """
-seeds: [1]
-compare: {control: five, varies: [lr, tokens], arms: {five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}}
-"""
+    arms = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
+    text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], arms: {arms}}}"
     study = write_study(tmp_path, asked.recipe, text, "partly")
     printed = asked("study", "run", str(study), status=2)
     assert "tokens.max_epochs" in printed

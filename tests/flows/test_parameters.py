@@ -20,6 +20,7 @@ from flows.report import report
 from flows.rerun import rerun
 from flows.retention import retention
 from flows.stages import curate, pretrain, tokenise
+from flows.study_parameters import StudyParameters
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
 from tasks.cluster import Cluster
@@ -239,3 +240,24 @@ def test_steps_are_named_in_order() -> None:
 def test_overrides_change_the_chosen_recipe() -> None:
     config = PipelineParameters(overrides=["curate.dedup.jaccard=0.7"])
     assert chosen_recipe(config).curate.dedup.jaccard == 0.7
+
+
+def test_the_form_of_a_study_takes_arms_as_a_list() -> None:
+    sent = {
+        "arms": [
+            {"name": "short", "change": {"warmup": "10 steps"}},
+            {"name": "long", "overrides": ["lr.warmup=90 steps"]},
+        ],
+        "only": ["short"],
+    }
+    assert refused(study, sent) == []
+    assert refused(study, {"arms": [{"name": "Two Words"}]})
+    assert refused(study, {"arms": [{"name": "short", "change": {"warmup": "ten"}}]})
+    config = StudyParameters.model_validate(sent)
+    posed = config.posed()
+    assert [run.arm.name for run in posed.runs if run.repeat == 1] == ["steady", "ramp", "no-warmup", "short", "long"]
+    assert {run.arm.name for run in config.chosen(posed)} == {"steady", "short"}  # the control in any case
+    warmups = {run.arm.name: str(run.recipe.lr.warmup) for run in posed.runs}
+    assert (warmups["short"], warmups["long"]) == ("10 steps", "90 steps")
+    with pytest.raises(ValueError, match="only: 'shorter' is no arm of ramp-cpu"):
+        StudyParameters(only=["shorter"]).chosen(posed)
