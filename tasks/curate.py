@@ -116,9 +116,13 @@ def read_from(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
 
 
 def _apart(recipe: Recipe) -> dict[str, list[str]]:
-    """Return what decides which documents are never held out, if any are."""
+    """Return what decides which documents are held out or capped in recipes that have sources apart, or caps.
+
+    Caps left held-out documents alone from some day on; the word keeps what was curated before from being reused.
+    """
     named = [f"{domain}/{place}" for domain in recipe.sources for place in recipe.places_apart(domain)]
-    return {"apart": named} if named else {}
+    capped = recipe.curate.topics is not None and bool(recipe.curate.topics.caps)
+    return {**({"apart": named} if named else {}), **({"caps": ["training text"]} if capped else {})}
 
 
 def measured(curation: Curate) -> dict[str, Any]:

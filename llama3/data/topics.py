@@ -6,6 +6,7 @@ is the largest T with T = U + sum of min(S_t, c_t T): begin with no topic at its
 S_t exceeds c_t T, set T = (U + what lies below its cap) / (1 - caps reached), repeat; T only falls, so this ends after
 at most as many rounds as there are caps. Documents are whole, so a topic ends a little below c_t T, T shrinks by that,
 and the same step is repeated with real sums until every share holds exactly. Lowest score goes first, then by hash.
+Held-out documents are not counted and stay, so that models with other caps are scored on the same text.
 What this gives up: one process per domain sorts the documents of its capped topics (DuckDB spills to disk) and holds
 8 bytes of each.
 """
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from llama3.data.job import Job, Runner, listed, quoted, run, write_table
 from llama3.data.partition import write_drops
+from llama3.data.split import threshold
 from llama3.recipe.curation import Topics
 from llama3.recipe.section import DOMAINS
 
@@ -54,7 +56,8 @@ def cap_topics(runner: Runner, job: Job) -> None:
 def map_topics(job: Job, item: int) -> None:
     """Write the surviving documents of capped topics in shard `item`, and one row without a topic for all the rest."""
     shard, topics = job.shards[item], _topics(job)
-    documents = job.survivors(shard, STEP, f"topic, {_COLUMNS}")
+    found, bound = job.survivors(shard, STEP, f"topic, {_COLUMNS}"), threshold(job.recipe.curate.held_out)
+    documents = f"SELECT * FROM ({found}) WHERE draw >= {bound}::UBIGINT"  # those below are held out
     capped = ", ".join(quoted(topic) for topic in sorted(topics.caps))
     with job.session() as connection:
         chosen = connection.sql(

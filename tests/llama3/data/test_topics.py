@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.data.job import DROP_SCHEMA, Job, in_turn, write_table
+from llama3.data.split import threshold
 from llama3.data.topics import cap_topics, documents_kept, largest_total
 from llama3.recipe.curation import Curate
 from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_job
@@ -20,11 +21,10 @@ from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_
 TOPICS = ("art", "sport", "science")
 
 
-def recipe(caps: dict[str, str], domains: tuple[str, ...] = ("general",)) -> Any:
+def recipe(caps: dict[str, str], domains: tuple[str, ...] = ("general",), held_out: str = "0%") -> Any:
     seeds = {topic: ["x"] for topic in TOPICS}
-    return SimpleNamespace(
-        curate=Curate.model_validate({"topics": {"seeds": seeds, "caps": caps, "domains": list(domains)}})
-    )
+    topics = {"seeds": seeds, "caps": caps, "domains": list(domains)}
+    return SimpleNamespace(curate=Curate.model_validate({"topics": topics, "held_out": held_out}))
 
 
 def documents(topic: str, count: int, size: int = 100, domain: str = "general") -> list[dict[str, Any]]:
@@ -61,6 +61,19 @@ def test_a_topic_holds_at_most_its_share_of_what_is_left(tmp_path: Path) -> None
     assert 0.35 * total < sizes["art"] <= 0.4 * total
     assert 0.25 * total < sizes["sport"] <= 0.3 * total
     assert sizes["science"] == left(job, {})["science"], "what has no cap stays whole"
+
+
+def test_held_out_documents_stay_and_do_not_count(tmp_path: Path) -> None:
+    given = documents("art", 300) + documents("sport", 100) + documents("science", 50)
+    job = make_job(tmp_path, given, 2, recipe=recipe({"art": "40%", "sport": "30%"}, held_out="20%"))
+    gone, bound = capped(job), threshold(Fraction(1, 5))
+    held_out = {row["id"] for row in attributes(job).values() if row["draw"] < bound}
+    assert len(held_out) > 50
+    assert not held_out & set(gone)
+    sizes = left(job, set(gone) | held_out)
+    total = sum(sizes.values())
+    assert 0.35 * total < sizes["art"] <= 0.4 * total
+    assert 0.25 * total < sizes["sport"] <= 0.3 * total
 
 
 def test_the_lowest_score_goes_first_and_then_the_hash_decides(tmp_path: Path) -> None:
