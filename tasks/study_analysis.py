@@ -30,14 +30,20 @@ from tasks.study_plots import PARABOLAS, isoflop, ladder_figures
 
 
 def analyse(posed: Posed, found: Sequence[Outcome], flags: Sequence[str] = ()) -> Analysis:
-    """Return what the runs of a study say; `flags` weaken it whatever they say. Raises ValueError."""
-    made = _analysed(posed, found)
+    """Return what the runs of a study say; `flags` weaken it whatever they say.
+
+    Runs that are too few or cannot be compared are a verdict too: none, and why.
+    """
+    try:
+        made = _analysed(posed, found)
+    except ValueError as error:
+        made = Analysis(Verdict(headline=[f"no verdict: {' '.join(str(error).split())}"]))
     verdict = made.verdict.model_copy(update={"flags": [*flags, *made.verdict.flags]})
     return Analysis(verdict, made.tables, made.figures)
 
 
 def _analysed(posed: Posed, found: Sequence[Outcome]) -> Analysis:
-    study = posed.study
+    study, ran = posed.study, {one.arm for one in found}
     match study.kind:
         case "ladder":
             return _ladder(posed, found)
@@ -45,10 +51,12 @@ def _analysed(posed: Posed, found: Sequence[Outcome]) -> Analysis:
             return mix_analysis(posed, found)
         case "annealing":
             assert study.annealing is not None
-            return Analysis(annealing_verdict(found, posed.control, {name: name for name in study.annealing.new}))
+            sources = {name: name for name in study.annealing.new if name in ran}
+            return Analysis(annealing_verdict(found, posed.control, sources))
         case "compare":
             assert study.compare is not None
-            arms = {name: lines for name, lines in study.compare.arms.items() if name != study.compare.control}
+            others = ran - {study.compare.control}
+            arms = {name: lines for name, lines in study.compare.arms.items() if name in others}
             weights: dict[str, float] = {domain: float(share) for domain, share in posed.base.first_mix.items()}
             return Analysis(ablation_verdict(found, posed.control, arms, study.compare.score, weights))
         case _:

@@ -32,8 +32,8 @@ from tasks.study_plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_stu
 from tasks.tracking import Point, Tracker
 from tasks.words import clock
 
-HEADLINE = 3
-"""Scores of an arm in the table of arms."""
+LISTED = 5
+"""Runs that a flag names."""
 
 
 def conclude(studies: Studies, posed: Posed, record: StudyRecord, tracker: Tracker) -> Verdict:
@@ -57,11 +57,8 @@ def rewrite(studies: Studies, name: str) -> Verdict:
     """Work out the verdict of an earlier study again and write its page. Raises ValueError."""
     posed, record = studies.posed(name), studies.find(name)
     answers = runs_of(Runs(studies.root), posed, posed.runs)
-    if lacking := [run.name for run in posed.runs if run.name not in answers]:
-        raise ValueError(
-            f"study {name}: {len(lacking)} of {len(posed.runs)} runs are not finished ({', '.join(lacking[:5])}); "
-            f"go on with: {record.command}"
-        )
+    if not answers:
+        raise ValueError(f"study {name}: none of its {len(posed.runs)} runs is finished; go on with: {record.command}")
     tracker = Tracker(studies.root, name)
     tags = {"code.commit": record.code, "study.kind": record.kind}
     record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
@@ -72,8 +69,11 @@ def rewrite(studies: Studies, name: str) -> Verdict:
 
 
 def _weak_points(root: Root, posed: Posed, answers: Mapping[str, RunRecord]) -> list[str]:
-    """Return what weakens the study whatever its kind: other data, other code."""
+    """Return what weakens the study whatever its kind: other data, runs that lack, other code."""
     flags = other_data(open_store(root), answers, posed.runs)
+    if lacking := [run.name for run in posed.runs if run.name not in answers]:
+        listed = ", ".join(lacking[:LISTED]) + (", ..." if len(lacking) > LISTED else "")
+        flags.append(f"{len(lacking)} of {len(posed.runs)} runs are not finished ({listed}); run the study to its end")
     codes: dict[str, str] = {}
     for name, record in answers.items():
         codes.setdefault(record.code.removesuffix("+changes"), name)
