@@ -44,6 +44,8 @@ Perform = Callable[[], tuple[Steady, Struck]]
 STAGE = "replay"
 STEPS = 1_000_000
 """More than any replay trains; it ends by the clock."""
+SHOWN_PER_S = 10
+"""Steps a second that MLflow is taken to see: thinned by `STEPS`, a slow machine's replay showed no point at all."""
 
 
 def replay_failures(
@@ -139,7 +141,7 @@ def _replayed(context: Context, tokens: Artifact, settings: Settings) -> ReplayR
             script.over.set()
             script.leave()
 
-    steady, struck = _supervised(context, span, job, script, perform)
+    steady, struck = _supervised(context, span, job, script, perform, round(settings.seconds * SHOWN_PER_S))
     attempts = len([*(context.folder / "logs" / STAGE).glob("attempt-*")])
     result = compare(context.record.name, settings, steady, struck, attempts)
     _publish(context, result, struck.position)
@@ -165,11 +167,11 @@ def _job(context: Context, tokens: Artifact) -> Path:
 
 
 def _supervised(
-    context: Context, span: StageSpan, job: Path, script: Script, perform: Perform
+    context: Context, span: StageSpan, job: Path, script: Script, perform: Perform, shown: int
 ) -> tuple[Steady, Struck]:
     """Supervise the stage as `tasks.train` does while the script plays; return what it measured.
 
-    Raises TrainingFailed if the run does not recover.
+    `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if the run does not recover.
     """
     silence_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
     with (
@@ -177,7 +179,7 @@ def _supervised(
         launcher_of(context.cluster, launch_key(job)) as launcher,
         ThreadPoolExecutor(1) as pool,
     ):
-        follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end)
+        follower = Follower(context, runs, job.parent / "journal.jsonl", shown, line, span.end)
         attempts = Attempts(context, span, launcher)
         script.processes = fitting(span, context.cluster, launcher.capacity())
         playing = pool.submit(perform)

@@ -26,9 +26,9 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "1"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes start here; each would compile herd anew
     sys.dont_write_bytecode = False
-if "PYTEST_XDIST_WORKER" in os.environ:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it, and so would every child that we start
-else:
+# xdist ignores it, as does what a shell starts with `&`; and so would every child that we start
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="herd-cache-")  # the workers use it too
     os.environ["XDG_CACHE_HOME"] = _cache.name
 for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
