@@ -128,7 +128,8 @@ def command(config: StudyParameters) -> str:
     """Return the command line that asks the same."""
     sets = "".join(f" --set '{line}'" for line in config.overrides)
     only = "".join(f" --only {name}" for name in config.only)
-    return f"herd study run {config.study}{sets}{only}"
+    beside = f" --at-once {config.at_once}" if config.at_once > 1 else ""
+    return f"herd study run {config.study}{sets}{only}{beside}"
 
 
 def _track(context: StudyContext) -> None:

@@ -171,7 +171,8 @@ def _supervised(
 ) -> tuple[Steady, Struck]:
     """Supervise the stage as `tasks.train` does while the script plays; return what it measured.
 
-    `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if the run does not recover.
+    `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if
+    the run does not recover.
     """
     silence_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
     with (

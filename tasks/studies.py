@@ -21,8 +21,8 @@ from storage.lease import holders
 from storage.root import Root
 from tasks.runs import RunRecord, Runs, State
 
-FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES = (
-    "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md",
+FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
+    "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md", "plots",
 )  # fmt: skip
 
 

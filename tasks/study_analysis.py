@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from llama3.evaluate.gold import PREFIX, gold_key
-from llama3.model.flops import embedding_rows, parameter_count
+from llama3.model.flops import embedding_rows
 from llama3.recipe.units import Tokens, tokens
 from llama3.scaling.ablation import ablation_verdict
 from llama3.scaling.annealing import annealing_verdict
@@ -20,7 +20,7 @@ from llama3.scaling.isoflop import Ladder, NoLaw, Parabola, Trial, fit_ladder
 from llama3.scaling.ladder_verdict import ladder_verdict, no_law
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import Posed
-from llama3.scaling.shape import shape_changes, shape_for
+from llama3.scaling.shape import nearest, shape_changes, shape_for
 from llama3.scaling.verdict import Verdict
 from tasks import forecast_plot
 from tasks.study_backtest import backtest_table
@@ -123,13 +123,14 @@ def _sized(posed: Posed, made: Ladder, flops: float) -> list[str]:
     """Return the changes that make the base recipe a run of `flops` operations, spent as the law says."""
     assert posed.study.ladder is not None
     best, rows = made.law.at(flops), embedding_rows(posed.base)
-    like = max(posed.study.ladder.sizes.values(), key=lambda spec: parameter_count(spec, rows))
+    like = nearest(best.parameters.value, posed.study.ladder.sizes.values(), rows)
     stage = posed.base.stages[-1]
     batch = stage.batch or next(one.batch for one in reversed(posed.base.stages) if one.batch)
     end = Tokens(max(1, round(best.tokens.value / batch)) * batch)
     fall = [f"lr.{posed.base.lr.rule}.over={end}"] if posed.base.lr.wsd is None else []
     ends = [f"stages.{stage.name}.until={end}", *([f"stages.{stage.name}.for=null"] if stage.length else [])]
-    return [*shape_changes(shape_for(best.parameters.value, like, rows)), *ends, *fall]
+    shape = shape_for(best.parameters.value, like, rows)
+    return [*shape_changes(shape, posed.base.model), *ends, *fall]
 
 
 def _forecast(
@@ -145,10 +146,7 @@ def _forecast(
     lacking = [
         f"{name}: the runs were not asked it; name a task of evaluate.suite" for name in tasks if name not in points
     ]
-    try:
-        told = forecast_verdict(points, flops) if points else Verdict(headline=[])
-    except ValueError as error:
-        told = Verdict(headline=[], flags=[str(error)])
+    told = forecast_verdict(points, flops)
     told = told.model_copy(update={"flags": [*told.flags, *lacking]})
     return told, list(_tested(points)), list(_drawn(points, flops))
 

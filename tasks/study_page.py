@@ -114,9 +114,9 @@ def study_html(view: StudyView) -> str:
     return _render("study.html", view)
 
 
-def study_markdown(view: StudyView) -> str:
-    """Return the page as markdown, without pictures, for Prefect and the documentation."""
-    return _render("study.md", view)
+def study_markdown(view: StudyView, pictures: str = "") -> str:
+    """Return the page as markdown; its pictures are those in the folder `pictures`, left out where none is named."""
+    return _render("study.md", view, pictures)
 
 
 def study_figures(view: StudyView) -> list[Figure]:
@@ -125,12 +125,18 @@ def study_figures(view: StudyView) -> list[Figure]:
     return [*own, *view.figures]
 
 
-def _render(name: str, view: StudyView) -> str:
+def picture_name(title: str) -> str:
+    """Return the name of a picture's file: `loss-by-budget.svg`."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") + ".svg"
+
+
+def _render(name: str, view: StudyView, pictures: str = "") -> str:
     page = name.endswith(".html")
     environment = Environment(
         loader=PackageLoader("tasks"), undefined=StrictUndefined, autoescape=page, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"cell": _cell, "when": lambda text: text[:16].replace("T", " ")}
+    environment.filters |= {"cell": _cell, "picture": picture_name}
+    environment.filters["when"] = lambda text: text[:16].replace("T", " ")
     runs, arms = _runs(view.arms), _arms(view.arms)
     return environment.get_template(name).render(
         view=view,
@@ -142,7 +148,8 @@ def _render(name: str, view: StudyView) -> str:
         shared=_lineage(view, shared=True),
         single=_lineage(view, shared=False),
         plan=ViewTable("Plan", "", view.plan[0], view.plan[1:]) if view.plan else None,
-        figures=study_figures(view) if page else [],
+        figures=study_figures(view) if page or pictures else [],
+        pictures=pictures,
     )
 
 

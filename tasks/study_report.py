@@ -24,10 +24,19 @@ from storage.root import Root
 from tasks import pages
 from tasks.cluster import Cluster
 from tasks.runs import RunRecord, Runs
-from tasks.studies import NOTES, PAGE, Studies, StudyRecord, runs_of
+from tasks.studies import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
 from tasks.study_analysis import analyse
 from tasks.study_outcomes import other_data, outcomes, shared
-from tasks.study_page import Analysis, ArmRow, StudyView, short, study_html, study_markdown
+from tasks.study_page import (
+    Analysis,
+    ArmRow,
+    StudyView,
+    picture_name,
+    short,
+    study_figures,
+    study_html,
+    study_markdown,
+)
 from tasks.study_plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study
 from tasks.tracking import Point, Tracker
 from tasks.words import clock
@@ -46,10 +55,11 @@ def conclude(studies: Studies, posed: Posed, record: StudyRecord, tracker: Track
     studies.save(record)
     view = _view(root, posed, record, answers, found, analysis)
     page = studies.publish(record.name, PAGE, study_html(view))
-    notes = studies.publish(record.name, NOTES, study_markdown(view))
+    studies.publish(record.name, NOTES, study_markdown(view, PICTURES))
+    for title, _, svg in study_figures(view):
+        studies.publish(record.name, f"{PICTURES}/{picture_name(title)}", svg)
     _show(tracker, record, answers, view)
-    for path in (page, notes):
-        tracker.log_file(record.mlflow_run, path)
+    tracker.log_file(record.mlflow_run, page)
     return analysis.verdict
 
 

@@ -2,38 +2,59 @@
 
 Width and depth grow together, heads keep their size, the FFN its ratio to the width, key/value heads their number; the
 layers then take up what whole heads leave over. Roughly so the published sizes relate: the 8B made larger gives 118
-layers of 16,384 for 405B parameters, where Llama 3 has 126 with a narrower FFN. What this gives up: the best aspect
-ratio, on which the loss depends little (arXiv 2001.08361, section 3.1).
+layers of 16,384 for 405B parameters, where Llama 3 has 126 with a narrower FFN. What this gives up: exact numbers, as
+whole heads and layers can be a fifth off, and the best aspect ratio, on which the loss depends little (arXiv
+2001.08361, section 3.1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from heapq import nsmallest
 
 from llama3.model.flops import parameter_count
 from llama3.recipe.schema import Model
 
 MOST_HEADS = 4096
-SPAN = 1.25
+SPAN = 1.5
 """How much deeper or shallower than in proportion."""
+WIDTHS = 3
+"""The nearest ones that are tried in every depth."""
+PROPORTION = 0.1
+"""What a factor in depth over width weighs beside the same factor in the number of parameters."""
 
 
 def shape_for(parameters: float, like: Model, rows: int) -> Model:
-    """Return the shape like `like` whose parameter count, with `rows` embedding rows, is nearest to `parameters`."""
+    """Return the shape like `like` with about so many parameters, `rows` embedding rows included."""
+    widths = nsmallest(WIDTHS, _widths(like), key=lambda spec: _factor(parameter_count(spec, rows), parameters))
 
     def off(spec: Model) -> float:
-        return abs(math.log(parameter_count(spec, rows) / parameters))
+        proportion = _factor(spec.layers / spec.dim, like.layers / like.dim)
+        return _factor(parameter_count(spec, rows), parameters) + PROPORTION * proportion
 
-    wide = min(_widths(like), key=off)
-    depths = range(max(1, math.floor(wide.layers / SPAN)), math.ceil(wide.layers * SPAN) + 1)
-    return min((wide.model_copy(update={"layers": layers}) for layers in depths), key=off)
+    return min((shape for wide in widths for shape in _depths(wide)), key=off)
 
 
-def shape_changes(spec: Model) -> list[str]:
-    """Return the overrides that give a recipe this shape, whatever preset it had."""
+def nearest(parameters: float, sizes: Iterable[Model], rows: int) -> Model:
+    """Return the shape whose parameter count is off by the smallest factor."""
+    return min(sizes, key=lambda spec: _factor(parameter_count(spec, rows), parameters))
+
+
+def shape_changes(spec: Model, base: Model) -> list[str]:
+    """Return the overrides that give a recipe with `base` the shape of `spec`."""
     fields = ("layers", "dim", "ffn", "heads", "kv_heads", "tied_embeddings")
-    return [f"model.{field}={str(getattr(spec, field)).lower()}" for field in fields]
+    wanted = {field: getattr(spec, field) for field in fields if getattr(spec, field) != getattr(base, field)}
+    return [f"model.{field}={str(value).lower()}" for field, value in wanted.items()]
+
+
+def _factor(one: float, other: float) -> float:
+    return abs(math.log(one / other))
+
+
+def _depths(wide: Model) -> Iterator[Model]:
+    for layers in range(max(1, math.floor(wide.layers / SPAN)), math.ceil(wide.layers * SPAN) + 1):
+        yield wide.model_copy(update={"layers": layers})
 
 
 def _widths(like: Model) -> Iterator[Model]:

@@ -15,7 +15,7 @@ from llama3.scaling.backtest import backtest
 from llama3.scaling.verdict import Verdict
 from tasks.study_backtest import backtest_table
 from tasks.study_change import change_lines
-from tasks.study_page import RUNS, StudyView, ViewTable, study_figures, study_html, study_markdown
+from tasks.study_page import RUNS, StudyView, ViewTable, picture_name, study_figures, study_html, study_markdown
 from tests.llama3.scaling.test_backtest import CHANCE, family, levelling
 from tests.tasks.study_samples import findings, view
 from tests.tasks.test_plan_page import Reader
@@ -104,6 +104,15 @@ def test_nothing_found_is_an_answer() -> None:
     assert "What weakens this" not in text
     assert study_figures(shown) == []
     assert "the recipe stays as it is" in study_markdown(shown)
+
+
+def test_markdown_names_the_files_of_its_pictures() -> None:
+    shown = view()
+    names = [picture_name(title) for title, _, _ in study_figures(shown)]
+    assert names[0] == "findings.svg"
+    assert len(set(names)) == len(names)
+    assert re.findall(r"!\[.*\]\(plots/(.*)\)", study_markdown(shown, "plots")) == names
+    assert "![" not in study_markdown(shown)
 
 
 def test_what_was_shared_is_counted() -> None:
