@@ -21,16 +21,16 @@ Losses = Mapping[str, Mapping[str, float]]
 Shares = Mapping[str, Mapping[str, float]]
 """Arm -> domain -> share of the tokens."""
 WIDTH = 9.0
-PROPOSED = "#b8860b"
+BLEND = "#b8860b"
 LEFT_OUT = (
     "Each arm's bits per byte against what the fit through all other arms says of it; on the line both are equal. A "
     "fit that cannot order these arms can propose nothing."
 )
 PANELS = (
     "Bits per byte on the held-out text of each domain against that domain's share of the training tokens, a point for "
-    "each arm. The ring is the base mix; the square is what the fit expects of the proposal, with its 95 % interval."
+    "each arm. The ring is the base mix."
 )
-SPLIT = "Shares of the base mix and of the proposal; whiskers are 95 % intervals of the proposed shares."
+SPLIT = "Shares of the base mix and of the best blend of the arms; whiskers are 95 % intervals of the blend's shares."
 
 
 def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
@@ -46,17 +46,8 @@ def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     return as_svg(figure)
 
 
-def against_shares(
-    shares: Shares,
-    losses: Losses,
-    base: str,
-    proposal: Mapping[str, float] | None = None,
-    expected: Mapping[str, Interval] | None = None,
-) -> str:
-    """Return bits per byte against the domain's own share, a panel for each domain.
-
-    `base` names the arm of the base mix; `proposal` has shares by domain and `expected` its bits per byte.
-    """
+def against_shares(shares: Shares, losses: Losses, base: str) -> str:
+    """Return bits per byte against the domain's own share, a panel for each; `base` names the base mix's arm."""
     domains = list(losses[base])
     figure, axes = plt.subplots(1, len(domains), figsize=(WIDTH, 2.9), layout="constrained", squeeze=False)
     for axis, domain in zip(axes.flat, domains, strict=True):
@@ -64,24 +55,22 @@ def against_shares(
         axis.scatter(taken, [losses[arm][domain] for arm in losses], s=22, color=_colour(domain), zorder=3)
         own = (shares[base].get(domain, 0.0), losses[base][domain])
         axis.plot(*own, "o", markersize=10, color=INK, markerfacecolor="none", markeredgewidth=1.5, zorder=4)
-        if proposal and expected and domain in expected:
-            _expected(axis, proposal.get(domain, 0.0), expected[domain])
         _panel(axis, domain, "share of tokens")
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes[0, 0].set_ylabel("bits per byte")
     return as_svg(figure)
 
 
-def split(base: Mapping[str, float], proposal: Mapping[str, Interval]) -> str:
-    """Return the shares of base mix and proposal side by side as SVG text."""
+def split(base: Mapping[str, float], blend: Mapping[str, Interval]) -> str:
+    """Return the shares of the base mix and of a blend side by side as SVG text."""
     domains = list(base)
     figure, axis = plt.subplots(figsize=(WIDTH, 0.5 * len(domains) + 1.1), layout="constrained")
     places = np.arange(len(domains))
     axis.barh(places - 0.19, [base[domain] for domain in domains], 0.34, color="#b4bcc6", label="base")
-    found = [proposal[domain] for domain in domains]
+    found = [blend[domain] for domain in domains]
     errors = [[max(0.0, one.value - one.low) for one in found], [max(0.0, one.high - one.value) for one in found]]
     bars = [one.value for one in found]
-    axis.barh(places + 0.19, bars, 0.34, xerr=errors, color=PROPOSED, capsize=3, ecolor=INK, label="proposal")
+    axis.barh(places + 0.19, bars, 0.34, xerr=errors, color=BLEND, capsize=3, ecolor=INK, label="best blend")
     axis.set_yticks(places, domains)
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
@@ -89,11 +78,6 @@ def split(base: Mapping[str, float], proposal: Mapping[str, Interval]) -> str:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axis.legend(loc="lower right")
     return as_svg(figure)
-
-
-def _expected(axis: Any, share: float, found: Interval) -> None:
-    errors = [[max(0.0, found.value - found.low)], [max(0.0, found.high - found.value)]]
-    axis.errorbar([share], [found.value], yerr=errors, fmt="s", color=PROPOSED, markersize=7, capsize=3, zorder=5)
 
 
 def _panel(axis: Any, domain: str, label: str) -> None:

@@ -98,13 +98,6 @@ def contrasts(
     ]
 
 
-def contrast(
-    outcomes: Sequence[Outcome], arm: str, control: str, scores: Sequence[str] | None = None
-) -> list[Contrast]:
-    """Return the gain of a single arm on each score, its noise taken from its own repeats. As `contrasts`."""
-    return contrasts(outcomes, control, [arm], scores)
-
-
 def findings(
     outcomes: Sequence[Outcome],
     control: str,

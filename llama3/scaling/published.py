@@ -21,16 +21,10 @@ PEAK_LR = (4e-4, 2e-4)
 """Peak rates of the smallest and the largest model."""
 BATCH_TOKENS = (250e3, 4e6)
 """Tokens per step at the smallest and the largest budget."""
-WARMUP_STEPS = 2000
-FINAL_LR = 0.1
-"""Where the cosine ends, as a share of the peak."""
-WEIGHT_DECAY = 0.1
-"""Times the rate of the step."""
 
 FLAGSHIP_FLOPS = 3.8e25
 FLAGSHIP_TOKENS = 16.55e12
 """What the text says the law gives at `FLAGSHIP_FLOPS`."""
-FLAGSHIP_PARAMETERS = 402e9
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from llama3.evaluate.scores import Score
-from llama3.scaling.contrast import Contrast, comparable, contrast, contrasts, findings
+from llama3.scaling.contrast import Contrast, comparable, contrasts, findings
 from llama3.scaling.noise import Array, between, half_width, interval, two_sided
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.simulated import Truth, outcomes
@@ -26,6 +26,11 @@ BPB = [f"eval/bpb/{name}" for name in DOMAINS]
 def noise(documents: float, n: float, repeats: float, spare: float) -> tuple[Array, Array, Array, Array]:
     """Return the noise of one gain, as the functions take it."""
     return np.array([documents]), np.array([n]), np.array([repeats]), np.array([spare])
+
+
+def contrast(found: Sequence[Outcome], arm: str, control: str, scores: Sequence[str] | None = None) -> list[Contrast]:
+    """Return the gain of a single arm on each score."""
+    return contrasts(found, control, [arm], scores)
 
 
 def by_score(found: Sequence[Contrast]) -> dict[str, Contrast]:
