@@ -1,7 +1,8 @@
 """One run of an arm, in a process of its own: `python -m flows.arm JOB.json`, started by a study that runs several.
 
-Its lines go to a log beside the study's record. What this gives up: six seconds of imports for each run, and the place
-below the study's flow run in Prefect; in exchange every run has its own signals, leases and witness.
+Its lines go to a log beside the study's record. It works in the folder of the study's process, so that paths of sources
+mean the same. What this gives up: six seconds of imports for each run, and the place below the study's flow run in
+Prefect; in exchange every run has its own signals, leases and witness.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flows.children import CHECKOUT
 from flows.parameters import EVALUATE, PipelineParameters
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
@@ -40,6 +40,7 @@ class Apart:
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
 
     def run(self, job: Path, log: Path) -> int:
         """Run a job to its end and return its exit status; several threads may."""
@@ -50,18 +51,20 @@ class Apart:
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=lines,
-                cwd=CHECKOUT,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),
             )
         self._running.add(process)
+        if self._stopped:  # told between the start and this line
+            process.terminate()
         try:
             return process.wait()
         finally:
             self._running.discard(process)
 
     def stop(self) -> None:
-        """Tell all to end; each saves a checkpoint first."""
+        """Tell all to end, those too that are just starting; each saves a checkpoint first."""
+        self._stopped = True
         for process in list(self._running):
             process.terminate()
 

@@ -1,4 +1,4 @@
-"""End a run that crashes again and again, but not one that gets further between crashes or that a person retries.
+"""End a flow run that crashes again and again, but not one that gets further between crashes or that a person retries.
 
 The automation `resume crashed runs` (flows/setup.py) schedules a crashed flow run again for ever. So each attempt notes
 in the flow run's labels how much there was when it began: steps done and bytes of the stages' journals, which grow with
@@ -9,7 +9,7 @@ this gives up: shards of a data step that is half done do not count, and the jou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -34,18 +34,26 @@ class TooManyCrashes(RuntimeError):
     """A flow run crashed again and again and got no further."""
 
 
-def check_attempts(root: Root, recipe: Recipe) -> None:
-    """Note what this attempt of the flow run finds. Raises TooManyCrashes if resuming it has become pointless."""
+def attempt_number() -> int:
+    """Return which attempt of the flow run this is, counted from 1; 0 where no server outlives this process."""
+    return 0 if is_temporary() else int(flow_run.run_count or 0)
+
+
+def check_attempts(found: Callable[[str], str]) -> None:
+    """Note what this attempt of the flow run finds: `found` says it, given the flow run's id.
+
+    Raises TooManyCrashes if resuming it has become pointless.
+    """
     if not flow_run.id or is_temporary():  # no automation resumes it, and nobody can retry it
         return
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(flow_run.id)))
-        here = found(root, recipe, str(own.id))
+        here = found(str(own.id))
         fruitless = count_fruitless(own.labels, here, was_resumed(client.read_flow_run_states(own.id)))
         client.update_flow_run_labels(own.id, {FOUND: here, COUNT: fruitless})
     if fruitless > FRUITLESS:
         raise TooManyCrashes(
-            f"attempt {own.run_count}: the run crashed {fruitless} times in a row without a new step; the logs of its "
+            f"attempt {own.run_count}: it crashed {fruitless} times in a row without a new step; the logs of its "
             "attempts say why (an out-of-memory kill leaves no words). Mend that, then Retry: nothing done is lost"
         )
 
@@ -58,11 +66,20 @@ def count_fruitless(labels: Mapping[str, object], now: str, resumed: bool) -> in
     return int(str(labels.get(COUNT, 0))) + 1
 
 
-def found(root: Root, recipe: Recipe, flow: str) -> str:
+def found_of_run(root: Root, recipe: Recipe, flow: str) -> str:
     """Return how far the run of the flow run `flow` is, as `steps:bytes`; larger compares as further."""
     record = Runs(root).of_flow_run(recipe, flow)
+    return _amount(root, len(record.steps) if record else 0)
+
+
+def found_of_study(root: Root, name: str) -> str:
+    """Return the same of a study: the steps of all its runs."""
+    return _amount(root, sum(len(record.steps) for record in Runs(root).family(name)))
+
+
+def _amount(root: Root, steps: int) -> str:
     journals = (root.local / "work").glob("*/journal.jsonl")
-    return f"{len(record.steps) if record else 0}:{sum(_bytes(path) for path in journals)}"
+    return f"{steps}:{sum(_bytes(path) for path in journals)}"
 
 
 def _bytes(path: Path) -> int:

@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 
 from prefect.runtime import flow_run
 
+from flows.attempts import attempt_number
 from flows.parameters import PipelineParameters
-from flows.temporary import is_temporary
 from flows.witness import witnessed
 from llama3.recipe.schema import Recipe
 from storage.lease import Lease, LeaseHeld, lease
 from tasks.console import Console
 from tasks.promotions import WAITS
-from tasks.reconcile import mark_open
+from tasks.run_settler import mark_open
 from tasks.runs import RunRecord, Runs
 from tasks.step import code_version
 
@@ -38,8 +38,7 @@ def claimed(
         record.study = config.study or record.study
         mark_open(runs.root, record.name)
         runs.save(record)
-        attempt = 0 if is_temporary() else int(flow_run.run_count or 0)
-        held.enter_context(witnessed(runs.root, record.name, attempt))
+        held.enter_context(witnessed(runs.root, f"runs/{record.name}", attempt_number()))
         yield record, mine.fence
 
 

@@ -10,14 +10,18 @@ launchers spread the training of each arm instead.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import flow
 from rich.markup import escape
 
 from flows.arm import Apart, ArmJob
+from flows.attempts import check_attempts, found_of_study
+from flows.hooks import HOOKS
 from flows.opening_study import StudyContext, open_study
 from flows.outcome import MISTAKES, Outcome, told
 from flows.pipeline import pipeline
@@ -34,7 +38,7 @@ from tasks.study_report import conclude
 from tasks.words import clock
 
 
-@flow(name="study", persist_result=False)
+@flow(name="study", persist_result=False, **HOOKS)
 def study(config: StudyParameters = StudyParameters()) -> str:  # noqa: B008  (Prefect reads the default)
     """Run the arms of a study and return its name; its verdict is in its report.
 
@@ -45,8 +49,13 @@ def study(config: StudyParameters = StudyParameters()) -> str:  # noqa: B008  (P
 
 
 def run_study(config: StudyParameters) -> Outcome:
-    """Run what is missing of a study and conclude it. Raises ValueError, LeaseHeld and StudyIncomplete."""
-    with open_study(config) as context:
+    """Run what is missing of a study and conclude it.
+
+    Raises ValueError, LeaseHeld, TooManyCrashes and StudyIncomplete.
+    """
+    posed = config.posed()
+    check_attempts(lambda _: found_of_study(config.root_at, posed.study.name))
+    with open_study(config, posed) as context:
         _run_missing(context)
         answers = runs_of(Runs(context.root), context.posed, context.posed.runs)
         if lacking := [run.name for run in context.runs if run.name not in answers]:
@@ -64,18 +73,46 @@ def run_study(config: StudyParameters) -> Outcome:
     return Outcome(context.record.name, "; ".join(verdict.headline))
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """How one run of an arm ended."""
+
+    run: ArmRun
+    error: str
+    """What went wrong, if anything did."""
+    seconds: float
+
+
 def _run_missing(context: StudyContext) -> None:
-    """Run every arm that no finished run answers for, as many at a time as asked."""
+    """Run every arm that no finished run answers for, as many at a time as asked, and say what came of each."""
     answers = runs_of(Runs(context.root), context.posed, context.runs)
     missing = [run for run in context.runs if run.name not in answers]
-    total = len(context.runs)
-    if context.config.at_once == 1:
-        for run in missing:
-            _told(context, run, total, None)
-        return
+    ways = _in_turn if context.config.at_once == 1 else _side_by_side
+    with closing(ways(context, missing)) as ended:  # whatever goes wrong here stops the runs that are on their way
+        for one in ended:
+            _note(context, one)
+
+
+def _in_turn(context: StudyContext, missing: Sequence[ArmRun]) -> Generator[_Ended]:
+    for run in missing:
+        began = time.monotonic()
+        error = _here(context, run)
+        yield _Ended(run, error, time.monotonic() - began)
+
+
+def _side_by_side(context: StudyContext, missing: Sequence[ArmRun]) -> Generator[_Ended]:
+    """Yield the runs as they end. Threads only wait for processes: Prefect's logger works in the flow's own alone."""
     apart, pool = Apart(), ThreadPoolExecutor(context.config.at_once, thread_name_prefix="arm")
+
+    def work(run: ArmRun) -> _Ended:
+        began = time.monotonic()
+        error = _apart(context, run, apart)
+        return _Ended(run, error, time.monotonic() - began)
+
+    waiting: list[Future[_Ended]] = [pool.submit(work, run) for run in missing]
     try:
-        list(pool.map(lambda run: _told(context, run, total, apart), missing))
+        for future in as_completed(waiting):
+            yield future.result()
     except BaseException:  # Ctrl-C, or a full disk that the others would meet too
         apart.stop()
         raise
@@ -83,20 +120,18 @@ def _run_missing(context: StudyContext) -> None:
         pool.shutdown(cancel_futures=True)
 
 
-def _told(context: StudyContext, run: ArmRun, total: int, apart: Apart | None) -> None:
-    """Run one arm, in a process of its own or here, and say in a line what came of it."""
-    began = time.monotonic()
-    error = _apart(context, run, apart) if apart else _here(context, run)
-    seconds = time.monotonic() - began
-    context.record.arm_seconds += seconds
+def _note(context: StudyContext, one: _Ended) -> None:
+    """Add an ended run to the study's record, and say in a line what came of it."""
+    context.record.arm_seconds += one.seconds
     context.studies.save(context.record)
-    place = f"[{context.runs.index(run) + 1}/{total}]"
+    run, took = one.run, clock(one.seconds)
+    place = f"[{context.runs.index(run) + 1}/{len(context.runs)}]"
     record = runs_of(Runs(context.root), context.posed, [run]).get(run.name)
     if record is None:
-        first = error.splitlines()[0] if error else "it did not come to its end"
-        context.console.say(f"  {escape(place)} {run.name:<22}[red]failed[/] after {clock(seconds)}: {escape(first)}")
+        first = one.error.splitlines()[0] if one.error else "it did not come to its end"
+        context.console.say(f"  {escape(place)} {run.name:<22}[red]failed[/] after {took}: {escape(first)}")
     else:
-        context.console.say(f"  {escape(place)} {run.name:<22}{record.name} in {clock(seconds)}")
+        context.console.say(f"  {escape(place)} {run.name:<22}{record.name} in {took}")
 
 
 def _here(context: StudyContext, run: ArmRun) -> str:

@@ -1,7 +1,7 @@
-"""Hooks for every flow that works on a run: they carry the end of a flow run to the record and to MLflow.
+"""Hooks for every flow that works on a run or a study: they carry the end of a flow run to the record and to MLflow.
 
 Prefect calls them in the flow's own process, or in the worker's when that process was killed; it calls them with
-keywords, so their parameters must have these names. They only make what is shown true (`tasks.reconcile`): called
+keywords, so their parameters must have these names. They only make what is shown true (`tasks.settler`): called
 twice, late, or after the run was taken up again they change nothing, and they never raise. What this gives up: a flow
 run that the server alone ends (an automation) has no hook; its witness and the flow `reconcile` see to it.
 """
@@ -16,9 +16,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.objects import State as PrefectState
 
 from flows.parameters import RootParameters
-from storage.root import Root
-from tasks.reconcile import OPEN, Settler
-from tasks.runs import RunRecord, Runs, State
+from tasks.run_settler import RunSettler
+from tasks.runs import State
+from tasks.study_settler import StudySettler
 
 log = logging.getLogger("herd.hooks")
 
@@ -51,25 +51,14 @@ def ending(error: BaseException) -> State:
     return "cancelled" if get_intent() == "cancel" else "interrupted"
 
 
-def run_of(root: Root, flow_run: FlowRun) -> RunRecord | None:
-    """Return the record that the flow run `flow_run` works on: the run of its name, else the one that names it."""
-    runs = Runs(root)
-    for name in dict.fromkeys([flow_run.name, *reversed(root.names(OPEN))]):
-        try:
-            record = runs.find(name)
-        except ValueError:
-            continue
-        if record.prefect_run == str(flow_run.id):
-            return record
-    return None
-
-
 def _settle(flow_run: FlowRun, state: State) -> None:
     try:
         config = (flow_run.parameters or {}).get("config") or {}
         named = config.get("root", "") if isinstance(config, dict) else config.root
         root = RootParameters(root=named).root_at
-        if (record := run_of(root, flow_run)) is not None:
-            Settler(root, None).settle(record.name, state)
+        for settler in (RunSettler(root, None), StudySettler(root, None)):
+            if name := settler.of_flow_run(flow_run):
+                settler.settle(name, state)
+                return
     except Exception:
         log.warning("the end of flow run %s could not be recorded; `reconcile` will", flow_run.name, exc_info=True)

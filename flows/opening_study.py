@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -17,23 +17,24 @@ import httpx
 from prefect import get_client
 from prefect.runtime import flow_run
 
+from flows.attempts import attempt_number
 from flows.hooks import ending
 from flows.names import is_made_up
 from flows.study_parameters import StudyParameters
 from flows.temporary import is_temporary
+from flows.witness import witnessed
 from llama3.recipe.load import resolved
 from llama3.scaling.checks import check_study
 from llama3.scaling.posed import ArmRun, Posed
 from storage.artifact import flatten
-from storage.lease import LeaseHeld, lease
 from storage.root import Root
 from tasks import pages
 from tasks.console import Console, current_console
 from tasks.preflight import check_place
 from tasks.runs import State, now
 from tasks.step import code_version
-from tasks.studies import Studies, StudyRecord
-from tasks.study_plan import plan_lines, plan_study, plan_table
+from tasks.studies import FOLDER, Studies, StudyRecord
+from tasks.study_plan import check_hours, plan_lines, plan_study, plan_table
 from tasks.study_report import plan_markdown
 from tasks.tracking import Tracker
 
@@ -65,20 +66,19 @@ class StudyContext:
 
 
 @contextmanager
-def open_study(config: StudyParameters) -> Iterator[StudyContext]:
+def open_study(config: StudyParameters, posed: Posed) -> Iterator[StudyContext]:
     """Yield the context of a study, checked and recorded. Raises ValueError and LeaseHeld."""
-    posed, root, console = config.posed(), config.root_at, current_console()
-    runs = config.chosen(posed)
+    root, console, runs = config.root_at, current_console(), config.chosen(posed)
     check_study(posed, runs)
     for run in runs:
         check_place(run.recipe, config.cluster, root)
     plan = plan_study(root, posed, config.cluster, chosen=runs)
-    studies = Studies(root)
-    with _alone(root, posed.study.name):
+    check_hours(plan)
+    studies, name = Studies(root), posed.study.name
+    with studies.alone(name, _patience(studies.known(name), console)):
         record = _recorded(config, posed, studies)
-        tracker = Tracker(root, posed.study.name)
-        context = StudyContext(config, posed, runs, studies, record, tracker, console)
-        with _closing(context):
+        context = StudyContext(config, posed, runs, studies, record, Tracker(root, name), console)
+        with witnessed(root, f"{FOLDER}/{name}", attempt_number()), _closing(context):
             console.say(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
             console.table(plan_table(plan))
             for line in plan_lines(plan):
@@ -88,13 +88,14 @@ def open_study(config: StudyParameters) -> Iterator[StudyContext]:
             yield context
 
 
-@contextmanager
-def _alone(root: Root, name: str) -> Iterator[None]:
-    try:
-        with lease(root, f"studies/{name}", name):
-            yield
-    except LeaseHeld as error:
-        raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
+def _patience(known: StudyRecord | None, console: Console) -> Callable[[str], None] | None:
+    """Return what is told who has the study, if that is waited for: an earlier attempt of this flow run.
+
+    Its process may live, though Prefect believes it dead; on an object store a dead one is believed alive for a while.
+    """
+    if known is None or not flow_run.id or known.prefect_run != str(flow_run.id):
+        return None
+    return lambda holder: console.say(f"waiting for the attempt before, used by {holder}")
 
 
 def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyRecord:
@@ -111,6 +112,7 @@ def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyR
         machine=machine(),
         command=command(config),
         prefect_run=str(flow_run.id or ""),
+        recipes=sorted({run.digest for run in posed.runs}),
     )
     if known and known.digest == record.digest:
         record.started, record.seconds, record.arm_seconds = known.started, known.seconds, known.arm_seconds

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from prefect import flow
 
-from flows.attempts import check_attempts
+from flows.attempts import check_attempts, found_of_run
 from flows.hooks import HOOKS
 from flows.opening import chosen_recipe, open_run, step_names
 from flows.outcome import Outcome, run_message, told
@@ -45,7 +45,7 @@ def run_recipe(config: PipelineParameters) -> Outcome:
     recipe = chosen_recipe(config)
     from_step, until = first_step(recipe, config.from_step), last_step(recipe, config.until)
     config = config.model_copy(update={"from_step": from_step, "until": until})
-    check_attempts(config.root_at, recipe)
+    check_attempts(lambda flow: found_of_run(config.root_at, recipe, flow))
     with open_run(config, recipe) as context:
         decision = run_chain(context, until)
     write_report(context)

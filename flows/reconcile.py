@@ -7,14 +7,15 @@ from prefect.artifacts import create_table_artifact
 
 from flows.parameters import RootParameters
 from flows.resume import resume_all
-from tasks import reconcile as truth
+from tasks.reconcile import reconcile as settle_all
+from tasks.settler import GRACE_S, Settled
 
 
 @flow(name="reconcile", persist_result=False)
 def reconcile(
     config: RootParameters = RootParameters(),  # noqa: B008  (Prefect reads the default)
     full: bool = False,
-    grace_s: float = truth.GRACE_S,
+    grace_s: float = GRACE_S,
 ) -> list[dict[str, str]]:
     """Settle the runs that say running though nobody works on them, and clear what killed processes left.
 
@@ -26,9 +27,9 @@ def reconcile(
         grace_s: A flow run that Prefect began less than so many seconds ago is left alone.
     """
     with get_client(sync_client=True) as client:
-        found = [line._asdict() for line in truth.reconcile(config.root_at, client, full, grace_s)]
+        found = [line._asdict() for line in settle_all(config.root_at, client, full, grace_s)]
         for again in resume_all(client, grace_s):
-            found.append(truth.Settled(again.name, "Prefect", "Crashed", "AwaitingRetry")._asdict())
+            found.append(Settled(again.name, "Prefect", "Crashed", "AwaitingRetry")._asdict())
     for line in found:
         get_run_logger().info("%(run)s: %(where)s said %(before)s, now %(after)s", line)
     create_table_artifact(

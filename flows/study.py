@@ -52,7 +52,7 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")] = None,
 ) -> None:
     """Print the runs of a study, what they cost, and what is there already; runs nothing."""
-    from tasks.study_plan import plan_lines, plan_study, plan_table
+    from tasks.study_plan import check_hours, plan_lines, plan_study, plan_table
 
     with mistakes():
         config = _asked(file, set_, only, root, cluster, 0, 1)
@@ -65,6 +65,7 @@ def plan(
         out.print(plan_table(made))
         for line in plan_lines(made):
             out.print(line)
+        check_hours(made)
 
 
 @study.command()
@@ -78,13 +79,13 @@ def run(
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
 ) -> None:
     """Run what is missing of a study, then its verdict. Stopped or killed, the same command goes on."""
-    from tasks.study_plan import plan_study
+    from tasks.study_plan import check_hours, plan_study
 
     with mistakes():
         config = _asked(file, set_, only, root, cluster, threads, at_once)
         posed = config.posed()
         check_study(posed, config.chosen(posed))
-        plan_study(config.root_at, posed, config.cluster, None, config.chosen(posed))
+        check_hours(plan_study(config.root_at, posed, config.cluster, None, config.chosen(posed)))
         _run(config)
 
 

@@ -1,15 +1,16 @@
-"""The witness of a run: a small process that outlives the run's own by some seconds and says that it is gone.
+"""The witness of a run or a study: a small process that outlives the one at work by some seconds and says it is gone.
 
 A worker that is told to stop kills the processes of its flow runs at once (SIGKILL, found by running Prefect 3.8.8),
 and the kernel kills without asking; then nobody is left to say how the run ended, and heartbeats take 75 s to miss it.
-The witness sleeps on a pipe that only the run's process holds; when that closes without a word it settles the record,
-MLflow and Prefect, and starts the run again if its crash is not answered (flows/resume.py). It costs 10 MB and no CPU
-while it sleeps. What this gives up: it dies with its machine; then the automation for zombies and the flow `reconcile`
-are left.
+The witness sleeps on a pipe that only that process holds; when it closes without a word the witness settles record,
+MLflow and Prefect, and starts the flow run again if its crash is not answered (flows/resume.py). It costs 10 MB and no
+CPU while it sleeps. What this gives up: it dies with its machine; then the automation for zombies and the flow
+`reconcile` are left.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -19,9 +20,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from storage.root import Root
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from tasks.settler import Settler
 
 LET_OTHERS_S = 2.0
 """A worker that lives reports the end itself, and knows why."""
@@ -30,13 +37,15 @@ OVER = b"over\n"
 
 
 @contextmanager
-def witnessed(root: Root, run: str, attempt: int) -> Iterator[None]:
-    """Have the end of this process noticed while it works on `run` in Prefect attempt `attempt` (0: without Prefect).
+def witnessed(root: Root, work: str, attempt: int) -> Iterator[None]:
+    """Have the end of this process noticed while it is at `work`, in Prefect attempt `attempt` (0: without Prefect).
+
+    `work` is a folder of the root with a record in it: `runs/quickstart-3`, `studies/ramp-cpu`.
 
     If the block ends by itself or by an Exception there is nothing to see: those are reported by the flow.
     """
-    words = [sys.executable, "-m", "flows.witness", root.uri, str(root.local), run, str(attempt)]
-    logs = root.file("runs", run, "logs")
+    words = [sys.executable, "-m", "flows.witness", root.uri, str(root.local), work, str(attempt)]
+    logs = root.file(work, "logs")
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "witness.log").open("ab") as log:
         process = subprocess.Popen(
@@ -70,9 +79,9 @@ def _dismiss(process: subprocess.Popen[bytes]) -> None:
 def main(words: list[str]) -> None:
     """Wait for the end of the process that started this one; see to what it could not say."""
     if _wait(os.getppid()) != OVER:
-        root, run, attempt = Root(words[0], Path(words[1])), words[2], int(words[3])
+        root, work, attempt = Root(words[0], Path(words[1])), words[2], int(words[3])
         time.sleep(LET_OTHERS_S)
-        testify(root, run, attempt)
+        testify(root, work, attempt)
 
 
 def _wait(parent: int) -> bytes:
@@ -83,37 +92,52 @@ def _wait(parent: int) -> bytes:
     return b""
 
 
-def testify(root: Root, run: str, attempt: int) -> None:
-    """Settle `run`, whose process is gone. Imports what it needs now, because it rarely does."""
+def testify(root: Root, work: str, attempt: int) -> None:
+    """Settle `work`, whose process is gone. Imports what it needs now, because it rarely does."""
     from prefect.settings import PREFECT_API_URL
 
     if attempt and PREFECT_API_URL.value():
         try:
-            _tell_prefect(root, run, attempt)
+            _tell_prefect(root, work, attempt)
             return
-        except Exception as error:  # the server may have been stopped together with the run
+        except Exception as error:  # the server may have been stopped together with the process
             print(f"Prefect did not take it: {error!r}", flush=True)
-    from tasks.reconcile import Settler
-
-    Settler(root, None).settle(run)
+    _settler(root, work, None).settle(_name(work))
 
 
-def _tell_prefect(root: Root, run: str, attempt: int) -> None:
-    """Settle `run` and have it started again, if that is wanted and nobody else does it."""
+def _tell_prefect(root: Root, work: str, attempt: int) -> None:
+    """Settle `work` and have it started again, if that is wanted and nobody else does it."""
     from prefect import get_client
 
     from flows.resume import resume, resume_soon
-    from tasks.runs import Runs
 
-    flow_run = UUID(Runs(root).find(run).prefect_run)
+    name, flow_run = _name(work), UUID(_flow_run(root, work))
     with get_client(sync_client=True) as client:
         resume_soon(client, flow_run, attempt)
-        from tasks.reconcile import Settler  # the slow import comes after what is urgent
-
-        settler = Settler(root, client)
-        settler.await_cancellation(run, CANCELLING_S)
-        settler.settle(run, attempt=attempt)
+        settler = _settler(root, work, client)  # its slow imports come after what is urgent
+        settler.await_cancellation(name, CANCELLING_S)
+        settler.settle(name, attempt=attempt)
         resume(client, flow_run, attempt)
+
+
+def _name(work: str) -> str:
+    return work.partition("/")[2]
+
+
+def _flow_run(root: Root, work: str) -> str:
+    """Return the flow run that the record of `work` names; whatever else a record holds is not needed for it."""
+    file = "run.json" if work.startswith("runs/") else "study.json"
+    return str(json.loads(root.read(work, file) or b"{}")["prefect_run"])
+
+
+def _settler(root: Root, work: str, client: SyncPrefectClient | None) -> Settler[Any]:
+    if work.startswith("runs/"):
+        from tasks.run_settler import RunSettler
+
+        return RunSettler(root, client)
+    from tasks.study_settler import StudySettler
+
+    return StudySettler(root, client)
 
 
 if __name__ == "__main__":

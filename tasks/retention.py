@@ -1,11 +1,13 @@
 """Delete what nobody needs any more: artifacts that no kept run, alias or live process stands on, if they are old.
 
 Kept is the closure: the artifacts of the newest runs of each family, of runs that did not finish within the last month,
-and the models that hold an alias with their evaluations, and everything they were made from. Nothing of a family is
+of the runs that a study's report is made from, and the models that hold an alias with their evaluations, and everything
+they were made from. Nothing of a family is
 deleted while a process works on a run of it, because it may be about to reuse what is unreferenced so far. A registry
 that does not answer stops the deletion: it might know a champion. The newest calibration of a device stays. Half-done
 work goes when nobody wrote to it for a month. What this gives up: the space that old runs of rarely used families take,
-until newer ones come; records, reports and decisions are never deleted (some 100 kB a run).
+until newer ones come, and what a study takes until its folder `studies/NAME` is removed; records, reports and
+decisions are never deleted (some 100 kB a run).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tasks.calibrations import KIND as CALIBRATION
 from tasks.leftovers import leftovers, remove_leftover
 from tasks.promotion_log import labels_held
 from tasks.runs import RunRecord, Runs
+from tasks.studies import Studies
 from tasks.words import clock, size
 
 COPY = "local copy"
@@ -113,7 +116,7 @@ def plan_retention(
     used = [step.artifact for record in kept_runs(records, keep_runs, at) for step in record.steps.values()]
     held = {*labels_held(root), *aliases}
     champions = closure([*held, *_evaluations(held, artifacts)], artifacts)
-    standing = closure(used, artifacts)
+    standing, studied = closure(used, artifacts), closure(_of_studies(root, records), artifacts)
     live = live_families(root, records)
     making = holders(root, list(artifacts)) if artifacts else {}
     measured = _newest_calibrations(artifacts.values())
@@ -123,6 +126,8 @@ def plan_retention(
             return "an alias stands on it"
         if label in standing:
             return "a kept run stands on it"
+        if label in studied:
+            return "a study stands on it"
         if label in measured:
             return "runs are predicted with it"
         if label in making or _family_of(artifact, live):
@@ -135,6 +140,13 @@ def plan_retention(
     ]
     in_use = closure([s.artifact for r in records if is_open(r, at) for s in r.steps.values()], artifacts)
     return Plan((*items, *_copies(root, in_use, live, older_than_s, at), *_unfinished(root, older_than_s, at)), at)
+
+
+def _of_studies(root: Root, records: list[RunRecord]) -> list[str]:
+    """Return the artifacts of the finished runs of every study's arms: its report can be made from them again."""
+    asked = {digest for study in Studies(root).all() for digest in study.recipes}
+    runs = [record for record in records if record.state == "finished" and record.recipe_digest in asked]
+    return [step.artifact for record in runs for step in record.steps.values()]
 
 
 def _newest_calibrations(artifacts: Iterable[Artifact]) -> set[str]:

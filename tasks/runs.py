@@ -171,7 +171,7 @@ class Runs:
 
     def family(self, name: str) -> list[RunRecord]:
         """Return the runs of a recipe family, oldest first."""
-        return self._records([run for run in self.root.names("runs") if _number(name, run)])
+        return self._records([run for run in self.root.names("runs") if family_number(name, run)])
 
     def _records(self, names: list[str]) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
@@ -179,7 +179,7 @@ class Runs:
         return sorted((record for record in found if record), key=lambda record: record.started)
 
     def _next_name(self, family: str) -> str:
-        taken = [_number(family, name) for name in self.root.names("runs")]
+        taken = [family_number(family, name) for name in self.root.names("runs")]
         return f"{family}-{max(taken, default=0) + 1}"
 
 
@@ -199,7 +199,7 @@ def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Arti
     return None
 
 
-def _number(family: str, name: str) -> int:
+def family_number(family: str, name: str) -> int:
     """Return the number of a run of `family`, or 0 for the name of another."""
     match = re.fullmatch(rf"{re.escape(family)}-(\d+)", name)
     return int(match[1]) if match else 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from tasks.promotion_log import PromotionLog
 from tasks.promotions import judged
-from tasks.reconcile import mark_open
 from tasks.registry import Registry
+from tasks.run_settler import mark_open
 from tasks.runs import RunRecord, Runs
 from tasks.tracking import Tracker
 

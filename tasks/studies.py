@@ -8,18 +8,21 @@ its former runs stay, and MLflow keeps a parent for each digest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 from pydantic import BaseModel
 
+from llama3.recipe.schema import Recipe
 from llama3.scaling.posed import ArmRun, Posed, load_study
 from llama3.scaling.verdict import Verdict
 from storage.filesystem import write_atomic
-from storage.lease import holders
+from storage.lease import LeaseHeld, holders, lease
 from storage.root import Root
-from tasks.runs import RunRecord, Runs, State
+from storage.threads import READERS, each
+from tasks.runs import RunRecord, Runs, State, now
 
 FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
     "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md", "plots",
@@ -50,6 +53,15 @@ class StudyRecord(BaseModel):
     mlflow_experiment: str = ""
     prefect_run: str = ""
     verdict: Verdict | None = None
+    recipes: list[str] = []
+    """Digests of the recipes of its runs: retention keeps what the report is made from."""
+
+    def abandoned(self) -> StudyRecord:
+        """Return the record as it is when nobody works on the study: one that says running was interrupted."""
+        if self.state != "running":
+            return self
+        said = f"its process is gone; go on with: {self.command}"
+        return self.model_copy(update={"state": "interrupted", "error": said, "ended": self.ended or now()})
 
 
 class Studies:
@@ -78,15 +90,28 @@ class Studies:
         text = self.root.read(FOLDER, name, RECORD)
         return StudyRecord.model_validate_json(text) if text else None
 
+    def all(self) -> list[StudyRecord]:
+        """Return every study, by name."""
+        return [record for record in each(self.known, self.names(), READERS) if record]
+
     def standing(self) -> list[StudyRecord]:
         """Return every study as it stands; one that says running and that nobody works on was interrupted."""
-        records = [self.find(name) for name in self.names()]
+        records = self.all()
         running = [f"{FOLDER}/{record.name}" for record in records if record.state == "running"]
         held = holders(self.root, running) if running else {}
-        for record in records:
-            if record.state == "running" and not held.get(f"{FOLDER}/{record.name}"):
-                record.state, record.error = "interrupted", f"its process is gone; go on with: {record.command}"
-        return records
+        return [record if f"{FOLDER}/{record.name}" in held else record.abandoned() for record in records]
+
+    @contextmanager
+    def alone(self, name: str, wait: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Hold a study until the block ends.
+
+        With `wait`, which is told who has it, another holder is waited for; else raises LeaseHeld.
+        """
+        try:
+            with lease(self.root, f"{FOLDER}/{name}", name, wait):
+                yield
+        except LeaseHeld as error:
+            raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
 
     def posed(self, name: str) -> Posed:
         """Return the question as it was asked. Raises ValueError if there is no such study."""
@@ -118,14 +143,15 @@ class Studies:
 
 def runs_of(runs: Runs, posed: Posed, arms: Sequence[ArmRun]) -> dict[str, RunRecord]:
     """Return, by the name of an arm's run, the finished run that answers for it: the newest of the same recipe."""
-    finished = {
+    asked = {arm.digest: arm for arm in arms}
+    answers = {
         record.recipe_digest: record
         for record in runs.family(posed.study.name)
-        if record.state == "finished" and answered(record)
+        if record.recipe_digest in asked and answers_for(record, asked[record.recipe_digest].recipe)
     }
-    return {arm.name: finished[arm.digest] for arm in arms if arm.digest in finished}
+    return {arm.name: answers[arm.digest] for arm in arms if arm.digest in answers}
 
 
-def answered(record: RunRecord) -> bool:
-    """Return whether the model at the run's end was scored."""
-    return any(step.startswith("evaluate-") for step in record.steps)
+def answers_for(record: RunRecord, recipe: Recipe) -> bool:
+    """Return whether a run of `recipe` finished and its last model was scored: it may have been told to stop before."""
+    return record.state == "finished" and f"evaluate-{recipe.stages[-1].name}" in record.steps

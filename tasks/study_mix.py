@@ -1,18 +1,22 @@
 """The analysis of a mix search, with its tables and pictures.
 
 Arms that change something else than shares (caps of topics, say) are compared with the base mix and left out of the
-fit. What this gives up: weights that are not those of the evaluation; the page says which were used.
+fit; where no arm changes shares, that comparison is the verdict. What this gives up: weights that are not those of the
+evaluation; the page says which were used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
+from llama3.evaluate.suites import BPB
+from llama3.recipe.section import Domain
+from llama3.scaling.ablation import ablation_verdict
 from llama3.scaling.arm import BASE
-from llama3.scaling.mix_verdict import mix_verdict, weights_of
+from llama3.scaling.mix_verdict import mix_verdict
 from llama3.scaling.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import Posed
@@ -22,27 +26,28 @@ from tasks.study_page import Analysis, Figure, ViewTable
 
 def mix_analysis(posed: Posed, found: Sequence[Outcome]) -> Analysis:
     """Return what a mix search came to. Raises ValueError for too few mixes, or a missing control."""
-    search = posed.study.mix
+    search, ran = posed.study.mix, {one.arm for one in found}
     assert search is not None
-    runs = {run.arm.name: run.arm for run in posed.runs if any(one.arm == run.arm.name for one in found)}
-    if BASE not in runs:
+    if BASE not in ran:
         raise ValueError(f"mix: the control arm {BASE} has no finished run; run it too")
-    base: dict[str, Fraction] = {domain: share for domain, share in runs[BASE].shares.items() if share}
-    shares: dict[str, dict[str, float]] = {
-        name: {domain: float(share) for domain, share in arm.shares.items() if domain in base}
-        for name, arm in runs.items()
-        if name not in search.others
-    }
-    weights: dict[str, Fraction] = {domain: share for domain, share in search.weights.items()}  # noqa: C416
-    made = fit_mixture(mix_trials(found, shares), weights_of(weights, base))
-    row = np.array([float(base[domain]) for domain in made.domains])
+    shares = {run.arm.name: _plain(run.arm.shares) for run in posed.runs if run.arm.name in ran - set(search.others)}
+    weights = _plain(search.weights) or shares[BASE]
+    if list(shares) == [BASE]:
+        changes = {name: lines for name, lines in search.others.items() if name in ran}
+        return Analysis(ablation_verdict(found, BASE, changes, BPB, weights))
+    made = fit_mixture(mix_trials(found, shares), weights)
+    row = np.array([shares[BASE].get(domain, 0.0) for domain in made.domains])
     bounds: dict[str, tuple[float, float]] = {
         domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
     }
     best = propose(made, row, bounds)
-    others = [name for name in runs if name != BASE]
+    others = [name for name in dict.fromkeys(run.arm.name for run in posed.runs) if name in ran - {BASE}]
     verdict = mix_verdict(made, best, found, BASE, others, search.of)
     return Analysis(verdict, [_arms(made), _proposed(made, best)], _figures(made, best))
+
+
+def _plain(shares: Mapping[Domain, Fraction]) -> dict[str, float]:
+    return {domain: float(share) for domain, share in shares.items()}
 
 
 def _arms(made: Mixture) -> ViewTable:

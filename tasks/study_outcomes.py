@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 
 from llama3.evaluate.scores import SAMPLES_FILE, SCORES_FILE, Score, read_scores
 from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import flops_per_token, parameter_count
+from llama3.model.flops import parameter_count
 from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Model, Recipe
+from llama3.recipe.schema import Recipe
 from llama3.scaling.outcome import Outcome, Samples
 from llama3.scaling.posed import ArmRun, Posed
 from storage.artifact import Artifact, Store
 from tasks.runs import RunRecord
+from tasks.study_cost import training_flops
 
 
 def outcomes(posed: Posed, store: Store, answers: Mapping[str, RunRecord]) -> list[Outcome]:
@@ -40,7 +41,7 @@ def outcome(posed: Posed, store: Store, arm: ArmRun, record: RunRecord) -> Outco
         run=record.name,
         parameters=parameter_count(spec, rows),
         tokens=int(checkpoint.facts["end"]),
-        flops=_flops(posed, arm.recipe, spec, rows),
+        flops=training_flops(posed, Schedule(arm.recipe).segments, spec, rows),
         scores=scores,
         samples=dict(_samples(evaluation.part(SAMPLES_FILE), scores)),
     )
@@ -50,13 +51,6 @@ def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Art
     """Return checkpoint and evaluation of the run's last stage. Raises ValueError where one was deleted."""
     span, stage = Schedule(recipe).trained[-1], recipe.stages[-1].name
     return store.at(record.steps[span.name].artifact), store.at(record.steps[f"evaluate-{stage}"].artifact)
-
-
-def _flops(posed: Posed, recipe: Recipe, spec: Model, rows: int) -> float:
-    formula = posed.study.ladder.formula if posed.study.ladder else "causal"
-    name = {"6N": "six_n"}.get(formula, formula)
-    parts = Schedule(recipe).segments
-    return float(sum(part.tokens * getattr(flops_per_token(spec, rows, part.seq), name) for part in parts))
 
 
 def _samples(path: Path, scores: Mapping[str, Score]) -> Iterator[tuple[str, Samples]]:

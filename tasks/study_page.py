@@ -46,9 +46,10 @@ class ArmRow:
     """Training operations."""
     seconds: float
     """From the run's start to its end."""
+    trained: float
+    """Of these operations, those of stages that no run before it had made."""
     device_hours: float
-    usd: float | None
-    """None where no price was given."""
+    """Of the same stages."""
     scores: dict[str, float]
     """By key, `eval/bpb/math`."""
     reused: str
@@ -162,7 +163,7 @@ def _facts(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "state", view.state
     yield "arms", str(len({row.arm for row in view.arms}))
     yield "runs", str(len(view.arms))
-    yield "training operations", f"{sum(row.flops for row in view.arms):.3g}"
+    yield "training operations", f"{sum(row.trained for row in view.arms):.3g}"
     yield "device-hours", f"{sum(row.device_hours for row in view.arms):.3g}"
     if view.started and view.ended:
         ends = [datetime.fromisoformat(text) for text in (view.started, view.ended)]
@@ -207,23 +208,21 @@ def _shown(arms: Sequence[ArmRow]) -> list[str]:
 
 def _runs(arms: Sequence[ArmRow]) -> ViewTable:
     keys = _shown(arms)
-    priced = ["cost"] if any(row.usd is not None for row in arms) else []
-    columns = ["arm", "repeat", "run", "state", "tokens", "FLOPs", "time", "device-hours", *priced]
+    columns = ["arm", "repeat", "run", "state", "tokens", "FLOPs", "time", "device-hours"]
     rows = [
         [
             *(row.arm, str(row.repeat), row.run, row.state, tokens(row.tokens), f"{row.flops:.3g}"),
-            *(clock(row.seconds), f"{row.device_hours:.3g}", *(_money(row.usd) for _ in priced)),
+            *(clock(row.seconds), f"{row.device_hours:.3g}"),
             *(_number(row.scores.get(key)) for key in keys),
             row.reused,
         ]
         for row in arms
     ]
-    note = "Scores of the model at the end of each run; reused: stages that were there before it."
+    note = (
+        "Scores of the model at the end of each run, and FLOPs of its whole training. Device-hours are those of the "
+        "stages that it made; reused are stages that were there before it."
+    )
     return ViewTable("Runs", note, [*columns, *map(short, keys), "reused"], rows)
-
-
-def _money(usd: float | None) -> str:
-    return "" if usd is None else f"{usd:,.2f}"
 
 
 def _number(value: float | None) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from rich.table import Table
 
@@ -24,7 +25,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.predict import predict
 from tasks.runs import RunRecord, Runs
-from tasks.studies import answered, runs_of
+from tasks.studies import answers_for, runs_of
 from tasks.words import clock
 
 MEASURED = 20
@@ -80,7 +81,7 @@ class StudyPlan:
 def plan_study(
     root: Root, posed: Posed, cluster: Cluster, price: float | None = None, chosen: Sequence[ArmRun] | None = None
 ) -> StudyPlan:
-    """Return the plan of a study. Raises ValueError if it would cost more device-hours than its limit."""
+    """Return the plan of a study."""
     arms = posed.runs if chosen is None else chosen
     runs = Runs(root)
     answers = runs_of(runs, posed, arms)
@@ -88,14 +89,17 @@ def plan_study(
     first = {work.lineage: work.run for work in once(arms).values()}
     planned = [_planned(arm, answers.get(arm.name), first, pace) for arm in arms]
     data = len({data_digest(arm.recipe) for arm in arms})
-    plan = StudyPlan(posed, planned, data, cluster.processes, speed, price)
-    limit, hours = posed.study.limits.device_hours, plan.device_hours
+    return StudyPlan(posed, planned, data, cluster.processes, speed, price)
+
+
+def check_hours(plan: StudyPlan) -> None:
+    """Raise ValueError if what is left to do takes more device-hours than the study may."""
+    limit, hours = plan.posed.study.limits.device_hours, plan.device_hours
     if limit is not None and hours is not None and hours > limit:
         raise ValueError(
-            f"{posed.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than {limit:g}; "
-            "take fewer arms or repeats, shorten them, or raise it"
+            f"{plan.posed.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than "
+            f"{limit:g}; take fewer arms or repeats, shorten them, or raise it"
         )
-    return plan
 
 
 def _planned(arm: ArmRun, answer: RunRecord | None, first: Mapping[str, str], pace: dict[str, float]) -> PlannedRun:
@@ -133,18 +137,22 @@ def _predicted(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
 
 def _measured(runs: Runs) -> list[tuple[float, float]]:
     """Return (operations per token, seconds per operation) of the newest runs that made their own stages."""
-    found = []
-    for record in [record for record in runs.all() if answered(record)][-MEASURED:]:
-        try:
-            recipe = runs.recipe(record.name)
-        except ValueError:  # written by another version
-            continue
-        names = {span.name for span in Schedule(recipe).trained}
-        made = [step for name, step in record.steps.items() if name in names]
-        if recipe.start is None and made and all(step.outcome == "made" for step in made):
-            run = ArmRun(Arm(record.name), 1, recipe)
-            found.append((run.flops / run.tokens, sum(step.seconds for step in made) / run.flops))
-    return found
+    found = (_speed(runs, record) for record in reversed(runs.all()))
+    return list(islice((speed for speed in found if speed), MEASURED))
+
+
+def _speed(runs: Runs, record: RunRecord) -> tuple[float, float] | None:
+    try:
+        recipe = runs.recipe(record.name)
+    except ValueError:  # written by another version
+        return None
+    names = {span.name for span in Schedule(recipe).trained}
+    made = [step for name, step in record.steps.items() if name in names]
+    whole = answers_for(record, recipe) and all(step.outcome == "made" for step in made)
+    if recipe.start is not None or not whole:
+        return None
+    run = ArmRun(Arm(record.name), 1, recipe)
+    return run.flops / run.tokens, sum(step.seconds for step in made) / run.flops
 
 
 def _nearest(measured: Sequence[tuple[float, float]], per_token: float) -> float:

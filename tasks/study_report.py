@@ -13,7 +13,6 @@ from datetime import datetime
 from rich.table import Table
 
 from llama3.recipe.load import resolved
-from llama3.recipe.schedule import Schedule
 from llama3.scaling.outcome import Outcome
 from llama3.scaling.posed import ArmRun, Posed
 from llama3.scaling.verdict import HELPS, HURTS, Verdict
@@ -23,9 +22,11 @@ from storage.remote_store import open_store
 from storage.root import Root
 from tasks import pages
 from tasks.cluster import Cluster
+from tasks.republish import STATUS
 from tasks.runs import RunRecord, Runs
 from tasks.studies import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
 from tasks.study_analysis import analyse
+from tasks.study_cost import Spent, spent
 from tasks.study_outcomes import other_data, outcomes, shared
 from tasks.study_page import (
     Analysis,
@@ -53,7 +54,7 @@ def conclude(studies: Studies, posed: Posed, record: StudyRecord, tracker: Track
     analysis = analyse(posed, found, _weak_points(root, posed, answers))
     record.verdict = analysis.verdict
     studies.save(record)
-    view = _view(root, posed, record, answers, found, analysis)
+    view = _view(root, posed, record, answers, found, analysis, tracker)
     page = studies.publish(record.name, PAGE, study_html(view))
     studies.publish(record.name, NOTES, study_markdown(view, PICTURES))
     for title, _, svg in study_figures(view):
@@ -64,17 +65,20 @@ def conclude(studies: Studies, posed: Posed, record: StudyRecord, tracker: Track
 
 
 def rewrite(studies: Studies, name: str) -> Verdict:
-    """Work out the verdict of an earlier study again and write its page. Raises ValueError."""
-    posed, record = studies.posed(name), studies.find(name)
-    answers = runs_of(Runs(studies.root), posed, posed.runs)
-    if not answers:
-        raise ValueError(f"study {name}: none of its {len(posed.runs)} runs is finished; go on with: {record.command}")
-    tracker = Tracker(studies.root, name)
-    tags = {"code.commit": record.code, "study.kind": record.kind}
-    record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
-    verdict = conclude(studies, posed, record, tracker)
-    ended = datetime.fromisoformat(record.ended).timestamp() if record.ended else None
-    tracker.close(record.mlflow_run, "FINISHED", ended)
+    """Work out the verdict of an earlier study again and write its page. Raises ValueError, and LeaseHeld at work."""
+    posed = studies.posed(name)
+    with studies.alone(name):
+        record = studies.find(name).abandoned()
+        if not runs_of(Runs(studies.root), posed, posed.runs):
+            raise ValueError(
+                f"study {name}: none of its {len(posed.runs)} runs is finished; go on with: {record.command}"
+            )
+        tracker = Tracker(studies.root, name)
+        tags = {"code.commit": record.code, "study.kind": record.kind}
+        record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
+        verdict = conclude(studies, posed, record, tracker)
+        ended = datetime.fromisoformat(record.ended).timestamp() if record.ended else None
+        tracker.close(record.mlflow_run, STATUS[record.state], ended)
     return verdict
 
 
@@ -102,11 +106,15 @@ def _view(
     answers: Mapping[str, RunRecord],
     found: list[Outcome],
     analysis: Analysis,
+    tracker: Tracker,
 ) -> StudyView:
     plan = plan_study(root, posed, Cluster())
     by_run = {(one.arm, one.repeat): one for one in found}
+    costs = spent(posed, open_store(root), answers, tracker.devices)
     arms = [
-        _arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat]) for run in posed.runs if run.name in answers
+        _arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat], costs[run.name])
+        for run in posed.runs
+        if run.name in answers
     ]
     return StudyView(
         name=record.name,
@@ -122,7 +130,7 @@ def _view(
         arms=arms,
         tables=analysis.tables,
         figures=analysis.figures,
-        cost=_cost(record, arms, found),
+        cost=_cost(record, arms),
         lineage=shared(posed, open_store(root), answers),
         before=_before(posed, analysis.verdict),
     )
@@ -136,10 +144,7 @@ def _before(posed: Posed, verdict: Verdict) -> dict[str, str]:
     return {path: str(known[path]) for path in paths if known.get(path) is not None}
 
 
-def _arm_row(run: ArmRun, record: RunRecord, outcome: Outcome) -> ArmRow:
-    spans = {span.name for span in Schedule(run.recipe).trained}
-    seconds = sum(step.seconds for name, step in record.steps.items() if name in spans)
-    reused = [name for name, step in record.steps.items() if name in spans and step.outcome == "reused"]
+def _arm_row(run: ArmRun, record: RunRecord, outcome: Outcome, cost: Spent) -> ArmRow:
     return ArmRow(
         arm=run.arm.name,
         repeat=run.repeat,
@@ -148,10 +153,10 @@ def _arm_row(run: ArmRun, record: RunRecord, outcome: Outcome) -> ArmRow:
         tokens=outcome.tokens,
         flops=outcome.flops,
         seconds=_seconds(record),
-        device_hours=seconds / 3600,
-        usd=None,
+        trained=cost.flops,
+        device_hours=cost.device_hours,
         scores={key: score.value for key, score in outcome.scores.items()},
-        reused=", ".join(reused),
+        reused=", ".join(cost.reused),
     )
 
 
@@ -160,14 +165,14 @@ def _seconds(record: RunRecord) -> float:
     return (ends[1] - ends[0]).total_seconds()
 
 
-def _cost(record: StudyRecord, arms: list[ArmRow], found: list[Outcome]) -> list[tuple[str, str]]:
+def _cost(record: StudyRecord, arms: list[ArmRow]) -> list[tuple[str, str]]:
     """Return what the study cost; its overhead is what it spent outside of its arms."""
     overhead = record.seconds - record.arm_seconds
     lines = [
         ("runs", f"{len(arms)}"),
-        ("training operations", f"{sum(one.flops for one in found):.3g}"),
+        ("training operations", f"{sum(arm.trained for arm in arms):.3g}, shared stages counted once"),
         ("time of the runs", clock(sum(arm.seconds for arm in arms))),
-        ("time of training", clock(3600 * sum(arm.device_hours for arm in arms))),
+        ("device-hours of training", f"{sum(arm.device_hours for arm in arms):.3g}"),
     ]
     if record.arm_seconds and overhead > 0:
         share = overhead / record.arm_seconds
@@ -180,7 +185,7 @@ def _show(tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord
     now = time.time()
     points = [
         Point(metrics.STUDY_RUNS, len(view.arms), now, 0),
-        Point(metrics.STUDY_FLOPS, sum(arm.flops for arm in view.arms), now, 0),
+        Point(metrics.STUDY_FLOPS, sum(arm.trained for arm in view.arms), now, 0),
         Point(metrics.STUDY_DEVICE_H, sum(arm.device_hours for arm in view.arms), now, 0),
     ]
     points += [Point(metrics.study_gain(one.arm, one.score), one.gain, now, 0) for one in view.verdict.findings]

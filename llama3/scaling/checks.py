@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from llama3.recipe.load import RecipeError
 from llama3.recipe.units import tokens
 from llama3.scaling.arm import ANNEAL
+from llama3.scaling.designs import check_mixes
 from llama3.scaling.posed import ArmRun, Posed, changed
 from llama3.scaling.stages import once
 
@@ -24,7 +25,7 @@ def check_study(posed: Posed, runs: Sequence[ArmRun] | None = None) -> None:
     """Raise RecipeError, a line for each fault, unless the arms answer the question that the study asks."""
     chosen = posed.runs if runs is None else runs
     faults = [*_repeats(posed), *_same_names(posed), *_differ(posed), *_tokens(posed), *_ladder(posed)]
-    faults += _cost(posed, chosen)
+    faults += [*_mixes(posed), *_cost(posed, chosen)]
     if faults:
         raise RecipeError("\n".join(f"{posed.study.name}: {fault}" for fault in dict.fromkeys(faults)))
 
@@ -113,6 +114,18 @@ def _ladder(posed: Posed) -> Iterator[str]:
                 f"ladder.sizes: {sizes[budget]} sizes fit the budget {budget:.3g}, a parabola needs {LEAST_SIZES}; add "
                 f"sizes, or widen ladder.tokens_per_parameter {low:g} to {high:g}"
             )
+
+
+def _mixes(posed: Posed) -> Iterator[str]:
+    """Yield why no fit can be made over the mixes of a search; one that varies no shares needs none."""
+    search = posed.study.mix
+    if search is None or (search.design is None and not search.arms):
+        return
+    mixes = {run.arm.name: run.arm.shares for run in posed.runs if run.arm.name not in search.others}
+    try:
+        check_mixes([{str(domain): float(share) for domain, share in mix.items()} for mix in mixes.values()])
+    except ValueError as fault:
+        yield str(fault)
 
 
 def _cost(posed: Posed, runs: Sequence[ArmRun]) -> Iterator[str]:

@@ -5,7 +5,7 @@ What this gives up: a change of a mix that helps one domain at another's cost is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -67,8 +67,3 @@ def _flags(made: Mixture, control: str) -> list[str]:
     if control not in pareto(made):
         flags.append(f"an arm beats {control} on every domain; see the table of findings")
     return flags
-
-
-def weights_of(asked: Mapping[str, Fraction], base: Mapping[str, Fraction]) -> dict[str, float]:
-    """Return what each domain's bits count for: as asked, else its share in the base mix."""
-    return {domain: float(share) for domain, share in (asked or base).items()}

@@ -23,15 +23,13 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from llama3.evaluate.suites import BPB
+from llama3.scaling.designs import check_mixes, domains_of, logs, share_table
 from llama3.scaling.forecast import Interval
 from llama3.scaling.outcome import Outcome
 
 DRAWS = 400
 """Coefficients drawn for the spread of the proposed shares."""
 BLENDS = 4000
-LEAST_SHARE = 1e-3
-"""A share of nothing has no logarithm."""
-
 Array = NDArray[np.float64]
 
 
@@ -103,13 +101,11 @@ class Proposal:
 
 def mix_trials(outcomes: Sequence[Outcome], shares: Mapping[str, Mapping[str, float]]) -> list[MixTrial]:
     """Return the runs of the arms in `shares`; each must have bits per byte of every domain. Raises ValueError."""
-    trials = []
+    trials, domains = [], domains_of(shares.values())
     for one in outcomes:
         if one.arm in shares:
-            losses = {
-                domain: one.scores[key].value for domain in shares[one.arm] if (key := f"{BPB}/{domain}") in one.scores
-            }
-            if lacking := sorted(set(shares[one.arm]) - set(losses)):
+            losses = {domain: one.scores[key].value for domain in domains if (key := f"{BPB}/{domain}") in one.scores}
+            if lacking := sorted(set(domains) - set(losses)):
                 raise ValueError(f"mix: {one.run} has no {BPB}/{lacking[0]}; hold out documents of every domain")
             trials.append(MixTrial(one.arm, one.repeat, shares[one.arm], losses))
     return trials
@@ -121,13 +117,14 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
     Raises ValueError for too few mixes, mixes that do not tell the domains apart, and runs without a measure of noise.
     """
     arms = tuple(dict.fromkeys(trial.name for trial in trials))
-    domains = (
-        tuple(domain for domain in trials[0].shares if any(trial.shares[domain] for trial in trials)) if trials else ()
-    )
     by_arm = {arm: [trial for trial in trials if trial.name == arm] for arm in arms}
-    shares = np.array([[by_arm[arm][0].shares[domain] for domain in domains] for arm in arms])
-    _refuse(arms, domains, shares)
+    mixes = [by_arm[arm][0].shares for arm in arms]
+    check_mixes(mixes)
+    domains = domains_of(mixes)
+    shares = share_table(mixes, domains)
     weighted = np.array([weights.get(domain, 0.0) for domain in domains])
+    if not weighted.sum() > 0:
+        raise ValueError(f"mix.weights: {dict(weights)} weigh no domain of the mixes; they have {', '.join(domains)}")
     weighted = weighted / weighted.sum()
     losses = np.array([[np.mean([t.losses[d] for t in by_arm[arm]]) for d in domains] for arm in arms])
     rows = np.column_stack([np.ones(len(arms)), logs(shares)])
@@ -141,19 +138,6 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
     leverage = np.einsum("ij,ji->i", rows, inverse)
     left_out = totals - (totals - rows @ found) / np.maximum(1 - leverage, 1e-9)
     return Mixture(domains, arms, shares, losses, weighted, found[1:], covariance, spare, by_seeds, left_out)
-
-
-def _refuse(arms: Sequence[str], domains: Sequence[str], shares: Array) -> None:
-    if len(arms) < len(domains) + 2:
-        raise ValueError(
-            f"mix: {len(arms)} mixes, where a fit over {len(domains)} domains takes {len(domains) + 2}; add arms, or "
-            "write design: {kind: around}"
-        )
-    rows = np.column_stack([np.ones(len(arms)), logs(shares)])
-    if np.linalg.matrix_rank(rows, tol=1e-6) < rows.shape[1]:
-        flat = [domain for domain, column in zip(domains, logs(shares).T, strict=True) if np.ptp(column) < 1e-6]
-        which = f"{flat[0]} has one share in all of them" if flat else "their domains move together"
-        raise ValueError(f"mix: the mixes do not tell the domains apart: {which}; add arms that move it alone")
 
 
 def _noise(
@@ -200,11 +184,6 @@ def _blends(made: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]
     limits = np.array([bounds.get(domain, (0.0, 1.0)) for domain in made.domains])
     inside = ((blends >= limits[:, 0] - 1e-9) & (blends <= limits[:, 1] + 1e-9)).all(axis=1)
     return np.asarray(blends[inside]) if inside.any() else base[None]
-
-
-def logs(shares: Array) -> Array:
-    """Return logarithms of shares, a share of nothing taken for a tenth of a percent."""
-    return np.asarray(np.log(np.maximum(shares, LEAST_SHARE)))
 
 
 def pareto(made: Mixture) -> list[str]:

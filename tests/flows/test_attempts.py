@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
-from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found, was_resumed
+from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found_of_run, was_resumed
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.runs import Runs, StepRecord
@@ -58,12 +58,12 @@ def test_a_run_that_always_gets_further_is_resumed_for_ever(amounts: list[tuple[
 
 def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(tmp_path: Path) -> None:
     root, recipe = Root.of(tmp_path), load_recipe(Path("recipes/quickstart.yaml"))
-    assert found(root, recipe, "one") == "0:0"
+    assert found_of_run(root, recipe, "one") == "0:0"
     record = Runs(root).begin(recipe, "code")
     record.prefect_run = "one"
     record.steps["collect"] = StepRecord(artifact="collected/quickstart-1a2b3c4d", outcome="made")
     Runs(root).save(record)
     (tmp_path / "work" / "main-1a2b3c4d").mkdir(parents=True)
     (tmp_path / "work" / "main-1a2b3c4d" / "journal.jsonl").write_bytes(b"12345")
-    assert found(root, recipe, "one") == "1:5"
-    assert found(root, recipe, "another") == "0:5"
+    assert found_of_run(root, recipe, "one") == "1:5"
+    assert found_of_run(root, recipe, "another") == "0:5"

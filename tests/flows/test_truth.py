@@ -18,7 +18,7 @@ from flows.hooks import on_cancellation, on_crashed, on_failure
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
-from tasks.reconcile import mark_open
+from tasks.run_settler import mark_open
 from tasks.runs import RunRecord, Runs
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -29,7 +29,7 @@ from flows.witness import witnessed
 from storage.lease import lease
 from storage.root import Root
 root, run = Root.of(sys.argv[1]), sys.argv[2]
-with suppress(KeyError), lease(root, f"runs/{run}", run), witnessed(root, run, 0):
+with suppress(KeyError), lease(root, f"runs/{run}", run), witnessed(root, f"runs/{run}", 0):
     print("works", flush=True)
     if sys.stdin.readline() == "fail\\n":
         raise KeyError

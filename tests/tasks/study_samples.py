@@ -68,9 +68,9 @@ def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object)
             state="finished",
             tokens=4_000_000,
             flops=4e12,
+            trained=4e12,
             seconds=95.0,
             device_hours=0.05,
-            usd=None,
             scores={
                 "eval/bpb": 2.1,
                 **{f"eval/bpb/{domain}": 2.0 + 0.1 * dice.standard_normal() for domain in DOMAINS},

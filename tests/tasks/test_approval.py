@@ -14,7 +14,8 @@ from tasks.approval import decide, question
 from tasks.promote import decided_before
 from tasks.promotion_log import PromotionLog, read_log
 from tasks.promotions import CHALLENGER, PROMOTED, REFUSED, WAITS, Promotion
-from tasks.reconcile import OPEN, show_aliases
+from tasks.reconcile import show_aliases
+from tasks.run_settler import OPEN
 from tasks.runs import Runs
 from tasks.tracking import Tracker
 from tests.tasks.mlflow_server import use

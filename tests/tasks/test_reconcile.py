@@ -16,8 +16,10 @@ from prefect.testing.utilities import prefect_test_harness
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
-from tasks.reconcile import OPEN, Settled, Settler, mark_open, reconcile
+from tasks.reconcile import reconcile
+from tasks.run_settler import OPEN, RunSettler, mark_open
 from tasks.runs import RunRecord, Runs
+from tasks.settler import Settled
 from tasks.tracking import Tracker
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -110,7 +112,7 @@ def test_a_live_run_is_left_alone(client: SyncPrefectClient, root: Root, tracker
 def test_a_flow_run_that_just_began_is_not_crashed(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
     """Between Prefect's Running and the lease lie seconds of imports."""
     made = flow_run(client, root, run, Pending())
-    Settler(root, client).settle(run.name)
+    RunSettler(root, client).settle(run.name)
     assert state_of(client, made) == "Pending"
     assert Runs(root).find(run.name).state == "interrupted"
     assert run.name in root.names(OPEN)
@@ -120,7 +122,7 @@ def test_an_attempt_that_is_known_to_be_over_needs_no_grace(
     client: SyncPrefectClient, root: Root, run: RunRecord
 ) -> None:
     made = flow_run(client, root, run, Running())
-    Settler(root, client).settle(run.name, attempt=client.read_flow_run(made.id).run_count)
+    RunSettler(root, client).settle(run.name, attempt=client.read_flow_run(made.id).run_count)
     assert state_of(client, made) == "Crashed"
 
 
@@ -130,7 +132,7 @@ def test_the_next_attempt_on_its_way_is_left_alone(client: SyncPrefectClient, ro
     attempt = client.read_flow_run(made.id).run_count
     client.set_flow_run_state(made.id, AwaitingRetry(), force=True)
     client.set_flow_run_state(made.id, Pending(), force=True)
-    Settler(root, client).settle(run.name, attempt=attempt)
+    RunSettler(root, client).settle(run.name, attempt=attempt)
     assert client.read_flow_run(made.id).run_count == attempt
     assert state_of(client, made) == "Pending"
 
@@ -140,14 +142,14 @@ def test_prefect_knows_more(
     client: SyncPrefectClient, root: Root, run: RunRecord, state: PrefectState, after: str
 ) -> None:
     made = flow_run(client, root, run, state)
-    Settler(root, client, grace_s=0).settle(run.name)
+    RunSettler(root, client, grace_s=0).settle(run.name)
     assert state_of(client, made) == after
     assert Runs(root).find(run.name).state == ("cancelled" if after == "Cancelled" else "interrupted")
 
 
 def test_a_run_that_waits_for_a_person_is_left_alone(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
     made = flow_run(client, root, run, Suspended())
-    assert Settler(root, client, grace_s=0).settle(run.name) == []
+    assert RunSettler(root, client, grace_s=0).settle(run.name) == []
     assert Runs(root).find(run.name).state == "running"
     assert state_of(client, made) == "Suspended"
 
@@ -159,7 +161,7 @@ def test_a_record_that_knows_the_end_decides(
     """The process wrote its record and was killed, or its servers were away, before it could say so to them."""
     run.state = state  # type: ignore[assignment]
     made = flow_run(client, root, run, Running())
-    Settler(root, client, grace_s=0).settle(run.name)
+    RunSettler(root, client, grace_s=0).settle(run.name)
     assert Runs(root).find(run.name).state == state
     assert statuses(tracker, run) == [status, status]
     assert state_of(client, made) == {"finished": "Completed", "failed": "Failed"}[state]
@@ -167,8 +169,8 @@ def test_a_record_that_knows_the_end_decides(
 
 def test_without_prefect_the_mark_stays(root: Root, run: RunRecord, client: SyncPrefectClient) -> None:
     flow_run(client, root, run, Running())
-    assert [line.where for line in Settler(root, None).settle(run.name)] == ["record", "MLflow"]
-    assert Settler(root, None).settle(run.name) == []
+    assert [line.where for line in RunSettler(root, None).settle(run.name)] == ["record", "MLflow"]
+    assert RunSettler(root, None).settle(run.name) == []
     assert run.name in root.names(OPEN)
 
 
@@ -176,9 +178,9 @@ def test_a_cancelled_run_is_not_called_interrupted(root: Root, run: RunRecord) -
     """Its own process could only say that it was ended; the hook knows why."""
     run.state, run.error = "interrupted", "TerminationSignal"
     Runs(root).save(run)
-    Settler(root, None).settle(run.name, "cancelled")
+    RunSettler(root, None).settle(run.name, "cancelled")
     assert Runs(root).find(run.name).state == "cancelled"
-    Settler(root, None).settle(run.name, "interrupted")
+    RunSettler(root, None).settle(run.name, "interrupted")
     assert Runs(root).find(run.name).state == "cancelled"
 
 
@@ -186,17 +188,17 @@ def test_a_run_that_mlflow_missed_is_noted(
     root: Root, run: RunRecord, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    Settler(root, None).settle(run.name)
+    RunSettler(root, None).settle(run.name)
     assert Runs(root).find(run.name).mlflow_stale
     assert run.name in root.names(OPEN)
     monkeypatch.undo()
-    assert Settled(run.name, "MLflow", "stale", "complete") in Settler(root, None).settle(run.name)
+    assert Settled(run.name, "MLflow", "stale", "complete") in RunSettler(root, None).settle(run.name)
     assert not Runs(root).find(run.name).mlflow_stale
 
 
 def test_a_deleted_run_takes_its_mark_along(root: Root, client: SyncPrefectClient) -> None:
     mark_open(root, "quickstart-999")
-    assert Settler(root, client).settle("quickstart-999") == []
+    assert RunSettler(root, client).settle("quickstart-999") == []
     assert "quickstart-999" not in root.names(OPEN)
 
 

@@ -26,6 +26,7 @@ from tasks.promotion_log import PromotionLog, labels_held, last_promotion
 from tasks.promotions import WAITS, Promotion
 from tasks.retention import COPY, Plan, carry_out, closure, plan_retention, retention_rows
 from tasks.runs import RunRecord, Runs, StepRecord
+from tasks.studies import Studies, StudyRecord
 from tests.storage.s3 import moto
 from tests.tasks.standing_root import commit
 
@@ -121,6 +122,20 @@ def test_what_an_old_champion_was_found_to_do_stays(root: Root) -> None:
     assert doomed(planned(root)) == {artifact.label for artifact in [*old[1:], first, last]}
     promoted(root, "tiny-1", old[-1])
     assert doomed(planned(root)) == {first.label}
+
+
+def test_what_the_report_of_a_study_is_made_from_stays_as_long_as_the_study_is_there(root: Root) -> None:
+    chains = [chain(root, "tiny", number) for number in range(1, 5)]
+    for number, (artifacts, digest) in enumerate(zip(chains, "abcd", strict=True), start=1):
+        record = ended(root, number, artifacts)
+        record.recipe_digest = digest
+        Runs(root).save(record)
+    arms = ["a", "b", "never run"]
+    study = StudyRecord(name="tiny", digest="0", kind="compare", recipe="r", started=day(9), code="abc", recipes=arms)
+    Studies(root).save(study)
+    assert doomed(planned(root)) == {artifact.label for artifact in chains[2][1:]}
+    root.remove("studies", "tiny")
+    assert doomed(planned(root)) == {artifact.label for artifacts in chains[:3] for artifact in artifacts[1:]}
 
 
 def test_the_newest_calibration_of_each_device_stays(root: Root) -> None:

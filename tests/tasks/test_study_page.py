@@ -147,12 +147,12 @@ def test_markdown_tables_are_whole() -> None:
         assert re.fullmatch(r"\|(-+:?\|)+", block.splitlines()[1])
 
 
-def test_a_price_adds_a_column() -> None:
-    shown = view()
-    assert "<th>cost</th>" not in study_html(shown)
-    priced = [dataclasses.replace(row, usd=1.5) for row in shown.arms]
-    assert "<th>cost</th>" in study_html(view(arms=priced))
-    assert "<td>1.50</td>" in study_html(view(arms=priced))
+def test_operations_of_a_shared_stage_are_counted_once() -> None:
+    """Rows show the whole training of each run; the sum is of what was trained."""
+    rows = [dataclasses.replace(row, trained=1e12 if place else 4e12) for place, row in enumerate(view().arms)]
+    page = study_markdown(view(arms=rows))
+    assert f"{3e12 + 1e12 * len(rows):.3g}" in study_html(view(arms=rows))
+    assert page.count("| 4e+12 |") == len(rows)
 
 
 def test_numbers_are_set_to_the_right_and_words_to_the_left() -> None:

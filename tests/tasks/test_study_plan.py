@@ -12,7 +12,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.runs import RunRecord, Runs, StepRecord, StudyPart
 from tasks.studies import Studies, runs_of
-from tasks.study_plan import HEADERS, plan_lines, plan_rows, plan_study
+from tasks.study_plan import HEADERS, check_hours, plan_lines, plan_rows, plan_study
 
 STUDIES = Path("recipes/experiments")
 
@@ -74,6 +74,9 @@ def test_an_unfinished_run_and_one_of_another_recipe_answer_for_nothing(root: Ro
     stopped = finished(root, first, 60)
     stopped.state = "interrupted"
     Runs(root).save(stopped)
+    early = finished(root, first, 60)
+    early.steps = {"half": early.steps["half"], "evaluate-half": early.steps["evaluate-anneal"]}
+    Runs(root).save(early)  # asked to stop after the first stage, which was scored
     assert runs_of(Runs(root), judge, judge.runs) == {}
     finished(root, second, 60)
     assert list(runs_of(Runs(root), judge, judge.runs)) == [second.name]
@@ -85,10 +88,10 @@ def test_more_device_hours_than_the_limit_are_refused(root: Root, tmp_path: Path
     text = (STUDIES / "judge-cpu.yaml").read_text().replace("base-cpu.yaml", base)
     path.write_text(f"{text}\nlimits: {{device_hours: 0.01}}\n")
     posed = load_study(path)
-    plan_study(root, posed, Cluster())  # nothing is known yet
+    check_hours(plan_study(root, posed, Cluster()))  # nothing is known yet
     finished(root, posed.runs[0], seconds=100)
     with pytest.raises(ValueError, match=r"limits\.device_hours"):
-        plan_study(root, posed, Cluster())
+        check_hours(plan_study(root, posed, Cluster()))
 
 
 def test_a_question_is_written_down_whole(root: Root, judge: Posed) -> None:
