@@ -110,7 +110,7 @@ def _view(
 ) -> StudyView:
     plan = plan_study(root, posed, Cluster())
     by_run = {(one.arm, one.repeat): one for one in found}
-    costs = spent(posed, open_store(root), answers, tracker.devices)
+    costs = spent(posed, open_store(root), answers, lambda run: int(tracker.noted_tags(run).get("world", "1")))
     arms = [
         _arm_row(run, answers[run.name], by_run[run.arm.name, run.repeat], costs[run.name])
         for run in posed.runs

@@ -190,10 +190,6 @@ class Tracker:
         """Return the tags of run `name` as they were written down beside its record."""
         return dict(json.loads(self.root.read("runs", name, "tags.json") or b"{}"))
 
-    def devices(self, name: str) -> int:
-        """Return how many devices run `name` worked on, as its tags say; 1 where they do not."""
-        return int(self.noted_tags(name).get("world", "1"))
-
     def _uid(self, run: str) -> dict[str, str]:
         """Return the tag that tells a run from one of the same name under another root on the same server."""
         if run not in self._uids:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -120,10 +122,23 @@ def test_a_study_that_found_nothing_changes_nothing(asked: Herd) -> None:
         assert "nothing to apply" in asked("study", "apply", "warm", status=2)
 
 
+DEPLOYED = """
+import sys
+from flows.experiment import study
+from flows.study_parameters import StudyParameters
+print(study(StudyParameters(study=sys.argv[1], root="root", at_once=2)))
+"""
+"""What a worker does: Prefect's logger is the console, and the root may be relative to where it works."""
+
+
 def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     other = new_herd(tmp_path / "root")
     copy_artifacts(asked, other.root)
-    other("study", "run", str(asked.root.parent / "warm.yaml"), "--at-once", "2")
+    words = [sys.executable, "-c", DEPLOYED, str(asked.root.parent / "warm.yaml")]
+    variables = {**other.environment, "PREFECT_API_URL": other.api}
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
     models = [models_of(herd) for herd in (asked, other)]
     assert models[0] == models[1]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
-from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found_of_run, was_resumed
+from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found_of_run, found_of_study, was_resumed
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.runs import Runs, StepRecord
@@ -67,3 +67,7 @@ def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(t
     (tmp_path / "work" / "main-1a2b3c4d" / "journal.jsonl").write_bytes(b"12345")
     assert found_of_run(root, recipe, "one") == "1:5"
     assert found_of_run(root, recipe, "another") == "0:5"
+    other = Runs(root).begin(recipe, "code")
+    other.steps["collect"] = other.steps["annotate"] = record.steps["collect"]
+    Runs(root).save(other)
+    assert found_of_study(root, recipe.name) == "3:5"

@@ -19,7 +19,8 @@ from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
 from tasks.run_settler import mark_open
-from tasks.runs import RunRecord, Runs
+from tasks.runs import RunRecord, Runs, now
+from tasks.studies import Studies, StudyRecord
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 WORKS = """
@@ -28,8 +29,8 @@ from contextlib import suppress
 from flows.witness import witnessed
 from storage.lease import lease
 from storage.root import Root
-root, run = Root.of(sys.argv[1]), sys.argv[2]
-with suppress(KeyError), lease(root, f"runs/{run}", run), witnessed(root, f"runs/{run}", 0):
+root, work = Root.of(sys.argv[1]), sys.argv[2]
+with suppress(KeyError), lease(root, work, work), witnessed(root, work, 0):
     print("works", flush=True)
     if sys.stdin.readline() == "fail\\n":
         raise KeyError
@@ -88,9 +89,9 @@ def test_a_hook_never_raises(run: RunRecord) -> None:
     on_failure(flow=pipeline, flow_run=broken, state=Crashed())
 
 
-def works(root: Root, run: RunRecord) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """Start a process that works on `run`; return it and its witness."""
-    words = [sys.executable, "-c", WORKS, root.uri, run.name]
+def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a process that is at `work`; return it and its witness."""
+    words = [sys.executable, "-c", WORKS, root.uri, work]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "works\n"
@@ -98,8 +99,25 @@ def works(root: Root, run: RunRecord) -> tuple[subprocess.Popen[str], psutil.Pro
     return process, witness
 
 
+def test_hook_and_witness_say_how_a_study_ended(root: Root) -> None:
+    record = StudyRecord(name="warm", digest="d", kind="compare", recipe="r.yaml", started=now(), code="abc")
+    record.prefect_run = str(uuid4())
+    Studies(root).save(record)
+    process, witness = works(root, "studies/warm")
+    parameters = {"config": {"root": root.uri}}
+    ended = FlowRun(id=UUID(record.prefect_run), flow_id=uuid4(), name="my study", parameters=parameters)
+    on_failure(flow=pipeline, flow_run=ended, state=Crashed())
+    assert Studies(root).find("warm").state == "running"  # somebody works on it
+    process.kill()
+    process.wait()
+    psutil.wait_procs([witness], timeout=90)
+    assert Studies(root).find("warm").state == "interrupted"
+    on_cancellation(flow=pipeline, flow_run=ended, state=Crashed())
+    assert Studies(root).find("warm").state == "cancelled"
+
+
 def test_the_witness_of_a_killed_process_settles_its_run_and_leaves(root: Root, run: RunRecord) -> None:
-    process, witness = works(root, run)
+    process, witness = works(root, f"runs/{run.name}")
     witness.send_signal(signal.SIGTERM)  # as systemd does to everything in the group
     process.kill()
     process.wait()
@@ -110,7 +128,7 @@ def test_the_witness_of_a_killed_process_settles_its_run_and_leaves(root: Root, 
 
 @pytest.mark.parametrize("word", ["end", "fail"])
 def test_the_witness_of_a_process_that_ends_by_itself_has_nothing_to_say(word: str, root: Root, run: RunRecord) -> None:
-    process, witness = works(root, run)
+    process, witness = works(root, f"runs/{run.name}")
     process.communicate(f"{word}\n", timeout=60)
     _, alive = psutil.wait_procs([witness], timeout=30)
     assert not alive

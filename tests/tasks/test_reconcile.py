@@ -18,8 +18,9 @@ from storage.lease import lease
 from storage.root import Root
 from tasks.reconcile import reconcile
 from tasks.run_settler import OPEN, RunSettler, mark_open
-from tasks.runs import RunRecord, Runs
+from tasks.runs import RunRecord, Runs, now
 from tasks.settler import Settled
+from tasks.studies import Studies, StudyRecord
 from tasks.tracking import Tracker
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -96,6 +97,32 @@ def test_a_dead_run_is_settled_everywhere_and_once(
     assert statuses(tracker, run) == ["KILLED", "KILLED"]
     assert state_of(client, made) == "Crashed"
     assert run.name not in root.names(OPEN)
+    assert reconcile(root, client, grace_s=0) == []
+
+
+@pytest.fixture
+def study(root: Root) -> StudyRecord:
+    """A study whose process was killed: everything says running."""
+    record = StudyRecord(name="warm", digest="d" * 64, kind="compare", recipe="r.yaml", started=now(), code="abc")
+    record.mlflow_run = Tracker(root, "warm").open_study("warm", "d" * 16, {}, {})
+    Studies(root).save(record)
+    return record
+
+
+def test_a_dead_study_is_settled_everywhere_and_once(client: SyncPrefectClient, root: Root, study: StudyRecord) -> None:
+    made = client.create_flow_run(pipeline, name="my study")
+    client.set_flow_run_state(made.id, Running(), force=True)
+    study.prefect_run = str(made.id)
+    Studies(root).save(study)
+    with lease(root, "studies/warm", "warm"):
+        assert reconcile(root, client, grace_s=0) == []
+    assert reconcile(root, client, grace_s=0) == [
+        Settled("warm", "record", "running", "interrupted"),
+        Settled("warm", "MLflow", "RUNNING", "KILLED"),
+        Settled("warm", "Prefect", "Running", "Crashed"),
+    ]
+    assert Studies(root).find("warm").error == "its process is gone"
+    assert state_of(client, made) == "Crashed"
     assert reconcile(root, client, grace_s=0) == []
 
 

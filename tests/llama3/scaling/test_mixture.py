@@ -134,6 +134,31 @@ def test_an_arm_that_is_worse_everywhere_is_not_on_the_front() -> None:
     assert "more-math" in front
 
 
+def test_a_mix_without_a_domain_counts_as_a_thousandth_of_it() -> None:
+    """Arms may leave out what the base has, and the base what arms have."""
+    bare = {"base": {d: s for d, s in BASE.items() if d != "code"}}
+    rest = {name: mix for name, mix in MIXES.items() if name != "base"}
+    full = {name: {**dict.fromkeys(DOMAINS, Fraction(1, 1000)), **mix} for name, mix in {**bare, **rest}.items()}
+    found = trials(1, SLOPES, mixes=full)
+    short = [MixTrial(t.name, t.repeat, {d: s for d, s in t.shares.items() if s > 0.001}, t.losses) for t in found]
+    made = fit_mixture(short, WEIGHTS)
+    assert set(made.domains) == set(DOMAINS)
+    assert made.shares[made.arms.index("base"), made.domains.index("code")] == 0
+    here = [made.domains.index(domain) for domain in fit_mixture(found, WEIGHTS).domains]
+    assert made.coefficients[here] == pytest.approx(fit_mixture(found, WEIGHTS).coefficients)
+
+
+def test_weights_that_weigh_nothing_are_refused() -> None:
+    mixes = {name: {d: s for d, s in mix.items() if d != "code"} for name, mix in MIXES.items() if "code" not in name}
+    found = [
+        MixTrial(t.name, t.repeat, {d: t.shares[d] for d in mixes[t.name]}, t.losses)
+        for t in trials(1, SLOPES)
+        if t.name in mixes
+    ]
+    with pytest.raises(ValueError, match=r"mix\.weights: .* weigh no domain"):
+        fit_mixture(found, {"code": 1.0})
+
+
 def test_what_lacks_is_said() -> None:
     few = {name: MIXES[name] for name in list(MIXES)[:5]}
     with pytest.raises(ValueError, match="5 mixes, where a fit over 4 domains takes 6"):

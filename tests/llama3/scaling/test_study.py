@@ -109,6 +109,9 @@ def test_seeds_are_repeats(tmp_path: Path) -> None:
 
 
 COMPARE = "compare: {control: a, varies: [lr.warmup], arms: {a: [], b: [%s]}}"
+ALIKE = {
+    f"m{n}": {"general": f"{50 - n}%", "math": f"{25 + n}%", "code": "17%", "multilingual": "8%"} for n in range(1, 6)
+}
 BAD = {
     "two kinds": ("ladder: {budgets: [1e12], sizes: {t: {preset: tiny}}}\n" + COMPARE % "", "exactly one of"),
     "no kind": ("seeds: [1]", "exactly one of"),
@@ -137,6 +140,11 @@ BAD = {
     ),
     "no such stage": ("annealing: {after: half, for: 10K, new: {x: {domain: math, uri: installed}}}", "is no stage"),
     "no such mix": ("mix: {of: other, design: {kind: around}}", "'other' is no mix"),
+    "too few mixes": (
+        "mix: {arms: {m: {general: 40%, math: 35%, code: 17%, multilingual: 8%}}}",
+        "2 mixes, where a fit over 4 domains takes 6",
+    ),
+    "mixes that tell nothing apart": (f"mix: {{arms: {ALIKE}}}", "code has one share in all of them"),
     "a mix that does not sum": ("mix: {arms: {m: {general: 50%, math: 40%}}}", "sum to 90%"),
     "too dear": ("limits: {flops: 1e9}\n" + COMPARE % "lr.warmup=9 steps", "limits.flops"),
 }  # fmt: skip
@@ -147,6 +155,19 @@ def test_what_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         check_study(posed(tmp_path, text))
     assert words in str(caught.value)
+
+
+def test_a_search_that_varies_no_shares_needs_no_mixes(tmp_path: Path) -> None:
+    check_study(posed(tmp_path, "mix: {others: {longer: [evaluate.documents=9]}}"))
+
+
+def test_a_mix_may_leave_a_domain_out(tmp_path: Path) -> None:
+    study = posed(
+        tmp_path, "mix: {design: {kind: around}, arms: {no-code: {general: 60%, math: 30%, multilingual: 10%}}}"
+    )
+    check_study(study)
+    (run, *_) = [run for run in study.runs if run.arm.name == "no-code"]
+    assert run.recipe.mix["base"].get("code", 0) == 0
 
 
 def test_a_study_keeps_its_digest_where_it_is_copied(tmp_path: Path) -> None:
