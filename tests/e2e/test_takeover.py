@@ -31,8 +31,10 @@ from flows.setup import WATCHED, setup
 from storage.root import Root
 from tasks.reconcile import reconcile
 from tasks.runs import RunRecord, Runs
+from tasks.studies import Studies
 from tasks.tracking import Tracker
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
+from tests.e2e.test_study import WARM, write_study
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 PATIENCE_S = 120
@@ -41,6 +43,10 @@ PATIENCE_S = 120
 
 class Place:
     """One root, the worker that serves it, and one flow run."""
+
+    deployment = "pipeline/takeover"
+    lease = ("runs", "tiny-1")
+    """Of what the flow run works on."""
 
     def __init__(self, herd: Herd, client: SyncPrefectClient) -> None:
         self.herd, self.client, self.root = herd, client, Root.of(herd.root)
@@ -65,17 +71,20 @@ class Place:
 
     def begin(self) -> None:
         """Create the flow run."""
-        deployment = self.client.read_deployment_by_name("pipeline/takeover")
-        config = {"recipe": self.herd.recipe, "root": self.root.uri, "cluster": {"threads": 1}}
+        deployment = self.client.read_deployment_by_name(self.deployment)
+        config = {**self.asked(), "root": self.root.uri, "cluster": {"threads": 1}}
         made = self.client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
         self.id: UUID = made.id
+
+    def asked(self) -> dict[str, Any]:
+        return {"recipe": self.herd.recipe}
 
     def record(self) -> RunRecord:
         return Runs(self.root).find("tiny-1")
 
     def engine(self) -> int:
-        """Return the process that works on the run, or 0; a lease names us last once we have settled the run."""
-        text = self.root.read("leases", "runs", "tiny-1")
+        """Return the process that is at work, or 0; a lease names us last once we have settled it."""
+        text = self.root.read("leases", *self.lease)
         pid = int(json.loads(text)["pid"]) if text else 0
         return pid if pid not in (0, os.getpid()) and psutil.pid_exists(pid) else 0
 
@@ -126,6 +135,19 @@ class Place:
             worker.wait()
 
 
+class StudyPlace(Place):
+    """The same for a study of two arms and two seeds."""
+
+    deployment = "study/takeover"
+    lease = ("studies", "warm")
+
+    def asked(self) -> dict[str, Any]:
+        return {"study": str(write_study(self.herd.root.parent, self.herd.recipe, WARM))}
+
+    def runs(self) -> dict[str, str]:
+        return {run.name: run.state for run in Runs(self.root).all()}
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=40)[1]
 
@@ -134,14 +156,15 @@ def gone(processes: list[psutil.Process]) -> bool:
 def client(
     prefect_api: str, prefect_home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SyncPrefectClient]:
-    """The session's server with work pool, automations and the pipeline as a deployment."""
+    """The session's server with work pool, automations, and the pipeline and the study as deployments."""
     setup(Root.of(tmp_path_factory.mktemp("results")), prefect_api)
-    words = ["deploy", "flows/pipeline.py:pipeline", "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
-    words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
     environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(prefect_home)}
-    command = [sys.executable, "-m", "prefect", "--no-prompt", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for entrypoint in ("flows/pipeline.py:pipeline", "flows/experiment.py:study"):
+        words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
+        words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
     with temporary_settings({PREFECT_API_URL: prefect_api}), get_client(sync_client=True) as made:
         yield made
 
@@ -229,6 +252,29 @@ def test_cancel_and_retry(place: Place, undisturbed: dict[str, str]) -> None:
     place.client.set_flow_run_state(place.id, AwaitingRetry(), force=True)
     wait_for(lambda: place.state() == "Completed", "the end", 200)
     ends(place, undisturbed)
+
+
+def test_the_engine_of_a_study_dies(herd: Herd, new_herd: NewHerd, client: SyncPrefectClient, tmp_path: Path) -> None:
+    """In its second run: that one goes on from its checkpoint, the first is reused, and the verdict comes by itself."""
+    place = StudyPlace(new_herd(tmp_path / "root"), client)
+    copy_artifacts(herd, place.herd.root)
+    place.start_worker()
+    try:
+        place.begin()
+        wait_for(lambda: place.runs().get("warm-2") and journal_lines(place.herd.root, "main") >= 3, "run 2", 200)
+        left = place.dies((place.engine(), signal.SIGKILL))
+        assert gone(left)
+        wait_for(lambda: Studies(place.root).find("warm").state == "interrupted", "the witness", 60)
+        wait_for(lambda: place.state() == "Completed", "the end", 300)
+        assert place.runs() == dict.fromkeys(("warm-1", "warm-2", "warm-3", "warm-4"), "finished")
+        assert [Runs(place.root).find(name).attempts for name in ("warm-1", "warm-2", "warm-3")] == [1, 2, 1]
+        study = Studies(place.root).find("warm")
+        assert study.state == "finished"
+        assert study.verdict is not None
+        assert [line for line in reconcile(place.root, client, grace_s=0) if line.where != "storage"] == []
+        assert place.tracker.client.get_run(study.mlflow_run).info.status == "FINISHED"
+    finally:
+        place.stop()
 
 
 def ends(place: Place, undisturbed: dict[str, str]) -> None:
