@@ -16,6 +16,7 @@ import pytest
 from storage.root import Root
 from tasks.runs import Runs
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, kill_all, wait_for
+from tests.e2e.test_study import write_study
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
 
 pytestmark = pytest.mark.slow
@@ -84,3 +85,21 @@ def test_a_store_that_cannot_be_reached_is_refused(machine: Callable[[str], Herd
     assert f"root: {URI} cannot be written" in printed
     assert "AWS_ENDPOINT_URL" in printed
     assert time.monotonic() - began < 120
+
+
+@pytest.mark.long
+def test_a_study_that_was_killed_here_goes_on_there(machine: Callable[[str], Herd], tmp_path: Path) -> None:
+    one, other, third = machine("one"), machine("other"), machine("third")
+    study = write_study(tmp_path, one.recipe, "seeds: [1]\ncompare: {control: five, varies: [lr.warmup], arms: "
+                        "{five: [], ten: [lr.warmup=10 steps]}}")  # fmt: skip
+    root = Root.of(URI, str(tmp_path / "here"))
+    process = one.start("study", "run", str(study))
+    wait_for(lambda: "warm-2" in root.names("runs"), "the second run", 280, every_s=1)
+    kill_all(process.pid)
+    printed = other("study", "run", str(study), "--at-once", "2")
+    assert "reused: warm-1" in printed
+    assert {run.name: run.state for run in Runs(root).family("warm")} == {"warm-1": "finished", "warm-2": "finished"}
+    assert "finished" in third("study", "list")
+    page = third("study", "report", "warm").split()[-1]
+    assert Path(page).is_file()
+    assert Root.of(URI, str(tmp_path / "here")).read("studies", "warm", "report.html")
