@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from flows.children import NoServer
+from storage.holder import LeaseHeld
 from tasks.failures import StudyIncomplete, TrainingFailed
 
 RootOption = Annotated[
@@ -33,7 +34,7 @@ def mistakes() -> Iterator[None]:
         problems.print(f"[red]error[/]  the Prefect server went away ({escape(str(error))})")
         problems.print("nothing is lost; the same command continues where it stopped")
         raise typer.Exit(1) from None
-    except (ValueError, TrainingFailed, StudyIncomplete) as error:
+    except (ValueError, TrainingFailed, StudyIncomplete, LeaseHeld) as error:
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
         raise typer.Exit(2) from None

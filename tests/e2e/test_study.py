@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 
 from llama3.recipe.load import load_recipe
 from llama3.scaling.verdict import NOTHING
+from storage.lease import lease
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import Runs
@@ -190,6 +191,14 @@ def test_a_bad_study_is_told_in_lines(asked: Herd, tmp_path: Path) -> None:
     assert "Traceback" not in printed
     assert "does not exist" in asked("study", "report", "nothing", status=2)
     assert "cannot be read" in asked("study", "run", str(tmp_path / "no.yaml"), status=2)
+
+
+def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> None:
+    with lease(Root.of(asked.root), "studies/warm", "somebody"):
+        for words in (("report", "warm"), ("run", str(asked.root.parent / "warm.yaml"))):
+            printed = asked("study", *words, status=2)
+            assert "study warm: another process works on it" in printed
+            assert "Traceback" not in printed
 
 
 def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
