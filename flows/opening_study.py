@@ -99,7 +99,7 @@ def _patience(known: StudyRecord | None, console: Console) -> Callable[[str], No
 
 
 def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyRecord:
-    """Write the question and the record down; what an earlier attempt at the same question spent is kept."""
+    """Write the question and the record down; what the same question took and came to before is kept."""
     name, known = posed.study.name, studies.known(posed.study.name)
     record = StudyRecord(
         name=name,
@@ -116,6 +116,7 @@ def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyR
     )
     if known and known.digest == record.digest:
         record.started, record.seconds, record.arm_seconds = known.started, known.seconds, known.arm_seconds
+        record.verdict = known.verdict
     studies.ask(posed)
     studies.save(record)
     return record

@@ -137,7 +137,7 @@ def _predicted(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
 
 def _measured(runs: Runs) -> list[tuple[float, float]]:
     """Return (operations per token, seconds per operation) of the newest runs that made their own stages."""
-    found = (_speed(runs, record) for record in reversed(runs.all()))
+    found = (_speed(runs, record) for record in reversed(runs.all()) if record.state == "finished")
     return list(islice((speed for speed in found if speed), MEASURED))
 
 
