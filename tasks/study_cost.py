@@ -1,4 +1,4 @@
-"""What the runs of a study cost: every stage is paid for once, by the first run that stands on it.
+"""What the runs of a study cost: every stage is paid for once, by the run that made it.
 
 Operations are counted from the recipe and the model as it was trained, hours are those that the stage's artifact was
 made in, times the devices of its run. A stage that was there before the study costs it nothing. What this gives up:
@@ -34,12 +34,25 @@ def spent(
     posed: Posed, store: Store, answers: Mapping[str, RunRecord], devices: Callable[[str], int]
 ) -> dict[str, Spent]:
     """Return what each run of a study trained itself, by the name of an arm's run; `devices` are those of a run."""
-    paid: set[str] = set()
+    payers = _payers(posed, store, answers)
     return {
-        run.name: _spent(posed, store, run, answers[run.name], devices, paid)
+        run.name: _spent(posed, store, run, answers[run.name], devices, payers)
         for run in posed.runs
         if run.name in answers
     }
+
+
+def _payers(posed: Posed, store: Store, answers: Mapping[str, RunRecord]) -> dict[str, str]:
+    """Return by whom each stage of the study's own is paid: the run that made it, else the first that stands on it."""
+    names = {record.name for record in answers.values()}
+    payers: dict[str, str] = {}
+    for run in posed.runs:
+        if run.name in answers:
+            for _, _, artifact in _stages(store, run, answers[run.name]):
+                made_by = artifact.manifest.made_by
+                if family_number(posed.study.name, made_by):
+                    payers.setdefault(artifact.label, made_by if made_by in names else answers[run.name].name)
+    return payers
 
 
 def training_flops(posed: Posed, segments: Sequence[Segment], spec: Model, rows: int) -> float:
@@ -55,16 +68,14 @@ def _spent(
     run: ArmRun,
     record: RunRecord,
     devices: Callable[[str], int],
-    paid: set[str],
+    payers: Mapping[str, str],
 ) -> Spent:
     flops = hours = 0.0
     reused = []
     for name, segments, artifact in _stages(store, run, record):
-        ours = family_number(posed.study.name, artifact.manifest.made_by) > 0
-        if artifact.label in paid or not ours:
+        if payers.get(artifact.label) != record.name:
             reused.append(name)
             continue
-        paid.add(artifact.label)
         spec, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
         flops += training_flops(posed, segments, spec, rows)
         hours += artifact.manifest.seconds * devices(artifact.manifest.made_by) / 3600

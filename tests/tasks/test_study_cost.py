@@ -60,6 +60,14 @@ def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
     assert others[0].flops == pytest.approx(first.flops - trained_flops(run.recipe, run.recipe.model, ROWS, half.end))
 
 
+@pytest.mark.parametrize(("maker", "payer"), [("judge-cpu-3", 2), ("judge-cpu-99", 0)])
+def test_the_run_that_made_it_pays_else_the_first_that_stands_on_it(tmp_path: Path, maker: str, payer: int) -> None:
+    """Runs side by side: any of them may make what they share; and the one that did may answer for no arm."""
+    root = Root.of(tmp_path)
+    found = [*spent(STUDY, open_store(root), answers(root, maker), lambda name: 1).values()]
+    assert [place for place, one in enumerate(found) if one.reused == ()] == [payer]
+
+
 def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
     """The plan counts the embedding rows of the recipe, the cost those of the trained model."""
     root = Root.of(tmp_path)
