@@ -30,6 +30,9 @@ from tasks.words import clock
 
 MEASURED = 20
 """So many of the newest runs say how fast this root's machine is."""
+SIMILAR = 4.0
+"""A run says nothing of models whose tokens take this many times more or fewer operations: small ones mostly wait for
+Python (17 times fewer took twice the seconds that were promised)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,10 @@ def _pace(root: Root, posed: Posed, cluster: Cluster, runs: Runs) -> tuple[dict[
     measured = _measured(runs)
     if not measured:
         return {}, "unknown: no run here yet, and no calibration (herd plan calibrate)"
-    pace = {arm.name: _nearest(measured, arm.flops / arm.tokens) for arm in posed.runs}
+    nearest = {arm.name: _nearest(measured, arm.flops / arm.tokens) for arm in posed.runs}
+    pace = {name: one for name, one in nearest.items() if one is not None}
+    if len(pace) < len(nearest):
+        return pace, "unknown: earlier runs here were of other sizes, and no calibration (herd plan calibrate)"
     return pace, f"measured on {len(measured)} earlier run(s) under this root"
 
 
@@ -155,8 +161,10 @@ def _speed(runs: Runs, record: RunRecord) -> tuple[float, float] | None:
     return run.flops / run.tokens, sum(step.seconds for step in made) / run.flops
 
 
-def _nearest(measured: Sequence[tuple[float, float]], per_token: float) -> float:
-    return min(measured, key=lambda one: abs(math.log(one[0] / per_token)))[1]
+def _nearest(measured: Sequence[tuple[float, float]], per_token: float) -> float | None:
+    """Return the seconds per operation of the run whose tokens took most nearly as many; None: of none similar."""
+    size, pace = min(measured, key=lambda one: abs(math.log(one[0] / per_token)))
+    return pace if 1 / SIMILAR <= size / per_token <= SIMILAR else None
 
 
 def plan_table(plan: StudyPlan) -> Table:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llama3.scaling.arm import Arm
 from llama3.scaling.posed import ArmRun, Posed, load_study
 from llama3.scaling.stages import once
 from storage.root import Root
@@ -67,6 +68,16 @@ def test_a_finished_run_answers_and_says_how_fast_the_rest_is(root: Root, judge:
     assert plan.device_hours is not None
     assert f"{plan.device_hours * 3:,.2f}" in plan_lines(plan)[-1]
     assert "1 earlier run" in plan.speed
+
+
+def test_a_run_of_another_size_says_nothing_of_the_time(root: Root, judge: Posed) -> None:
+    large = judge.recipe(["model.dim=512", "model.ffn=1536", "name=large", "data_seed=1"])
+    finished(root, ArmRun(Arm("large"), 1, large), seconds=60)
+    plan = plan_study(root, judge, Cluster())
+    assert plan.seconds is None
+    assert "of other sizes" in plan_lines(plan)[-1]
+    finished(root, judge.runs[0], seconds=60)
+    assert plan_study(root, judge, Cluster()).seconds is not None
 
 
 def test_an_unfinished_run_and_one_of_another_recipe_answer_for_nothing(root: Root, judge: Posed) -> None:
