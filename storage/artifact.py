@@ -10,9 +10,11 @@ artifacts in an object store.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,10 +23,11 @@ from typing import Any
 
 from storage.digests import FileDigest, digest_file, digest_folder, digest_json
 from storage.filesystem import sync_folder, write_atomic
-from storage.manifest import DamagedArtifact, Manifest, checked_label, missing
+from storage.manifest import MANIFEST, DamagedArtifact, Manifest, UntrustedArtifact, checked_label, missing
 from storage.staging import clear_staging, discard, staged
+from storage.verification import Stamp, damage, stamp_of, wrong_files
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
 DAMAGED = ".damaged"
 NEWEST = 3
 """Manifests that are tried, newest first, before it is said that none can be read."""
@@ -40,12 +43,16 @@ class Artifact:
 
     @property
     def path(self) -> Path:
-        """The folder with all its files on this machine."""
+        """The folder with all its files on this machine, verified. Raises DamagedArtifact naming those that changed."""
+        self._check(self.names())
         return self.folder
 
     def part(self, name: str) -> Path:
-        """Return one file or folder of it, on this machine. Raises ValueError if it has none of that name."""
-        self.names(name)
+        """Return one file or folder of it, on this machine and verified.
+
+        Raises ValueError if it has none of that name, and DamagedArtifact.
+        """
+        self._check(self.names(name))
         return self.folder / name
 
     def names(self, part: str = "") -> list[str]:
@@ -82,14 +89,24 @@ class Artifact:
         """Return the files that are gone or have another size than when committed (digests are not read)."""
         return missing(self.manifest, self.folder)
 
+    @property
+    def stamp(self) -> Stamp:
+        """Which of its files this machine has verified since it started."""
+        return stamp_of(self.folder.parents[1], self.label)
+
+    def damaged(self) -> list[str]:
+        """Return the files that are not what was committed; each is read once per boot of this machine."""
+        return wrong_files(self.folder, self.manifest.files, self.stamp)
+
     def verify(self) -> None:
-        """Read every file and raise ValueError naming those whose digest is not the committed one."""
-        folder = self.path
-        wrong = missing(self.manifest, folder) or [
-            name for name, entry in self.manifest.files.items() if file_digest(folder / name) != entry.sha256
-        ]
-        if wrong:
-            raise ValueError(f"artifact {self.label}: {', '.join(wrong)} changed since it was committed; make it again")
+        """Read every file from the disk and raise DamagedArtifact naming those that are not what was committed."""
+        self._check(self.names(), again=True)
+
+    def _check(self, names: list[str], again: bool = False) -> None:
+        """Raise DamagedArtifact if files changed; those that this machine verified since it started are not read."""
+        if wrong := wrong_files(self.folder, {name: self.manifest.files[name] for name in names}, self.stamp, again):
+            self.stamp.forget()  # other machines look again too
+            raise DamagedArtifact(damage(self.label, wrong))
 
 
 @dataclass(frozen=True)
@@ -135,17 +152,28 @@ class Store:
         self.place = str(root)
         """Where they are, for messages."""
 
-    def find(self, design: Design) -> Artifact | None:
-        """Return the committed artifact of `design`; a damaged one is moved aside and not returned."""
+    def find(self, design: Design, damaged: Callable[[str], None] | None = None) -> Artifact | None:
+        """Return the committed artifact of `design`; a damaged one is moved aside and not returned.
+
+        Raises UntrustedArtifact for one that no trusted key signed.
+        With `damaged`, which is called with what is wrong, every file is verified that this machine has not verified
+        since it started; without, only names and sizes are looked at.
+        """
         try:
             artifact = self._get(design.label)
-        except DamagedArtifact:
-            self._set_aside(design.label)
+        except UntrustedArtifact:
+            raise
+        except DamagedArtifact as error:
+            if damaged:
+                damaged(str(error))
+            self.set_aside(design.label)
             return None
         if artifact is None or artifact.key != design.key:
             return None
-        if artifact.missing():
-            self._set_aside(design.label, artifact.manifest)
+        if wrong := artifact.missing() or (artifact.damaged() if damaged else []):
+            if damaged:
+                damaged(damage(artifact.label, wrong))
+            self.set_aside(design.label, artifact.manifest)
             return None
         return artifact
 
@@ -163,16 +191,20 @@ class Store:
         """Return the artifacts of `kind`, oldest first, without those whose manifest is damaged."""
         found = []
         for folder in sorted((self.root / kind).glob("*/")):
-            with suppress(DamagedArtifact):
+            try:
                 if artifact := self._read(folder):
                     found.append(artifact)
+            except UntrustedArtifact as error:
+                log.warning("%s", error)
+            except OSError:
+                continue
         return sorted(found, key=lambda artifact: artifact.manifest.created)
 
     def explain(self, design: Design) -> str:
         """Say why `design` is new: the first difference from the newest artifact of the same kind and name."""
         before = self._newest(design.kind, design.name)
         if before is None:
-            return f"{design.kind}/{design.name}: new, the first of its name"
+            return f"{design.kind}/{design.name}: new, nothing of this name was made before"
         return f"{design.kind}/{design.name}: new, {_difference(before, design)}"
 
     @contextmanager
@@ -192,19 +224,24 @@ class Store:
         manifest = design.manifest(digest_folder(folder, sync=True), facts, made_by, code, seconds)
         write_atomic(folder / MANIFEST, manifest.text())
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.rename(place)
-        except OSError:
-            winner = self.find(design)
-            if winner is None:
-                raise
-            return winner
+        for tries_left in (1, 0):
+            try:
+                folder.rename(place)
+                break
+            except OSError:
+                if (winner := self.find(design)) is not None:  # this moves aside what has no manifest
+                    return winner
+                if not tries_left:
+                    raise
         sync_folder(place.parent)
-        return Artifact(manifest, place, place.absolute().as_uri())
+        artifact = Artifact(manifest, place, place.absolute().as_uri())
+        artifact.stamp.add_folder(place, manifest.files)
+        return artifact
 
     def delete(self, label: str) -> None:
         """Remove the artifact called `label`, at once for readers; one that is gone already is no error."""
         discard(self.root, self.root / checked_label(label))
+        stamp_of(self.root, label).forget()
 
     def clear_staging(self) -> None:
         """Remove what killed processes left half-made; what a live one is writing stays."""
@@ -219,11 +256,19 @@ class Store:
                 with suppress(OSError):
                     times[folder] = (folder / MANIFEST).stat().st_mtime
         for folder in sorted(times, key=lambda folder: (-times[folder], folder.name))[:NEWEST]:
-            with suppress(DamagedArtifact):
+            with suppress(OSError):
                 return artifact.manifest if (artifact := self._read(folder)) else None
         return None
 
-    def _set_aside(self, label: str, seen: Manifest | None = None) -> None:
+    def sign(self, label: str) -> None:
+        """Sign the manifest of a committed artifact again, with the signing key. Raises DamagedArtifact."""
+        place = self.root / checked_label(label) / MANIFEST
+        write_atomic(place, self._unsigned(place.read_bytes(), str(place)))
+
+    def _unsigned(self, text: bytes, place: str) -> str:
+        return Manifest.parse(text, place, trusted=False).model_copy(update={"signature": ""}).text()
+
+    def set_aside(self, label: str, seen: Manifest | None = None) -> None:
         """Move a damaged artifact out of sight, kept for whoever asks what happened to it.
 
         `seen` is its manifest, if that could be read; a store whose manifests others may replace compares it.
@@ -232,15 +277,20 @@ class Store:
         aside.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process was faster
             (self.root / label).rename(aside)
+        stamp_of(self.root, label).forget()
 
     def _get(self, label: str) -> Artifact | None:
         """Return the artifact at `label`. Raises DamagedArtifact if its manifest is damaged."""
         return self._read(self.root / label)
 
     def _read(self, folder: Path) -> Artifact | None:
+        place = folder / MANIFEST
+        there = os.path.lexists(folder)  # asked first: a commit in between brings the manifest too
         try:
-            text = (folder / MANIFEST).read_bytes()
-        except OSError:
+            text = place.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            if there and os.path.lexists(folder):
+                raise DamagedArtifact(f"{place}: is not there ({error.strerror}); run again to make it anew") from None
             return None
         return Artifact(Manifest.parse(text, str(folder / MANIFEST)), folder, folder.absolute().as_uri())
 

@@ -60,14 +60,22 @@ class Watch:
         found = (name.removesuffix(".json") for name in self.root.names(*self.place))
         return sorted(int(name) for name in found if name.isdigit())
 
+    def record(self, fence: int) -> Holder | None:
+        """Return the record of a holder, None if it is gone; a garbled one is read again, bits flip on the way."""
+        for _ in range(TRIES):
+            text = self.root.read(*self.file(fence))
+            if text is None or (found := Holder.parse(text)) is not None:
+                return None if text is None else found
+        return None
+
     def _newest(self) -> Holder | None:
         for _ in range(TRIES):
             fences = self.fences()
             if not fences:
                 return None
             self.top = fences[-1]
-            if (text := self.root.read(*self.file(self.top))) is not None:
-                return Holder.parse(text)
+            if (found := self.record(self.top)) is not None or self.root.read(*self.file(self.top)) is not None:
+                return found
         raise OSError(f"{self.root.join(*self.place)}: the objects of the lease vanish as fast as they are listed")
 
 
@@ -113,12 +121,12 @@ class BeatLease:
         fences = self.watch.fences()
         if fences and fences[-1] > self.fence:
             raise LeaseLost(f"lease {self.place}: {self._newer(fences[-1])} took over (fence {fences[-1]})")
-        found = Holder.parse(self.root.read(*self.watch.file(self.fence)) or "")
+        found = self.watch.record(self.fence)
         if found is None or found.token != self.record.token:
             raise LeaseLost(f"lease {self.place}: {found or 'somebody who is gone'} took over (fence {self.fence})")
 
     def _newer(self, fence: int) -> str:
-        return str(Holder.parse(self.root.read(*self.watch.file(fence)) or "") or "another process")
+        return str(self.watch.record(fence) or "another process")
 
     def _try(self) -> State:
         """Take the lease if it is free and return "free"; else return what is known of its holder."""
@@ -134,7 +142,8 @@ class BeatLease:
         if not self.root.create(data, *file):
             return False
         time.sleep(self.timing.settle_s)
-        if self.root.read(*file) != data:
+        found = self.watch.record(self.fence)
+        if found is None or found.token != self.record.token:
             return False
         for fence in self.watch.fences():
             if fence < self.fence:
@@ -158,7 +167,7 @@ class BeatLease:
         self.root.write(self._bytes(), *self.watch.file(self.fence))
 
     def _bytes(self) -> bytes:
-        return self.record.model_dump_json().encode()
+        return self.record.text().encode()
 
     def __enter__(self) -> BeatLease:
         return self

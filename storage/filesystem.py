@@ -7,15 +7,30 @@ listings (a stale listing once hid a finished file from a second process); every
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
+from fsspec.utils import glob_translate
+
+TRIES, FIRST_WAIT_S = 4, 0.5
+"""Calls of a store before its failure is final, and the seconds after the first; each later wait is twice as long."""
+Answer = TypeVar("Answer")
+_MAGIC = re.compile(r"[*?\[]")
+_QUERY = re.compile(r"\?[^\s'\"<>]*[=&][^\s'\"<>]*")
+
+
+class StoreError(OSError):
+    """A store that did not answer, or refused; says nothing about what is stored there."""
 
 
 def is_local(uri: str) -> bool:
@@ -40,6 +55,10 @@ def _filesystem(protocol: str, pid: int) -> Any:
         from storage.s3 import BoundedS3, options  # half a second to import, and most processes need none of it
 
         return BoundedS3(**options(), skip_instance_cache=True)
+    if protocol == "hf":
+        from storage.reading import bound_hub_requests
+
+        bound_hub_requests()
     return fsspec.filesystem(protocol)
 
 
@@ -49,17 +68,129 @@ def glob(uri: str) -> list[str]:
 
 
 def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the same files, each with what the file system says of it; in few requests."""
-    filesystem, path = filesystem_of(uri), str(local_path(uri)) if is_local(uri) else uri
-    if any(mark in path for mark in "*?["):
-        found = filesystem.glob(path, detail=True)
-    elif filesystem.isdir(path):
-        found = filesystem.find(path, detail=True)
+    """Return the same files, each with what the file system says of it; in few requests.
+
+    A name that exists is taken as it is, also where it looks like a glob. Of what is no regular file on this machine
+    (a pipe, a broken link) `type` is "other". Raises OSError where a folder or a store does not answer: an empty list
+    means that nothing is there.
+    """
+    if is_local(uri):
+        found = _local_files(str(local_path(uri)))
     else:
-        found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
+        found = patiently(uri, partial(_remote_files, uri))
     prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
     named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in found.items())
     return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
+
+
+def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
+    """Return what `call` returns, which asks a store about `uri`; if it fails, wait longer each time and call again.
+
+    Raises FileNotFoundError where the store says that nothing is there, and StoreError where it does not say: a store
+    that refuses access answers with that class, too, and its clients have errors of every other class.
+    """
+    began = time.monotonic()
+    for attempt in range(1, TRIES + 1):
+        try:
+            return call()
+        except Exception as error:
+            if _absent(error):
+                raise FileNotFoundError(errno.ENOENT, "not there", uri) from error
+            from storage.s3 import deadline  # half a second to import
+
+            if attempt == TRIES or time.monotonic() - began >= deadline():
+                said = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses hold a key
+                raise StoreError(f"{uri}: {type(error).__name__}: {said} ({attempt} tries)") from error
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            filesystem_of(uri).invalidate_cache()  # the Hub's client remembers refusals
+    raise AssertionError(TRIES)
+
+
+def _absent(error: BaseException) -> bool:
+    """Return whether a store says that something is not there: a 404, and no other status behind the same class."""
+    known, cause = isinstance(error, FileNotFoundError), error
+    while cause is not None:
+        answer = getattr(cause, "response", None)
+        meta = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
+        status = meta.get("HTTPStatusCode") or getattr(answer, "status_code", None)
+        if status is not None:
+            return status in (404, 410)
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return known
+
+
+def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
+    """Return the files that a remote `uri` names; folders may be among them."""
+    filesystem = filesystem_of(uri)
+    filesystem.invalidate_cache()
+    if "*" not in uri:
+        try:
+            info = filesystem.info(uri)
+        except Exception as error:
+            if not _absent(error):
+                raise
+            info = None
+        if info is not None:
+            return dict(filesystem.find(uri, detail=True)) if info["type"] == "directory" else {uri: info}
+    if not _MAGIC.search(uri):
+        return {}
+    try:
+        if uri.startswith(("s3://", "s3a://")):  # fsspec's own glob leaves out what the store refuses to list
+            root, pattern, depth = _glob(str(filesystem._strip_protocol(uri)))
+            strict = {"maxdepth": depth, "on_error": "raise"} if depth else {}
+            found = filesystem.find(root, detail=True, **strict)
+            return {name: info for name, info in found.items() if pattern.match(name)}
+        return dict(filesystem.glob(uri, detail=True))
+    except Exception as error:
+        if _absent(error):
+            return {}
+        raise
+
+
+def _local_files(path: str) -> dict[str, dict[str, Any]]:
+    """Return the files that a path of this machine names."""
+    if os.path.isdir(path):
+        return dict(_walked(os.path.abspath(path), None, set()))
+    if os.path.lexists(path):
+        return {path: _local_info(path)}
+    if not _MAGIC.search(path):
+        return {}
+    root, pattern, depth = _glob(os.path.abspath(path))
+    found = _walked(root, depth, set()) if os.path.isdir(root) else ()
+    return {name: info for name, info in found if pattern.match(name)}
+
+
+def _walked(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the files below `folder`, links to folders followed last, so that each folder counts once."""
+    here = os.stat(folder)
+    if (here.st_dev, here.st_ino) in seen:
+        return
+    seen.add((here.st_dev, here.st_ino))
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))
+    for entry in ordered:
+        if not os.path.isdir(entry.path):  # entry.is_dir() raises for a link to itself
+            yield entry.path, _local_info(entry.path)
+        elif depth is None or depth > 1:
+            yield from _walked(entry.path, depth and depth - 1, seen)
+
+
+def _local_info(path: str) -> dict[str, Any]:
+    try:
+        found = os.stat(path)
+    except OSError:  # a link to nothing or to itself
+        found = os.lstat(path)
+    kind = "file" if stat.S_ISREG(found.st_mode) else "directory" if stat.S_ISDIR(found.st_mode) else "other"
+    return {"name": path, "size": found.st_size, "type": kind, "mtime": found.st_mtime}
+
+
+def _glob(path: str) -> tuple[str, re.Pattern[str], int | None]:
+    """Return of a glob the folder above its first mark, the pattern of the names, and how deep they lie below it."""
+    mark = _MAGIC.search(path)
+    assert mark is not None
+    cut = path.rfind("/", 0, mark.start())
+    depth = None if "**" in path else path.count("/", cut)
+    return path[: max(cut, 0)] or "/", re.compile(glob_translate(path)), depth
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from storage.digests import digest_json
 from storage.processes import boot_id
 
 
@@ -40,7 +41,9 @@ class Timing:
 
 
 class Holder(BaseModel):
-    """The record of a lease."""
+    """The record of a lease; it carries its own digest, because a flipped bit would make a live holder a dead one."""
+
+    model_config = ConfigDict(extra="forbid")
 
     holder: str
     pid: int
@@ -55,6 +58,8 @@ class Holder(BaseModel):
     """Unlike that of every other attempt to hold the lease."""
     beat: int = 0
     released: bool = False
+    seal: str = ""
+    """Digest of the rest."""
 
     @classmethod
     def here(cls, holder: str, fence: int = 0) -> Holder:
@@ -65,11 +70,19 @@ class Holder(BaseModel):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Holder | None:
-        """Return the record in `text`, or None if it holds none (its writer was killed while it wrote)."""
+        """Return the record in `text`, or None if it holds none (its writer was killed, or a bit flipped)."""
         try:
-            return cls.model_validate_json(text)
+            record = cls.model_validate_json(text)
         except ValidationError:
             return None
+        return record if record.seal in ("", record._digest()) else None  # earlier versions wrote none
+
+    def text(self) -> str:
+        """Return the document that is stored."""
+        return self.model_copy(update={"seal": self._digest()}).model_dump_json()
+
+    def _digest(self) -> str:
+        return digest_json(self.model_dump(exclude={"seal"}))
 
     def alive(self) -> bool | None:
         """Return whether the process lives, or None if it is one of another machine."""

@@ -17,9 +17,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage.artifact import MANIFEST
 from storage.filesystem import filesystem_of
-from storage.manifest import LABEL, DamagedArtifact
+from storage.manifest import LABEL, MANIFEST, DamagedArtifact
 from storage.objects import Stored, children, files_below, remove_all
 from storage.remote_artifact import BRINGING, LAZY
 from storage.remote_store import RemoteStore
@@ -115,10 +114,10 @@ def _named(root: Root, label: str, attempt: str) -> bool:
     """Return whether the manifest, read now, names the attempt, or cannot be read, which leaves it open."""
     try:
         artifact = RemoteStore(root).at(label)
-    except ValueError:
-        return False
     except DamagedArtifact:
         return True
+    except ValueError:
+        return False
     return artifact.manifest.attempt == attempt
 
 

@@ -28,14 +28,15 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from storage.artifact import MANIFEST, Artifact
-from storage.digests import PAGE, PAGE_DIGEST, PAGED, FileDigest
+from storage.artifact import Artifact
+from storage.digests import PAGE, PAGE_DIGEST, PAGED, FileDigest, digest_file
 from storage.filesystem import write_atomic
+from storage.manifest import MANIFEST
 from storage.pages import Ints, PageTable, lock_bytes, punch, runs
 from storage.remote_artifact import LAZY, PAGES, RemoteArtifact
+from storage.verification import LAZY_FOLDER, VERIFIED, Facts, Stamp
 from storage.verified import verified_file, verified_pages
 
-NAME = "lazy-folder.json"
 CACHE = "HERD_CACHE"
 """Variable that names a folder on a disk of the machine itself."""
 THREADS = 16
@@ -80,7 +81,7 @@ def lazy_folder(artifact: Artifact, limit_bytes: int) -> Path:
 
 def make_lazy(folder: Path, uri: str, manifest: str, limit_bytes: int) -> Path:
     """Make `folder` a lazy one for the files under `uri` that `manifest` (JSON) lists, or give it another limit."""
-    place = folder / NAME
+    place = folder / LAZY_FOLDER
     before = Where.model_validate_json(place.read_text()) if place.exists() else None
     assert before is None or before.uri == uri, f"{folder}: is for {before and before.uri}"
     where = Where(uri=uri, limit=limit_bytes or (before.limit if before else FRESH))
@@ -109,7 +110,7 @@ def lazy_of(folder: Path) -> LazyFolder | None:
 @lru_cache(4096)
 def _lazy_of(folder: Path, process: int) -> LazyFolder | None:
     for place in (folder, *folder.parents[:2]):
-        if (place / NAME).is_file():
+        if (place / LAZY_FOLDER).is_file():
             return _opened(place, process)
     return None
 
@@ -123,15 +124,18 @@ class LazyFolder:
     """A lazy folder as this process uses it; its threads may share it."""
 
     def __init__(self, folder: Path) -> None:
-        where = Where.model_validate_json((folder / NAME).read_text())
+        where = Where.model_validate_json((folder / LAZY_FOLDER).read_text())
         listing = Listing.model_validate_json((folder / MANIFEST).read_bytes())
         self.folder, self.uri = folder, where.uri
         self.cache = _cache_of(folder, where.uri) / socket.gethostname()
         self._files = listing.files
         self._paged = sorted(name for name in listing.pages if name.endswith(PAGED))
         self._digests = {f"{PAGES}/{name}": digest for name, digest in listing.pages.items()}
-        for place in {(self.cache / name).parent for name in ("", *self._paged)}:
+        for place in (self.cache, *{(self.cache / name).parent for name in self._paged}):
             place.mkdir(parents=True, exist_ok=True)
+        self._stamp = Stamp(self.cache / VERIFIED)
+        self._right = self._stamp.read()
+        """Small files that this machine has verified since it started, as they were then."""
         counts = [-(-self._files[name].bytes // PAGE) for name in self._paged]
         edges = np.cumsum([0, *counts], dtype=np.int64)
         self.first = dict(zip(self._paged, edges.tolist(), strict=False))
@@ -158,7 +162,7 @@ class LazyFolder:
         if name in self.first:
             with self._writing(name):
                 pass
-        elif not place.exists():
+        elif (facts := Facts.of(place)) is None or self._right.get(name) != facts:
             self._bring_whole(name, digest, place)
         self._known.add(name)
         return place
@@ -231,11 +235,12 @@ class LazyFolder:
                 written += os.pwrite(handle, memoryview(data)[written:], first * PAGE + written)
 
     def _bring_whole(self, name: str, digest: FileDigest, place: Path) -> None:
-        """Bring a small file; of processes that want it at the same time, one does."""
+        """Bring a small file, unless it is there as committed; of processes that want it at the same time, one does."""
         with (self.cache / "whole").open("ab") as lock:
             lock_bytes(lock.fileno(), fcntl.F_WRLCK, zlib.crc32(name.encode()), 1)
-            if not place.exists():
+            if not place.exists() or (self._right.get(name) != Facts.of(place) and digest_file(place) != digest):
                 verified_file(f"{self.uri}/{name}", digest, place)
+            self._stamp.add_folder(self.cache, [name])
 
     def _drop(self, page: int) -> None:
         ((name, number, _),) = self._in_files(page, page + 1)

@@ -81,9 +81,12 @@ def lease(
 
 
 @contextmanager
-def folder_lease(folder: Path, holder: str) -> Iterator[Lease]:
-    """Hold a local folder for `holder` until the block ends. Raises LeaseHeld naming the live holder, and OSError."""
-    with _hold(folder / "lease", str(folder), holder, None) as held:
+def folder_lease(folder: Path, holder: str, wait: Wait | None = None) -> Iterator[Lease]:
+    """Hold a local folder for `holder` until the block ends. Raises OSError.
+
+    Raises LeaseHeld naming the live holder, or calls `wait` with its name and waits for it.
+    """
+    with _hold(folder / "lease", str(folder), holder, wait) as held:
         yield held
 
 
@@ -109,7 +112,7 @@ def _hold(path: Path, place: str, holder: str, wait: Wait | None) -> Iterator[Fi
         before = Holder.parse(file.read())
         record = Holder.here(holder, fence=before.fence + 1 if before else 1)
         file.seek(0)
-        file.write(record.model_dump_json() + "\n")
+        file.write(record.text() + "\n")
         file.truncate()
         file.flush()
         _locks.add(file.fileno())

@@ -1,8 +1,7 @@
 """The manifest of an artifact: what it is, what it was made from and what it holds; its presence is the commit mark.
 
 It carries the digest of itself, because a bit that flips on the way in a score of it decides a promotion as silently
-as one in a weight. Manifests written before that had none and are believed. What this gives up: nobody edits one by
-hand.
+as one in a weight; one without that seal is refused. What this gives up: nobody edits one by hand.
 """
 
 from __future__ import annotations
@@ -10,20 +9,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
 from storage.digests import FileDigest, digest_json
+from storage.signing import distrust, signed
 
+MANIFEST, KIND = "manifest.json", "manifest"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LABEL = re.compile(rf"{NAME}/{NAME}-[0-9a-f]{{8}}")
 """kind/name-key8"""
 
 
-class DamagedArtifact(OSError):
-    """A committed artifact whose bytes are not what was committed."""
+class DamagedArtifact(OSError, ValueError):
+    """A committed artifact whose bytes are not what was committed; the text names it and the file."""
+
+
+class UntrustedArtifact(DamagedArtifact):
+    """An artifact whose manifest no trusted key signed (storage/signing.py); it is refused and left where it is."""
 
 
 class Manifest(BaseModel):
@@ -49,6 +55,9 @@ class Manifest(BaseModel):
     pages: dict[str, FileDigest] = {}
     """In an object store: token shard -> the digest of `.pages/<file>`, the SHA-256 of its pages."""
 
+    signature: str = Field("", exclude=True)
+    """Of the seal, as it was read."""
+
     @field_validator("files", "pages")
     @classmethod
     def _stay_inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
@@ -57,30 +66,51 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is no name of a file inside an artifact")
         return files
 
+    @field_validator("created")
+    @classmethod
+    def _is_time(cls, created: str) -> str:
+        if datetime.fromisoformat(created).tzinfo is None:
+            raise ValueError(f"{created!r} has no time zone")
+        return created
+
     @property
     def label(self) -> str:
         """How people call it: `curated/quickstart-1a2b3c4d`."""
         return f"{self.kind}/{self.name}-{self.key[:8]}"
 
     def text(self) -> str:
-        """Return the document that is stored; it carries its own digest, because networks flip bits in it too."""
+        """Return the document that is stored; it carries its own digest, because networks flip bits in it too.
+
+        With a signing key it is signed.
+        """
         data = json.loads(self.model_dump_json())
-        return json.dumps({**data, "seal": digest_json(data)}, indent=1, ensure_ascii=False)
+        seal = digest_json(data)
+        signature = self.signature or signed(KIND, seal)
+        more = {"seal": seal, **({"signature": signature} if signature else {})}
+        return json.dumps({**data, **more}, indent=1, ensure_ascii=False)
 
     @classmethod
-    def parse(cls, text: str | bytes, place: str) -> Manifest:
-        """Return the manifest that was read at `place`. Raises DamagedArtifact if it is none or was changed."""
+    def parse(cls, text: str | bytes, place: str, moved: bool = False, trusted: bool = True) -> Manifest:
+        """Return the manifest that was read at `place`, which holds its label unless the artifact was `moved`.
+
+        Raises DamagedArtifact if it is none or was changed, and UntrustedArtifact, unless `trusted` is False.
+        """
         try:
             data = json.loads(text)
-            seal = data.pop("seal", None)
+            seal, signature = data.pop("seal", None), str(data.pop("signature", ""))
             manifest = cls.model_validate(data)
-        except (ValueError, AttributeError) as error:
-            raise DamagedArtifact(f"{place}: is no manifest of an artifact ({error})") from None
-        if manifest.label not in place:
+            sealed = seal == digest_json(data)
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            words = str(error) or type(error).__name__
+            raise DamagedArtifact(f"{place}: is no manifest of an artifact ({words})") from None
+        if not moved and manifest.label not in place:
             raise DamagedArtifact(f"{place}: is the manifest of {manifest.label}")
-        if seal not in (None, digest_json(data)):
-            raise DamagedArtifact(f"{place}: changed since it was written; delete the artifact, then run again")
-        return manifest
+        if not sealed:
+            why = "changed since it was written" if seal else "has no seal (the digest of itself)"
+            raise DamagedArtifact(f"{place}: {why}; delete the artifact, then run again")
+        if trusted and (why := distrust(KIND, seal, signature)):
+            raise UntrustedArtifact(f"{place}: {why}")
+        return manifest.model_copy(update={"signature": signature})
 
 
 def checked_label(label: str) -> str:

@@ -2,7 +2,8 @@
 
 An exception inside `with fs.open(..., "wb")` leaves a truncated object that others can see, so nothing is written but
 by `put_file` (which aborts its upload) and single PUTs. A reply that says "stored" is not believed: the size is asked
-for again, small objects are read back. What this gives up: a file must exist locally before it is sent.
+for again, small objects are read back; and neither is one answer that says the opposite, because headers are lost and
+bits flip on the way back too. What this gives up: a file must exist locally before it is sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from storage.filesystem import filesystem_of, is_local, local_path, written_besi
 
 CONFLICTS = 5
 """Tries of an exclusive write that neither succeeds nor finds another's object."""
+TRIES = 3
+"""Times that something is sent, and that each is asked for, before it counts as not stored."""
+PAUSE_S = 0.2
 
 
 class Stored(NamedTuple):
@@ -29,19 +33,25 @@ class Stored(NamedTuple):
 
 def put_file(path: Path, uri: str) -> None:
     """Store the file `path` as the object `uri`. Raises OSError if it is not there afterwards with the same size."""
-    filesystem = filesystem_of(uri)
-    filesystem.put_file(str(path), uri)
-    stored, sent = int(filesystem.info(uri)["size"]), path.stat().st_size
-    if stored != sent:
-        raise OSError(f"{uri}: {stored:,} bytes are stored, {sent:,} were sent")
+    filesystem, sent, stored = filesystem_of(uri), path.stat().st_size, 0
+    for _ in range(TRIES):
+        filesystem.put_file(str(path), uri)
+        for _ in range(TRIES):
+            stored = size_of(uri) or 0
+            if stored == sent:
+                return
+            time.sleep(PAUSE_S)
+    raise OSError(f"{uri}: {stored:,} bytes are stored, {sent:,} were sent, {TRIES} times")
 
 
 def put_bytes(uri: str, data: bytes) -> None:
     """Store `data` as the object `uri` by one request. Raises OSError if other bytes are read back."""
     filesystem = filesystem_of(uri)
-    filesystem.pipe_file(uri, data)
-    if filesystem.cat_file(uri) != data:
-        raise OSError(f"{uri}: holds other bytes than were sent")
+    for _ in range(TRIES):
+        filesystem.pipe_file(uri, data)
+        if _holds(uri, data):
+            return
+    raise OSError(f"{uri}: holds other bytes than were sent, {TRIES} times")
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
@@ -60,7 +70,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
             if not _exists_already(error):
                 raise
         try:
-            return bool(filesystem.cat_file(uri) == data)
+            return _holds(uri, data)
         except FileNotFoundError:  # a conflict with a writer who failed, or it was deleted meanwhile
             time.sleep(0.5)
     raise OSError(f"{uri}: refused as existing {CONFLICTS} times, and not there when read; try again")
@@ -79,10 +89,15 @@ def get_file(uri: str, path: Path) -> None:
 
 def size_of(uri: str) -> int | None:
     """Return the bytes of the object `uri`, None if there is none. Asks for the object itself, not a listing."""
-    try:
-        info = filesystem_of(uri).info(uri)
-    except FileNotFoundError:
-        return None
+    for tries_left in range(TRIES)[::-1]:
+        try:
+            info = filesystem_of(uri).info(uri)
+            break
+        except FileNotFoundError:
+            return None
+        except KeyError:  # s3fs, of a reply that has lost its headers
+            if not tries_left:
+                raise OSError(f"{uri}: the store does not tell its size, {TRIES} times") from None
     return int(info["size"]) if info["type"] == "file" else None
 
 
@@ -126,6 +141,17 @@ def remove_all(uri: str) -> None:
 
 def _stored(info: dict[str, Any]) -> Stored:
     return Stored(int(info["size"]), info["LastModified"].timestamp())
+
+
+def _holds(uri: str, data: bytes) -> bool:
+    """Return whether an object holds `data`; other bytes are believed when they came twice."""
+    before = None
+    for _ in range(CONFLICTS):
+        found = get_bytes(uri)
+        if found in (data, before):
+            break
+        before = found
+    return found == data
 
 
 def _create_local(path: Path, data: bytes) -> bool:

@@ -1,9 +1,10 @@
-"""What the operating system gives processes that belong together: an end with the parent, free ports to meet on, and a
-name of the boot that they share."""
+"""What the operating system gives processes that belong together: an end with the parent, free ports to meet on, a name
+of the boot that they share, processors, and the place of their modules."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import sys
 from pathlib import Path
@@ -18,6 +19,23 @@ def die_with_parent(number: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def processors() -> int:
+    """Return how many processors this process may use; where the system does not tell, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fix_import_path() -> None:
+    """Have every Python that is started from here on import this code, and nothing from the folder in which it starts.
+
+    `python -m` looks there first, and so does an empty entry of PYTHONPATH: `storage.py` of a user would pass for ours.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+    ours = Path(__file__).resolve().parent.parent
+    installed = ours.name in ("site-packages", "dist-packages")  # found anyway, and after the standard library
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["" if installed else str(ours), *given]))
 
 
 def boot_id() -> str:

@@ -8,17 +8,19 @@ artifact (token shards are read in pages instead, storage/lazy.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.artifact import MANIFEST, Artifact
+from storage.artifact import Artifact
 from storage.filesystem import write_atomic
-from storage.manifest import DamagedArtifact, Manifest, missing
+from storage.manifest import MANIFEST, DamagedArtifact, Manifest, missing
 from storage.objects import files_below, size_of
 from storage.root import Root
 from storage.staging import discard, locked
 from storage.threads import each
+from storage.verification import wrong_files
 from storage.verified import WrongBytes, verified_file
 
 PAGES = ".pages"
@@ -45,6 +47,7 @@ class RemoteArtifact(Artifact):
         if not self._whole():
             with self._lock():
                 if not self._whole():
+                    self._drop_wrong(self.names())
                     self._bring(self.names())
                     write_atomic(self.folder / MANIFEST, self.manifest.text())
                     (self.folder / BRINGING).unlink(missing_ok=True)
@@ -56,8 +59,13 @@ class RemoteArtifact(Artifact):
         if not self._here(names) and not self._whole():
             with self._lock():
                 if not self._whole():
+                    self._drop_wrong(names)
                     self._bring(names)
         return self.folder / name
+
+    def verify(self) -> None:
+        if self.path:  # brought first
+            super().verify()
 
     def missing(self) -> list[str]:
         """Return the files that are gone from the store or have another size than when committed."""
@@ -67,6 +75,11 @@ class RemoteArtifact(Artifact):
         doubtful = [name for name, size in sizes.items() if name not in stored or stored[name].bytes != size]
         return [name for name in doubtful if size_of(f"{self.uri}/{name}") != sizes[name]]  # listings may lag
 
+    def scrub_copy(self) -> None:
+        """Read the copy on this machine and remove what changed in it, which is brought again when it is used."""
+        with self._lock():
+            self._drop_wrong(self.names(), again=True)
+
     def adopt(self, folder: Path) -> None:
         """Make the staged `folder`, from which this artifact was committed, the copy on this machine."""
         write_atomic(folder / MANIFEST, self.manifest.text())
@@ -74,13 +87,28 @@ class RemoteArtifact(Artifact):
             discard(self.root.local, self.folder)
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(self.folder)
+            self.stamp.add_folder(self.folder, self.manifest.files)
+
+    def damaged(self) -> list[str]:
+        """Return nothing: bytes of the store are verified when they are brought, and a wrong copy is brought again."""
+        return []
 
     def _whole(self) -> bool:
-        return self._copied() == self.manifest.attempt and not missing(self.manifest, self.folder)
+        return self._copied() == self.manifest.attempt and not self._wrong(self.manifest.files)
 
     def _here(self, names: list[str]) -> bool:
         """Return whether a copy that is not whole holds `names`; a file appears in it when it is verified."""
-        return self._marked() == self.manifest.attempt and not missing(self.manifest, self.folder, names)
+        return self._marked() == self.manifest.attempt and not self._wrong(names)
+
+    def _wrong(self, names: Iterable[str], again: bool = False) -> list[str]:
+        """Return those of `names` that are not here as committed; each is read once per boot of this machine."""
+        return wrong_files(self.folder, {name: self.manifest.files[name] for name in names}, self.stamp, again)
+
+    def _drop_wrong(self, names: list[str], again: bool = False) -> None:
+        """Remove the files of a copy that changed after they were brought. The lock is held."""
+        if self.manifest.attempt in (self._copied(), self._marked()):
+            for name in self._wrong(names, again):
+                (self.folder / name).unlink(missing_ok=True)
 
     def _marked(self) -> str | None:
         """Return the attempt of which the folder holds some files."""
@@ -119,9 +147,10 @@ class RemoteArtifact(Artifact):
             raise DamagedArtifact(f"artifact {self.label}: {self.uri}/{name} is missing; {_REMEDY}") from error
         except WrongBytes as error:
             raise DamagedArtifact(f"artifact {self.label}: {error}") from error
+        self.stamp.add_folder(self.folder, [name])
 
     def _lock(self) -> AbstractContextManager[None]:
         return locked(self.root.local, f"artifacts/{self.label}")
 
 
-_REMEDY = "delete the artifact, then run again: it is made anew"
+_REMEDY = "set it aside with `herd verify --set-aside`, then run again: it is made anew"

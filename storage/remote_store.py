@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from storage.artifact import DAMAGED, NEWEST, Artifact, Design, Store
+from storage.artifact import DAMAGED, NEWEST, Artifact, Design, Store, log
 from storage.digests import PAGE, PAGED, THREADS, FileDigest, digest_bytes, digest_file, digest_pages
-from storage.manifest import DamagedArtifact, Manifest, checked_label
+from storage.manifest import DamagedArtifact, Manifest, UntrustedArtifact, checked_label
 from storage.objects import children, create_bytes, files_in, get_bytes, put_bytes, put_file, remove, remove_all
 from storage.remote_artifact import PAGES, RemoteArtifact
 from storage.root import Root
@@ -75,6 +75,10 @@ class RemoteStore(Store):
         remove_all(self.remote.join(label))
         super().delete(label)
 
+    def sign(self, label: str) -> None:
+        uri = self._manifest(checked_label(label))
+        put_bytes(uri, self._unsigned(get_bytes(uri), uri).encode())
+
     def _send(self, folder: Path, prefix: str) -> tuple[dict[str, FileDigest], dict[str, FileDigest]]:
         """Send every file of `folder`; return their digests, and those of what was sent about their pages."""
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -94,7 +98,7 @@ class RemoteStore(Store):
             if create_bytes(self._manifest(artifact.label), artifact.manifest.text().encode()):
                 return None
             if winner := self.find(design):
-                return winner
+                return None if winner.manifest.attempt == artifact.manifest.attempt else winner
         raise OSError(
             f"artifact {artifact.label}: {self._manifest(artifact.label)} exists and is not it, {ROUNDS} times; "
             "delete the artifact, then run again"
@@ -119,6 +123,9 @@ class RemoteStore(Store):
     def _readable(self, label: str) -> RemoteArtifact | None:
         try:
             return self._get(checked_label(label))
+        except UntrustedArtifact as error:
+            log.warning("%s", error)
+            return None
         except (ValueError, DamagedArtifact):
             return None
 
@@ -135,7 +142,7 @@ class RemoteStore(Store):
             return RemoteArtifact.of(self.remote, manifest)
         return None
 
-    def _set_aside(self, label: str, seen: Manifest | None = None) -> None:
+    def set_aside(self, label: str, seen: Manifest | None = None) -> None:
         """Move a manifest out of sight, kept for whoever asks; not one that was written since it was `seen`."""
         text = self.remote.read(f"{label}.json")
         if text is None:

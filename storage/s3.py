@@ -19,6 +19,8 @@ from botocore.exceptions import ConnectionError as NoConnection
 from fsspec.asyn import sync_wrapper
 from s3fs.core import S3_RETRYABLE_ERRORS, S3FileSystem, set_custom_error_handler
 
+from storage.secrets import refuse_secrets
+
 DEADLINE_S = 300.0
 """Seconds after which a call that does not end is given up, unless HERD_S3_DEADLINE_S says otherwise."""
 SLOWEST = 2**20
@@ -50,7 +52,8 @@ def deadline() -> float:
 
 
 def options() -> dict[str, Any]:
-    """Return the options of s3fs with which this project opens an object store."""
+    """Return the options of s3fs for an object store. Raises ValueError for a password in its address."""
+    refuse_secrets(os.environ.get("AWS_ENDPOINT_URL", ""), "AWS_ENDPOINT_URL")  # errors repeat it
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_S,
         "read_timeout": READ_S,

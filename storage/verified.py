@@ -7,6 +7,7 @@ object that is really damaged is brought three times before that is said.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from storage.digests import PAGE, FileDigest, digest_file, wrong_page
@@ -14,6 +15,7 @@ from storage.filesystem import filesystem_of
 from storage.objects import get_file
 
 TRIES = 3
+PIECE = 16 * PAGE
 
 
 class WrongBytes(OSError):
@@ -35,6 +37,26 @@ def verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
     raise WrongBytes(f"{uri}: bytes {start:,} to {end:,} are not what was committed ({wrong}); {_REMEDY}")
 
 
+def digest_object(uri: str, expected: FileDigest) -> str:
+    """Return what is wrong with a file or an object in words, empty if nothing is; it is read in pieces of 16 MiB."""
+    filesystem, problem = filesystem_of(uri), ""
+    for _ in range(TRIES):
+        digest = hashlib.sha256()
+        try:
+            size = int(filesystem.info(uri)["size"])
+            for start in range(0, size if size == expected.bytes else 0, PIECE):
+                digest.update(filesystem.cat_file(uri, start=start, end=min(start + PIECE, size)))
+        except FileNotFoundError:
+            return "is missing"
+        if size != expected.bytes:
+            problem = f"has {size:,} bytes, {expected.bytes:,} were committed"
+        elif digest.hexdigest() != expected.sha256:
+            problem = "has another SHA-256"
+        else:
+            return ""
+    return problem
+
+
 def verified_file(uri: str, digest: FileDigest, place: Path) -> None:
     """Bring the object `uri` to `place`, where it appears whole and on the disk. Raises as `verified_pages`."""
     part = place.with_name(f".{place.name}.part")
@@ -51,4 +73,4 @@ def verified_file(uri: str, digest: FileDigest, place: Path) -> None:
     )
 
 
-_REMEDY = f"asked {TRIES} times; if the artifact is damaged, delete it and make it again"
+_REMEDY = f"asked {TRIES} times; if it is damaged, set it aside (herd verify --set-aside) and make it again"

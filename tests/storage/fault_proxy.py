@@ -25,6 +25,9 @@ from yarl import URL
 Fault = Literal[
     "slow-down",  # 503 SlowDown
     "unavailable",  # 503 ServiceUnavailable
+    "denied",  # 403 AccessDenied
+    "expired",  # 400 ExpiredToken
+    "too-many",  # 429 TooManyRequests
     "error",  # 500 InternalError
     "error-in-200",  # 200 with an <Error> body; the server never saw the request
     "reset",  # connection reset; the server never saw the request
@@ -33,11 +36,20 @@ Fault = Literal[
     "truncate",  # body ends after half of it, connection closed in order
     "flip",  # one bit of the body is another
     "flip-sent",  # one bit of what the client sent is another
+    "no-size",  # the reply to a HEAD has lost its length
+    "size-0",  # the reply to a HEAD says 0 bytes
     "hang",  # never answered
     "delay",  # answered `seconds` later
     "kill",  # SIGKILL to `pid` before the server sees the request
 ]
-_CODES = {"slow-down": (503, "SlowDown"), "unavailable": (503, "ServiceUnavailable"), "error": (500, "InternalError")}
+_CODES = {
+    "slow-down": (503, "SlowDown"),
+    "unavailable": (503, "ServiceUnavailable"),
+    "error": (500, "InternalError"),
+    "denied": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"),
+    "too-many": (429, "TooManyRequests"),
+}
 _NOT_FORWARDED = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"}
 
 
@@ -180,6 +192,10 @@ async def _spoiled(request: web.BaseRequest, reply: web.Response, fault: str) ->
         return _reset(request)
     if fault == "flip":
         reply.body = _flipped(body)
+    if fault == "no-size":
+        del reply.headers["Content-Length"]
+    if fault == "size-0":
+        reply.headers["Content-Length"] = "0"
     if fault not in ("truncate", "reset-in-body"):
         return reply
     half = web.StreamResponse(status=reply.status, headers=reply.headers)

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import storage.verification
 from storage.artifact import Design, Store, flatten
+from storage.digests import FileDigest, digest_file, digest_json
 from storage.filesystem import glob, write_atomic
 from storage.manifest import DamagedArtifact, Manifest
 from storage.staging import clear_staging
@@ -45,7 +49,7 @@ def test_a_committed_artifact_is_found_by_what_it_is_made_from(tmp_path: Path) -
 
 def test_a_new_key_is_explained_by_its_first_difference(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.explain(design(jaccard=0.8)) == "curated/web: new, the first of its name"
+    assert store.explain(design(jaccard=0.8)) == "curated/web: new, nothing of this name was made before"
     build(store, design(jaccard=0.8))
     assert store.explain(design(jaccard=0.7)) == "curated/web: new, jaccard 0.8 -> 0.7"
     assert store.explain(design(jaccard=0.7, bands=2)) == "curated/web: new, jaccard 0.8 -> 0.7 and 1 more"
@@ -119,12 +123,110 @@ def test_a_manifest_that_changed_is_not_believed(tmp_path: Path) -> None:
     assert len(store.all("curated")) == 1
 
 
-def test_a_manifest_of_before_seals_is_believed(tmp_path: Path) -> None:
+def test_a_manifest_without_a_seal_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     build(store, design())
     place = tmp_path / design().label / "manifest.json"
     place.write_text(store.at(design().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
-    assert store.find(design()) is not None
+    with pytest.raises(DamagedArtifact, match="has no seal"):
+        store.at(design().label)
+
+
+def sealed(folder: Path, **changes: object) -> None:
+    """Change a manifest and seal it, as somebody who can write the root would."""
+    data = json.loads((folder / "manifest.json").read_text())
+    del data["seal"]
+    data |= changes
+    (folder / "manifest.json").write_text(json.dumps(data | {"seal": digest_json(data)}))
+
+
+def deep(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"facts": ' + '{"a":' * 100_000 + "1" + "}" * 100_001)
+
+
+def is_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "lost": lambda folder: (folder / "manifest.json").unlink(),
+    "a folder": is_folder,
+    "nested deeply": deep,
+    "no object": lambda folder: (folder / "manifest.json").write_text("[1]"),
+    "not text": lambda folder: (folder / "manifest.json").write_bytes(bytes(range(256))),
+    "made yesterday": lambda folder: sealed(folder, created="yesterday"),
+    "made without a time zone": lambda folder: sealed(folder, created="0001-01-01T00:00:00"),
+}
+
+
+@pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
+def test_one_broken_manifest_hides_nothing_else_and_its_artifact_is_made_again(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    store = Store(tmp_path)
+    build(store, design(n=1))
+    build(store, design(n=2))
+    harm(tmp_path / design(n=1).label)
+    assert [artifact.label for artifact in store.all("curated")] == [design(n=2).label]
+    assert store.all("curated")[0].created > 0
+    with pytest.raises(DamagedArtifact, match="web-"):
+        store.at(design(n=1).label)
+    build(store, design(n=1), "again")
+    found = store.find(design(n=1))
+    assert found is not None
+    assert found.part("documents/a.txt").read_text() == "again"
+    assert len(list((tmp_path / ".damaged").iterdir())) == 1
+
+
+def flipped(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_every_flipped_bit_is_found_on_reuse_named_and_mended(tmp_path: Path) -> None:
+    store, random = Store(tmp_path), Random(1)
+    intent, text = design(), "".join(random.choices("abcdefgh", k=10_000))
+    words: list[str] = []
+    for _ in range(100):
+        build(store, intent, text)
+        assert store.find(intent, words.append) is not None
+        flipped(tmp_path / intent.label / "documents" / "a.txt", random.randrange(80_000))
+        with pytest.raises(DamagedArtifact, match=r"documents/a\.txt changed"):
+            _ = store.at(intent.label).path
+        assert store.find(intent, words.append) is None
+    assert len(words) == len(list((tmp_path / ".damaged").iterdir())) == 100
+    assert all(word.startswith(f"artifact {intent.label}: documents/a.txt changed") for word in words)
+
+
+def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read = Store(tmp_path), []
+    build(store, design())
+    path = tmp_path / design().label / "documents" / "a.txt"
+    os.utime(path, (1e9, 1e9))
+
+    def digest(place: Path) -> FileDigest:
+        read.append(place.name)
+        return digest_file(place)
+
+    monkeypatch.setattr(storage.verification, "digest_file", digest)
+    for _ in range(3):
+        assert store.at(design().label).part("documents/a.txt") == path
+    assert read == ["a.txt"]
+    os.utime(path, (1e9, 1e9 + 1))
+    assert store.find(design(), print) is not None
+    assert store.find(design(), print) is not None
+    assert read == ["a.txt"] * 2
+    monkeypatch.setattr(storage.verification, "_boot", lambda: "another boot")
+    assert store.find(design(), print) is not None
+    assert read == ["a.txt"] * 3
+    store.at(design().label).verify()
+    assert read == ["a.txt"] * 4
+    store.delete(design().label)
+    assert not (tmp_path / ".verified" / design().label).exists()
 
 
 @settings(max_examples=50, deadline=None)

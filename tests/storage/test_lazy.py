@@ -164,3 +164,16 @@ def test_the_limit_may_change_and_a_look_leaves_it(source: Path, tmp_path: Path)
     assert make_lazy(tmp_path / "new", f"file://{source}", "{}", 0).is_dir()
     with pytest.raises(AssertionError, match="is for"):
         make_lazy(folder, "file:///elsewhere", "{}", 0)
+
+
+def test_a_folder_of_small_files_only_can_be_read(tmp_path: Path) -> None:
+    """As many shards of less than a page are: nothing is paged, and the cache is a folder still to be made."""
+    source = written(tmp_path / "store", big=())
+    folder = lazily(tmp_path / "lazy", source, 1)
+    assert {name: brought(folder / name).read_bytes() for name in SMALL} == SMALL
+
+
+def test_a_small_file_that_changed_here_is_brought_again(source: Path, tmp_path: Path) -> None:
+    folder = lazily(tmp_path / "lazy", source, 3)
+    LazyFolder(folder).path("a/table").write_bytes(b"some ruws")
+    assert LazyFolder(folder).path("a/table").read_bytes() == SMALL["a/table"]

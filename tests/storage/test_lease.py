@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 
+from storage.beats import Watch
+from storage.holder import Holder
 from storage.lease import LeaseHeld, LeaseLost, Timing, folder_lease, holders, lease
 from storage.root import Root
-from tests.storage.s3 import moto
+from tests.storage.fault_proxy import Rule
+from tests.storage.fault_world import faulty_moto
+from tests.storage.s3 import BUCKET, moto, pointed_at
 
 FAST = Timing(beat_s=0.2, silence_s=1.5, settle_s=0.05)
 SPAWN = multiprocessing.get_context("spawn")
@@ -176,8 +180,10 @@ def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str
 def test_the_loser_is_told_without_asking(bucket: str, tmp_path: Path) -> None:
     root, lost = Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path)), threading.Event()
     with lease(root, "runs/a-1", "mine", lost=lost.set, timing=FAST) as held:
-        theirs = json.loads(root.read("leases", "runs", "a-1", "1.json") or b"{}")
-        root.write(json.dumps({**theirs, "token": "other", "fence": 2}), "leases", "runs", "a-1", "2.json")
+        theirs = Holder.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
+        assert theirs is not None
+        other = theirs.model_copy(update={"token": "other", "fence": 2})
+        root.write(other.text(), "leases", "runs", "a-1", "2.json")
         assert lost.wait(10)
         with pytest.raises(LeaseLost, match="fence 2"):
             held.check()
@@ -188,9 +194,11 @@ def test_a_dead_holder_of_another_machine_is_believed_after_the_silence(bucket: 
     root = Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path))
     with lease(root, "runs/a-1", "theirs", timing=FAST):
         pass
-    theirs = json.loads(root.read("leases", "runs", "a-1", "1.json") or b"{}")
-    text = json.dumps({**theirs, "released": False, "machine": "another"})
-    root.write(text, "leases", "runs", "a-1", "1.json")
+    theirs = Holder.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
+    assert theirs is not None
+    root.write(
+        theirs.model_copy(update={"released": False, "machine": "another"}).text(), "leases", "runs", "a-1", "1.json"
+    )
     began = time.monotonic()
     with lease(root, "runs/a-1", "mine", timing=FAST) as held:
         assert held.fence == 2
@@ -218,3 +226,28 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         assert held.fence == 2
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
+    text = Holder.here("quickstart-1", fence=3).text().encode()
+    for bit in range(8 * len(text)):
+        data = bytearray(text)
+        data[bit // 8] ^= 1 << bit % 8
+        assert Holder.parse(bytes(data)) is None, bytes(data)
+    assert Holder.parse(text) is not None
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_a_bit_that_flips_on_the_way_neither_refuses_ourselves_nor_takes_a_live_lease(
+    tmp_path: Path, skip: int
+) -> None:
+    with faulty_moto(tmp_path) as proxy, pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
+        root = Root.of(f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path))
+        (rule,) = proxy.use(Rule("flip", "GET", r"1\.json$", skip=skip))
+        with lease(root, "runs/a-1", "mine", timing=Timing(60, 60, 0.05)) as held:
+            for _ in range(3):
+                held.check()
+                assert Watch(root, "runs/a-1", FAST).look() == "held"
+            assert rule.done == 1
+            with pytest.raises(LeaseHeld, match="mine"), lease(root, "runs/a-1", "other", timing=FAST):
+                pass

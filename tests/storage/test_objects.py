@@ -103,6 +103,32 @@ def test_creating_survives_a_bad_moment(proxy: FaultProxy, uri: str, fault: Any)
     assert not create_bytes(f"{uri}/{fault}", b"you")
 
 
+def test_one_lost_size_or_flipped_bit_of_an_answer_is_no_failure(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
+        for fault in ("no-size", "size-0"):
+            (lost,) = proxy.use(Rule(fault, "HEAD"))  # type: ignore[arg-type]
+            put_file(tmp_path / "file", f"{uri}/{fault}")
+            assert lost.done == 1
+        for flips in (1, 2):  # of two in a row, equal ones: what is stored is sent again
+            (flipped,) = proxy.use(Rule("flip", "GET", times=flips))
+            put_bytes(f"{uri}/bytes", b"me")
+            assert flipped.done == flips
+        (flipped,) = proxy.use(Rule("flip", "GET"))
+        assert create_bytes(f"{uri}/created", b"me")
+        assert flipped.done == 1
+        proxy.use()
+        assert not create_bytes(f"{uri}/created", b"you")
+
+
+def test_a_size_that_stays_wrong_is_an_error(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (lost,) = proxy.use(Rule("size-0", "HEAD", times=None))
+    with pytest.raises(OSError, match="0 bytes are stored, 5 were sent, 3 times"):
+        put_file(tmp_path / "file", f"{uri}/file")
+    assert lost.done == 9
+
+
 def test_creating_a_file_is_exclusive_too(tmp_path: Path) -> None:
     assert create_bytes(f"{tmp_path}/deep/a", b"me")
     assert not create_bytes(f"{tmp_path}/deep/a", b"you")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import MANIFEST, Artifact, Design, Store
+from storage.artifact import Artifact, Design, Store
 from storage.digests import PAGE, digest_bytes, digest_pages
 from storage.janitor import tidy
-from storage.manifest import DamagedArtifact
+from storage.manifest import MANIFEST, DamagedArtifact
 from storage.objects import files_below, get_bytes, put_bytes, remove
 from storage.remote_artifact import BRINGING, PAGES
 from storage.remote_store import RemoteStore, open_store
@@ -22,7 +22,7 @@ from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, attempts, in_scratch
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.fault_world import faulty_moto
-from tests.storage.s3 import BUCKET
+from tests.storage.s3 import BUCKET, pointed_at
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = bytes(range(256)) * (11 * PAGE // 256) + b"tail"
@@ -153,6 +153,20 @@ def test_wrong_bytes_in_the_store_are_named(root: Root) -> None:
     assert not (found.folder / MANIFEST).exists()
 
 
+@pytest.mark.parametrize("name", ["large.bin", "documents/a.txt"])
+def test_a_copy_that_changed_here_is_brought_again(root: Root, name: str) -> None:
+    made = build(root, design())
+    path = made.folder / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    found = open_store(root).find(design(), print)
+    assert found is not None
+    assert found.part(name).read_bytes() == (LARGE if name == "large.bin" else b"hello")
+    assert found.path == made.folder
+    found.verify()
+
+
 @pytest.mark.parametrize("name", ["large.bin", "a.txt", r"\.json"])
 def test_bits_that_flip_on_the_way_are_asked_for_again(root: Root, proxy: FaultProxy, name: str) -> None:
     build(root, design())
@@ -171,9 +185,24 @@ def test_a_lost_reply_to_the_commit_is_our_own_commit(root: Root, proxy: FaultPr
     assert found.uri == made.uri
 
 
+@pytest.mark.parametrize("flips", [1, 2])
+def test_bits_that_flip_in_what_is_read_back_delete_no_commit_of_ours(
+    root: Root, proxy: FaultProxy, flips: int
+) -> None:
+    with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
+        (rule,) = proxy.use(Rule("flip", "GET", rf"{design().label}\.json$", times=flips))
+        made = build(root, design())
+    assert rule.done == flips
+    proxy.use()
+    assert made.missing() == []
+    found = open_store(elsewhere(root)).at(design().label)
+    assert found.uri == made.uri
+    found.verify()
+
+
 def test_a_new_key_is_explained_by_the_newest_of_its_name(root: Root, proxy: FaultProxy) -> None:
     store = open_store(root)
-    assert store.explain(design(jaccard=0.8)) == "curated/web: new, the first of its name"
+    assert store.explain(design(jaccard=0.8)) == "curated/web: new, nothing of this name was made before"
     build(root, design(jaccard=0.9), large=b"")
     time.sleep(1.1)  # objects carry whole seconds
     build(root, design(jaccard=0.8), large=b"")
