@@ -5,6 +5,8 @@ Each message names the field, the value and the remedy. What is legal but odd is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llama3.recipe.judged import ENOUGH
@@ -21,6 +23,8 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError, one line per fault, if the parts of `recipe` contradict each other."""
     faults = [*_stage_faults(recipe), *_advance_faults(recipe), *_reference_faults(recipe)]
     faults += [*_vocabulary_faults(recipe), *_start_faults(recipe)]
+    if not faults:  # only stages without a fault can be laid out
+        faults = list(_fall_faults(recipe))
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -70,6 +74,21 @@ def _shape_faults(recipe: Recipe, stage: Stage, at: str, batch: Tokens | None) -
             whole = max(1, round(batch / seq)) * seq
             faults.append(f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}")
     return faults
+
+
+def _fall_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield the cosine or line that ends inside the warm-up, where one counts steps and the other tokens."""
+    from llama3.recipe.schedule import Schedule  # which needs a recipe
+
+    rate = recipe.lr
+    if rate.wsd is None and rate.fall.over.unit != rate.warmup.unit:
+        step, position = Schedule(recipe).warm
+        end = step if rate.fall.over.unit == "steps" else position
+        if rate.fall.over.amount <= end:
+            yield (
+                f"lr.{rate.rule}.over: {rate.fall.over} is not longer than the warm-up of {rate.warmup}, which ends at "
+                f"{rate.fall.over.unit[:-1]} {math.ceil(end):,} of these stages; lengthen it"
+            )
 
 
 def _advance_faults(recipe: Recipe) -> list[str]:

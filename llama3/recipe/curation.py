@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from llama3.recipe.quality import Quality
+from llama3.recipe.quality import TUNED, Quality
 from llama3.recipe.section import DOMAINS, Domain, Section
 from llama3.recipe.units import Share
 
@@ -22,7 +22,8 @@ class Dedup(Section):
     """Removal of repeated documents: by URL, exact, and near (MinHash), each domain and language for itself."""
 
     url: Literal["newest", "all"] = "newest"
-    """Keep only the newest document of each URL (arXiv 2407.21783, section 3.1.1), or all of them."""
+    """Drop the documents of a URL that have an earlier date than its newest one (arXiv 2407.21783, section 3.1.1), or
+    keep all. Documents without a date stay."""
     jaccard: float = Field(default=0.8, gt=0, le=1)
     """Two documents whose word shingles overlap at least this much are one; 1 keeps all but exact copies."""
     shingle: int = Field(default=5, ge=1)
@@ -44,7 +45,7 @@ class Lines(Section):
     bucket: int = Field(default=30_000_000, ge=1)
     """Documents per bucket; the buckets are formed by id, each domain and language for itself."""
     min_chars: int = Field(default=8, ge=1)
-    """Shorter lines (brackets, list marks) are never removed as copies."""
+    """Shorter lines (brackets, list marks) are never removed as copies, nor are fences of code."""
     max_repeated_grams: Share | None = None
     """Remove a line when more than this share of its words lies in n-grams that it repeats; logs and error dumps."""
     gram: int = Field(default=5, ge=2)
@@ -101,7 +102,8 @@ class Benchmark(Section):
     uri: str
     """jsonl or parquet files with one example a line."""
     fields: list[str] = Field(min_length=1)
-    """Fields that make up an example, in order; a list field is joined with blanks."""
+    """Fields that make up an example, in order; a list field is joined with blanks. A document is compared with all of
+    them together and with each that has at least 8 words."""
     threshold: Share = Share.parse("50%")
     """An example counts as contaminated when this share of its words lies in n-grams of the training text."""
     action: Literal["drop", "report"] = "drop"
@@ -112,7 +114,10 @@ class Curate(Section):
     """How raw documents become training documents."""
 
     on_error: Literal["fail", "skip"] = "fail"
-    """What an unreadable file, line or document does: end the run before anything is written, or be counted."""
+    """What an unreadable file, line or document does: end the run before anything is written, or be counted. A store
+    that does not answer, and a file that changes meanwhile, end the run in any case."""
+    max_lost: Share = Share.parse("1%")
+    """Under `skip`: the largest share of a domain's files, or of its bytes, that may be left out as unreadable."""
     extractor: Literal["resiliparse", "trafilatura"] = "resiliparse"
     """HTML to text: fast, or some ten times slower and more precise about what is boilerplate."""
     repair: bool = True
@@ -153,4 +158,11 @@ class Curate(Section):
     def quality_of(self, domain: str, language: str) -> Quality:
         """Return the rules for documents of `domain` in `language`."""
         merged = {**self.quality_for.get(domain, {}), **self.quality_for.get(language, {})}
-        return self.quality.changed(merged) if merged else self.quality
+        return (self.quality.changed(merged) if merged else self.quality).spoken(language, merged)
+
+    @property
+    def by_language(self) -> list[str]:
+        """Languages for which the rules of any domain differ."""
+        sets = [self.quality.rules, *(fields.get("rules", ()) for fields in self.quality_for.values())]
+        named = [key for key in self.quality_for if key not in DOMAINS]
+        return sorted({*named, *(TUNED if any("fineweb2" in rules for rules in sets) else ())})

@@ -15,9 +15,13 @@ class Source(Section):
     """Where documents of one domain come from."""
 
     uri: str
-    """`installed` for text found on this machine, or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`."""
-    format: Literal["auto", "txt", "md", "html", "jsonl", "parquet"] = "auto"
-    """How to read the files; `auto` goes by the file's ending."""
+    """`installed` for text found on this machine, or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`.
+    A recipe with a `<placeholder>` in any text can be planned and not run."""
+    format: Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"] = "auto"
+    """How to read the files; `auto` goes by the file's ending. Packed text (.gz, .zst, .bz2, .xz) is unpacked."""
+    ignore: list[str] = Field(default_factory=list, exclude_if=lambda ignore: not ignore)
+    """Globs of file names, or of paths below the folder, to pass over: `["*.png", "old/*"]`. Hidden files, checksums
+    and, beside records, README and LICENSE are passed over anyway; any other file that is no text is an error."""
     text: str = "text"
     """The column or JSON field that holds the text."""
     language: str | None = None

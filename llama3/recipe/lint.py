@@ -5,6 +5,7 @@ Nothing here refuses a recipe. The published 405B schedule itself earns three wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -13,6 +14,8 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
 
 FEW_STEPS = 10
+PLACEHOLDER = re.compile(r"<[^<>|]+>")
+"""What a recipe leaves to its user, in any text: `s3://<your-bucket>/web/*.parquet`."""
 
 
 def lint(recipe: Recipe) -> list[str]:
@@ -27,6 +30,27 @@ def lint(recipe: Recipe) -> list[str]:
         *_unit(recipe),
         *_order(schedule),
     ]
+
+
+def placeholders(recipe: Recipe) -> list[str]:
+    """Return a line for each placeholder that is left in `recipe`: a plan may have some, a run may not."""
+    fields: dict[str, list[str]] = {}
+    for field, text in _texts(recipe.model_dump(mode="json", by_alias=True)):
+        for placeholder in dict.fromkeys(PLACEHOLDER.findall(text)):
+            fields.setdefault(placeholder, []).append(field)
+    return [
+        f"{', '.join(names)}: {placeholder} is a placeholder; write your own in its place"
+        for placeholder, names in fields.items()
+    ]
+
+
+def _texts(value: object, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text inside `value` with the name of its field."""
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{field}.{key}" if field else str(key))
 
 
 def _warmup(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
@@ -52,10 +76,11 @@ def _few_steps(span: StageSpan) -> Iterator[str]:
         return
     part = span.segments[-1]
     exact = sum(segment.asked for segment in span.segments) / part.batch
+    told = f"{span.steps} steps" if exact == span.steps else f"{exact:.1f} steps, rounded to {span.steps}"
     average = span.stage.average
     more = f" or to average {average.count} checkpoints" if average and average.count > span.steps else ""
     yield (
-        f"stages.{span.name}: {_asked(span)} at {Tokens(part.batch)} is {exact:.1f} steps, rounded to {span.steps}: "
+        f"stages.{span.name}: {_asked(span)} at {Tokens(part.batch)} is {told}: "
         f"few for a learning rate to move in{more}"
     )
 
@@ -85,7 +110,7 @@ def _decay(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
     step, position = schedule.fall
     end, unit = (step, "step") if decay.unit == "steps" else (position, "token")
     begin = end - decay.amount
-    if begin < 0 or (warmup.unit == decay.unit and begin < warmup.amount):
+    if begin < schedule.warm[0 if decay.unit == "steps" else 1]:
         yield (
             f"lr.wsd.decay: {decay} before {unit} {tokens(end)} begin inside the warm-up of {warmup}: "
             "the rate has no stable part and never reaches its peak, or jumps down from it"

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from llama3.recipe.plain import read_plain
 from llama3.recipe.schema import Recipe
 from storage.secrets import refuse_secrets
 
@@ -25,7 +26,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     Raises RecipeError naming the file and each faulty field.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_plain(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); recipes are YAML files") from error
     except yaml.YAMLError as error:
@@ -76,7 +77,14 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             place = place.setdefault(key, {})
         if not isinstance(place, dict | list):
             raise RecipeError(f"override {override!r}: {key!r} has no fields")
-    place[element(place, last, override) if isinstance(place, list) else last] = yaml.safe_load(text)
+    place[element(place, last, override) if isinstance(place, list) else last] = _value(text, override)
+
+
+def _value(text: str, override: str) -> Any:
+    try:
+        return read_plain(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"override {override!r}: {text!r} is not YAML: {error}") from None
 
 
 def override_parts(override: str) -> tuple[list[str], str]:

@@ -24,7 +24,7 @@ class Cosine(Section):
     to: Rate = Field(ge=0)
     """Learning rate at the end of the cosine."""
     over: Span
-    """Where the cosine ends, counted from the start of the run."""
+    """Where the cosine ends, counted from the start of the run. It begins where the warm-up ends, in any units."""
 
 
 class Linear(Section):
@@ -33,7 +33,7 @@ class Linear(Section):
     to: Rate = Field(ge=0)
     """Learning rate at the end of the line."""
     over: Span
-    """Where the line ends, counted from the start of the run."""
+    """Where the line ends, counted from the start of the run. It begins where the warm-up ends, in any units."""
 
 
 class Wsd(Section):

@@ -15,6 +15,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from llama3.recipe.load import RecipeError, element
+from llama3.recipe.plain import read_plain
 
 WIDTH = 120
 STEP = 2
@@ -58,7 +59,7 @@ def with_element(text: str, keys: Sequence[str], value: Any, comment: str = "") 
 
 def _read(text: str) -> tuple[dict[str, Any], Node]:
     try:
-        plain, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        plain, node = read_plain(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"recipe: is not YAML: {error}") from error
     if not isinstance(plain, dict) or not isinstance(node, MappingNode):
@@ -96,7 +97,7 @@ def _checked(new: str, expected: object, where: str, comment: str, at: int) -> s
     """Return the changed text with its comment if it says what is expected."""
     new = _commented(new, at, comment) if comment else new
     try:
-        said = yaml.safe_load(new)
+        said = read_plain(new)
     except yaml.YAMLError:
         said = None
     if said != expected:

@@ -55,16 +55,20 @@ class GateRule(_Quantity):
             return cls(words)
         if match := re.fullmatch(rf"no worse than {_NUMBER}%", words):
             return cls("no worse than", float(match[1]) / 100)
+        if match := re.fullmatch(rf"no drop over {_NUMBER} points?", words):
+            return cls("no drop over", float(match[1]) / 100)
         if match := re.fullmatch(rf"(at most|at least) {_NUMBER}", words):
             return cls(match[1], float(match[2]))
         raise ValueError(
-            f"{text!r} is not a rule: write 'better', 'no worse than 0.5%', 'no significant drop', 'at most 2.5' or "
-            "'at least 0.3'"
+            f"{text!r} is not a rule: write 'better', 'no worse than 0.5%', 'no drop over 5 points', "
+            "'no significant drop', 'at most 2.5' or 'at least 0.3'"
         )
 
     def __str__(self) -> str:
         if self.kind in ("better", "no significant drop"):
             return self.kind
+        if self.kind == "no drop over":
+            return f"{self.kind} {self.bound * 100:.12g} points"
         percent = self.kind == "no worse than"
         return f"{self.kind} {self.bound * 100:.12g}%" if percent else f"{self.kind} {self.bound:.12g}"
 
@@ -108,5 +112,5 @@ def assign(patterns: Iterable[str], metrics: Iterable[str]) -> dict[str, list[st
 
 def default_policy() -> dict[str, GateRule]:
     """Return the rules of a recipe that gives none: better overall, no domain given up for it, no task lost."""
-    policy = {"eval/bpb": "better", "eval/bpb/*": "no worse than 0.5%", "eval/*": "no significant drop"}
+    policy = {"eval/bpb": "better", "eval/bpb/*": "no worse than 0.5%", "eval/*": "no drop over 5 points"}
     return {metric: GateRule.parse(rule) for metric, rule in policy.items()}

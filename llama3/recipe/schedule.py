@@ -113,6 +113,8 @@ class Schedule:
         """How many stages are not trained, because the checkpoint of `start` stands for them."""
         self.fall = (last.first_step + last.steps, last.end)
         """Step and position at which a decay (wsd) ends: the end of the last stage without a rule of its own."""
+        self.warm = self.reached(recipe.lr.warmup)
+        """Step and position at which the warm-up ends, in its own unit exact, in the other one converted."""
 
     @property
     def trained(self) -> list[StageSpan]:
@@ -157,6 +159,20 @@ class Schedule:
         segment = self.segment_at(position)
         return segment.first_step + (position - segment.start) // segment.batch
 
+    def reached(self, span: Span) -> tuple[Fraction, Fraction]:
+        """Return the step and the position at which `span`, counted from the start of the run, ends.
+
+        One is written in the recipe; the other follows from the batches of the stages, and may lie within a step.
+        Behind the run the last batch goes on.
+        """
+        amount = Fraction(span.amount)
+        for segment in self.segments:
+            ahead = amount - (segment.first_step if span.unit == "steps" else segment.start)
+            steps = ahead if span.unit == "steps" else ahead / segment.batch
+            if steps <= segment.steps:
+                break
+        return segment.first_step + steps, segment.start + steps * segment.batch
+
     def lr_at(self, position: int) -> float:
         """Return the learning rate of the step that starts at `position`.
 
@@ -188,8 +204,25 @@ class Schedule:
         return sorted(found.items())
 
     def scheduled(self, position: int) -> float:
-        """Return the rate that the run's schedule has at `position`, whatever the stage there says."""
-        return scheduled_rate(self.rate, self.step_at(position), position, self.fall)
+        """Return the rate that the run's schedule has at `position`, whatever the stage there says.
+
+        The first step already has a rate above zero, as published code does: the warm-up counts the step about to be
+        taken.
+        """
+        rate, step = self.rate, self.step_at(position)
+        batch = self.segment_at(min(position, self.tokens - 1)).batch
+        warm = _progress(rate.warmup, step + 1, position + batch)
+        if warm < 1:
+            return rate.peak * warm
+        left = _left_of_decay(rate, step, position, self.fall) if rate.wsd else self._left_of_fall(step, position)
+        return rate.to + (rate.peak - rate.to) * left
+
+    def _left_of_fall(self, step: int, position: int) -> float:
+        """Return how much of the way from `to` to the peak is left on the cosine or line that follows the warm-up."""
+        over = self.rate.fall.over
+        begin = float(self.warm[0] if over.unit == "steps" else self.warm[1]) / over.amount
+        done = min(max((_progress(over, step, position) - begin) / (1 - begin), 0.0), 1.0)
+        return 1 - done if self.rate.linear else 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _given(recipe: Recipe) -> int:
@@ -197,31 +230,9 @@ def _given(recipe: Recipe) -> int:
     return 0 if after is None else 1 + [stage.name for stage in recipe.stages].index(after)
 
 
-def scheduled_rate(rate: LearningRate, step: int, position: int, fall: tuple[int, int]) -> float:
-    """Return the learning rate at `step` / `position` (each length says which of the two it counts).
-
-    `fall` is the step and position at which the decay of a WSD schedule ends. The first step already has a rate above
-    zero (warm-up counts the step about to be taken), as published code does.
-    """
-    warm = _progress(rate.warmup, step + 1, position)
-    if warm < 1:
-        return rate.peak * warm
-    left = _left_of_decay(rate, step, position, fall) if rate.wsd else _left_of_fall(rate, step, position)
-    return rate.to + (rate.peak - rate.to) * left
-
-
 def _progress(span: Span, step: int, position: int) -> float:
     done = step if span.unit == "steps" else position
     return done / span.amount if span.amount else 1.0
-
-
-def _left_of_fall(rate: LearningRate, step: int, position: int) -> float:
-    """Return how much of the way from `to` to the peak is left on the cosine or line that follows the warm-up."""
-    over = rate.fall.over
-    warmup_share = rate.warmup.amount / over.amount if rate.warmup.unit == over.unit else 0.0
-    done = (_progress(over, step, position) - warmup_share) / (1 - warmup_share)
-    done = min(max(done, 0.0), 1.0)
-    return 1 - done if rate.linear else 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _left_of_decay(rate: LearningRate, step: int, position: int, fall: tuple[int, int]) -> float:

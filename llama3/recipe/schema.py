@@ -102,15 +102,17 @@ class Optimizer(Section):
 class Spikes(Section):
     """What happens when the loss or the gradient norm jumps.
 
-    A step is a spike when either lies more than `sigma` standard deviations above its mean over the last `window`
-    steps. Every spike is logged with the documents of its batch.
+    A step is a spike when its loss, or the logarithm of its gradient norm, lies more than `sigma` times the spread
+    above the mean over the last `window` steps. The spread is their standard deviation, or a third of the distance from
+    the mean to their largest where that is more, so that a batch of a rare domain is no spike if such batches came
+    before. Every spike is logged with the documents of its batch.
     """
 
     policy: Literal["off", "stop", "skip", "rollback"] = "off"
     """`stop` ends the run; `skip` leaves this batch's update out; `rollback` goes back to the newest checkpoint before
     the spike and leaves out the batches around it (PaLM, arXiv 2204.02311, section 5.1); `off` does not look."""
     sigma: float = Field(default=6.0, gt=0)
-    """Standard deviations above the mean that make a spike."""
+    """Spreads above the mean that make a spike."""
     window: int = Field(default=128, ge=8)
     """Good steps of history for mean and deviation; until a stage has so many, nothing in it is a spike."""
     around: int = Field(default=32, ge=0)
@@ -162,10 +164,11 @@ class Evaluate(Section):
     data: str | None = None
     """Folder, here or in an object store, of the published sets that `core` and `full` ask for."""
     missing: Literal["refuse", "skip"] = "refuse"
-    """What to do where `data` lacks a file of the suite: refuse the recipe, or leave its task out, said aloud."""
+    """What to do where `data` lacks a file of the suite, or this machine cannot contain the programs of a code task:
+    refuse the recipe, or leave the task out, said aloud."""
     documents: int = Field(default=64, ge=2)
     """Held-out documents per domain to score."""
-    questions: int = Field(default=100, ge=2)
+    questions: int = Field(default=1000, ge=2)
     """Questions per multiple-choice task."""
     needles: int = Field(default=55, ge=11)
     """Sentences that the `needle` gate of a long-context stage hides, spread over eleven depths."""
@@ -177,8 +180,9 @@ class Promote(Section):
     to: Name = "champion"
     """Alias of the registered model that a passing candidate takes over."""
     when: dict[Metric, GateRule] = Field(default_factory=default_policy)
-    """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no significant drop`, `at most 2.5`,
-    `at least 0.3`. `*` stands for anything between two slashes; the most exact name judges a score."""
+    """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no drop over 5 points`,
+    `no significant drop`, `at most 2.5`, `at least 0.3`. `*` stands for anything between two slashes; the most exact
+    name judges a score."""
     approval: Literal["none", "person"] = "none"
     """`person`: a candidate that passes is the `challenger` until somebody approves or refuses it."""
     patience: Duration = Duration.parse("1 h")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 
 from llama3.recipe.checks import check_batches
 from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
+from llama3.recipe.plain import read_plain
 from llama3.recipe.schedule import Schedule
 
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -140,3 +142,37 @@ def test_a_resolved_recipe_that_is_read_back_has_the_same_digest(path: Path) -> 
     recipe = load_recipe(path, ["model.rope_scaling={}", "spikes.policy=skip"])
     again = parse_recipe(yaml.safe_load(to_yaml(recipe)), "again")
     assert digest(resolved(again)) == digest(resolved(recipe))
+
+
+BOMBS = {
+    "lists": "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n"
+    + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in pairwise("abcdefghijklm")),
+    "merged": "a: &a {x: 1, y: 2}\n"
+    + "".join(f"{new}: &{new} {{<<: [*{old}, *{old}]}}\n" for old, new in pairwise("abcdefghijklmnopqrstuvwxyz")),
+    "itself": "a: &a [*a]\n",
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_a_kilobyte_of_aliases_is_refused_before_it_unfolds(bomb: str, tmp_path: Path) -> None:
+    assert len(bomb) < 1100
+    (tmp_path / "r.yaml").write_text(bomb)
+    with pytest.raises(RecipeError, match=r"r\.yaml: is not YAML: its aliases stand for more than 100,000 values"):
+        load_recipe(tmp_path / "r.yaml")
+    inline = "{" + ", ".join(bomb.splitlines()) + "}"
+    with pytest.raises(RecipeError, match=r"override .*its aliases stand for more"):
+        load_recipe(QUICKSTART, [f"sources={inline}"])
+
+
+def test_aliases_that_stand_for_little_are_taken() -> None:
+    text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]\n"
+    assert read_plain(text) == yaml.safe_load(text)
+    assert read_plain("") is None
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: " * 5000, "{a: " * 5000 + "}" * 5000])
+def test_deep_nesting_is_a_line_and_no_traceback(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match="is not YAML"):
+        load_recipe(tmp_path / "r.yaml")

@@ -42,6 +42,31 @@ def test_override_may_name_a_rule_set() -> None:
     assert curate.quality_of("multilingual", "de").max_duplicate_lines == 0.5
 
 
+def test_fineweb2_has_bounds_by_language() -> None:
+    curate = Curate.model_validate(
+        {
+            "quality": {"rules": ["gopher"], "min_chars": 7},
+            "quality_for": {
+                "multilingual": {"rules": ["fineweb2"], "min_punctuated_lines": None},
+                "ja": {"max_mean_word": 4},
+            },
+        }
+    )
+    japanese, german, unknown = (curate.quality_of("multilingual", language) for language in ("ja", "de", "xx"))
+    assert (japanese.max_duplicate_lines, german.max_duplicate_lines, unknown.max_duplicate_lines) == (
+        0.328,
+        0.263,
+        0.3,
+    )
+    assert japanese.max_duplicate_grams == {5: 0.243, 6: 0.225, 7: 0.207, 8: 0.19, 9: 0.175, 10: 0.159}
+    assert german.max_top_gram == {2: 0.169, 3: 0.153, 4: 0.137}
+    assert (japanese.max_mean_word, german.max_mean_word) == (4, 15), "what the recipe says of a language wins"
+    assert (japanese.min_punctuated_lines, german.min_stop_words, german.min_chars) == (None, None, 7)
+    assert curate.quality_of("general", "de") == curate.quality
+    assert {"ja", "de"} <= set(curate.by_language)
+    assert Curate.model_validate({"quality_for": {"fr": {}}}).by_language == ["fr"]
+
+
 def test_language_wins_over_its_domain() -> None:
     overrides = {"multilingual": {"min_chars": 50, "min_words": 9}, "zh": {"min_chars": 30}}
     rules = Curate.model_validate({"quality_for": overrides}).quality_of("multilingual", "zh")

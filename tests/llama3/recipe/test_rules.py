@@ -66,13 +66,19 @@ def test_patterns_are_read_from_yaml() -> None:
     assert Promote().when == default_policy()
 
 
-@pytest.mark.parametrize("text", ["no worse than 1.2.3%", "no worse than %", "at most .", "no drop", "", 3])
+@pytest.mark.parametrize(
+    "text",
+    ["no worse than 1.2.3%", "no worse than %", "no drop over 5", "no drop over 5%", "at most .", "no drop", "", 3],
+)
 def test_what_is_no_rule_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="is not a rule: write 'better'"):
         GateRule.parse(text)
 
 
-@given(st.sampled_from(["no worse than {}%", "at most {}", "at least {}"]), st.decimals(0, 1000, places=4))
+@given(
+    st.sampled_from(["no worse than {}%", "no drop over {} points", "at most {}", "at least {}"]),
+    st.decimals(0, 1000, places=4),
+)
 def test_printing_a_rule_is_exact(form: str, bound: object) -> None:
     rule = GateRule.parse(form.format(bound))
     assert GateRule.parse(str(rule)) == rule

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.lint import lint
-from llama3.recipe.load import load_recipe
-from llama3.recipe.rates import LearningRate
-from llama3.recipe.schedule import Schedule, scheduled_rate
+from llama3.recipe.load import RecipeError, load_recipe
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
+from llama3.recipe.units import Span
+from llama3.scaling.posed import load_study
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
@@ -90,20 +93,114 @@ def test_the_cosine_ends_at_its_floor() -> None:
     assert schedule.lr_at(schedule.spans[3].start) == pytest.approx(8e-7)
 
 
-@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_cosine_is_the_one_that_recipes_were_always_trained_with(path: Path) -> None:
+def test_a_cosine_of_one_unit_is_the_one_that_recipes_were_always_trained_with() -> None:
     """To the last bit: a resumed run must take the very rates of the journal."""
-    recipe = load_recipe(path)
-    schedule, rate = Schedule(recipe), recipe.lr
-    cosine = rate.cosine
-    assert cosine is not None
+    schedule, rate = Schedule(PUBLISHED), PUBLISHED.lr
+    assert rate.cosine is not None
     for position, found in schedule.rates(0, schedule.spans[0].end):
         step = schedule.step_at(position)
-        warm = ((step + 1) if rate.warmup.unit == "steps" else position) / rate.warmup.amount
-        share = rate.warmup.amount / cosine.over.amount if rate.warmup.unit == cosine.over.unit else 0.0
-        done = ((step if cosine.over.unit == "steps" else position) / cosine.over.amount - share) / (1 - share)
-        half = 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
-        assert found == (rate.peak * warm if warm < 1 else cosine.to + (rate.peak - cosine.to) * half)
+        share = 8000 / 1_200_000
+        half = 0.5 * (1 + math.cos(math.pi * max((step / 1_200_000 - share) / (1 - share), 0.0)))
+        assert found == (
+            rate.peak * ((step + 1) / 8000) if step < 7999 else rate.cosine.to + (rate.peak - rate.cosine.to) * half
+        )
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Recipe:
+    """Recipes with batch ramps whose warm-up and cosine, line or decay each count steps or tokens."""
+    recipe = draw(recipes())
+    laid = Schedule(recipe)
+    warm = draw(st.integers(1, max(1, laid.steps - 1)))
+    end = draw(st.integers(warm + 1, 2 * laid.steps + 2))
+
+    def span(step: int) -> str:
+        """Write where `step` begins in one of the units; a token is added, so that most end inside a step."""
+        odd = draw(st.integers(0, 1))
+        return draw(st.sampled_from([f"{step} steps", f"{laid.reached(Span(step, 'steps'))[1] + odd} tokens"]))
+
+    rule = draw(st.sampled_from(["cosine", "linear", "wsd"]))
+    rate: dict[str, object] = {"peak": 1.0, "warmup": span(warm)}
+    if rule == "wsd":
+        decay = draw(st.integers(1, max(1, laid.steps - warm)))
+        rate["wsd"] = {
+            "to": 0.1,
+            "shape": "linear",
+            "decay": draw(
+                st.sampled_from(
+                    [f"{decay} steps", f"{laid.tokens - laid.reached(Span(laid.steps - decay, 'steps'))[1]} tokens"]
+                )
+            ),
+        }
+    else:
+        rate[rule] = {"to": 0.1, "over": span(end)}
+    return Recipe.model_validate({**recipe.model_dump(mode="json", by_alias=True), "lr": rate})
+
+
+@given(schedules())
+def test_no_rate_jumps_whatever_units_warm_up_and_fall_are_written_in(recipe: Recipe) -> None:
+    """From one step to the next a rate moves by no more than one step up the warm-up or one step down the fall."""
+    schedule, rate = Schedule(recipe), recipe.lr
+    starts = [part.start + step * part.batch for part in schedule.segments for step in range(part.steps)]
+    batch = max(part.batch for part in schedule.segments)
+    over = rate.wsd.decay if rate.wsd else rate.fall.over
+    end = schedule.reached(over)
+    length = over.amount if rate.wsd else float(end[over.unit == "tokens"] - schedule.warm[over.unit == "tokens"])
+    up = (1 if rate.warmup.unit == "steps" else batch) / rate.warmup.amount
+    down = (1 if over.unit == "steps" else batch) / length * (math.pi / 2 if rate.cosine else 1) * (1 - rate.to)
+    for before, after in pairwise(schedule.lr_at(position) for position in starts):
+        assert -down - 1e-9 <= after - before <= up + 1e-9
+
+
+@pytest.mark.parametrize("rule", ["cosine", "linear"])
+def test_with_one_batch_every_choice_of_units_is_one_schedule(rule: str) -> None:
+    stage = "stages=[{name: main, until: 400Ki, seq: 128, batch: 2Ki, mix: base}]"
+    found = []
+    for warm, over in itertools.product(("40 steps", "80Ki"), ("180 steps", "360Ki")):
+        rate = f"lr={{peak: 1.0, warmup: {warm}, {rule}: {{to: 0.1, over: {over}}}}}"
+        recipe = load_recipe(Path("recipes/quickstart.yaml"), [stage, rate, "evaluate={}"])
+        found.append([value for _, value in Schedule(recipe).rates(0, 400 * 1024)])
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-12)
+    assert found[0][0] == 1 / 40
+
+
+def test_a_cosine_in_tokens_begins_where_a_warm_up_in_steps_ends() -> None:
+    """The published form: at step 4,000 of 6,715, of a warm-up of 2,000, 0.656 of the peak is left."""
+    posed = load_study(Path("recipes/experiments/ladder-llama3.yaml"))
+    recipe = next(run.recipe for run in posed.runs if run.name == "6e18-524m 1")
+    schedule = Schedule(recipe)
+    batch = schedule.segments[0].batch
+    assert (schedule.steps, str(recipe.lr.warmup)) == (6715, "2K steps")
+    left = [schedule.lr_at(step * batch) / recipe.lr.peak for step in (1998, 1999, 2000, 4000)]
+    assert left == pytest.approx([0.9995, 1, 1, 0.656], abs=5e-4)
+
+
+def test_a_batch_ramp_inside_the_warm_up_counts() -> None:
+    """20 steps of 1Ki and 20 of 2Ki: the warm-up of 40 steps ends at token 60Ki, that of 60Ki tokens at step 40."""
+    stages = (
+        "stages=[{name: a, until: 20Ki, seq: 128, batch: 1Ki, mix: base}, "
+        "{name: b, until: 200Ki, seq: 128, batch: 2Ki, mix: base}]"
+    )
+    for warm in ("40 steps", "60Ki"):
+        rate = f"lr={{peak: 1.0, warmup: {warm}, linear: {{to: 0, over: 100 steps}}}}"
+        schedule = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stages, rate, "evaluate={}"]))
+        assert schedule.warm == (40, 60 * 1024)
+        assert schedule.lr_at(schedule.reached(Span(70, "steps"))[1]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        "{peak: 1e-3, warmup: 300 steps, cosine: {to: 0, over: 200K}}",
+        "{peak: 1e-3, warmup: 600K, linear: {to: 0, over: 40 steps}}",
+    ],
+)
+def test_a_fall_inside_a_warm_up_of_the_other_unit_is_refused(rate: str) -> None:
+    with pytest.raises(
+        RecipeError, match=r"lr\.(cosine|linear)\.over: .* is not longer than the warm-up of .* ends at"
+    ):
+        load_recipe(Path("recipes/quickstart.yaml"), [f"lr={rate}"])
 
 
 def with_rate(rate: str, *more: str) -> Recipe:
@@ -112,9 +209,9 @@ def with_rate(rate: str, *more: str) -> Recipe:
 
 def test_a_line_falls_evenly_from_the_warm_up_to_its_end() -> None:
     recipe = with_rate("lr.linear={to: 2e-4, over: 480 steps}")
-    begin = LearningRate.model_validate(recipe.lr.model_dump())
-    found = [scheduled_rate(begin, step, 0, (0, 0)) for step in (39, 79, 80, 280, 480, 900)]
-    assert found == pytest.approx([1e-3, 2e-3, 2e-3, 1.1e-3, 2e-4, 2e-4])
+    schedule = Schedule(recipe)
+    positions = [int(schedule.reached(Span(step, "steps"))[1]) for step in (39, 79, 80, 280, 480)]
+    assert [schedule.scheduled(position) for position in positions] == pytest.approx([1e-3, 2e-3, 2e-3, 1.1e-3, 2e-4])
 
 
 @pytest.mark.parametrize(("shape", "half"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
