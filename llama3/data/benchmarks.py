@@ -6,6 +6,8 @@ document, because three words in a row prove nothing. Grams that many examples o
 formats) are *template*: they count in the share of an example that the corpus holds, as in the paper, but not when one
 document is compared with one example; a prompt template is no leak, and a page with one would meet every example.
 What this gives up: an example that a set repeats more often than that is all template and drops nothing.
+
+An example of several fields is compared as a whole and field by field: pages often hold a question without its answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from llama3.data.files import file_format
 from llama3.data.job import Job, write_table
 from llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from llama3.data.kernels.grams import Wanted, endings_of, key_table, text_grams
+from llama3.data.words import WORD
 from llama3.recipe.curation import Benchmark
 from llama3.recipe.units import Share
 from storage.filesystem import filesystem_of, glob, local_path
@@ -45,8 +49,8 @@ def check_benchmarks(benchmarks: Sequence[Benchmark]) -> None:
             pass
 
 
-def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[str]:
-    """Yield the text of every example of the benchmark with that number in the recipe. Raises ValueError."""
+def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[list[str]]:
+    """Yield the field texts of every example of the benchmark with that number in the recipe. Raises ValueError."""
     where = f"curate.decontaminate.{number}"
     files = [(uri, kind) for uri in glob(benchmark.uri) if (kind := file_format(uri)) in ("jsonl", "parquet")]
     if not files:
@@ -58,7 +62,7 @@ def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[str]:
         try:
             for place, record in _records(uri, kind == "parquet"):
                 count += 1
-                yield "\n".join(_field(record, field, f"{where}.fields: {place}") for field in benchmark.fields)
+                yield [_field(record, field, f"{where}.fields: {place}") for field in benchmark.fields]
         except (OSError, EOFError, pa.ArrowException, orjson.JSONDecodeError) as error:
             raise ValueError(f"{where}.uri: {uri!r} cannot be read ({error}); repair it or name another") from error
     if not count:
@@ -96,30 +100,35 @@ def _field(record: Any, field: str, place: str) -> str:
 
 
 def write_benchmarks(job: Job, item: int) -> None:
-    """Write all examples of all benchmarks with their grams."""
+    """Write all examples of all benchmarks with their grams: each as a whole, then its fields of at least a gram."""
     numbers: list[int] = []
+    examples: list[int] = []
     texts: list[str] = []
+    places = count()
     for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        found = list(read_benchmark(number, benchmark))
-        numbers += [number] * len(found)
-        texts += found
+        for fields, place in zip(read_benchmark(number, benchmark), places, strict=False):
+            alone = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
+            variants = ["\n".join(fields), *alone]
+            numbers += [number] * len(variants)
+            examples += [place] * len(variants)
+            texts += variants
     column = pa.array(texts, pa.large_string())
     keys, ends, words, last = text_grams(*text_buffers(column), GRAM)
-    benchmark_of = np.array(numbers, np.int32)
-    template = _template(keys, np.repeat(np.arange(len(texts)), np.diff(ends)), benchmark_of)
+    benchmark_of, example_of = np.array(numbers, np.int32), np.array(examples, np.int64)
+    template = _template(keys, np.repeat(np.arange(len(texts)), np.diff(ends)), benchmark_of, example_of)
     flags = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(template))
-    columns = {"benchmark": benchmark_of, "text": column, "words": words, "last": last}
+    columns = {"benchmark": benchmark_of, "example": example_of, "text": column, "words": words, "last": last}
     write_table(pa.table({**columns, "grams": hash_lists(keys, ends), "template": flags}), job.file(STEP, item))
 
 
-def _template(keys: Hashes, owner: Offsets, benchmark_of: NDArray[np.int32]) -> Flags:
-    """Return for each gram of each example whether it is shared by so many of its set that it is template."""
+def _template(keys: Hashes, text: Offsets, benchmark_of: NDArray[np.int32], example_of: Offsets) -> Flags:
+    """Return for each gram of each text whether so many examples of its set share it that it is template."""
     flags = np.zeros(len(keys), np.bool_)
     if not len(keys):
         return flags
-    sizes = np.bincount(benchmark_of)
+    sizes = np.bincount(benchmark_of[np.diff(example_of, prepend=-1) != 0])
     limits = np.maximum(TEMPLATE_LEAST, np.minimum(TEMPLATE_MOST, sizes // TEMPLATE_SHARE))
-    sets = benchmark_of[owner]
+    sets, owner = benchmark_of[text], example_of[text]
     order = np.lexsort((owner, keys, sets))
     keys, owner, sets = keys[order], owner[order], sets[order]
     new_gram = np.ones(len(keys), np.bool_)
@@ -133,17 +142,19 @@ def _template(keys: Hashes, owner: Offsets, benchmark_of: NDArray[np.int32]) -> 
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples of all benchmarks, numbered through; n examples with g grams together."""
+    """The texts of all examples of all benchmarks: each whole and its fields; n texts with g grams together."""
 
     benchmark: NDArray[np.int32]
     """int32[n]: place of its benchmark in the recipe."""
+    example: Offsets
+    """int64[n]: number of its example, over all benchmarks; the first text of an example is the whole."""
     text: pa.ChunkedArray
     words: Offsets
     """int64[n]"""
     last: Hashes
     """uint64[n]: hash of the last word."""
     grams: Hashes
-    """uint64[g]: gram k of example i is grams[ends[i] + k]."""
+    """uint64[g]: gram k of text i is grams[ends[i] + k]."""
     ends: Offsets
     template: Flags
 
@@ -158,17 +169,23 @@ class Examples:
         """Return the examples in a table that `write_benchmarks` wrote."""
         grams, ends = list_buffers(table["grams"])
         template = table["template"].combine_chunks().values.to_numpy(zero_copy_only=False)
-        numbers, words, last = (table[name].to_numpy() for name in ("benchmark", "words", "last"))
-        return cls(numbers, table["text"], words, last, grams, ends, template)
+        names = ("benchmark", "example", "words", "last")
+        numbers, example, words, last = (table[name].to_numpy() for name in names)
+        return cls(numbers, example, table["text"], words, last, grams, ends, template)
+
+    @cached_property
+    def whole(self) -> Offsets:
+        """The first text of every example."""
+        return np.flatnonzero(np.diff(self.example, prepend=-1))
 
     @cached_property
     def owner(self) -> Offsets:
-        """Example of every gram."""
+        """Text of every gram."""
         return np.repeat(np.arange(len(self.words)), np.diff(self.ends))
 
     @cached_property
     def first_word(self) -> Offsets:
-        """First word of every example when all words are numbered through, and their number; int64[n + 1]."""
+        """First word of every text when all words are numbered through, and their number; int64[n + 1]."""
         return np.concatenate(([0], np.cumsum(self.words)))
 
     @cached_property
@@ -183,7 +200,7 @@ class Examples:
         return np.minimum(self.words, GRAM)[self.owner]
 
     def covered(self, grams: Flags) -> Offsets:
-        """Return how many words of each example lie in one of the marked grams."""
+        """Return how many words of each text lie in one of the marked grams."""
         size = int(self.first_word[-1]) + 1
         starts = np.bincount(self.place[grams], minlength=size)
         stops = np.bincount((self.place + self.width)[grams], minlength=size)
@@ -192,11 +209,11 @@ class Examples:
 
     @cached_property
     def own(self) -> Offsets:
-        """Words of each example that lie in a gram which is not template."""
+        """Words of each text that lie in a gram which is not template."""
         return self.covered(~self.template)
 
     def least(self, thresholds: Sequence[Share]) -> Offsets:
-        """Return how many own words make up each example's threshold; NEVER where it has no own words."""
+        """Return how many own words make up each text's threshold; NEVER where it has no own words."""
         top = np.array([one.numerator for one in thresholds], object)[self.benchmark]
         bottom = np.array([one.denominator for one in thresholds], object)[self.benchmark]
         needed = np.maximum(1, -(-top * self.own // bottom)).astype(np.int64)

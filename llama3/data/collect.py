@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.files import File, source_files
-from llama3.data.job import Runner, in_turn, run, write_table
+from llama3.data.files import File, Listing, list_source
+from llama3.data.job import ROW_BITS, Runner, in_turn, run, write_table
 from llama3.data.prepare import prepare
 from llama3.data.shard_writer import ITEM_BITS, ShardWriter
+from llama3.data.shard_writer import SHARD_BYTES as MOST_TEXT
+from llama3.data.skips import NO_LOSS, PASSED_OVER, UNREAD_DATE, Skips, SourceError
 from llama3.data.skips import SCHEMA as SKIPPED
-from llama3.data.skips import Skips
 from llama3.data.sources import INSTALLED, read_source, source_names
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
@@ -33,7 +34,9 @@ from storage.filesystem import write_atomic
 
 STEP, TEXT = "items", "text"
 ITEM_BYTES = 64_000_000
-"""Bytes of files in an item; a larger file is one by itself."""
+"""Bytes of files in an item; a larger file is one by itself. More, where there would be too many items."""
+MOST_ITEMS = 1 << 63 - ROW_BITS - ITEM_BITS
+"""Items whose rows can be numbered."""
 
 
 class Item(NamedTuple):
@@ -54,6 +57,8 @@ class CollectJob:
     recipe: Recipe
     folder: Path
     items: tuple[Item, ...]
+    passed_over: tuple[tuple[str, str, str, str, int, int], ...] = ()
+    """Rows of what is left out: files that are no data, by source."""
 
     def file(self, step: str, item: int) -> Path:
         """Return the file that says that item `item` of `step` is done."""
@@ -74,19 +79,24 @@ def collect(recipe: Recipe, folder: Path, runner: Runner = in_turn) -> dict[str,
     """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
 
     Goes on where an earlier call in this folder stopped, unless the files of the sources have changed since. Returns
-    facts: documents and bytes by domain, what was skipped by domain, source and reason. Raises SourceError on bad input
-    if `curate.on_error` says so; nothing but `folder/items` and `folder/text` was written then.
+    facts: documents and bytes by domain, what was skipped by domain, source and reason,
+    and by domain how many dates could not be read. Raises SourceError on bad input
+    if `curate.on_error` says so, where a store does not answer, and where a domain lost more than `curate.max_lost` or
+    has no document; nothing but `folder/items` and `folder/text` was written then.
     """
-    job = CollectJob(recipe, folder, tuple(plan_items(recipe)))
+    job = plan_job(recipe, folder)
     _go_on_or_begin(job)
     run(runner, job, STEP, collect_item, range(len(job.items)))
     skipped = _skipped(job)
-    write_table(skipped, folder / "skipped.parquet")
+    dates = skipped.filter(pc.field("reason") == UNREAD_DATE)
+    skipped = skipped.filter(pc.field("reason") != UNREAD_DATE)
     documents, sizes = dict.fromkeys(recipe.sources, 0), dict.fromkeys(recipe.sources, 0)
     for shard in shards_of(folder):
         documents[shard.domain] += shard.documents
         sizes[shard.domain] += shard.bytes
-    return {"documents": documents, "bytes": sizes, "skipped": _by_reason(skipped)}
+    _check_losses(job, skipped, documents, sizes)
+    write_table(skipped, folder / "skipped.parquet")
+    return {"documents": documents, "bytes": sizes, "skipped": _by_reason(skipped), "unread_dates": _by_domain(dates)}
 
 
 def shards_of(folder: Path) -> list[TextShard]:
@@ -94,16 +104,36 @@ def shards_of(folder: Path) -> list[TextShard]:
     return sorted(_shard(path) for path in (folder / TEXT).glob("[a-z]*.parquet"))
 
 
-def plan_items(recipe: Recipe) -> Iterator[Item]:
-    """Yield the items of the sources of `recipe` as their files are now."""
-    for domain, sources in recipe.sources.items():
-        for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
-            if source.uri == INSTALLED:
-                yield Item(domain, index, name, ())
-            elif source.limit is not None:
-                yield Item(domain, index, name, tuple(source_files(source)))
-            else:
-                yield from (Item(domain, index, name, files) for files in _groups(source_files(source)))
+def plan_job(recipe: Recipe, folder: Path) -> CollectJob:
+    """Return the job that reads the sources of `recipe` as their files are now. Raises SourceError."""
+    listed = [
+        (domain, place, name, source, Listing([], 0, 0) if source.uri == INSTALLED else list_source(source))
+        for domain, sources in recipe.sources.items()
+        for place, (source, name) in enumerate(zip(sources, source_names(sources), strict=True))
+    ]
+    total = sum(file.size for *_, listing in listed for file in listing.files)
+    size = max(ITEM_BYTES, 4 * total // MOST_ITEMS)
+    items: list[Item] = []
+    for domain, place, name, source, listing in listed:
+        if source.uri != INSTALLED and not listing.files:
+            raise SourceError(f"sources.{domain}.{place}.uri: {source.uri!r} has no file now; correct the address")
+        if source.uri == INSTALLED or source.limit is not None:
+            items.append(Item(domain, place, name, tuple(listing.files)))
+        else:
+            items += [Item(domain, place, name, files) for files in _groups(listing.files, size)]
+        if source.limit is not None and source.limit >= MOST_TEXT << ITEM_BITS:
+            most = f"{(MOST_TEXT << ITEM_BITS) // 10**9} GB"
+            raise SourceError(
+                f"sources.{domain}.{place}.limit: {source.limit} is too much for one worker; {most} is most"
+            )
+    if len(items) > MOST_ITEMS:
+        raise SourceError(f"sources: {len(items):,} pieces to read are more than {MOST_ITEMS:,}; name fewer sources")
+    over = tuple(
+        (domain, name, "", PASSED_OVER, listing.passed_over, listing.passed_over_bytes)
+        for domain, _, name, _, listing in listed
+        if listing.passed_over
+    )
+    return CollectJob(recipe, folder, tuple(items), over)
 
 
 def collect_item(job: CollectJob, number: int) -> None:
@@ -124,12 +154,12 @@ def collect_item(job: CollectJob, number: int) -> None:
     write_table(pa.table(arrays, schema=SKIPPED), job.file(STEP, number))
 
 
-def _groups(files: Sequence[File]) -> Iterator[tuple[File, ...]]:
-    """Yield `files` in order: large ones alone, the others together up to ITEM_BYTES."""
+def _groups(files: Sequence[File], most: int) -> Iterator[tuple[File, ...]]:
+    """Yield `files` in order: large ones alone, the others together up to `most` bytes."""
     group: list[File] = []
     size = 0
     for file in files:
-        if group and size + file.size > ITEM_BYTES:
+        if group and size + file.size > most:
             yield tuple(group)
             group, size = [], 0
         group.append(file)
@@ -158,10 +188,35 @@ def _sources(job: CollectJob) -> Iterable[tuple[Domain, list[Source]]]:
 def _skipped(job: CollectJob) -> pa.Table:
     """Return what all items left out, one row for each place and reason."""
     tables = [pq.read_table(job.file(STEP, item), schema=SKIPPED) for item in range(len(job.items))]
-    table = pa.concat_tables(tables) if tables else SKIPPED.empty_table()
+    columns = zip(*job.passed_over, strict=True) if job.passed_over else [()] * len(SKIPPED)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, SKIPPED.types, strict=True)]
+    table = pa.concat_tables([*tables, pa.table(arrays, schema=SKIPPED)])
     keys = ["domain", "source", "place", "reason"]
     summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
     return summed.rename_columns(SKIPPED.names).sort_by([(key, "ascending") for key in keys])
+
+
+def _check_losses(job: CollectJob, skipped: pa.Table, documents: dict[Domain, int], sizes: dict[Domain, int]) -> None:
+    """Raise SourceError where a domain has no document, or lost a larger share of its files or bytes than allowed."""
+    for domain, sources in job.recipe.sources.items():
+        here = skipped.filter(pc.field("domain") == domain)
+        reasons = ", ".join(f"{line['reason']} {line['documents']:,}" for line in _by_reason(here)) or "no file"
+        if sources and not documents[domain]:
+            raise SourceError(f"sources.{domain}: holds no document with text ({reasons}); name other files")
+        files = {file.uri: file.size for item in job.items if item.domain == domain for file in item.files}
+        lost = [line for line in here.to_pylist() if line["reason"] not in NO_LOSS]
+        gone = [line for line in lost if line["place"] in files and line["bytes"] >= files[line["place"]]]
+        size = sum(line["bytes"] for line in lost)
+        for what, share, whole in (
+            ("files", len({line["place"] for line in gone}), len(files)),
+            ("bytes", size, max(sum(files.values()), sizes[domain] + size)),
+        ):
+            if share > whole * job.recipe.curate.max_lost:
+                raise SourceError(
+                    f"sources.{domain}: {share:,} of {whole:,} {what} could not be read ({reasons}), more than "
+                    f"curate.max_lost, which is {job.recipe.curate.max_lost}; repair them or allow more; "
+                    f"the first is {(gone or lost)[0]['place']!r}"
+                )
 
 
 def _by_reason(skipped: pa.Table) -> list[dict[str, Any]]:
@@ -169,6 +224,11 @@ def _by_reason(skipped: pa.Table) -> list[dict[str, Any]]:
     summed = skipped.group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
     renamed = summed.rename_columns([*keys, "documents", "bytes"])
     return list(renamed.sort_by([(key, "ascending") for key in keys]).to_pylist())
+
+
+def _by_domain(table: pa.Table) -> dict[str, int]:
+    summed = table.group_by("domain").aggregate([("documents", "sum")])
+    return dict(zip(summed["domain"].to_pylist(), summed["documents_sum"].to_pylist(), strict=True))
 
 
 def _shard(path: Path) -> TextShard:

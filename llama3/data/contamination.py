@@ -43,9 +43,9 @@ _REPORT = pa.schema(
         "dropped": pa.int64(),
     }
 )
-"""`short`: examples of fewer than 8 words; `template`: those with no words of their own; `flagged`: corpus ratio at or
-above the threshold; `precision`: confirmed / flagged, null without flags; `documents`: those that contain an example;
-`dropped`: as many, or 0 if the action is to report."""
+"""`short`: examples of fewer than 8 words in all fields; `template`: those with no words of their own; `flagged`: those
+with a corpus ratio at or above the threshold in a field or in all; `precision`: confirmed / flagged, null without
+flags; `documents`: those that contain an example; `dropped`: as many, or 0 if the action is to report."""
 _RATIOS = pa.schema(
     {
         "benchmark": pa.string(),
@@ -70,7 +70,8 @@ _EXAMPLES = pa.schema(
     }
 )
 """`example`: its place in the benchmark, from 0; `document`: id of the one that covers most of it, `document_ratio` the
-share; `run` and `excerpt`: longest run of words that both share, where it was read again."""
+share. Of an example of several fields, the line is that of the field or of the whole that the documents hold most
+of. `run` and `excerpt`: longest run of words that both share, where it was read again."""
 
 
 class Overlap(NamedTuple):
@@ -152,7 +153,7 @@ def _best(job: Job, examples: Examples) -> _Best:
 
 
 class _Facts(NamedTuple):
-    """Everything that the tables say of each example."""
+    """Everything that the tables say of each text of an example."""
 
     examples: Examples
     corpus: Offsets
@@ -179,26 +180,32 @@ def _facts(job: Job) -> _Facts:
     return _Facts(examples, corpus, best, flagged, confirmed, run, excerpt)
 
 
+def _any(facts: _Facts, texts: Any) -> Any:
+    """Return of each example whether `texts`, bool[n], is true of any of its texts."""
+    return np.logical_or.reduceat(texts, facts.examples.whole)
+
+
 def report_benchmarks(job: Job, item: int) -> None:
     """Write one line for each benchmark."""
     facts = _facts(job)
     examples = facts.examples
+    words = examples.words[examples.whole]
     with job.session() as connection:
         query = f"""SELECT item, sum(words)::BIGINT FROM read_parquet({listed(job.files(FOUND))})
             WHERE kind = 'document' GROUP BY item"""
         documents = dict(connection.execute(query).fetchall())
     rows = []
     for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        here = examples.benchmark == number
-        flagged, confirmed = int(facts.flagged[here].sum()), int(facts.confirmed[here].sum())
+        here = examples.benchmark[examples.whole] == number
+        flagged, confirmed = (int(_any(facts, mask)[here].sum()) for mask in (facts.flagged, facts.confirmed))
         rows.append(
             {
                 "benchmark": benchmark.name,
                 "action": benchmark.action,
                 "threshold": str(benchmark.threshold),
                 "examples": int(here.sum()),
-                "short": int((examples.words[here] < GRAM).sum()),
-                "template": int(((examples.own == 0) & (examples.words > 0))[here].sum()),
+                "short": int((words[here] < GRAM).sum()),
+                "template": int(((examples.own[examples.whole] == 0) & (words > 0))[here].sum()),
                 "flagged": flagged,
                 "confirmed": confirmed,
                 "precision": confirmed / flagged if flagged else None,
@@ -214,10 +221,10 @@ def report_ratios(job: Job, item: int) -> None:
     facts = _facts(job)
     examples, rows = facts.examples, []
     for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        here = examples.benchmark == number
+        here = examples.benchmark[examples.whole] == number
         for tenth in range(1, 11):
-            corpus = (10 * facts.corpus >= tenth * examples.words) & (examples.words > 0)
-            document = (10 * facts.best.words >= tenth * examples.own) & (examples.own > 0)
+            corpus = _any(facts, (10 * facts.corpus >= tenth * examples.words) & (examples.words > 0))
+            document = _any(facts, (10 * facts.best.words >= tenth * examples.own) & (examples.own > 0))
             counts = {"corpus": int(corpus[here].sum()), "document": int(document[here].sum())}
             rows.append({"benchmark": benchmark.name, "ratio": tenth / 10, **counts, "examples": int(here.sum())})
     write_table(pa.Table.from_pylist(rows, _RATIOS), job.file(RATIOS, item))
@@ -227,18 +234,20 @@ def report_examples(job: Job, item: int) -> None:
     """Write the examples that the corpus holds some of: by benchmark, those with the largest ratio first."""
     facts, benchmarks = _facts(job), job.recipe.curate.decontaminate
     examples, best = facts.examples, facts.best
-    first = np.searchsorted(examples.benchmark, np.arange(len(benchmarks)))
-    ratio = facts.corpus / np.maximum(1, examples.words)
-    chosen = np.flatnonzero(facts.corpus)
+    first = np.searchsorted(examples.benchmark[examples.whole], np.arange(len(benchmarks)))
+    ratio, share = facts.corpus / np.maximum(1, examples.words), best.words / np.maximum(1, examples.own)
+    ranked = np.lexsort((examples.words, ratio, share, facts.flagged, facts.confirmed, examples.example))
+    most = ranked[np.diff(examples.example[ranked], append=len(ranked)) != 0]
+    chosen = most[facts.corpus[most] > 0]
     order = chosen[np.lexsort((chosen, -ratio[chosen], examples.benchmark[chosen]))]
     rows = [
         {
             "benchmark": benchmarks[examples.benchmark[place]].name,
-            "example": place - int(first[examples.benchmark[place]]),
+            "example": int(examples.example[place] - first[examples.benchmark[place]]),
             "words": int(examples.words[place]),
             "ratio": float(ratio[place]),
             "document": best.ids[place],
-            "document_ratio": float(best.words[place] / max(1, examples.own[place])),
+            "document_ratio": float(share[place]),
             "run": int(facts.run[place]),
             "confirmed": bool(facts.confirmed[place]),
             "excerpt": facts.excerpt[place],

@@ -1,29 +1,36 @@
 """Files of a source: which there are, whether they are still as listed, and their bytes and lines as streams.
 
-txt, md, html, jsonl (plain, .gz, .zst) and Parquet, local or remote. Memory does not grow with the files: a stream
-holds a megabyte, or one line of at most MAX_LINE. gzip is inflated by isal where that package happens to be installed
-(two to three times as fast), else by zlib; both give all bytes in front of a break before they complain of it.
+Local or remote, plain or packed (.gz, .zst, .bz2, .xz). Memory does not grow with the files: a stream holds some
+megabytes, or one line of at most MAX_LINE. gzip is inflated by isal where that package happens to be installed (two to
+three times as fast), else by zlib; both give all bytes in front of a break before they complain of it.
 """
 
 from __future__ import annotations
 
+import bz2
+import fnmatch
 import io
+import lzma
 import os
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from llama3.data.skips import SourceError
 from llama3.recipe.data import Source
-from storage.filesystem import changed, filesystem_of, is_local, listing, local_path
+from storage.filesystem import changed, filesystem_of, is_local, listing, local_path, patiently
+from storage.reading import RemoteFile
 
 _zlib: Any = zlib
 with suppress(ImportError):
     from isal import isal_zlib as _zlib  # type: ignore[import-not-found,no-redef]
-INFLATE_ERROR: type[Exception] = _zlib.error
-"""What broken gzip raises."""
+DAMAGE: tuple[type[Exception], ...] = (EOFError, OSError, UnicodeError, _zlib.error, lzma.LZMAError, pa.ArrowException)
+"""What broken packing and broken Parquet raise; an OSError with a number comes from the machine."""
 
 MAX_LINE = 256_000_000
 """Bytes of the longest line, or of the longest file that is one document; what is longer is refused by name."""
@@ -33,11 +40,32 @@ _ENDINGS = {
     "txt": ("txt",),
     "md": ("md", "markdown"),
     "html": ("html", "htm", "xhtml"),
+    "json": ("json",),
     "jsonl": ("jsonl", "ndjson"),
+    "csv": ("csv",),
+    "tsv": ("tsv", "tab"),
+    "warc": ("warc", "wet"),
     "parquet": ("parquet",),
+    "arrow": ("arrow", "feather"),
 }
 _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
-_PACKED = ("gz", "zst")
+READ = ", ".join(_ENDINGS)
+COLUMNS = ("parquet", "arrow")
+"""Formats that are read by seeking, so never packed as a whole."""
+_RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
+_PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
+UNKNOWN, SPECIAL = "unknown", "special"
+"""Kinds of files that cannot be read: their ending says nothing, or they are pipes, devices and broken links."""
+_PAPERS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*",
+    re.I,
+)
+_RECORD_PAPERS = re.compile(r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json")
+_MARKS = re.compile(
+    r"_success|_(common_)?metadata|_(committed|started)_.*|(sha(1|256|512)|md5)sums?(\.txt)?"
+    r"|.*\.(crc|md5|sha1|sha256|sha512|asc|sig)",
+    re.I,
+)
 Line = bytes | bytearray | int
 """A line without its end, or the length of one that is longer than MAX_LINE."""
 
@@ -47,69 +75,142 @@ class File(NamedTuple):
 
     uri: str
     kind: str
-    """txt, md, html, jsonl or parquet."""
+    """A format, or UNKNOWN or SPECIAL."""
     size: int
     changed: str
     """What differs when the content does: the time of the last change, or the object store's tag."""
 
 
+class Listing(NamedTuple):
+    """What is there of a source."""
+
+    files: list[File]
+    """In order of their names; those that cannot be read among them."""
+    passed_over: int
+    passed_over_bytes: int
+    """Files that are no data (hidden ones, README and LICENSE beside records, checksums) or that `ignore` names."""
+
+
+def list_source(source: Source) -> Listing:
+    """Return the files of `source` as they are now. Raises SourceError if they cannot be listed."""
+    try:
+        named = listing(source.uri)
+    except OSError as error:
+        raise SourceError(
+            f"{source.uri!r} cannot be listed ({error}); check the address and your access to it"
+        ) from error
+    root, below = _root(source.uri)
+    kinds = {uri: _kind(uri, info, source) for uri, info in named}
+    beside_records = any(kind in _RECORDS and not _is_paper(uri) for uri, kind in kinds.items())
+    files, over = [], []
+    for uri, info in named:
+        size = info["size"]
+        name = uri[len(root) :].lstrip("/") if uri.startswith(f"{root}/") else ""
+        if name and _passed_over(name, below, source, kinds[uri], beside_records):
+            over.append(int(size or 0))
+        elif size is None:
+            raise SourceError(f"{uri!r} has no size at its server; download it and name the folder")
+        else:
+            files.append(File(uri, kinds[uri], int(size), changed(info)))
+    return Listing(files, len(over), sum(over))
+
+
 def source_files(source: Source) -> list[File]:
-    """Return the files of `source`, sorted; under `format: auto`, those whose ending is known."""
-    found = []
-    for uri, info in listing(source.uri):
-        kind = file_format(uri) if source.format == "auto" else source.format
-        if kind is not None:
-            found.append(File(uri, kind, int(info["size"] or 0), changed(info)))
-    return found
+    """Return the files of `source`, sorted. Raises SourceError if they cannot be listed."""
+    return list_source(source).files
+
+
+def _root(uri: str) -> tuple[str, str]:
+    """Return the folder below which files are looked at one by one, and what a glob says of their names there."""
+    path = os.path.abspath(local_path(uri)) if is_local(uri) else uri.rstrip("/")
+    mark = re.search(r"[*?\[]", path)
+    if mark is None or (is_local(uri) and os.path.lexists(path)):
+        return path, ""
+    cut = path.rfind("/", 0, mark.start())
+    return path[:cut], path[cut:]
+
+
+def _kind(uri: str, info: dict[str, Any], source: Source) -> str:
+    if info["type"] == "other":
+        return SPECIAL
+    return (file_format(uri) or UNKNOWN) if source.format == "auto" else source.format
+
+
+def _is_paper(uri: str) -> bool:
+    name = uri.rsplit("/", 1)[-1]
+    return bool(_PAPERS.fullmatch(name) or _RECORD_PAPERS.fullmatch(name))
+
+
+def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_records: bool) -> bool:
+    """Return whether a file below a folder is no data: people expect such files to lie beside it."""
+    name = below.rsplit("/", 1)[-1]
+    if any(fnmatch.fnmatchcase(below, glob) or fnmatch.fnmatchcase(name, glob) for glob in source.ignore):
+        return True
+    if any(part.startswith(".") for part in below.split("/")) and "/." not in pattern:
+        return True
+    if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
+        return False  # the glob names it
+    return bool(_MARKS.fullmatch(name)) or (_is_paper(name) and (kind == UNKNOWN or beside_records))
 
 
 def file_format(uri: str) -> str | None:
     """Return the format that the ending of `uri` names (`jsonl` for `a.jsonl.gz`), or None."""
     parts = uri.lower().rsplit("/", 1)[-1].split(".")
-    if parts[-1] in _PACKED:
+    packed = parts[-1] in _PACKED
+    if packed:
         parts.pop()
-    return _FORMATS.get(parts[-1]) if len(parts) > 1 else None
+    kind = _FORMATS.get(parts[-1]) if len(parts) > 1 else None
+    return None if packed and kind in COLUMNS else kind
 
 
 def as_listed(file: File) -> bool:
-    """Return whether `file` is there with the size and time that it was listed with."""
+    """Return whether `file` is there with the size and time that it was listed with. Raises OSError."""
     try:
-        info = filesystem_of(file.uri).info(_path(file.uri))
+        if is_local(file.uri):
+            info = filesystem_of(file.uri).info(_path(file.uri))
+        else:
+            info = patiently(file.uri, partial(_info, file.uri))
     except FileNotFoundError:
         return False
     return (int(info["size"] or 0), changed(info)) == (file.size, file.changed)
 
 
+def _info(uri: str) -> Any:
+    return filesystem_of(uri).info(uri)
+
+
 def packing(uri: str) -> str | None:
-    """Return `gz` or `zst` where the ending of `uri` says so."""
-    ending = uri.lower().rsplit(".", 1)[-1]
-    return ending if ending in _PACKED else None
+    """Return `gz`, `zst`, `bz2` or `xz` where the ending of `uri` says so."""
+    return _PACKED.get(uri.lower().rsplit(".", 1)[-1])
 
 
 @contextmanager
-def opened(uri: str) -> Iterator[Any]:
-    """Open `uri` for reading its bytes as they lie there."""
-    if is_local(uri):
-        with open(_path(uri), "rb") as raw:
+def opened(file: File) -> Iterator[Any]:
+    """Open `file` for reading its bytes as they lie there."""
+    if is_local(file.uri):
+        with open(_path(file.uri), "rb") as raw:
             yield raw
     else:
-        with filesystem_of(uri).open(uri, "rb") as raw:
-            yield raw
+        yield RemoteFile(file.uri, file.size)
 
 
-def chunks(uri: str) -> Iterator[bytes]:
-    """Yield the bytes of `uri`, unpacked by its ending, in pieces of about a megabyte.
+def chunks(raw: Any, uri: str) -> Iterator[bytes]:
+    """Yield the bytes of `raw`, unpacked by the ending of `uri`, in pieces of about a megabyte.
 
-    Packed members one after the other are read as one. Raises EOFError, zlib.error or OSError where the packing breaks.
+    Packed members one after the other are read as one. Raises one of DAMAGE where the packing breaks.
     """
-    with opened(uri) as raw:
-        kind = packing(uri)
-        if kind == "gz":
-            yield from _inflated(raw)
-            return
-        stream = pa.input_stream(raw, compression="zstd") if kind == "zst" else raw
-        while chunk := stream.read(_CHUNK):
-            yield chunk
+    kind = packing(uri)
+    if kind == "gz":
+        yield from _inflated(raw)
+        return
+    unpack: dict[str | None, Any] = {
+        "zst": partial(pa.input_stream, compression="zstd"),
+        "bz2": bz2.open,
+        "xz": lzma.open,
+    }
+    stream = unpack[kind](raw) if kind in unpack else raw
+    while chunk := stream.read(_CHUNK):
+        yield chunk
 
 
 def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[list[Line]]:
@@ -133,10 +234,10 @@ def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[li
         yield [pending if size <= longest else size]
 
 
-def whole(uri: str, longest: int = MAX_LINE) -> bytes | int:
-    """Return the unpacked bytes of `uri`, or their number as far as read if they are more than `longest`."""
+def whole(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
+    """Return the bytes of `pieces`, or their number as far as read if they are more than `longest`."""
     buffer = io.BytesIO()
-    for piece in chunks(uri):
+    for piece in pieces:
         buffer.write(piece)
         if buffer.tell() > longest:
             return buffer.tell()

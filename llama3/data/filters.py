@@ -126,16 +126,15 @@ def _case(branches: list[str]) -> str:
 
 
 def _quality_sql(curate: Curate) -> str:
-    """Return the outcome by quality rules: one branch for each combination of overrides, the most special first."""
-    keys = sorted(curate.quality_for)
-    domains = [*(key for key in keys if key in DOMAINS), None]
-    languages = [*(key for key in keys if key not in DOMAINS), None]
+    """Return the outcome by quality rules: for each domain those of languages that differ, then of the rest."""
     branches = []
-    for language in languages:
-        for domain in domains:
-            here = [f"{name} = {quoted(key)}" for name, key in (("domain", domain), ("language", language)) if key]
-            rules = _rules_sql(curate.quality_of(domain or "", language or ""))
-            branches.append(f"WHEN {' AND '.join(here) or 'true'} THEN {rules}")
+    for domain in (*(key for key in sorted(curate.quality_for) if key in DOMAINS), None):
+        usual = curate.quality_of(domain or "", "")
+        for language in (*curate.by_language, None):
+            quality = curate.quality_of(domain or "", language or "")
+            if language is None or quality != usual:
+                here = [f"{name} = {quoted(key)}" for name, key in (("domain", domain), ("language", language)) if key]
+                branches.append(f"WHEN {' AND '.join(here) or 'true'} THEN {_rules_sql(quality)}")
     return _case(branches)
 
 

@@ -47,7 +47,7 @@ _SEPARATOR = "\x00"
 
 
 def line_hashes(texts: Any, min_chars: int) -> pa.LargeListArray:
-    """Return for each text one hash per line (split at newlines), 0 where it has fewer than `min_chars` characters."""
+    """Return for each text one hash per line (split at newlines), 0 for fences of code and below `min_chars`."""
     return _hashes(*text_buffers(texts), min_chars)
 
 

@@ -24,13 +24,17 @@ from llama3.data.repair import repair
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff\ud800-\udfff]")
 _TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+_COMBINING = "".join(chr(code) for code in range(0x300, 0x1F000) if unicodedata.combining(chr(code)))
+_RUN = re.compile(f"[{_COMBINING}]{{1000}}")
+"""Marks on one letter, which composition sorts in a time that grows with their square; a joiner (U+034F) parts them, as
+Unicode's stream-safe form has it after 30. No language writes so many."""
 _BLANK_LINES = re.compile("\n{4,}")
 
 
 def normalise(text: str) -> str:
     """Return `text` in NFC with \\n line ends, no control characters but tab, and at most two blank lines in a row."""
     text = _CONTROLS.sub("", _LINE_ENDS.sub("\n", text))
-    text = unicodedata.normalize("NFC", text)
+    text = unicodedata.normalize("NFC", _RUN.sub("\\g<0>\u034f", text))
     return _BLANK_LINES.sub("\n\n\n", _TRAILING.sub("", text)).strip("\n")
 
 
@@ -79,4 +83,5 @@ def _cleaned(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes) -> Any:
 
 
 def _composed(text: str) -> str:
+    text = _RUN.sub("\\g<0>\u034f", text)
     return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)

@@ -1,4 +1,4 @@
-"""Documents out of a Parquet file, as batches whose text stays Arrow from the file to the shard.
+"""Documents out of a Parquet or Arrow file, as batches whose text stays Arrow from the file to the shard.
 
 Columns that are absent or of another type in one file than in the next do not matter: only the text column has to be
 there and to hold strings, and all others are taken over where they are of use.
@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.dates import FIELDS, iso_date
+from llama3.data.dates import FIELDS, record_date
 from llama3.data.document import Batch, format_of
-from llama3.data.files import File, opened
+from llama3.data.files import File
 from llama3.data.skips import Fault, Skips
 from llama3.recipe.data import Source
 
@@ -26,27 +26,53 @@ _NULL = Fault("null_text", "is a row whose text is null; remove it")
 _BAD_UTF8 = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
 
 
-def parquet_batches(file: File, source: Source, skips: Skips, most: int) -> Iterator[Batch]:
+def parquet_batches(raw: Any, file: File, source: Source, skips: Skips, most: int) -> Iterator[Batch]:
     """Yield the rows of `file` in batches of about `most` bytes. Raises SourceError, or Arrow's and OS errors."""
-    with opened(file.uri) as raw:
-        parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-        fault = _fault_of(parquet.schema_arrow, source.text)
-        if fault:
-            skips.fault(file.uri, file.uri, fault, documents=parquet.metadata.num_rows)
-            return
-        wanted = {source.text, "url", "language", "licence", "license", "format", *FIELDS}
-        columns = [name for name in parquet.schema_arrow.names if name in wanted]
-        rows = 0
-        for batch in parquet.iter_batches(_rows_at_a_time(parquet, source.text, most), columns=columns):
-            numbers = range(rows + 1, rows + len(batch) + 1)
-            yield _batch(batch, [f"{file.uri}:{number}" for number in numbers], file, source, skips)
-            rows += len(batch)
+    parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+    fault = _fault_of(parquet.schema_arrow, source.text)
+    if fault:
+        skips.fault(file.uri, file.uri, fault, file.size, documents=parquet.metadata.num_rows)
+        return
+    columns = _columns(parquet.schema_arrow, source.text)
+    rows = 0
+    for batch in parquet.iter_batches(_rows_at_a_time(parquet, source.text, most), columns=columns):
+        yield _batch(batch, rows, file, source, skips)
+        rows += len(batch)
+
+
+def arrow_batches(raw: Any, file: File, source: Source, skips: Skips, most: int) -> Iterator[Batch]:
+    """Yield the rows of an Arrow file or stream (`.feather`, `.arrow`) like those of a Parquet file."""
+    marked = raw.read(6) == b"ARROW1"
+    raw.seek(0)
+    reader = pa.ipc.open_file(raw) if marked else pa.ipc.open_stream(raw)
+    found = (reader.get_batch(place) for place in range(reader.num_record_batches)) if marked else iter(reader)
+    fault = _fault_of(reader.schema, source.text)
+    if fault:
+        documents = sum(len(batch) for batch in found)
+        skips.fault(file.uri, file.uri, fault, file.size, documents=documents)
+        return
+    columns, rows = _columns(reader.schema, source.text), 0
+    for batch in found:
+        chosen = batch.select(columns)
+        step = max(1, min(_MOST_ROWS, most * len(batch) // max(batch[source.text].nbytes, 1)))
+        for start in range(0, len(batch), step):
+            piece = chosen.slice(start, step)
+            yield _batch(piece, rows, file, source, skips)
+            rows += len(piece)
+
+
+def _columns(schema: Any, text: str) -> list[str]:
+    """Return the columns that are of use; one that is named twice is of none."""
+    wanted = {text, "url", "language", "licence", "license", "format", *FIELDS}
+    return [name for name in schema.names if name in wanted and schema.names.count(name) == 1]
 
 
 def _fault_of(schema: Any, field: str) -> Fault | None:
     if field not in schema.names:
         known = ", ".join(sorted(schema.names)) or "none"
         return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+    if schema.names.count(field) > 1:
+        return Fault("doubled_column", f"has two columns {field!r}; rename one")
     kind = schema.field(field).type
     if not _is_text(kind) and not pa.types.is_null(kind):
         return Fault("not_text", f"{field!r} holds {kind}, not text; name another column with text:")
@@ -67,8 +93,9 @@ def _rows_at_a_time(parquet: Any, field: str, most: int) -> int:
     return max(1, min(_MOST_ROWS, most * total // max(size, 1)))
 
 
-def _batch(batch: Any, places: list[str], file: File, source: Source, skips: Skips) -> Batch:
-    """Return the rows of an Arrow batch that can be read."""
+def _batch(batch: Any, before: int, file: File, source: Source, skips: Skips) -> Batch:
+    """Return the rows of an Arrow batch that can be read; `before` rows of the file came before it."""
+    places = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
     text = batch[source.text].cast(pa.large_string())
     good = ~np.asarray(text.is_null())
     for place in np.flatnonzero(~good):
@@ -102,11 +129,10 @@ def _texts(batch: Any, *names: str) -> list[str | None]:
 
 def _dates(batch: Any) -> list[str]:
     """Return every row's date out of the first column that gives it one."""
-    dates = [""] * len(batch)
-    for name in FIELDS:
-        if name in batch.schema.names:
-            dates = [date or iso_date(value) for date, value in zip(dates, _values(batch[name]), strict=True)]
-    return dates
+    columns = {name: _values(batch[name]) for name in FIELDS if name in batch.schema.names}
+    if not columns:
+        return [""] * len(batch)
+    return [record_date(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
 def _values(column: Any) -> list[object]:

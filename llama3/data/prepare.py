@@ -6,20 +6,21 @@ of ASCII text this costs about 9 us, most of it for the hash, and 20 us more whe
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from llama3.data.dates import UNREAD
 from llama3.data.document import Batch
-from llama3.data.extract import html_text
 from llama3.data.kernels.arrow import text_buffers
 from llama3.data.language import UNDETERMINED, detect, primary
-from llama3.data.markdown import strip_markdown
+from llama3.data.markup import plain_text
 from llama3.data.normalise import normalise_texts, replaced
-from llama3.data.skips import EMPTY, Skips
+from llama3.data.skips import EMPTY, Fault, Skips
 from llama3.data.split import draw_and_id
 from llama3.recipe.curation import Curate
 from llama3.recipe.section import Domain
@@ -29,15 +30,15 @@ _primary = cache(primary)
 
 def prepare(batch: Batch, domain: Domain, source: str, index: int, curate: Curate, skips: Skips) -> pa.Table:
     """Return the documents of `batch` that have any text as rows of a shard but `row`; the others go to `skips`."""
-    sizes = batch.sizes
-    text = normalise_texts(_without_markup(batch, curate.extractor), curate.repair)
-    batch = batch.with_text(text)
+    sizes, batch = _without_markup(batch, curate.extractor, skips)
+    batch = batch.with_text(normalise_texts(batch.text, curate.repair))
     full = batch.sizes > 0
     for place in np.flatnonzero(~full).tolist():
         skips.count(batch.place[place].rpartition(":")[0], batch.place[place], EMPTY, int(sizes[place]))
     batch = batch.keep(full)
     draws, ids = _hashes(batch.text, domain)
     count = len(batch)
+    skips.unread_dates += batch.date.count(UNREAD)
     columns = {
         "id": pa.array(ids, pa.string()),
         "text": batch.text,
@@ -47,20 +48,31 @@ def prepare(batch: Batch, domain: Domain, source: str, index: int, curate: Curat
         "language": pa.array(_languages(batch, domain), pa.string()),
         "url": pa.array(batch.url, pa.string()),
         "licence": pa.array(batch.licence, pa.string()),
-        "date": pa.array(batch.date, pa.string()),
+        "date": pa.array(["" if date == UNREAD else date for date in batch.date], pa.string()),
         "bytes": pa.array(batch.sizes),
         "draw": pa.array(draws, pa.uint64()),
     }
     return pa.table(columns)
 
 
-def _without_markup(batch: Batch, extractor: str) -> Any:
-    text = batch.text
-    for form, plain in (("html", partial(html_text, extractor=extractor)), ("md", strip_markdown)):
-        places = [place for place, own in enumerate(batch.format) if own == form]
-        if places:
-            text, _ = replaced(text, places, plain)
-    return text
+def _without_markup(batch: Batch, extractor: str, skips: Skips) -> tuple[NDArray[np.int64], Batch]:
+    """Return the documents as plain text, and their sizes as found; what cannot be converted goes to `skips`."""
+    places = [place for place, form in enumerate(batch.format) if form != "text"]
+    if not places:
+        return batch.sizes, batch
+    sizes, good, following = batch.sizes, np.ones(len(batch), np.bool_), iter(places)
+
+    def plain(text: str) -> str:
+        place = next(following)
+        found = plain_text(text, batch.format[place], extractor)
+        if isinstance(found, Fault):
+            name, good[place] = batch.place[place], False
+            skips.fault(name.rpartition(":")[0], name, found, int(sizes[place]))
+            return ""
+        return found
+
+    text, _ = replaced(batch.text, places, plain)
+    return sizes[good], batch.with_text(text).keep(good)
 
 
 def _hashes(text: Any, domain: Domain) -> tuple[list[int], list[str]]:

@@ -1,4 +1,4 @@
-"""Documents out of files, as batches: one reader each for JSON lines, Parquet and files that are one document.
+"""Documents out of files, as batches: one reader each for JSON lines, JSON, CSV, web archives and single documents.
 
 A JSON field or column `url`, `language`, `licence` (or `license`), `format` (`text`, `md` or `html`) and the date
 fields of `dates.py` are taken over where they exist; what the recipe says of the whole source wins. Every fault of the
@@ -8,26 +8,54 @@ stays Arrow; JSON goes through orjson, and what that refuses (NaN, halves of sur
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import suppress
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from itertools import chain
+from typing import Any, NoReturn
 
 import orjson
-import pyarrow as pa
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from llama3.data.dates import FIELDS, iso_date
+from llama3.data.dates import record_date
 from llama3.data.document import Batch, Gatherer, Row, format_of
-from llama3.data.files import INFLATE_ERROR, MAX_LINE, File, Line, as_listed, chunks, packing, split_lines, whole
-from llama3.data.parquet_rows import parquet_batches
-from llama3.data.skips import Fault, Skips, SourceError
+from llama3.data.files import (
+    COLUMNS,
+    DAMAGE,
+    MAX_LINE,
+    READ,
+    SPECIAL,
+    UNKNOWN,
+    File,
+    Line,
+    as_listed,
+    chunks,
+    opened,
+    split_lines,
+    whole,
+)
+from llama3.data.parquet_rows import arrow_batches, parquet_batches
+from llama3.data.skips import NO_PAGE, Fault, Skips, SourceError
 from llama3.recipe.data import Source
+from storage.filesystem import is_local
 
 BATCH = 4_000_000
 """Characters of text in a batch, about."""
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
-VANISHED = Fault("vanished", "went away or changed since it was listed; run again when nobody writes there")
 BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
+UNREAD = {
+    UNKNOWN: Fault("unknown_format", f"has an ending that is not read ({READ}); write format:, name it under ignore:"),
+    SPECIAL: Fault("not_a_file", "is a pipe, a device or a link to nothing; remove it, name it under ignore:"),
+}
+_WARC_HEADER = 1 << 20
+"""Bytes of the longest header of a record in a web archive."""
 
 
 def read_files(files: Iterable[File], source: Source, skips: Skips, most: int = BATCH) -> Iterator[Batch]:
@@ -40,36 +68,63 @@ def read_files(files: Iterable[File], source: Source, skips: Skips, most: int = 
 
 def _read(file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
     """Read one file as it was listed; what is wrong with the file as a whole is caught here."""
-    if not as_listed(file):
-        skips.fault(file.uri, file.uri, VANISHED)
+    if file.kind in UNREAD:
+        skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
         return
+    raw = None
     try:
-        if file.kind == "parquet":
-            yield from rows.take()
-            yield from parquet_batches(file, source, skips, rows.most)
-        else:
-            yield from (_lines if file.kind == "jsonl" else _whole)(file, source, skips, rows)
-    except FileNotFoundError:
-        skips.fault(file.uri, file.uri, VANISHED)
-    except (EOFError, OSError, INFLATE_ERROR, pa.ArrowException) as error:
-        skips.fault(file.uri, file.uri, _broken(file, error))
-    else:
         if not as_listed(file):
-            skips.fault(file.uri, file.uri, VANISHED)
+            _gone(file)
+        with opened(file) as raw:
+            if file.kind in COLUMNS:
+                yield from rows.take()
+                columns = parquet_batches if file.kind == "parquet" else arrow_batches
+                yield from columns(raw, file, source, skips, rows.most)
+            else:
+                yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, rows)
+        if not as_listed(file):
+            _gone(file)
+    except DAMAGE as error:
+        skips.fault(file.uri, file.uri, _damage(file, raw, error), file.size)
 
 
-def _broken(file: File, error: Exception) -> Fault:
-    """Return the fault of a damaged file. Raises SourceError where the machine failed and not the file."""
-    said = f"cannot be read as {file.kind} ({error}); repair it or set format:"
-    numbered = isinstance(error, OSError) and error.errno is not None
-    if numbered or not (packing(file.uri) or file.kind == "parquet"):
-        raise SourceError(f"{file.uri!r} {said}") from error
-    return Fault("truncated_file", said)
+def _gone(file: File, error: Exception | None = None) -> NoReturn:
+    raise SourceError(
+        f"{file.uri!r} went away or changed since it was listed; run again when nobody writes there"
+    ) from error
 
 
-def _lines(file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+def _damage(file: File, raw: Any, error: Exception) -> Fault:
+    """Return the fault of a damaged file. Raises SourceError where the machine or the store failed and not the file.
+
+    Only bytes that were read whole are called damaged: a remote file is read once more to the end before that.
+    """
+    failure = error if raw is None else getattr(raw, "failure", None)
+    if failure is None and isinstance(error, OSError) and error.errno is not None:
+        failure = error
+    if failure is None:
+        try:
+            if not is_local(file.uri):
+                raw.verify()
+            if not as_listed(file):
+                _gone(file)
+        except OSError as again:
+            failure = again
+    if isinstance(failure, FileNotFoundError):
+        _gone(file, failure)
+    if failure is not None:
+        remedy = "run again when it can be read; what was read stays"
+        raise SourceError(f"{file.uri!r} was not read to its end ({failure}); {remedy}") from failure
+    return Fault("truncated_file", f"cannot be read as {file.kind} ({error}); repair it or set format:")
+
+
+def _lines(raw: Any, file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+    yield from _json_lines(chunks(raw, file.uri), file, source, skips, rows)
+
+
+def _json_lines(pieces: Iterable[bytes], file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
     number = 0
-    for lines in split_lines(chunks(file.uri), MAX_LINE):
+    for lines in split_lines(iter(pieces), MAX_LINE):
         lines.reverse()
         while lines:  # nothing but the batch may hold a line of 200 MB
             number += 1
@@ -86,9 +141,201 @@ def _add_line(line: Line, place: str, file: File, source: Source, skips: Skips, 
     return found is not None and rows.add(found)
 
 
-def _whole(file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+def _json(raw: Any, file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+    """Read one list of objects, one object, or objects a line, which people also call .json."""
+    pieces, head = chunks(raw, file.uri), bytearray()
+    for piece in pieces:
+        head += piece
+        if (b"\n" in piece and b"\n" in head.removeprefix(_BOM).lstrip()) or len(head) > MAX_LINE:
+            break
+    full = head.removeprefix(_BOM).strip()
+    first = full.partition(b"\n")[0]
+    if first[:1] == b"{" and len(first) < len(full) and isinstance(_parsed(first), dict):
+        yield from _json_lines(chain([bytes(head)], pieces), file, source, skips, rows)
+        return
+    data = whole(chain([bytes(head)], pieces), MAX_LINE)
+    value = _parsed(data) if isinstance(data, bytes) else Fault("line_too_long", f"{TOO_LONG.said}, one object a line")
+    if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
+        yield from _json_lines([data], file, source, skips, rows)  # each line that is wrong is named
+        return
+    size = data if isinstance(data, int) else len(data)
+    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+        place = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
+        found = record if isinstance(record, Fault) else _record(record, place, source)
+        if isinstance(found, Fault):
+            skips.fault(file.uri, place, found, 0 if isinstance(value, list) else size)
+        elif rows.add(found):
+            yield from rows.take()
+
+
+def _csv(raw: Any, file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+    """Read rows of cells under a row of names."""
+    csv.field_size_limit(MAX_LINE)
+    table = csv.reader(_text_lines(raw, file, skips), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+    names: list[str] | None = None
+    while True:
+        try:
+            cells = next(table, None)
+        except csv.Error as error:
+            if "unexpected end" in str(error):  # a quote that does not end has taken all rows behind it
+                raise EOFError(error) from error
+            fault = Fault(
+                "bad_csv", f"is no row of a table ({error}); write quotes around cells and double those inside"
+            )
+            skips.fault(file.uri, f"{file.uri}:{table.line_num}", fault)
+            continue
+        if cells is None:
+            return
+        place = f"{file.uri}:{table.line_num}"
+        if not cells:
+            continue
+        if names is None:
+            names = [name.strip() for name in cells]
+            if names.count(source.text) != 1:
+                skips.fault(file.uri, file.uri, _no_column(names, source.text), file.size)
+                return
+        elif len(cells) != len(names):
+            said = f"has {len(cells)} cells, the first row {len(names)}; write as many"
+            skips.fault(file.uri, place, Fault("bad_csv", said), sum(map(len, cells)))
+        else:
+            record = dict(zip(names, cells, strict=True))
+            try:
+                record[source.text].encode()
+            except UnicodeEncodeError:
+                skips.fault(file.uri, place, BAD_UTF8, len(record[source.text]))
+                continue
+            clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
+            if rows.add(_fields(clean, clean[source.text], place, source)):
+                yield from rows.take()
+
+
+def _text_lines(raw: Any, file: File, skips: Skips) -> Iterator[str]:
+    """Yield the lines of a file with their ends; bytes that are not UTF-8 become surrogates."""
+    number, start = 0, _BOM
+    for lines in split_lines(chunks(raw, file.uri), MAX_LINE):
+        for line in lines:
+            number += 1
+            if isinstance(line, int):
+                skips.fault(file.uri, f"{file.uri}:{number}", TOO_LONG, line)
+            else:
+                yield line.removeprefix(start).decode("utf-8", "surrogateescape") + "\n"
+            start = b""
+
+
+def _no_column(names: list[str], field: str) -> Fault:
+    if field in names:
+        return Fault("doubled_column", f"has two columns {field!r}; rename one")
+    return Fault("no_text_field", f"has no text column {field!r}; name one of {', '.join(sorted(names))} with text:")
+
+
+def _warc(raw: Any, file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
+    """Read the pages of a web archive: of responses their HTML or plain text, of conversions (.wet) their text."""
+    stream = io.BufferedReader(_Pieces(chunks(raw, file.uri)))
+    number = 0
+    while (headers := _warc_header(stream)) is not None:
+        number += 1
+        place, kind, length = f"{file.uri}:{number}", headers.get("warc-type"), int(headers["content-length"])
+        if kind not in ("response", "conversion") or length > MAX_LINE:
+            if kind in ("response", "conversion"):
+                skips.fault(file.uri, place, TOO_LONG, length)
+            for taken in range(0, length, _WARC_HEADER):
+                _exactly(stream, min(_WARC_HEADER, length - taken))
+            continue
+        found = _page(_exactly(stream, length), kind)
+        if found is None:
+            skips.count(file.uri, place, NO_PAGE, length)
+            continue
+        form, body, charset = found
+        text = _decoded(body, form, charset)
+        if isinstance(text, Fault):
+            skips.fault(file.uri, place, text, len(body))
+            continue
+        url = headers.get("warc-target-uri", "").strip("<>")
+        record = {"url": url, "date": headers.get("warc-date"), "format": form}
+        if rows.add(_fields(record, text, place, source)):
+            yield from rows.take()
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes as a stream."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        super().__init__()
+        self._pieces, self._rest = pieces, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._rest or next(self._pieces, b"")
+        size = min(len(buffer), len(data))
+        buffer[:size], self._rest = data[:size], data[size:]
+        return size
+
+
+def _warc_header(stream: Any) -> dict[str, str] | None:
+    """Return the header of the next record by names in small letters, or None at the end. Raises EOFError."""
+    line = b"\n"
+    while line in (b"\r\n", b"\n"):
+        line = stream.readline(_WARC_HEADER)
+    if not line:
+        return None
+    if not line.startswith(b"WARC/"):
+        raise EOFError("no record of a web archive begins where one should")
+    headers, size = {}, 0
+    while (line := stream.readline(_WARC_HEADER)) not in (b"\r\n", b"\n"):
+        size += len(line)
+        if not line.endswith(b"\n") or size > _WARC_HEADER:
+            raise EOFError("the header of a record does not end")
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers[name.strip().lower()] = value.strip()
+    if not headers.get("content-length", "").isdecimal():
+        raise EOFError("a record has no length")
+    return headers
+
+
+def _exactly(stream: Any, size: int) -> bytes:
+    data: bytes = stream.read(size)
+    if len(data) < size:
+        raise EOFError("it ends too early")
+    return data
+
+
+def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
+    """Return format, bytes and charset of the page in a record, or None if it is none."""
+    if kind == "conversion":
+        return "txt", body, "utf-8"
+    if body.startswith(b"HTTP/2"):
+        body = b"HTTP/1.1" + body[body.find(b" ") :]
+    try:
+        answer = HTTPResponse(_Answer(body))  # type: ignore[arg-type]
+        answer.begin()
+        data = answer.read()
+    except IncompleteRead as short:  # crawlers cut long pages off, and some keep the header of what they unpacked
+        data = short.partial or body.partition(b"\r\n\r\n")[2]
+    except (HTTPException, ValueError):
+        return None
+    if answer.headers.get("Content-Encoding", "").lower() in ("gzip", "x-gzip", "deflate"):
+        with suppress(zlib.error):
+            data = zlib.decompressobj(47).decompress(data, MAX_LINE)
+    form = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "txt", "text/markdown": "md"}
+    media = form.get(answer.headers.get_content_type()) if answer.status == 200 else None
+    return (media, data, str(answer.headers.get_content_charset() or "")) if media else None
+
+
+class _Answer:
+    """What HTTPResponse takes for a socket."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self.data)
+
+
+def _whole(raw: Any, file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator[Batch]:
     """Read a file that is one document."""
-    data = whole(file.uri, MAX_LINE)
+    data = whole(chunks(raw, file.uri), MAX_LINE)
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
     if isinstance(text, Fault):
         size = data if isinstance(data, int) else len(data)
@@ -97,14 +344,14 @@ def _whole(file: File, source: Source, skips: Skips, rows: Gatherer) -> Iterator
         yield from rows.take()
 
 
-def _decoded(data: bytes, kind: str) -> str | Fault:
-    """Return `data` as text; HTML that is not UTF-8 says in which encoding it is, or shows it."""
+def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
+    """Return `data` as text; HTML that is not UTF-8 says in which encoding it is, or its server does, or shows it."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        if kind != "html":
+        if kind != "html" and not charset:
             return BAD_UTF8
-    encoding = detect_encoding(data, html5_compatible=True) or "windows-1252"
+    encoding = charset or detect_encoding(data, html5_compatible=True) or "windows-1252"
     return str(bytes_to_str(data, encoding))
 
 
@@ -112,17 +359,26 @@ def _row(line: Line, place: str, source: Source) -> Row | Fault | None:
     """Return the document in a line, what is wrong with the line, or None if there is nothing in it."""
     if isinstance(line, int):
         return TOO_LONG
-    try:
-        record = orjson.loads(line)
-    except ValueError:
-        if not line or line.isspace():
-            return None
-        record = _slowly(line)
+    if not line or line.isspace():
+        return None
+    return _record(_parsed(line), place, source)
+
+
+def _record(record: Any, place: str, source: Source) -> Row | Fault:
+    """Return the document in an object, or what is wrong with it."""
     if not isinstance(record, dict):
         said = f"holds {type(record).__name__}, not an object; write one object a line"
         return record if isinstance(record, Fault) else Fault("bad_json", said)
     text = record.get(source.text)
     return _fields(record, text, place, source) if isinstance(text, str) else _no_text(record, source.text)
+
+
+def _parsed(data: bytes | bytearray) -> Any:
+    """Return the value that JSON holds, or the fault in it."""
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return _slowly(data)
 
 
 def _slowly(line: bytes | bytearray) -> Any:
@@ -133,12 +389,17 @@ def _slowly(line: bytes | bytearray) -> Any:
         return Fault("bad_utf8", f"is not UTF-8 ({error.reason} at byte {error.start}); convert it")
     except (ValueError, RecursionError) as error:
         return Fault("bad_json", f"is not JSON ({error}); write one object a line")
-    if isinstance(record, dict):
-        return {
-            name: value.encode("utf-8", "ignore").decode() if isinstance(value, str) else value
-            for name, value in record.items()
-        }
-    return record
+    return [_whole_pairs(value) for value in record] if isinstance(record, list) else _whole_pairs(record)
+
+
+def _whole_pairs(record: Any) -> Any:
+    """Return an object without halves of surrogate pairs in its texts."""
+    if not isinstance(record, dict):
+        return record
+    return {
+        name: value.encode("utf-8", "ignore").decode() if isinstance(value, str) else value
+        for name, value in record.items()
+    }
 
 
 def _no_text(record: dict[str, Any], field: str) -> Fault:
@@ -158,10 +419,6 @@ def _fields(record: dict[str, Any], text: str, place: str, source: Source) -> Ro
     if licence == "unknown":
         own = get("licence") or get("license")
         licence = own if isinstance(own, str) else licence
-    date = ""
-    for name in FIELDS:
-        if name in record and (date := iso_date(record[name])):
-            break
     return (
         text,
         place,
@@ -169,5 +426,8 @@ def _fields(record: dict[str, Any], text: str, place: str, source: Source) -> Ro
         language if isinstance(language, str) and language else None,
         licence,
         format_of(get("format")),
-        date,
+        record_date(record),
     )
+
+
+_READERS = {"jsonl": _lines, "json": _json, "csv": _csv, "tsv": _csv, "warc": _warc}

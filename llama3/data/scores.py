@@ -19,9 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from llama3.data.classifier import MODEL, Classifier, Facts, TooFew, chosen_examples, shortened, train_classifier
-from llama3.data.extract import html_text
 from llama3.data.kernels.histogram import Floats
+from llama3.data.markup import plain_text
 from llama3.data.normalise import normalise
+from llama3.data.skips import Fault
 from llama3.data.sources import open_source
 from llama3.data.transformer import check_transformer, loaded_scorer, transformer_facts
 from llama3.recipe.curation import Curate, Score
@@ -53,7 +54,10 @@ def read_seeds(patterns: Sequence[str], where: str) -> Iterator[str]:
         if not glob(pattern):
             raise ValueError(f"{where}: {pattern!r} matches no file; {_PATH}")
         for document in open_source(Source(uri=pattern), "general", 0):
-            yield normalise(html_text(document.text) if document.format == "html" else document.text)
+            text = document.text if document.format != "html" else plain_text(document.text, "html", "resiliparse")
+            if isinstance(text, Fault):
+                raise ValueError(f"{where}: {pattern!r}: {document.url} {text.said}")
+            yield normalise(text)
 
 
 def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[Path]], folder: Path) -> dict[str, Facts]:

@@ -13,6 +13,12 @@ import pyarrow as pa
 
 OVER_LIMIT = "over_limit"
 EMPTY = "empty"
+PASSED_OVER = "passed_over"
+NO_PAGE = "no_page"
+UNREAD_DATE = "unread_date"
+"""Reason of a row that counts documents which were read, but whose date was not."""
+NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
+"""Reasons that are no fault of the input."""
 REMEDY = "or set curate.on_error: skip"
 MOST_NAMED = 10_000
 SCHEMA = pa.schema(
@@ -48,6 +54,7 @@ class Skips:
         self.fail = fail
         self.documents: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
+        self.unread_dates = 0
         self._named: Counter[tuple[str, str]] = Counter()
 
     def fault(self, file: str, place: str, fault: Fault, size: int = 0, documents: int = 1) -> None:
@@ -67,5 +74,6 @@ class Skips:
 
     def rows(self, domain: str, source: str) -> list[tuple[str, str, str, str, int, int]]:
         """Return what was left out as rows of SCHEMA, in order."""
+        dates = [(domain, source, "", UNREAD_DATE, self.unread_dates, 0)] if self.unread_dates else []
         keys = sorted(self.documents)
-        return [(domain, source, *key, self.documents[key], self.bytes[key]) for key in keys]
+        return [*dates, *((domain, source, *key, self.documents[key], self.bytes[key]) for key in keys)]

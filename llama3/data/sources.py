@@ -10,24 +10,26 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llama3.data.document import Batch, Document, Gatherer
-from llama3.data.files import File, source_files
+from llama3.data.files import READ, File, source_files
 from llama3.data.installed import installed_documents, installed_fingerprint
-from llama3.data.records import BATCH, read_files
+from llama3.data.records import BATCH, UNREAD, read_files
 from llama3.data.skips import OVER_LIMIT, Skips, SourceError
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from storage.filesystem import is_local, listing, local_path
+from storage.filesystem import is_local, local_path
 
 INSTALLED = "installed"
 PASSED_OVER = 100
 """Documents that do not fit under a limit after which its source ends."""
+_REMEDY = "convert them, name them under ignore: or set curate.on_error: skip"
 SURVEYED = 64_000_000
 """Bytes of text per source that a survey reads at most."""
 
@@ -45,6 +47,8 @@ class DomainSurvey:
     """False when there is more than was counted: a large source, or a remote one."""
     name: str = ""
     """Of the source that stands apart; empty: all others of the domain."""
+    left_out: str = ""
+    """Files that are there and cannot be read, in words."""
 
     @property
     def title(self) -> str:
@@ -127,9 +131,18 @@ def check_sources(recipe: Recipe) -> list[str]:
     faults = _extractor_faults(recipe)
     fail = recipe.curate.on_error == "fail"
     for domain, sources in recipe.sources.items():
-        found = [_faults(source, f"sources.{domain}.{index}", fail) for index, source in enumerate(sources)]
+        listed: list[File] = []
+        found = [_faults(source, f"sources.{domain}.{index}", fail, listed) for index, source in enumerate(sources)]
         faults += [line for lines in found for line in lines]
-        if sources and not any(found) and not any(_first(source, domain, recipe) for source in sources):
+        unread = [file for file in listed if file.kind in UNREAD]
+        size, whole = sum(file.size for file in unread), sum(file.size for file in listed)
+        most = recipe.curate.max_lost
+        if not fail and (len(unread) > most * len(listed) or size > most * whole):
+            faults.append(
+                f"sources.{domain}: {len(unread):,} of {len(listed):,} files, {size:,} of {whole:,} bytes, "
+                f"cannot be read: {left_out(unread)}; name them under ignore:, or raise curate.max_lost ({most})"
+            )
+        elif sources and not any(found) and not any(_first(source, domain, recipe) for source in sources):
             faults.append(f"sources.{domain}: yields no document; add a source with text, or raise its limit")
     return faults
 
@@ -164,25 +177,30 @@ def _short(uri: str) -> str:
 
 
 def _first(source: Source, domain: Domain, recipe: Recipe) -> bool:
+    """Return whether `source` holds a document that is not blank."""
     skips = Skips(recipe.curate.on_error == "fail")
-    return any(len(batch) for batch in read_source(source, domain, recipe.documents_seed, skips, most=1))
+    batches = read_source(source, domain, recipe.documents_seed, skips, most=1)
+    return any(text.strip() for batch in batches for text in batch.text.to_pylist())
 
 
 def _extractor_faults(recipe: Recipe) -> list[str]:
     name = recipe.curate.extractor
     if importlib.util.find_spec(name):
         return []
-    return [f"curate.extractor: {name} is not installed; pip install 'herd[html]', or write resiliparse"]
+    return [f"curate.extractor: {name} is not installed; in the checkout: make install-dev, or write resiliparse"]
 
 
-def _faults(source: Source, field: str, fail: bool) -> list[str]:
-    """Return what is wrong with one source: no file, unknown endings, an unreadable file, no such text column."""
+def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[str]:
+    """Return what is wrong with one source, and add its files to `listed` if it has some that can be read."""
     if source.uri == INSTALLED:
         return []
     try:
         files = source_files(source)
-        if not files:
-            return [f"{field}.uri: {source.uri!r} {_why_nothing(source)}"]
+        if all(file.kind in UNREAD for file in files):
+            return [f"{field}.uri: {source.uri!r} {_why_nothing(source, files)}"]
+        listed += files
+        if fail and (unread := left_out(files)):
+            return [f"{field}.uri: {source.uri!r} also holds what cannot be read: {unread}; {_REMEDY}"]
         if fail or not any(_starts(file, source, Skips(fail=False)) for file in files):
             for file in files:
                 _starts(file, source, Skips())
@@ -198,9 +216,22 @@ def _starts(file: File, source: Source, skips: Skips) -> bool:
     return any(len(batch) for batch in read_files([file], source, skips, most=1))
 
 
-def _why_nothing(source: Source) -> str:
-    if listing(source.uri):
-        return "has no file with a known ending (txt, md, html, jsonl, parquet; .gz, .zst); write format:"
+def left_out(files: Sequence[File]) -> str:
+    """Return which of `files` cannot be read, in words: how many of each ending, and the first; "" if all can."""
+    unread = [file for file in files if file.kind in UNREAD]
+    counts = Counter(_ending(file.uri) for file in unread)
+    named = ", ".join(f"{ending} {count:,}" for ending, count in counts.most_common(5))
+    return f"{named} (the first is {unread[0].uri!r})" if unread else ""
+
+
+def _ending(uri: str) -> str:
+    name = uri.rsplit("/", 1)[-1]
+    return name[name.find(".") :] if "." in name else "without ending"
+
+
+def _why_nothing(source: Source, files: Sequence[File]) -> str:
+    if files:
+        return f"has no file with a known ending ({READ}; .gz, .zst, .bz2, .xz), but {left_out(files)}; write format:"
     if is_local(source.uri) and local_path(source.uri).is_dir():
         return "is an empty folder; put files there or correct the path"
     return "matches no file; correct the path (it is relative to where herd runs)"
@@ -208,10 +239,12 @@ def _why_nothing(source: Source) -> str:
 
 def _survey(domain: Domain, name: str, recipe: Recipe, remote: bool) -> DomainSurvey:
     documents, size, generated, complete = 0, 0, 0, True
+    files: list[File] = []
     for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
         if source.uri != INSTALLED and not is_local(source.uri) and not remote:
             complete = False
             continue
+        files += source_files(source) if source.uri != INSTALLED else []
         read = 0
         for document in open_source(source, domain, recipe.documents_seed, fail=recipe.curate.on_error == "fail"):
             if read >= SURVEYED:
@@ -220,4 +253,4 @@ def _survey(domain: Domain, name: str, recipe: Recipe, remote: bool) -> DomainSu
             documents, read = documents + 1, read + document.size
             generated += document.size * document.generated
         size += read
-    return DomainSurvey(domain, documents, size, generated, complete, name)
+    return DomainSurvey(domain, documents, size, generated, complete, name, left_out(files))

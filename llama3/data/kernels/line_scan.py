@@ -14,7 +14,7 @@ from llama3.data import characters
 from llama3.data.kernels.arrow import Bytes, Offsets
 from llama3.data.kernels.words import CLASSES, NONE, WITH_OTHERS, code_point, mixed
 
-BLANK, END, WIDE_END, QUOTE, BRACKET, LIST_MARK, COUNTED = (1 << bit for bit in range(7))
+BLANK, END, WIDE_END, QUOTE, BRACKET, LIST_MARK, COUNTED, SPACED_MARK = (1 << bit for bit in range(8))
 """Traits of a character; COUNTED: `_count` looks at it."""
 NUMBER_SIGN, ELLIPSIS, BRACE, PLACEHOLDER = range(4)
 """Elements of `counts`, which are rare in a text."""
@@ -36,6 +36,7 @@ def _traits() -> Bytes:
         (QUOTE, characters.QUOTES),
         (BRACKET, characters.BRACKETS),
         (LIST_MARK, characters.LIST_MARKS),
+        (SPACED_MARK, characters.SPACED_LIST_MARKS),
         (COUNTED, "#{}.…"),
     ):
         table[[ord(member) for member in members]] |= np.uint8(trait)
@@ -182,6 +183,16 @@ def traits_at(data: Bytes, at: int) -> int:
     point, _ = code_point(data, at)
     traits: int = _class_and_traits(point)[1]
     return traits
+
+
+@njit(cache=True, nogil=True)
+def is_bullet(data: Bytes, line: Line) -> bool:
+    """Return whether `line`, which is not blank, begins with a list mark."""
+    point, width = code_point(data, line.first)
+    traits = _class_and_traits(point)[1]
+    after = line.first + width
+    spaced = traits & SPACED_MARK != 0 and after < line.end and traits_at(data, after) & BLANK != 0
+    return bool(traits & LIST_MARK != 0 or spaced)
 
 
 @njit(cache=True, nogil=True)

@@ -15,12 +15,12 @@ from llama3.data.characters import SENTENCE_WORDS, SHORT_LINE
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
 from llama3.data.kernels.line_scan import (
     END,
-    LIST_MARK,
     NEWLINE,
     QUOTE,
     WIDE_END,
     Line,
     ends_with_ellipsis,
+    is_bullet,
     scan_line,
     traits_at,
 )  # fmt: skip
@@ -85,13 +85,13 @@ def _add_line(data: Bytes, line: Line, table: Hashes, tally: Offsets) -> None:
     ellipsis = ends_with_ellipsis(data, line)
     end = traits_at(data, line.last)
     tally[Tally.LINES] += 1
-    tally[Tally.BULLETS] += traits_at(data, line.first) & LIST_MARK != 0
+    tally[Tally.BULLETS] += is_bullet(data, line)
     tally[Tally.ELLIPSIS_LINES] += ellipsis
     tally[Tally.PUNCTUATED] += end & (END | WIDE_END) != 0
     tally[Tally.SHORT] += line.chars <= SHORT_LINE
     if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis and line.words >= SENTENCE_WORDS:
         tally[Tally.SENTENCES] += line.inner_ends + 1
-    if _seen(table, line.hash):
+    if line.words and _seen(table, line.hash):  # fences and brackets repeat in every page with code
         tally[Tally.REPEATED_LINES] += 1
         tally[Tally.REPEATED_LINE_CHARS] += line.chars
 

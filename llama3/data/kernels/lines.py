@@ -17,7 +17,7 @@ KEEP, COPY, REPEAT = 0, 1, 2
 """Marks of a line; COPY and REPEAT go."""
 Rule = tuple[int, int, int]
 """Words per n-gram, numerator and denominator of the largest share of repeated words."""
-_NEWLINE, _SPACE = np.uint8(10), np.uint8(32)
+_NEWLINE, _SPACE, _BACKTICK, _TILDE = np.uint8(10), np.uint8(32), np.uint8(0x60), np.uint8(0x7E)
 _CONTINUES, _LEAD = np.uint8(0x80), np.uint8(0xC0)
 _SEED, _FACTOR = np.uint64(0x9AE16A3B2F90404F), np.uint64(0x9E3779B97F4A7C15)
 _HIGH = np.uint64(0x8080808080808080)
@@ -85,6 +85,14 @@ def _shorter(data: Bytes, start: int, stop: int, chars: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
+def _is_fence(data: Bytes, start: int, stop: int) -> bool:
+    """Return whether a line begins with three backticks or tildes."""
+    if stop - start < 3 or data[start] not in (_BACKTICK, _TILDE):
+        return False
+    return bool(data[start] == data[start + 1] == data[start + 2])
+
+
+@njit(cache=True, nogil=True)
 def count_newlines(data: Bytes, offsets: Offsets) -> int:
     """Return how many newlines the texts have together."""
     count = 0
@@ -95,14 +103,18 @@ def count_newlines(data: Bytes, offsets: Offsets) -> int:
 
 @njit(cache=True, nogil=True)
 def hash_lines(data: Bytes, offsets: Offsets, min_chars: int, hashes: Hashes, ends: Offsets) -> None:
-    """Write the hash of every line (0 if shorter than `min_chars`), and where in `hashes` each text's lines end."""
+    """Write the hash of every line and where in `hashes` each text's lines end.
+
+    It is 0 for those shorter than `min_chars`, and for fences of code: to open one and not close it breaks the text.
+    """
     count = 0
     for text in range(len(offsets) - 1):
         at, stop = offsets[text], offsets[text + 1]
         while at <= stop:
             end = line_end(data, at, stop)
             first, last = bare(data, at, end)
-            hashes[count] = np.uint64(0) if _shorter(data, first, last, min_chars) else bytes_hash(data, first, last)
+            stays = _is_fence(data, first, last) or _shorter(data, first, last, min_chars)
+            hashes[count] = np.uint64(0) if stays else bytes_hash(data, first, last)
             count, at = count + 1, end + 1
         ends[text + 1] = count
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from llama3.data.characters import STOP_WORDS
+from llama3.data.characters import BLANKS, STOP_WORDS
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from llama3.data.kernels.line_scan import BLANK, traits_at
 from llama3.data.kernels.line_statistics import Tally, tally_lines
 from llama3.data.kernels.repetition import LONGEST, SHORTEST, repetition
-from llama3.data.kernels.words import find_words, word_hash
+from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, word_hash
 
 
 class Statistic(IntEnum):
@@ -56,6 +57,8 @@ class Statistic(IntEnum):
 _STOP_HASHES = np.array([word_hash(word) for word in STOP_WORDS], np.uint64)
 _LONGEST_STOP_WORD = max(map(len, STOP_WORDS))
 _TALLIES = len(Tally)
+_BLANK, _SIGN, _LETTER = 0, 1, 2
+_ASCII = np.array([_BLANK if chr(byte) in BLANKS else _LETTER if chr(byte).isalpha() else _SIGN for byte in range(128)])
 
 
 @njit(cache=True, nogil=True)
@@ -72,10 +75,12 @@ def measure(data: Bytes, offsets: Offsets, out: Any) -> None:
     for document in range(len(offsets) - 1):
         start, stop, row = offsets[document], offsets[document + 1], out[:, document]
         words = find_words(data, start, stop, starts, stops, hashes)
+        words = join_words(data, words, starts, stops, hashes)
         row[Statistic.WORDS] = words
         tally_lines(data, start, stop, tally)
         _fill(tally, words, row)
         _measure_words(data, words, starts, stops, hashes, before, row)
+        row[Statistic.ALPHABETIC_WORDS] = _alphabetic(data, start, stop, _unspaced(data, words, starts))
         repetition(words, hashes, before, first, times, places, grams)
         for size in range(SHORTEST, LONGEST + 1):
             row[Statistic.TOP_GRAM_2 + size - SHORTEST] = _share(grams[size], row[Statistic.CHARS])
@@ -91,16 +96,13 @@ def _measure_words(
     data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes, before: Offsets, row: Any
 ) -> None:
     """Fill the statistics of single words, and `before` with the characters in the words before each."""
-    alphabetic, stop_words = 0, 0
+    stop_words = 0
     before[0] = 0
     for word in range(count):
-        chars, letter = _word_chars(data, starts[word], stops[word])
-        before[word + 1] = before[word] + chars
-        alphabetic += letter
+        before[word + 1] = before[word] + _chars(data, starts[word], stops[word])
         if stops[word] - starts[word] <= _LONGEST_STOP_WORD:
             stop_words |= _stop_word(hashes[word])
     row[Statistic.MEAN_WORD] = _share(before[count], count)
-    row[Statistic.ALPHABETIC_WORDS] = _share(alphabetic, count)
     distinct = 0
     for place in range(len(_STOP_HASHES)):
         distinct += stop_words >> place & 1
@@ -108,16 +110,42 @@ def _measure_words(
 
 
 @njit(cache=True, nogil=True)
-def _word_chars(data: Bytes, start: int, stop: int) -> tuple[int, bool]:
-    """Return the characters of a word, and whether one of them is a letter."""
-    letter, at = False, start
-    while at < stop and data[at] < np.uint8(0x80):
-        letter |= np.uint8(0x61) <= data[at] | np.uint8(0x20) <= np.uint8(0x7A)
-        at += 1
-    chars = at - start
-    for place in range(at, stop):
+def _chars(data: Bytes, start: int, stop: int) -> int:
+    chars = 0
+    for place in range(start, stop):
         chars += data[place] & np.uint8(0xC0) != np.uint8(0x80)
-    return chars, letter or at < stop
+    return chars
+
+
+@njit(cache=True, nogil=True)
+def _unspaced(data: Bytes, count: int, starts: Offsets) -> int:
+    """Return how many of the words are of a script without spaces."""
+    found = 0
+    for word in range(count):
+        if data[starts[word]] >= np.uint8(0xE0):
+            point, _ = code_point(data, starts[word])
+            found += point < len(CLASSES) and CLASSES[point] == BY_ITSELF
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _alphabetic(data: Bytes, start: int, stop: int, unspaced: int) -> float:
+    """Return the share with a letter of what stands between blanks and of the `unspaced` words, which all have one."""
+    every, with_letter, inside, letter, at = unspaced, unspaced, False, False, start
+    while at < stop:
+        kind, width = _ASCII[data[at] & np.uint8(0x7F)], 1
+        if data[at] >= np.uint8(0x80):
+            point, width = code_point(data, at)
+            kind = _BLANK if traits_at(data, at) & BLANK != 0 else _LETTER
+            if point < len(CLASSES) and CLASSES[point] == NONE and kind == _LETTER:
+                kind = _SIGN
+        if kind == _BLANK:
+            every, with_letter = every + inside, with_letter + letter
+            inside = letter = False
+        else:
+            inside, letter = True, letter or kind == _LETTER
+        at += width
+    return float(_share(with_letter + letter, every + inside))
 
 
 @njit(cache=True, nogil=True)
@@ -146,7 +174,7 @@ def _fill(tally: Offsets, words: int, row: Any) -> None:
     row[Statistic.SHORT_LINES] = _share(tally[Tally.SHORT], lines)
     no_newlines = chars - tally[Tally.NEWLINES]
     row[Statistic.DUPLICATE_LINE_CHARS_STRICT] = _share(tally[Tally.REPEATED_LINE_CHARS], no_newlines)
-    row[Statistic.NEWLINES_PER_WORD] = _share(tally[Tally.NEWLINES], words)
+    row[Statistic.NEWLINES_PER_WORD] = _share(max(lines - 1, 0), words)
     row[Statistic.SENTENCES] = tally[Tally.SENTENCES]
     row[Statistic.BRACES] = tally[Tally.BRACES]
     row[Statistic.PLACEHOLDER_TEXT] = tally[Tally.PLACEHOLDERS]

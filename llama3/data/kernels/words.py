@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.words import ALONE, JOINED
+from llama3.data.words import ALONE, JOINED, JOINT, THAI_LAO
 
 NONE, WITH_OTHERS, BY_ITSELF = 0, 1, 2
 _FIRST_PLANE = 1 << 16
@@ -101,6 +101,31 @@ def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offse
     for word in range(count):
         hashes[word] = mixed(hashes[word])
     return count
+
+
+@njit(cache=True, nogil=True)
+def join_words(data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
+    """Join the words of scripts without spaces as `joined_words` does, in place, and return how many words are left."""
+    left, before = 0, 0
+    for word in range(count):
+        alone = 0
+        if data[starts[word]] >= np.uint8(0xE0):  # such a character takes three bytes
+            point, _ = code_point(data, starts[word])
+            alone = point if point < _FIRST_PLANE and CLASSES[point] == BY_ITSELF else 0
+        if before and alone and stops[left - 1] == starts[word] and not _cut(before, alone):
+            stops[left - 1] = stops[word]
+            hashes[left - 1] = mixed(hashes[left - 1] * _PRIME ^ hashes[word])
+        else:
+            starts[left], stops[left], hashes[left] = starts[word], stops[word], hashes[word]
+            left += 1
+        before = alone
+    return left
+
+
+@njit(cache=True, nogil=True)
+def _cut(left: int, right: int) -> bool:
+    mixed_points = (left * 31 + right) * JOINT & 0xFFFFFFFF
+    return bool(mixed_points >> 30 < (1 if THAI_LAO[0] <= right <= THAI_LAO[1] else 2))
 
 
 @njit(cache=True, nogil=True)

@@ -16,13 +16,15 @@ from llama3.data.characters import (
     SENTENCE_ENDS,
     SENTENCE_WORDS,
     SHORT_LINE,
+    SPACED_LIST_MARKS,
     STOP_WORDS,
     WIDE_SENTENCE_ENDS,
 )  # fmt: skip
-from llama3.data.words import WORD, words
+from llama3.data.words import ALONE, WORD, joined_words, words
 
 _LETTER_OR_DIGIT = re.compile(f"(?!_)(?:{WORD.pattern})")
 _BETWEEN = "".join(map(re.escape, SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES + BRACKETS + BLANKS))
+_LETTER = re.compile(f"(?![0-9_])(?:{WORD.pattern})")
 _GAP = re.compile(f"[{_BETWEEN}]++(?=[^a-z])")
 _IS_END = re.compile(
     f"[{re.escape(SENTENCE_ENDS)}][{_BETWEEN}]*[{re.escape(BLANKS)}]|[{re.escape(WIDE_SENTENCE_ENDS)}]", re.DOTALL
@@ -32,7 +34,12 @@ _LOWER = str.maketrans({chr(upper): chr(upper + 32) for upper in range(0x41, 0x5
 
 def reference_statistics(text: str) -> dict[str, float]:
     """Return the statistics of one text by column."""
-    return {**_characters(text), **_word_statistics(text), **_line_statistics(text), **_grams(words(text), len(text))}
+    return {
+        **_characters(text),
+        **_word_statistics(text),
+        **_line_statistics(text),
+        **_grams(joined_words(text), len(text)),
+    }
 
 
 def _share(part: float, whole: float) -> float:
@@ -50,14 +57,15 @@ def _characters(text: str) -> dict[str, float]:
 
 
 def _word_statistics(text: str) -> dict[str, float]:
-    found = words(text)
+    found = joined_words(text)
+    between = list(filter(None, re.split(f"[{re.escape(BLANKS)}]+", text)))
+    between += [word for word in found if any(low <= ord(word[0]) <= high for low, high in ALONE)]
     return {
         "words": len(found),
         "mean_word": _share(sum(map(len, found)), len(found)),
         "symbols_per_word": _share(max(text.count("#"), sum(map(text.count, ELLIPSES))), len(found)),
-        "alphabetic_words": _share(sum(not set(word) <= set("0123456789_") for word in found), len(found)),
+        "alphabetic_words": _share(sum(bool(_LETTER.search(one)) for one in between), len(between)),
         "stop_words": len(set(found) & set(STOP_WORDS)),
-        "newlines_per_word": _share(text.count("\n"), len(found)),
     }
 
 
@@ -67,13 +75,14 @@ def _line_statistics(text: str) -> dict[str, float]:
     groups = groupby(every, key=lambda line: bool(line.strip(BLANKS)))
     paragraphs = ["\n".join(group) for visible, group in groups if visible]
     stripped = [line.strip(BLANKS) for line in lines]
-    repeated, repeated_chars = _repeated(lines)
+    repeated, repeated_chars = _repeated([line for line in lines if words(line)])
     repeated_paragraphs, repeated_paragraph_chars = _repeated(paragraphs)
     ends = tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS)
     return {
-        "bullet_lines": _share(sum(line.startswith(tuple(LIST_MARKS)) for line in stripped), len(lines)),
+        "bullet_lines": _share(sum(map(_bullet, lines)), len(lines)),
         "ellipsis_lines": _share(sum(line.endswith(ELLIPSES) for line in stripped), len(lines)),
         "punctuated_lines": _share(sum(line.endswith(ends) for line in stripped), len(lines)),
+        "newlines_per_word": _share(max(len(lines) - 1, 0), len(joined_words(text))),
         "short_lines": _share(sum(len(line) <= SHORT_LINE for line in lines), len(lines)),
         "duplicate_lines": _share(repeated, len(lines)),
         "duplicate_line_chars": _share(repeated_chars, len(text)),
@@ -82,6 +91,11 @@ def _line_statistics(text: str) -> dict[str, float]:
         "duplicate_paragraph_chars": _share(repeated_paragraph_chars, len(text)),
         "sentences": sum(_sentences(line) for line in stripped),
     }
+
+
+def _bullet(line: str) -> bool:
+    begin = line.lstrip(BLANKS)
+    return begin[0] in LIST_MARKS or (begin[0] in SPACED_LIST_MARKS and begin[1:2] != "" and begin[1] in BLANKS)
 
 
 def _sentences(line: str) -> int:

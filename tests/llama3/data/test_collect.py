@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -17,9 +18,12 @@ import pytest
 
 from llama3.data import files as files_module
 from llama3.data import records
-from llama3.data.collect import CollectJob, collect, collect_item, plan_items, shards_of
+from llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, plan_job, shards_of
 from llama3.data.dates import iso_date
+from llama3.data.job import ROW_BITS
+from llama3.data.shard_writer import ITEM_BITS
 from llama3.data.skips import SourceError
+from llama3.data.sources import check_sources
 from llama3.data.split import document_id, draw
 from llama3.recipe.schema import Recipe
 
@@ -78,7 +82,9 @@ def test_rows_have_the_promised_shape_and_order(tmp_path: Path, make_recipe: Mak
         assert (row["domain"], row["source_index"], row["language"]) == ("general", 0, "es")
         assert (row["licence"], row["date"]) == ("MIT", "2024-01-02")
     total = sum(row["bytes"] for row in rows)
-    assert facts == {"documents": {"general": 51}, "bytes": {"general": total}, "skipped": []}
+    assert facts == {
+        "documents": {"general": 51}, "bytes": {"general": total}, "skipped": [], "unread_dates": {},
+    }  # fmt: skip
     assert json.loads(json.dumps(facts)) == facts
     assert (shard.documents, shard.bytes) == (51, total)
     assert document_id("x", "general") != document_id("x", "code")
@@ -162,7 +168,7 @@ def test_a_bad_line_stops_the_run_or_is_counted(
     assert str(caught.value).startswith(f"{path}:3 {SAID[reason]}")
     assert str(caught.value).endswith(", or set curate.on_error: skip")
     assert not (tmp_path / "fail/skipped.parquet").exists()
-    facts = collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    facts = collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "skip")
     assert sorted(row["text"] for row in rows_of(tmp_path / "skip")) == ["first", "last"]
     [skipped] = skipped_of(tmp_path / "skip")
     assert skipped == {
@@ -195,7 +201,7 @@ def test_a_damaged_file_stops_the_run_or_is_counted(
     source = {"general": [{"uri": str(tmp_path / "in")}]}
     with pytest.raises(SourceError, match=f"{name}.* or set curate.on_error: skip"):
         collect(make_recipe(source), tmp_path / "fail")
-    collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "skip")
     assert reasons_of(tmp_path / "skip") == {reason: name}
     assert sum(row["documents"] for row in skipped_of(tmp_path / "skip")) == 1
     found = [row["text"] for row in rows_of(tmp_path / "skip")]
@@ -212,7 +218,7 @@ def test_bad_rows_of_parquet_are_told_by_number(tmp_path: Path, make_recipe: Mak
     source = {"general": [{"uri": str(path)}]}
     with pytest.raises(SourceError, match=r"a\.parquet:2 is a row whose text is null"):
         collect(make_recipe(source), tmp_path / "fail")
-    collect(make_recipe(source, on_error="skip"), tmp_path / "skip")
+    collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "skip")
     assert reasons_of(tmp_path / "skip") == {"null_text": "a.parquet:2", "bad_utf8": "a.parquet:3"}
     told = {row["text"]: (row["url"], row["date"]) for row in rows_of(tmp_path / "skip")}
     assert told == {"one": ("a", ""), "four": (f"{path}:4", "2023-11-14T22:13:20Z")}
@@ -235,7 +241,7 @@ def test_shards_may_differ_in_their_columns(tmp_path: Path, make_recipe: Make) -
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), tmp_path / f"in/{name}.parquet")
     source = {"general": [{"uri": str(tmp_path / "in"), "language": "en"}]}
-    collect(make_recipe(source, on_error="skip"), tmp_path / "out")
+    collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "out")
     told = {row["text"]: (row["url"].split("/")[-1], row["licence"], row["date"]) for row in rows_of(tmp_path / "out")}
     assert told == {
         "a": ("u", "unknown", ""),
@@ -283,17 +289,14 @@ def test_a_file_that_changes_after_it_was_listed_is_not_read(tmp_path: Path, mak
     path = write(tmp_path / "in/a.jsonl", [{"text": "old"}])
     write(tmp_path / "in/b.jsonl", [{"text": "stays"}])
     source = {"general": [{"uri": str(tmp_path / "in")}]}
-    recipe = make_recipe(source, on_error="skip")
-    job = CollectJob(recipe, tmp_path / "out", tuple(plan_items(recipe)))
+    recipe = make_recipe(source, on_error="skip", max_lost="100%")
+    job = plan_job(recipe, tmp_path / "out")
     if change == "gone":
         path.unlink()
     else:
         write(path, [{"text": "new" if change == "other" else "much longer"}])
-    collect_item(pickle.loads(pickle.dumps(job)), 0)
-    [row] = rows_of(tmp_path / "out")
-    assert row["text"] == "stays"
-    listed = pq.read_table(job.file("items", 0)).to_pylist()
-    assert [(line["reason"], line["documents"]) for line in listed] == [("", 1), ("vanished", 1)]
+    with pytest.raises(SourceError, match=r"a\.jsonl' went away or changed since it was listed"):
+        collect_item(pickle.loads(pickle.dumps(job)), 0)
     strict = CollectJob(make_recipe(source), tmp_path / "strict", job.items)
     with pytest.raises(SourceError, match=r"a\.jsonl' went away or changed since it was listed"):
         collect_item(strict, 0)
@@ -344,8 +347,8 @@ def test_many_faults_of_a_kind_are_counted_without_all_their_names(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama3.data.skips.MOST_NAMED", 3)
-    path = write(tmp_path / "a.jsonl", [{"text": None}] * 10)
-    collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip"), tmp_path / "out")
+    path = write(tmp_path / "a.jsonl", [*[{"text": None}] * 10, {"text": "good"}])
+    collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip", max_lost="100%"), tmp_path / "out")
     counted = {row["place"]: row["documents"] for row in skipped_of(tmp_path / "out")}
     assert counted == {str(path): 7, **{f"{path}:{i}": 1 for i in (1, 2, 3)}}
 
@@ -357,6 +360,11 @@ def test_many_faults_of_a_kind_are_counted_without_all_their_names(
         ("2023-05-01T10:00:00.5+02:00", "2023-05-01T08:00:00Z"), ("20230501123456", "2023-05-01T12:34:56Z"),
         ("2023/05/01", "2023-05-01"), ("Mon, 01 May 2023 10:00:00 GMT", "2023-05-01T10:00:00Z"),
         (1682935200, "2023-05-01T10:00:00Z"), (1682935200123, "2023-05-01T10:00:00Z"), (2023, ""), (True, ""),
+        ("1704067200", "2024-01-01T00:00:00Z"), ("1704067200123", "2024-01-01T00:00:00Z"),
+        ("1704067200.5", "2024-01-01T00:00:00Z"), ("Jan 5, 2024", "2024-01-05"), ("5 January 2024", "2024-01-05"),
+        ("January 5, 2024 10:30", "2024-01-05T10:30:00Z"),
+        ("13/02/2024", "2024-02-13"), ("02/13/2024", "2024-02-13"), ("01/02/2024", ""), ("03/03/2024", "2024-03-03"),
+        ("32/01/2024", ""),
         ("2023-02-31", ""), ("yesterday", ""), ("", ""), (None, ""), (float("nan"), ""), ({"a": 1}, ""),
     ],
 )  # fmt: skip
@@ -387,3 +395,95 @@ def test_a_line_of_200_mb_fits_into_a_gibibyte(tmp_path: Path, make_recipe: Make
     size, peak = map(int, done.stdout.split())
     assert size > 180_000_000
     assert peak < 1024 * 1024  # in KiB
+
+
+def test_pipes_loops_and_broken_links_are_named_and_counted(tmp_path: Path, make_recipe: Make) -> None:
+    for number in range(10):
+        write(tmp_path / f"in/{number}.jsonl", [{"text": f"good {number}"}])
+    write(tmp_path / "else/there.jsonl", [{"text": "behind a link"}])
+    os.mkfifo(tmp_path / "in/pipe.jsonl")
+    (tmp_path / "in/loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "in/gone.jsonl").symlink_to("nowhere")
+    (tmp_path / "in/linked.jsonl").symlink_to(tmp_path / "else/there.jsonl")
+    (tmp_path / "in/folder").symlink_to(tmp_path / "else")
+    (tmp_path / "in/self").symlink_to(tmp_path / "in")
+    os.utime(tmp_path / "else/there.jsonl", (1, 1))  # a link has a time of its own
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    [fault] = check_sources(make_recipe(source))
+    assert ".jsonl 3 (the first is" in fault
+    facts = collect(make_recipe(source, on_error="skip", max_lost="30%"), tmp_path / "skip")
+    assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [("not_a_file", 3)]
+    found = [row["text"] for row in rows_of(tmp_path / "skip")]
+    assert sorted(found) == ["behind a link"] * 2 + [f"good {number}" for number in range(10)]
+    [fault] = check_sources(make_recipe({"general": [{"uri": str(tmp_path / "in/pipe.jsonl")}]}))
+    assert "pipe.jsonl" in fault
+
+
+def test_a_doubled_column_is_a_fault_of_its_file(tmp_path: Path, make_recipe: Make) -> None:
+    columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["u"]), pa.array(["v"])]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "text", "url", "title"]), tmp_path / "in/a.parquet")
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "title", "url", "url"]), tmp_path / "in/b.parquet")
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    [fault] = check_sources(make_recipe(source))
+    assert "a.parquet' has two columns 'text'; rename one" in fault
+    collect(make_recipe(source, on_error="skip", max_lost="60%"), tmp_path / "skip")
+    assert [(row["text"], row["url"][-11:]) for row in rows_of(tmp_path / "skip")] == [("a", "b.parquet:1")]
+
+
+def test_a_source_of_blank_documents_is_refused(tmp_path: Path, make_recipe: Make) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": " \n"}, {"text": ""}])
+    recipe = make_recipe({"general": [{"uri": str(path)}]})
+    assert "sources.general: yields no document" in check_sources(recipe)[0]
+    with pytest.raises(SourceError, match=r"sources\.general: holds no document with text \(empty 2\)"):
+        collect(recipe, tmp_path / "out")
+
+
+def test_a_name_that_looks_like_a_glob_is_a_name(tmp_path: Path, make_recipe: Make) -> None:
+    path = write(tmp_path / "a[1].jsonl", [{"text": "one"}])
+    write(tmp_path / "a1.jsonl", [{"text": "another"}])
+    assert collect(make_recipe({"general": [{"uri": str(path)}]}), tmp_path / "out")["documents"] == {"general": 1}
+    assert [row["text"] for row in rows_of(tmp_path / "out")] == ["one"]
+
+
+def test_rows_that_cannot_be_numbered_are_refused_before_reading(
+    tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_ITEMS << ITEM_BITS + ROW_BITS == 1 << 63
+    for number in range(9):
+        write(tmp_path / f"in/{number}.jsonl", [{"text": "words " * 100}])
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
+    monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1)
+    monkeypatch.setattr("llama3.data.collect.MOST_ITEMS", 8)
+    assert len(plan_job(recipe, tmp_path / "out").items) <= 4  # larger pieces instead of too many
+    monkeypatch.setattr("llama3.data.collect.MOST_ITEMS", 0.5)
+    with pytest.raises(SourceError, match="pieces to read are more than"):
+        collect(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    limited = make_recipe({"general": [{"uri": str(tmp_path / "in"), "limit": "1 TB"}]})
+    with pytest.raises(SourceError, match=r"sources\.general\.0\.limit: .* is too much for one worker"):
+        plan_job(limited, tmp_path / "out")
+
+
+def test_a_bomb_of_markup_stops_the_run_or_is_counted(tmp_path: Path, make_recipe: Make) -> None:
+    write(tmp_path / "in/a.jsonl", [{"text": "good"}, {"text": "<div>" * 10_000 + "x", "format": "html"}])
+    source = {"general": [{"uri": str(tmp_path / "in")}]}
+    with pytest.raises(SourceError, match=r"a\.jsonl:2 nests markup deeper than 512 elements"):
+        collect(make_recipe(source), tmp_path / "fail")
+    facts = collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "skip")
+    assert [(line["reason"], line["documents"], line["bytes"]) for line in facts["skipped"]] == [
+        ("too_deep", 1, 50_001)
+    ]
+    assert [row["text"] for row in rows_of(tmp_path / "skip")] == ["good"]
+
+
+def test_dates_that_cannot_be_read_are_counted(tmp_path: Path, make_recipe: Make) -> None:
+    write(
+        tmp_path / "in/a.jsonl",
+        [{"text": f"t{n}", "date": date} for n, date in enumerate(["01/02/2024", "", "2024-01-02"])],
+    )
+    pq.write_table(pa.table({"text": ["p", "q"], "created": ["no date", None]}), tmp_path / "in/b.parquet")
+    facts = collect(make_recipe({"general": [{"uri": str(tmp_path / "in")}]}), tmp_path / "out")
+    assert facts["unread_dates"] == {"general": 2}
+    assert sorted(row["date"] for row in rows_of(tmp_path / "out")) == ["", "", "", "", "2024-01-02"]
+    assert facts["skipped"] == []

@@ -18,7 +18,7 @@ CASES = st.lists(
         {
             "text": st.sampled_from("abc"),
             "url": st.sampled_from([PAGE, "https://example.org/other", "shelf/page.txt"]),
-            "date": st.sampled_from(["", "2023-01-02", "2024-01-01"]),
+            "date": st.sampled_from(["", "2023-01-02", "2024-01-01", "2024-01-01T08:00:00Z"]),
             "rank": st.sampled_from([0.0, 0.25, 1.0]),
             "language": st.sampled_from(["en", "de"]),
             "domain": st.sampled_from(["general", "math"]),
@@ -46,7 +46,7 @@ def kept(documents: list[Document]) -> list[tuple[Any, ...]]:
     """Return what the two steps keep, in plain Python."""
 
     def better(document: Document) -> tuple[Any, ...]:
-        newest = tuple(-ord(char) for char in f"{document['date']:0<10}")
+        newest = tuple(-ord(char) for char in f"{document['date']:0<20}")
         identity = (
             document["id"],
             document["url"],
@@ -56,22 +56,21 @@ def kept(documents: list[Document]) -> list[tuple[Any, ...]]:
         )
         return -document["rank"], newest, *identity
 
-    def first(documents: list[Document], group: tuple[str, ...], newest: bool) -> list[Document]:
-        groups: dict[tuple[str, ...], list[Document]] = {}
+    def groups(documents: list[Document], *names: str) -> list[list[Document]]:
+        found: dict[tuple[str, ...], list[Document]] = {}
         for document in documents:
-            groups.setdefault(tuple(document[name] for name in group), []).append(document)
-        latest = max if newest else (lambda dates: "")
-        chosen = []
-        for members in groups.values():
-            date = latest(member["date"] for member in members)
-            chosen.append(min((one for one in members if not newest or one["date"] == date), key=better))
-        return chosen
+            found.setdefault(tuple(document[name] for name in names), []).append(document)
+        return list(found.values())
 
-    pages = [document for document in documents if "://" in document["url"]]
-    rest = [document for document in documents if "://" not in document["url"]]
-    left = rest + first(pages, ("domain", "language", "url"), newest=True)
+    def outdated(document: Document, newest: str) -> bool:
+        return bool(document["date"]) and document["date"] < newest and not newest.startswith(document["date"])
+
+    left = [document for document in documents if "://" not in document["url"]]
+    for pages in groups([one for one in documents if "://" in one["url"]], "domain", "language", "url"):
+        newest = max(page["date"] for page in pages)
+        left += [page for page in pages if not outdated(page, newest)]
     names = ("id", "url", "date", "rank", "language", "source_index")
-    return sorted(tuple(one[name] for name in names) for one in first(left, ("domain", "id"), newest=False))
+    return sorted(tuple(min(same, key=better)[name] for name in names) for same in groups(left, "domain", "id"))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,7 +103,15 @@ def test_the_newest_version_of_a_url_stays(tmp_path: Path) -> None:
         {"licence": "german", "text": "erster", "url": PAGE, "date": "2020-01-01", "language": "de"},
         {"licence": "math", "text": "1 + 1", "url": PAGE, "date": "2020-01-01", "domain": "math"},
     ]
-    assert drops(tmp_path, documents) == {"old": ("old_version", "new"), "undated": ("old_version", "new")}
+    assert drops(tmp_path, documents) == {"old": ("old_version", "new")}
+
+
+def test_sections_of_a_page_stay(tmp_path: Path) -> None:
+    """Nothing says that one is newer: they have no date, or that of the page, or it and its time."""
+    parts = [("1", ""), ("2", ""), ("3", "2024-05-01"), ("4", "2024-05-01"), ("5", "2024-05-01T10:00:00Z")]
+    documents = [{"licence": name, "text": f"section {name}", "url": PAGE, "date": date} for name, date in parts]
+    copy = {"licence": "6", "text": "section 1", "url": PAGE, "rank": -1.0}
+    assert drops(tmp_path, [*documents, copy]) == {"6": ("exact_duplicate", "6")}, "one of 1 and 6 goes"
 
 
 def test_a_path_is_no_url(tmp_path: Path) -> None:

@@ -134,6 +134,31 @@ def test_short_examples_are_counted_but_drop_nothing(tmp_path: Path) -> None:
     assert (line["examples"], line["short"], line["flagged"], line["confirmed"]) == (2, 2, 1, 0)
 
 
+def test_each_field_of_an_example_is_looked_for_alone(tmp_path: Path) -> None:
+    """A page with the question alone covers less than half of question and answer."""
+    question, answer, brief = prose(11, 20), prose(12, 60), prose(13, 5)
+    records = [{"question": question, "answer": answer}, {"question": brief, "answer": prose(14, 6)}]
+    quiz = Benchmark(name="quiz", uri=write(tmp_path / "quiz.jsonl", records), fields=["question", "answer"])
+    asked, solved = f"{prose(2, 60)}. {question}?", f"{prose(3, 60)} {answer}"
+    both = f"{prose(4, 60)} {brief}: {records[1]['answer']}"
+    job = decontaminated(tmp_path, [asked, solved, both, f"{prose(5, 60)} {brief}"], [quiz], shards=2, parts=2)
+    assert dropped(job) == {asked, solved, both}
+    (line,) = table(job, "report")
+    numbers = ("examples", "short", "template", "flagged", "confirmed", "documents")
+    assert [line[name] for name in numbers] == [2, 0, 0, 2, 2, 3]
+    found = {row["example"]: (row["words"], row["ratio"], row["document_ratio"]) for row in table(job, "examples")}
+    assert found == {0: (60, 1.0, 1.0), 1: (11, 1.0, 1.0)}
+    assert [(row["corpus"], row["document"]) for row in table(job, "ratios")] == [(2, 2)] * 10
+
+
+def test_what_half_of_the_answers_share_is_template_in_every_field(tmp_path: Path) -> None:
+    phrase = "so the final answer is the number that we were looking for"
+    records = [{"question": prose(20 + n, 30), "answer": f"{prose(60 + n, 3)} {phrase}"} for n in range(30)]
+    quiz = Benchmark(name="quiz", uri=write(tmp_path / "quiz.jsonl", records), fields=["question", "answer"])
+    job = decontaminated(tmp_path, [f"{prose(2, 60)} {phrase}"], [quiz])
+    assert dropped(job) == set()
+
+
 def test_tables_say_what_was_found(tmp_path: Path) -> None:
     leak, half = f"{prose(2, 60)}. {EXAMPLE}?", f"{prose(3, 60)} {HALF}"
     sets = [
@@ -236,7 +261,7 @@ def test_benchmarks_are_read_in_every_form(tmp_path: Path) -> None:
     for uri in (plain, str(tmp_path / "b/set.jsonl.gz"), str(tmp_path / "b/*.parquet")):
         quiz = Benchmark(name="quiz", uri=uri, fields=["q", "choices"])
         job = decontaminated(tmp_path / uri.replace("/", "_"), [prose(4, 9)], [quiz])
-        assert pq.read_table(job.file("contaminated/benchmarks", 0))["words"].to_pylist() == [20, 9]
+        assert pq.read_table(job.file("contaminated/benchmarks", 0))["words"].to_pylist() == [20, 10, 10, 9, 9]
         assert dropped(job) == {prose(4, 9)}
 
 

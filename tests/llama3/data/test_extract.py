@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.data import markup
 from llama3.data.extract import html_text
 from llama3.data.markdown import strip_markdown
+from llama3.data.markup import plain_text, too_deep
+from llama3.data.skips import Fault
 
 PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p {color: red}</style></head><body>
 <nav><ul><li><a href="/">Home of the site</a></li><li><a href="/x">Another menu entry</a></li></ul></nav>
@@ -55,6 +60,24 @@ def test_a_page_that_the_heuristics_mistake_is_kept_whole() -> None:
     )
     assert "item number 39" in text
     assert "menu" not in text
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        '---\nlayout: news_post\ntitle: "Ruby 3.4"\nlang: de\n---\n',
+        "\ufeff---\r\n# comment\r\ntags:\r\n  - a\r\n...\r\n",
+        "+++\ntitle = 'x'\n[extra]\ntoc = true\n+++\n",
+    ],
+)
+def test_front_matter_goes(front: str) -> None:
+    assert strip_markdown(f"{front}\n# Title\n\nText: more.").strip() == "Title\n\nText: more."
+
+
+@pytest.mark.parametrize("text", ["A rule\n\nand text", "\nFirst words: all of a text.\n\nkey: value"])
+def test_text_between_rules_stays(text: str) -> None:
+    assert strip_markdown(f"---\n\n{text}\n\n---\n\nend").split() == [*text.split(), "end"]
+    assert strip_markdown("---\nkey: value\nwithout an end").split() == ["key:", "value", "without", "an", "end"]
 
 
 @pytest.mark.parametrize("extractor", ["resiliparse", "trafilatura"])
@@ -134,3 +157,99 @@ def test_stripping_markdown_keeps_every_letter_in_order(text: str) -> None:
 @given(st.text("abc .,;:'é漢\n", max_size=80))
 def test_text_without_marks_is_left_alone(text: str) -> None:
     assert strip_markdown(text) == text
+
+
+BOMBS = {
+    "div": "<div>" * 200_000,
+    "math": "<math>" * 8_000 + "x",
+    "attributes": "<p " + " ".join(f"a{n}=1" for n in range(300_000)) + ">x",
+    "quoted attributes": '<p a=">" ' + " ".join(f"a{n}" for n in range(300_000)) + ">x",
+    "hidden attributes": "<p " + " ".join(f"a{n}<b" for n in range(300_000)) + ">x",
+    "siblings far down": "<div>" * 500 + "<i>x</i>" * 200_000,
+    "fonts": "".join(f"<p><font x={n}></p>" for n in range(2_000)) + "<p>x" * 100_000,
+    "after a comment": "<!--><!-- x -->" + "<div>" * 100_000 + "-->",
+    "in a drawing": "<svg>" + "<g>" * 100_000,
+    "slashes": "<svg>" + "<div/>" * 100_000,
+    "in script": "<script>'</script><div>'" + "<b x=1><i>" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_markup_that_takes_a_parser_minutes_is_told_apart_by_its_text(name: str) -> None:
+    began = time.process_time()
+    found = plain_text(BOMBS[name], "html", "resiliparse")
+    assert isinstance(found, Fault)
+    assert found.reason == "too_deep"
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        PAGE,
+        "<table>" + "<tr><td>cell<td>other" * 5_000,
+        "<ul>" + "<li>point<p>text" * 5_000,
+        "<a name=x>anchor" * 5_000,
+        "<svg>" + '<path d="M 0 0"/><circle r=1 />' * 5_000 + "</svg>",
+        "<script>" + "document.write('<div><div>');" * 5_000 + "</script>text",
+        "<!-- " + "<div>" * 5_000 + " --> text",
+        "<p>" + "words in a long paragraph " * 5_000,
+        f"<div data-state='{'{a: 1}, ' * 5_000}'>text</div>",
+        "<div><span>x</span></div>" * 20_000,
+    ],
+)
+def test_pages_as_people_write_them_are_not_deep(page: str) -> None:
+    assert not too_deep(page)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["> " * 300_000, "* " * 300_000 + "x", "# a" + " " * 300_000 + "b", "#" + " #" * 200_000, "`a``b" * 100_000],
+)
+def test_markdown_takes_time_by_its_length(text: str) -> None:
+    began = time.process_time()
+    strip_markdown(text)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("heading", "plain"),
+    [
+        ("# a ##", "a"),
+        ("# a#", "a#"),
+        ("## # #", "#"),
+        ("#", ""),
+        ("# #", "#"),
+        ("### a ## b ##  ", "a ## b"),
+        ("# ", ""),
+    ],
+)
+def test_closing_signs_of_headings(heading: str, plain: str) -> None:
+    assert strip_markdown(heading) == plain
+
+
+def test_a_long_document_is_read_by_a_child_and_one_that_takes_too_long_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = PAGE.replace("</article>", "<p>Another paragraph é.</p>" * 3_000 + "</article>")
+    assert len(page) > markup.IN_PROCESS
+    assert plain_text(page, "html", "resiliparse") == html_text(page)
+    first = markup._local.child.pid
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: plain_text(f"{page}{number}", "html", "resiliparse"), range(8)))
+    assert found == [html_text(f"{page}{number}") for number in range(8)]
+    monkeypatch.setattr(markup, "LIMIT_S", 1)
+    monkeypatch.setattr(markup, "CHARS_PER_S", 10**9)
+    slow = "*a " * 1_000_000
+    fault = plain_text(slow, "md", "resiliparse")
+    assert isinstance(fault, Fault)
+    assert (fault.reason, fault.said.startswith("took more than 1 s")) == ("too_slow", True)
+    assert plain_text(page, "html", "resiliparse") == html_text(page)  # by another child
+    assert markup._local.child.pid != first
+
+
+def test_a_child_that_dies_of_the_machine_is_no_fault_of_the_document() -> None:
+    page = "<p>word</p>" * 10_000
+    assert "word" in str(plain_text(page, "html", "resiliparse"))
+    markup._local.child.kill()
+    assert "word" in str(plain_text(page, "html", "resiliparse"))

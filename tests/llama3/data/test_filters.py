@@ -128,6 +128,14 @@ def test_rules_of_a_domain_and_of_a_language(judge: Judge) -> None:
     assert found == ["braces", None, "too_long", "too_long", "too_short", None]
 
 
+def test_fineweb2_binds_each_language_by_its_own_bounds(judge: Judge) -> None:
+    text = "one two three four five six seven eight " * 9
+    curate = {"quality": OFF, "quality_for": {"multilingual": {"rules": ["fineweb2"], **OFF, "max_mean_word": None}}}
+    curate["quality_for"]["multilingual"] |= {"max_duplicate_grams": {}, "max_newlines_per_word": None}
+    found = judge(curate, [text] * 4, domain=["multilingual"] * 3 + ["general"], language=["de", "es", "xx", "es"])
+    assert found == [None, "punctuated_lines", "punctuated_lines", None]
+
+
 def test_languages_bind_the_multilingual_domain_only(judge: Judge) -> None:
     domains, languages = ["multilingual", "multilingual", "general"], ["pt", "fr", "fr"]
     found = judge({"quality": OFF, "languages": ["pt_BR"]}, [GOOD] * 3, domain=domains, language=languages)

@@ -136,6 +136,13 @@ def test_each_bucket_counts_for_itself(tmp_path: Path) -> None:
     assert four.lines.sum() == 0
 
 
+def test_fences_of_code_stay_in_pairs(tmp_path: Path) -> None:
+    """Opening fences are longer than the least length, closing ones are not."""
+    texts = [f"```rust,ignore\nlet x = {n};\n```\n~~~~ python\n~~~~\nthe same line here" for n in range(5)]
+    job = prepared(tmp_path, [{"text": text} for text in texts], Lines(max_copies=2))
+    assert sorted(stripped(job).texts.to_pylist()) == [text.removesuffix("\nthe same line here") for text in texts]
+
+
 def test_short_lines_stay(tmp_path: Path) -> None:
     documents = [{"text": f"}}\n{'ü' * 7}\n{'ü' * 8}\n{line}"} for line in numbers(9)]
     job = prepared(tmp_path, documents, Lines())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 import unicodedata
 from typing import Any
 
@@ -108,3 +109,13 @@ def test_repair_looks_only_where_the_scan_saw_something(text: str) -> None:
         assert repair(text) == text
     else:
         assert flags_of([text])[0] & GARBLED or SIGNS.search(text.strip("\n\t ")) is None
+
+
+def test_endless_marks_on_one_letter_take_time_by_their_number() -> None:
+    text = "a" + "\u0301\u0316" * 300_000
+    began = time.process_time()
+    [found] = normalise_texts(pa.array([text, "e\u0301" * 10], pa.large_string())).to_pylist()[:1]
+    assert time.process_time() - began < 10
+    assert found == normalise(text)
+    assert found.replace("\u034f", "").count("\u0316") == 300_000
+    assert normalise("e" + "\u0301" * 40) == "é" + "\u0301" * 39  # as ever

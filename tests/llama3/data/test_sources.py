@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llama3.data.collect import collect
 from llama3.data.skips import SourceError
 from llama3.data.sources import check_sources, fingerprint, open_source, source_names, survey
 from llama3.recipe.data import Source
@@ -37,7 +40,9 @@ def test_every_format_gives_its_documents(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("a note")
     (tmp_path / "page.html").write_text("<p>a page</p>")
     (tmp_path / "skipped.bin").write_bytes(b"\x00")
-    assert len(texts_of(uri=str(tmp_path))) == 4 * 3 + 2
+    assert len(texts_of(uri=str(tmp_path), ignore=["*.bin"])) == 4 * 3 + 2
+    with pytest.raises(SourceError, match=r"skipped\.bin. has an ending that is not read .* or set curate.on_error"):
+        texts_of(uri=str(tmp_path))
     assert texts_of(uri=str(tmp_path / "*.txt")) == ["a note"]
     assert texts_of(uri=str(tmp_path / "skipped.bin"), format="txt") == ["\x00"]
     page = next(open_source(Source(uri=str(tmp_path / "page.html")), "general", 0))
@@ -136,7 +141,7 @@ def test_an_extractor_that_is_not_there_is_said_before_work(
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["words"])}]}, extractor="trafilatura")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [fault] = check_sources(recipe)
-    assert fault.startswith("curate.extractor: trafilatura is not installed; pip install 'herd[html]'")
+    assert fault.startswith("curate.extractor: trafilatura is not installed; in the checkout: make install-dev")
 
 
 def test_a_later_broken_record_stops_the_reading(tmp_path: Path) -> None:
@@ -182,3 +187,155 @@ def test_a_survey_reads_past_what_the_recipe_skips(make_recipe: Make, write_json
     assert (found.documents, found.complete) == (2, True)
     with pytest.raises(SourceError, match=r"a\.jsonl:3"):
         survey(make_recipe({"general": [{"uri": str(path)}]}))
+
+
+LINES = b"".join(b'{"text": "line %d"}\n' % number for number in range(3))
+TEXTS = ["line 0", "line 1", "line 2"]
+RECORD = (
+    b"WARC/1.0\r\nWARC-Type: %s\r\nWARC-Target-URI: http://a/%d\r\nWARC-Date: 2024-01-02T03:04:05Z\r\n"
+    b"Content-Length: %d\r\n\r\n%s\r\n\r\n"
+)
+
+
+def record(kind: bytes, number: int, body: bytes) -> bytes:
+    return RECORD % (kind, number, len(body), body)
+
+
+def response(number: int, media: bytes, body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
+    return record(b"response", number, b"HTTP/1.1 %s\r\nContent-Type: %s\r\n%s\r\n%s" % (status, media, more, body))
+
+
+def arrow(rows: list[str], stream: bool) -> bytes:
+    table, buffer = pa.table({"text": rows, "url": ["u"] * len(rows)}), pa.BufferOutputStream()
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(buffer, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return bytes(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.json", LINES),
+        ("b.json.gz", gzip.compress(LINES)),
+        ("c.json", json.dumps([{"text": text} for text in TEXTS], indent=2).encode()),
+        ("c.one.json", b"\xef\xbb\xbf" + json.dumps([{"text": text} for text in TEXTS]).encode()),
+        ("d.jsonl.bz2", bz2.compress(LINES[:10]) + bz2.compress(LINES[10:])),
+        ("e.jsonl.xz", lzma.compress(LINES[:10]) + lzma.compress(LINES[10:])),
+        ("f.csv", b'url,text\r\nu,line 0\r\n"u,v","line 1"\r\n\r\nu,"line 2"'),
+        ("g.tsv.zst", pa.compress(b"\xef\xbb\xbftext\turl\nline 0\tu\nline 1\tu\nline 2\tu\n", "zstd", asbytes=True)),
+        ("h.arrow", arrow(TEXTS, stream=True)),
+        ("i.feather", arrow(TEXTS, stream=False)),
+        ("j.warc.wet.gz", b"".join(gzip.compress(record(b"conversion", n, t.encode())) for n, t in enumerate(TEXTS))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",  # gzip writes the time, and workers compare names
+)
+def test_formats_that_people_have_give_their_documents(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert texts_of(uri=str(tmp_path / name)) == TEXTS
+    assert texts_of(uri=str(tmp_path)) == TEXTS
+
+
+def test_csv_keeps_lines_inside_quotes_and_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,n\n"two\nlines, ""quoted""",1\nshort\nbad \xff,2\nlast,3\n')
+    documents = list(open_source(Source(uri=str(path)), "general", 0, fail=False))
+    assert [(document.text, document.url) for document in documents] == [
+        ('two\nlines, "quoted"', f"{path}:3"), ("last", f"{path}:6"),
+    ]  # fmt: skip
+    with pytest.raises(SourceError, match=r"a\.csv:4 has 1 cells, the first row 2"):
+        texts_of(uri=str(path))
+    path.write_bytes(b'text,n\nfirst,1\n"never ends,2\nlast,3\n')
+    with pytest.raises(SourceError, match="cannot be read as csv"):
+        texts_of(uri=str(path))
+    path.write_bytes(b"body,n\nx,1\n")
+    with pytest.raises(SourceError, match="has no text column 'text'; name one of body, n with text:"):
+        texts_of(uri=str(path))
+
+
+def test_json_that_is_one_object_or_broken(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n "text": "one",\n "url": "u"\n}\n')
+    assert texts_of(uri=str(path)) == ["one"]
+    path.write_text('{"text": \n{"text": "good"}\n')
+    assert [d.text for d in open_source(Source(uri=str(path)), "general", 0, fail=False)] == ["good"]
+    with pytest.raises(SourceError, match=r"a\.json:1 is not JSON"):
+        texts_of(uri=str(path))
+    path.write_text('[{"text": "fine"}, {"body": "x"}]')
+    with pytest.raises(SourceError, match=r"a\.json:2 has no text column"):
+        texts_of(uri=str(path))
+
+
+def test_a_web_archive_gives_its_pages(tmp_path: Path, make_recipe: Make) -> None:
+    latin = "<p>café</p>".encode("latin-1")
+    packed = gzip.compress(b"<p>packed</p>")
+    data = [
+        record(b"warcinfo", 0, b"software: x"),
+        record(b"request", 1, b"GET / HTTP/1.1\r\n\r\n"),
+        response(1, b"text/html; charset=iso-8859-1", latin),
+        response(2, b"text/plain", b"chunked", more=b"Content-Length: 7\r\n"),
+        response(3, b"text/html", b"3\r\n<p>\r\n2\r\nhi\r\n0\r\n\r\n", more=b"Transfer-Encoding: chunked\r\n"),
+        response(4, b"text/html", packed, more=b"Content-Encoding: gzip\r\n"),
+        response(5, b"image/png", b"\x89PNG"),
+        response(6, b"text/html", b"gone", status=b"404 Not Found"),
+    ]
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(b"".join(map(gzip.compress, data)))
+    documents = list(open_source(Source(uri=str(path)), "general", 0))
+    assert [(document.text, document.url, document.format, document.date) for document in documents] == [
+        ("<p>café</p>", "http://a/1", "html", "2024-01-02T03:04:05Z"),
+        ("chunked", "http://a/2", "text", "2024-01-02T03:04:05Z"),
+        ("<p>hi", "http://a/3", "html", "2024-01-02T03:04:05Z"),
+        ("<p>packed</p>", "http://a/4", "html", "2024-01-02T03:04:05Z"),
+    ]
+    facts = collect(make_recipe({"general": [{"uri": str(path)}]}), tmp_path / "out")
+    assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [("no_page", 2)]
+    (tmp_path / "cut.warc").write_bytes(b"".join(data)[:-300])
+    with pytest.raises(SourceError, match="cannot be read as warc"):
+        texts_of(uri=str(tmp_path / "cut.warc"))
+
+
+def test_what_is_not_read_is_named_before_work_and_counted(tmp_path: Path, make_recipe: Make) -> None:
+    folder = tmp_path / "in"
+    (folder / ".git").mkdir(parents=True)
+    for number in range(300):
+        (folder / f"a{number}.jsonl").write_text('{"text": "words"}\n')
+    for name in ("b.pdf", "c.pdf", "d.tar.gz", "e.parquet.gz", "f"):
+        (folder / name).write_bytes(b"x" * 10)
+    for name in (".gitattributes", ".git/a.jsonl", "README.md", "LICENSE", "_SUCCESS", "dataset_infos.json", "a.md5"):
+        (folder / name).write_text("no data")
+    source = {"uri": str(folder)}
+    [fault] = check_sources(make_recipe({"general": [source]}))
+    assert (
+        f"{str(folder)!r} also holds what cannot be read: .pdf 2, .tar.gz 1, .parquet.gz 1, without ending 1" in fault
+    )
+    assert "name them under ignore:" in fault
+    with pytest.raises(SourceError, match="has an ending that is not read"):
+        collect(make_recipe({"general": [source]}), tmp_path / "fail")
+    [fault] = check_sources(make_recipe({"general": [source]}, on_error="skip"))
+    assert fault.startswith("sources.general: 5 of 305 files, 50 of 5,450 bytes, cannot be read: .pdf 2")
+    with pytest.raises(SourceError, match="5 of 305 files could not be read"):
+        collect(make_recipe({"general": [source]}, on_error="skip"), tmp_path / "lost")
+    allowed = make_recipe({"general": [source]}, on_error="skip", max_lost="2%")
+    assert check_sources(allowed) == []
+    assert survey(allowed)[0].left_out.startswith(".pdf 2")
+    facts = collect(allowed, tmp_path / "skip")
+    assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [
+        ("passed_over", 7), ("unknown_format", 5),
+    ]  # fmt: skip
+    listed = make_recipe({"general": [source | {"ignore": ["*.pdf", "d.*", "e.*", "f"]}]})
+    assert check_sources(listed) == []
+    facts = collect(listed, tmp_path / "ignored")
+    assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [("passed_over", 12)]
+    assert facts["documents"] == {"general": 300}
+    assert check_sources(make_recipe({"general": [{"uri": f"{folder}/*.jsonl"}]})) == []
+
+
+def test_papers_beside_documents_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "LICENSE").write_text("free")
+    (tmp_path / "a.md").write_text("a")
+    assert texts_of(uri=str(tmp_path)) == ["read me", "a"]
+    assert texts_of(uri=str(tmp_path / "LICENSE"), format="txt") == ["free"]
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
+    assert texts_of(uri=str(tmp_path)) == ["a", "b"]
+    assert texts_of(uri=str(tmp_path / "*.md")) == ["read me", "a"]

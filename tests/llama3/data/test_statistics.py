@@ -11,14 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.characters import BLANKS, BRACKETS, LIST_MARKS, QUOTES, SENTENCE_ENDS, WIDE_SENTENCE_ENDS
+from llama3.data.characters import (
+    BLANKS,
+    BRACKETS,
+    LIST_MARKS,
+    QUOTES,
+    SENTENCE_ENDS,
+    SPACED_LIST_MARKS,
+    WIDE_SENTENCE_ENDS,
+)
 from llama3.data.statistics import COLUMNS, COUNTS, document_statistics
 from llama3.recipe.quality import Quality
 from tests.llama3.data.reference_statistics import reference_statistics
 
-MARKS = BLANKS + BRACKETS + LIST_MARKS + QUOTES + SENTENCE_ENDS + WIDE_SENTENCE_ENDS
+MARKS = BLANKS + BRACKETS + LIST_MARKS + SPACED_LIST_MARKS + QUOTES + SENTENCE_ENDS + WIDE_SENTENCE_ENDS
 PIECES = st.one_of(
-    st.sampled_from(["a", "b", "the", "The", "to", "of", "42", "_", "Zoë", "中", "の", "है", "🙂", "lorem", "ipsum"]),
+    st.sampled_from(["a", "b", "the", "The", "to", "of", "42", "_", "Zoë", "है", "🙂", "lorem", "ipsum"]),
+    st.sampled_from(["中文", "日", "のか", "มา", "一"]),
     st.sampled_from([" ", " ", "\n", "\n\n", ". ", ".", "...", "…", "#", "{", "}", "- ", "Lorem Ipsum ", "?\n", "”\n"]),
     st.sampled_from(MARKS),
     st.characters(codec="utf-8"),
@@ -73,6 +82,43 @@ def test_repeated_lines_and_paragraphs() -> None:
     assert found["duplicate_line_chars"] == 13 / len(text)
     assert found["duplicate_paragraph_chars"] == 14 / len(text)
     assert found["duplicate_line_chars_strict"] == 13 / (len(text) - 6)
+
+
+def test_fences_and_brackets_repeat_nothing() -> None:
+    """A third of a manual's chapters went because of the marks around their samples."""
+    text = "\n".join(f"Step {n}.\n----\n$ git step {n}\n----\n}}" for n in range(20))
+    assert (one(text)["duplicate_lines"], one(text)["duplicate_line_chars"]) == (0, 0)
+
+
+def test_emphasis_and_spaced_marks() -> None:
+    verses = "\n".join(f"**10.{n}** And this is what the verse says." for n in range(9))
+    assert one(verses)["bullet_lines"] == 0
+    assert one("* first\n- second\n• third\n*bold* word\n·middle\n· last\n*")["bullet_lines"] == 4 / 7
+
+
+def test_a_version_number_is_one_word_without_a_letter() -> None:
+    text = "Ruby 2.3.7 and Ruby 2.4.4 and Ruby 2.5.1 are out"
+    assert one(text)["alphabetic_words"] == 0.7
+    assert one("日本語の文章です 1 2")["alphabetic_words"] > 0.5
+
+
+# The same three sentences.
+PARALLEL = {
+    "en": "Open the file with the editor and read what it says. Then close it. You can open the file with a mouse.",
+    "ja": "エディタでファイルを開いて内容を読みます。それから閉じます。マウスでもファイルを開くことができます。",
+    "zh": "用编辑器打开文件并阅读其中的内容。然后关闭它。您也可以用鼠标打开文件，这样更方便一些。",
+    "th": "เปิดไฟล์ด้วยโปรแกรมแก้ไขและอ่านสิ่งที่เขียนไว้ จากนั้นปิดไฟล์ คุณสามารถเปิดไฟล์ด้วยเมาส์ได้เช่นกัน",
+}
+
+
+@pytest.mark.parametrize("language", PARALLEL)
+def test_repetition_measures_scripts_without_spaces_alike(language: str) -> None:
+    """With one character a word, a run of five words was five characters: a common verb ending."""
+    found = one(PARALLEL[language])
+    assert 15 <= found["words"] <= 40
+    assert found["duplicate_gram_5"] == 0
+    twice = one(f"{PARALLEL[language]} {PARALLEL[language]}")
+    assert twice["duplicate_gram_10"] > 0.3, "what repeats is still seen"
 
 
 def test_most_frequent_gram_counts_blanks_and_needs_a_repetition() -> None:
