@@ -7,6 +7,7 @@ this gives up: folders are local, so copy what is elsewhere to this machine firs
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ from llama3.export.hf import open_hugging_face, write_hugging_face
 from llama3.export.meta import open_meta, write_meta
 from llama3.export.names import Source, parameters
 from llama3.export.parts import check_parts
-from llama3.model.files import open_model, save_model
+from llama3.model.files import CONFIG, open_model, save_model
+from llama3.model.initial import empty
+from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Model
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from storage.filesystem import sync_folder
@@ -67,6 +70,33 @@ def open_source(folder: Path, form: Format) -> Source:
     if form not in OPEN:
         raise ValueError(f"format {form!r} is unknown; choose {', '.join(OPEN)}")
     return OPEN[form](folder)
+
+
+def format_of(folder: Path) -> Format:
+    """Return the format of the model in `folder`. Raises ValueError if there is none."""
+    if (folder / "params.json").is_file():
+        return "meta"
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ValueError(f"{folder}: has neither {CONFIG} nor params.json; name the folder of a model") from None
+    return "hf" if isinstance(config, dict) and "model_type" in config else "herd"
+
+
+def load_any(folder: Path, dtype: torch.dtype, device: str = "cpu") -> tuple[Transformer, Tokenizer]:
+    """Return the model in `folder`, of whatever format, ready to evaluate as `dtype` on `device`, and its tokenizer.
+
+    Raises ValueError if it is no Llama 3, or there is no tokenizer that fits it.
+    """
+    form = format_of(folder)
+    source = open_source(folder, form)
+    tokenizer = _tokenizer(folder, form, source.rows)
+    if tokenizer is None:
+        raise ValueError(f"{folder}: has no {TOKENIZERS[form]}; put the tokenizer of the model there")
+    model = empty(source.spec, source.rows)
+    state = {name.ours: value.to(device) for name, value in parameters(source, dtype)}
+    model.load_state_dict(state, assign=True)
+    return model.eval(), tokenizer
 
 
 @contextmanager

@@ -55,7 +55,7 @@ NUMBERS = {
 def check_gguf(tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the tokenizer. Raises ValueError if there is none or the package that writes the format is missing."""
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("format gguf: package gguf is not installed; pip install 'herd[gguf]'")
+        raise ValueError("format gguf: package gguf is not installed; in the checkout: make install-dev")
     if tokenizer is None:
         raise ValueError("format gguf: the file holds the tokenizer, but the model has none; put tokenizer.model there")
     return tokenizer

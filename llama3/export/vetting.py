@@ -9,6 +9,8 @@ export takes as much disk as the model while it is looked at.
 
 from __future__ import annotations
 
+import errno
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from llama3.evaluate.gate import Check
+from llama3.evaluate.gate import Check, Unfinished
 from llama3.export.compare import logits, logits_difference
 from llama3.export.convert import Format, Target, convert, open_source
 from llama3.export.names import Source, names
@@ -38,8 +40,11 @@ FORMATS: tuple[tuple[Target, Format, str], ...] = (
     ("meta-safetensors", "meta", "Meta"),
 )
 """How each is written, how it is read, and its name."""
-BROKEN = (ValueError, OSError, RuntimeError, SafetensorError)
-"""What a damaged file or a model that does not fit its shape raises."""
+BROKEN = (ValueError, OSError, RuntimeError, SafetensorError, MemoryError)
+"""What a damaged file or a model that does not fit its shape raises, or a machine that cannot look at it."""
+ABSENT = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
+"""Numbers of an OSError that say something of the folder, and not of disk, network or memory."""
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 
 
 def vet_model(folder: Path, scratch: Path) -> list[Check]:
@@ -59,11 +64,33 @@ def vet_tokenizer(folder: Path, digest: str) -> Check:
     return checked(TOKENIZER, compare)
 
 
+def is_of_the_machine(error: BaseException) -> bool:
+    """Return whether `error` says nothing of the model: memory, a full disk or a network was missing."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno not in ABSENT
+    said = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    if said is not None:
+        return int(said[1]) not in ABSENT
+    if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
+        return True
+    return error.__cause__ is not None and is_of_the_machine(error.__cause__)
+
+
 def checked(metric: str, work: Callable[[], str]) -> Check:
-    """Return the check `metric`: passed with what `work` returns, failed with what it raises (one of `BROKEN`)."""
+    """Return the check `metric`: passed with what `work` returns, failed with what it raises (one of `BROKEN`).
+
+    Raises Unfinished where that is the machine's fault: the decision stays open then.
+    """
     try:
         return Check(metric=metric, passed=True, reason=work())
+    except Unfinished:
+        raise
     except BROKEN as error:
+        if is_of_the_machine(error):
+            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise Unfinished(f"{metric}: the check did not come to its end ({words[:400]})") from error
         return Check(metric=metric, passed=False, reason=" ".join(str(error).split())[:400])
 
 
@@ -95,7 +122,8 @@ def _export(folder: Path, scratch: Path) -> str:
             distance = logits_difference(made, form, folder, "herd") if fits else 0.0
         if not distance <= LOGITS:
             raise ValueError(f"the export to {name} gives logits that differ by {distance:.1e}; allowed {LOGITS:.0e}")
-        said.append(f"{name} equal" + (f", logits within {distance:.0e}" if fits else ""))
+        logits = f", logits differ by at most {distance:.0e}" if distance else ", logits equal"
+        said.append(f"{name} equal" + (logits if fits else ""))
     return "; ".join(said) + ("" if fits else "; too large to compare logits here")
 
 

@@ -8,6 +8,7 @@ to be imported or agreed on. What this gives up: one layout for the whole model;
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -146,9 +147,14 @@ def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:
 def _device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device: {name!r}, but this torch sees no CUDA device; write cpu or auto")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(
+            f"device: {name}, but process {index} of node {socket.gethostname()} sees {count} CUDA devices (torch "
+            f"{torch.__version__}); correct the node's driver, its torch or processes_per_node, or train on processors "
+            "with device: cpu and gpus: false"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llama3.train.job import TrainJob
 from llama3.train.main import TERMINATED
 
 LAST_LINES = 12
+GRACE_S = 15.0
+"""From the request to stop to SIGKILL, where neither steps nor saves take long."""
+SLACK = 3.0
+"""A save may take so many times as long as the longest before it: a disk is slower when somebody else writes too."""
 
 
 class Attempt(BaseModel):
@@ -63,6 +69,51 @@ class Outcome(BaseModel):
     """Which rank failed first, and the end of its log."""
     time: float = 0.0
     """When the first rank failed, in seconds since 1970."""
+
+
+class Pace(BaseModel):
+    """How long a trainer needs to leave, as its leading process says in a file of the stage's folder."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    step_s: float = 0.0
+    """The longest step of this attempt."""
+    save_s: float = 0.0
+    """The longest save of the stage; 0: none has ended yet."""
+    saving_since: float = 0.0
+    """When the save in progress began, in seconds since 1970; 0: there is none."""
+
+    @classmethod
+    def read(cls, work: Path) -> Self:
+        """Return what was said last of the stage in `work`."""
+        try:
+            return cls.model_validate_json((work / PACE).read_text())
+        except FileNotFoundError:
+            return cls()
+
+    def write(self, work: Path) -> None:
+        """Say it. It does not wait for the disk: a power cut ends the process that would read it, too."""
+        new = work / f"{PACE}.new"
+        new.write_text(self.model_dump_json())
+        new.rename(work / PACE)
+
+
+PACE = "pace.json"
+
+
+def leave_by(job: Path, asked: float) -> float:
+    """Return until when the ranks of `job`, told at `asked` to stop, may take; both in seconds since 1970.
+
+    Asked again it may be later: a save that began meanwhile has its own time.
+    """
+    try:
+        told = TrainJob.model_validate_json(job.read_text())
+    except FileNotFoundError:  # the stage is committed, and its folder removed
+        return asked + GRACE_S
+    pace = Pace.read(told.work)
+    left = asked + GRACE_S + 2 * pace.step_s  # the step that it is in, and one that all ranks have agreed on
+    save_s = SLACK * pace.save_s or told.timeout_s  # the first save of a stage, which nothing was measured of
+    return max(left, pace.saving_since + GRACE_S + save_s) if pace.saving_since else left
 
 
 def first_failure(outcomes: list[Outcome]) -> Outcome:

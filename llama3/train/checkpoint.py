@@ -19,7 +19,7 @@ from pathlib import Path
 from llama3.parallel.mesh import World
 from llama3.recipe.schema import Keep
 from llama3.train.agree import led
-from llama3.train.manifest import Damaged, Manifest, verified
+from llama3.train.manifest import Damaged, Malformed, Manifest, verified
 from llama3.train.remote import RemoteShelf
 from llama3.train.saving import Background, Savable, Saved, describe, own_group, plain_errors, write
 from llama3.train.segments import Segments
@@ -32,10 +32,18 @@ TOLERATED = 3
 """Failed saves in a row after which training ends: a disk that is full now is often emptied by somebody."""
 TIMEOUT_S = 3600.0
 """How long a process whose part is written waits for the slowest."""
+ADVICE = (
+    "mend or bring back one of them and give the same command again, or add --restart-damaged to train the stage again "
+    "from its start"
+)
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be saved; the ones before are untouched."""
+
+
+class NoneGood(ValueError):
+    """There are checkpoints of the stage and all are damaged: the text names each."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,11 @@ class Checkpoints:
         self._running = Background(lambda: self._save(manifest, changed, cost, began + waited, mark))
         return waited + blocked
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in progress, or its end was not looked at yet."""
+        return self._running is not None
+
     def poll(self) -> list[Saved]:
         """Return what was committed since the last call; never waits, so a loop may ask after each step."""
         if self._running is not None and self._running.done:
@@ -125,10 +138,11 @@ class Checkpoints:
             raise SaveFailed(self.failures[-1])
         return self._done.pop()
 
-    def resume(self, state: Savable, before: int | None = None) -> Found:
-        """Load the newest good checkpoint into `state`; every process calls it. Damaged ones are set aside.
+    def resume(self, state: Savable, before: int | None = None, anew: bool = False) -> Found:
+        """Load the newest good checkpoint into `state`; every process calls it. Damaged newer ones are set aside.
 
-        If there were only damaged ones, `state` holds parts of them and must be made again.
+        If all are damaged, raises NoneGood and leaves them where they are: days of training may hang on a disk that
+        can be mended. With `anew` they are set aside instead; `state` holds parts of them then and must be made again.
 
         With `before`, those past that position are deleted: the run takes another way from there. Raises ValueError
         if one of them is pinned, or if the checkpoint is of another model.
@@ -137,14 +151,19 @@ class Checkpoints:
         self.shelf.clean(self.world)
         if before is not None:
             led(self.world, lambda: self._forget_after(before))
-        skipped: list[str] = []
+        loaded: tuple[Path | None, Manifest | None] = None, None
+        damaged: dict[Place, str] = {}
         for place in reversed(led(self.world, self.shelf.places)):
             try:
-                return self._load(place, state, skipped)
+                loaded = self._load(place, state)
+                break
             except Damaged as damage:
-                skipped.append(str(damage))
-                led(self.world, lambda place=place: self.shelf.set_aside(place, skipped[-1]))  # type: ignore[misc]
-        return Found(None, None, tuple(skipped))
+                damaged[place] = str(damage)
+        reasons = tuple(damaged.values())
+        if damaged and loaded[0] is None and not anew:
+            raise NoneGood("\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], ADVICE]))
+        led(self.world, lambda: self._set_aside(damaged))
+        return Found(*loaded, reasons)
 
     def restore(self, found: Found) -> bool:
         """Bring the journal and what belongs to it to this machine if they are not those of `found`.
@@ -169,7 +188,11 @@ class Checkpoints:
         """Take that pin away."""
         self.shelf.pins.remove(position, reason)
 
-    def _load(self, place: Place, state: Savable, skipped: list[str]) -> Found:
+    def _set_aside(self, damaged: dict[Place, str]) -> None:
+        for place, reason in damaged.items():
+            self.shelf.set_aside(place, reason)
+
+    def _load(self, place: Place, state: Savable) -> tuple[Path, Manifest]:
         reason = f"loading, attempt {self.attempt}"
         if self.world.leads:
             self.shelf.pins.add(place.position, reason, seconds=86_400)
@@ -179,7 +202,7 @@ class Checkpoints:
                 load_state(path, manifest, state, self.world, threads=self.threads)
             finally:
                 self.shelf.release(path)
-            return Found(path, manifest, tuple(skipped))
+            return path, manifest
         finally:
             if self.world.leads:
                 self.shelf.pins.remove(place.position, reason)
@@ -282,7 +305,7 @@ def load_state(
     try:
         with plain_errors(f"{folder}: cannot be loaded"):
             load(folder, manifest, state.tensors(), world, threads)
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, Malformed):
         verified(folder, world)  # a damaged file is the likely cause, and its name says more
         raise
     state.position = manifest.position

@@ -62,6 +62,8 @@ class TrainJob(BaseModel):
     """How long a process waits for the others before it gives up."""
     predicted: Predicted | None = None
     """What the planner says of this stage; None: nothing is known."""
+    restart_damaged: bool = False
+    """Train the stage again from its start if it has checkpoints and all are damaged; else that ends the trainer."""
 
     @property
     def trained_recipe(self) -> Path:

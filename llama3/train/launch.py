@@ -28,13 +28,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from llama3.train.attempt import Attempt, Outcome, last_lines
+from llama3.train.attempt import Attempt, Outcome, last_lines, leave_by
 from llama3.train.main import TERMINATED, leave, main
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
-GRACE_S = 15.0
-"""From the request to stop to SIGKILL: a checkpoint must be written by then."""
 SETTLE_S = 1.0
 """From the first failure to SIGKILL: so long the others may print what they saw. A stopped one never would."""
 PRELOADED = (
@@ -70,7 +68,8 @@ class Watch:
         self.failed: list[tuple[int, int, float]] = []
         """(rank, exit status, time) of those that failed by themselves."""
         self.killed: list[int] = []
-        self.stopped = False
+        self.stopped = 0.0
+        """When they were told to stop, or one of them said so, in seconds since 1970; 0: not."""
         self.deadline = float("inf")
 
     def to_the_end(self) -> Outcome:
@@ -81,6 +80,8 @@ class Watch:
             if told is not None and told.si_signo != signal.SIGCHLD:
                 self._stop()
             self._reap()
+            if self.stopped and not self.failed:
+                self.deadline = time.monotonic() + leave_by(self.attempt.job, self.stopped) - time.time()
             if self.pids and time.monotonic() >= self.deadline:
                 self.killed = sorted(self.pids.values())
                 self._send(signal.SIGKILL)
@@ -89,8 +90,7 @@ class Watch:
 
     def _stop(self) -> None:
         self._send(signal.SIGTERM)
-        self._end_within(GRACE_S)
-        self.stopped = True
+        self.stopped = self.stopped or time.time()
 
     def _send(self, number: int) -> None:
         for pid in self.pids:
@@ -108,8 +108,7 @@ class Watch:
 
     def _ended(self, rank: int, status: int) -> None:
         if status == TERMINATED:
-            self.stopped = True  # all ranks agree to stop, so the others are about to
-            self._end_within(GRACE_S)
+            self.stopped = self.stopped or time.time()  # all ranks agree to stop, so the others are about to
         elif status and rank not in self.killed and not (self.stopped and status == -signal.SIGTERM):
             self.failed.append((rank, status, time.time()))
             self._end_within(SETTLE_S)

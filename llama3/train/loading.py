@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.futures import Future
 
 from llama3.parallel.mesh import World
-from llama3.train.agree import led
-from llama3.train.manifest import Damaged, Manifest
+from llama3.train.agree import led, together
+from llama3.train.manifest import Damaged, Malformed, Manifest
 from llama3.train.writer import TYPES
 from storage.digests import FileDigest
 
@@ -50,6 +51,30 @@ class Reader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         return self.known
 
+    def headers(self) -> Metadata:
+        """Return what the headers of all files say. Raises Malformed naming the file that has none."""
+        try:
+            return super().read_metadata()
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            for path in sorted(Path(self.path).glob("*.safetensors")):
+                try:
+                    with safe_open(path, "pt"):
+                        pass
+                except SafetensorError as reason:
+                    why = f"{type(reason).__name__}: {reason}"
+                    raise Malformed(f"{path}: its header cannot be read ({why})") from None
+            raise Malformed(f"{self.path}: a header cannot be read ({type(error).__name__}: {error})") from None
+
+    def compare(self, tensors: dict[str, Tensor]) -> None:
+        """Raise Malformed unless the files hold all of `tensors`, in these shapes."""
+        for name, tensor in sorted(tensors.items()):
+            stored = self.known.state_dict_metadata.get(name)
+            if stored is None:
+                raise Malformed(f"{self.path}: tensor {name} is missing")
+            if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
+                shapes = f"{list(stored.size)}, not {list(tensor.shape)}"
+                raise Malformed(f"{self.path}: tensor {name} has the shape {shapes}")
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what `plan` asks for. Raises OSError, or anything if a header is not what it was."""
         per_file: dict[str, dict[str, list[ReadItem]]] = {}
@@ -69,11 +94,12 @@ class Reader(HuggingFaceStorageReader):
 def load(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], world: World, threads: int) -> None:
     """Fill `tensors` in place from the files of `folder`; every process calls it.
 
-    Raises Damaged on all if a file is not what `manifest` says, and CheckpointException if a tensor is missing or has
-    another shape.
+    Raises Damaged on all if a file is not what `manifest` says, which may be vouched for and bad all the same: written
+    from memory that flipped a bit, a header cannot be read or names other tensors.
     """
     reader = Reader(folder, manifest, threads)
-    reader.known = led(world, super(Reader, reader).read_metadata)
+    reader.known = led(world, reader.headers)
+    together(world, lambda: reader.compare(tensors))
     torch_load(dict(tensors), storage_reader=reader, no_dist=world.size == 1)
     problems = {name: problem for part in world.gathered(reader.problems) for name, problem in part.items()}
     for _, problem in sorted(problems.items()):

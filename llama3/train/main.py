@@ -21,6 +21,7 @@ from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from llama3.train.job import TrainJob
 from storage.lease import LeaseHeld, folder_lease
+from storage.verification import verify_folder
 
 TERMINATED = 128 + signal.SIGTERM
 REFUSED = 2
@@ -70,6 +71,8 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     from llama3.train.trainer import Trainer
 
     prepare(job.profile, job.work)
+    for folder in (job.tokens, *([job.start] if job.start else [])):  # checkpoints are verified while they are loaded
+        verify_folder(folder)
     torch.set_num_threads(job.threads)
     keep_rounding()
     if job.deterministic:

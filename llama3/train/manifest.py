@@ -32,6 +32,10 @@ class Damaged(ValueError):
     """A checkpoint that cannot be trusted; the text names the file and what is wrong with it."""
 
 
+class Malformed(Damaged):
+    """Its files are not those of this state, though they may be as they were written."""
+
+
 class Segment(BaseModel):
     """A piece of the journal that is kept beside the checkpoints (see `segments`)."""
 
@@ -88,7 +92,14 @@ class Manifest(BaseModel):
             if data["sha256"] != _digest_of(data["content"]):
                 raise Damaged(f"{where}: has changed since it was written")
             return cls.model_validate(data["content"])
-        except (ValidationError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (
+            ValidationError,
+            KeyError,
+            TypeError,
+            RecursionError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+        ) as error:
             raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
 
     @classmethod

@@ -19,7 +19,8 @@ SKIPPED = "train/skipped"
 SKIPPED_TOKENS = "skip/tokens"
 """Tokens of the stage whose batch changed nothing, so far; written where that grows."""
 SPIKE_SCORE = "spike/score"
-"""Standard deviations of the loss or the gradient norm, whichever is more, above its mean over the window before."""
+"""How far the loss, or the logarithm of the gradient norm if that is more, lies above its mean over the window before,
+in multiples of the spread there."""
 
 TOKENS_PER_S = "throughput/tokens_per_s"
 TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"
@@ -124,3 +125,8 @@ def planned_share(domain: str) -> str:
 def epochs(leaf: str) -> str:
     """How often the domain (or the weighted source of one) has been read through."""
     return f"data/epochs/{leaf}"
+
+
+def window(steps: int) -> int:
+    """Return over how many steps the loss at either end of `steps` is the mean: a tenth of them, at least 16."""
+    return max(16, steps // 10)

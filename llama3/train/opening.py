@@ -57,7 +57,7 @@ def open_stage(job: TrainJob, recipe: Recipe, world: World) -> Opened:
     state = TrainState(recipe, rows, precision, world, span.start, exact=job.deterministic)
     folder, keep = job.work / "checkpoints", recipe.checkpoint.keep
     checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, say=log)
-    found = checkpoints.resume(state)
+    found = checkpoints.resume(state, anew=job.restart_damaged)
     for reason in found.skipped if world.leads else ():
         log(f"checkpoint passed over: {reason}")
     if checkpoints.restore(found) and world.leads:

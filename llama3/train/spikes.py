@@ -1,11 +1,11 @@
 """Bad steps: found on the device without waiting for it, and what follows from one.
 
-A step is bad when its loss or gradient norm is not finite, or (where the recipe has a policy for spikes) when either
-lies more than sigma standard deviations above its mean over the last good steps: the rule of OLMo-core and Levanter,
-6 sigma of 128 steps. The optimizer is given the flag as a tensor, so a bad step changes nothing and nobody waits (70
-microseconds a step on a CPU). Bad values never enter the window. What this gives up: a level that rises for good (a
-harder mix in the middle of a stage) is bad until `spikes.most` ends the run; the window starts anew with each stage, so
-its first steps are not judged.
+A step is bad when its loss or gradient norm is not finite, or (where the recipe has a policy for spikes) when its loss
+or the logarithm of the norm lies more than sigma times the spread above the mean over the last good steps: the rule of
+OLMo-core and Levanter, 6 sigma of 128 steps, with a scale and a spread that allow for batches of rare domains. The
+optimizer is given the flag as a tensor, so a bad step changes nothing and nobody waits. Bad values never enter the
+window. A level that rises for good (a harder mix in the middle of a stage) is bad until `spikes.most` ends the run; the
+window starts anew with each stage, so its first steps are not judged.
 
 The decision is a function of the recipe and the journal: values have the same bits in both, so an attempt that goes on
 from a checkpoint restores the window and decides as the one before would have.
@@ -29,7 +29,14 @@ from llama3.train.reader import Step, steps_from
 from llama3.train.skips import Skip, Skips
 
 SMALLEST = 1e-6
-"""Least standard deviation that counts, as a part of the mean: below it lies rounding."""
+"""Least spread that counts, as a part of the mean (or of 1, if that is less): below it lies rounding."""
+LEAST_NORM = 1e-30
+"""Stands for a gradient norm of 0, which has no logarithm."""
+
+
+TAIL = 3.0
+"""Deviations at which the largest of a window may lie before it widens the spread. Of 128 normal values it lies at 2.6:
+there the spread is the standard deviation. Where domains mix, a few batches of a rare one lie at 5 or 9."""
 
 
 class History(NamedTuple):
@@ -59,7 +66,7 @@ class SpikeGuard:
     def __init__(self, spikes: Spikes, device: torch.device) -> None:
         self.spikes = spikes
         self.score = torch.zeros((), dtype=torch.float64, device=device)
-        """Of the last step: standard deviations above the mean, 0 as long as the window is not full."""
+        """Of the last step: spreads above the mean, 0 as long as the window is not full."""
         self._window_2W = torch.zeros(2, spikes.window, dtype=torch.float64, device=device)
         """Newest last, so that its bits do not depend on how many came before."""
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
@@ -82,8 +89,10 @@ class SpikeGuard:
         """
         now_2 = torch.stack([loss, grad_norm]).double()
         finite = now_2.isfinite().all()
-        deviation_2, mean_2 = torch.std_mean(self._window_2W, dim=1)
-        scores_2 = (now_2 - mean_2) / torch.maximum(deviation_2, SMALLEST * mean_2.abs())
+        past_2W = _scaled(self._window_2W)
+        deviation_2, mean_2 = torch.std_mean(past_2W, dim=1)
+        spread_2 = torch.maximum(deviation_2, (past_2W.amax(dim=1) - mean_2) / TAIL)
+        scores_2 = (_scaled(now_2) - mean_2) / torch.maximum(spread_2, SMALLEST * mean_2.abs().clamp_min(1.0))
         judged = finite & (self._filled >= self.spikes.window)
         self.score = torch.where(judged, scores_2.amax(), 0.0)
         bad = ~finite
@@ -93,6 +102,11 @@ class SpikeGuard:
         self._window_2W = torch.where(bad, self._window_2W, later_2W)
         self._filled = self._filled + ~bad
         return bad.float()
+
+
+def _scaled(values_2: Tensor) -> Tensor:
+    """Return losses as they are and norms as logarithms: those of a mix of domains differ by factors."""
+    return torch.stack([values_2[0], values_2[1].clamp_min(LEAST_NORM).log()])
 
 
 class Found(Protocol):
@@ -156,7 +170,7 @@ def _why(spikes: Spikes, found: Found, finite: bool) -> str:
     if not finite:
         return "not finite"
     return (
-        f"{found.score:.1f} standard deviations above the mean of the {spikes.window} good steps before "
+        f"{found.score:.1f} times the spread above the mean of the {spikes.window} good steps before "
         f"(spikes.sigma is {spikes.sigma:g})"
     )
 

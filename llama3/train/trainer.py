@@ -21,6 +21,7 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Cadence
 from llama3.tokens.batch import Batches
 from llama3.train import metrics
+from llama3.train.attempt import Pace
 from llama3.train.averaging import Averaging, choose
 from llama3.train.batch_documents import told, write_incident
 from llama3.train.checkpoint import SaveFailed
@@ -88,6 +89,7 @@ class Trainer:
             rows, position = self.state.rows, self.state.position
             self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips, job.predicted)
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {opened.origin}")
+        self._note(Pace(save_s=Pace.read(job.work).save_s))
         self.profiler = Profiler(job.profile, job.work, world.rank, world.device)
         self.stragglers = Stragglers.among(self.state.parts.values(), world)
         self.held_out = self._held_out()
@@ -112,6 +114,7 @@ class Trainer:
             log(written)
         self.checkpoints.finish()
         if done:
+            self._note(self.pace.model_copy(update={"saving_since": time.time()}))
             choose_one = partial(choose, self.state, self.span, self.held_out, self.engine.nats)
             commit_result(self.job, self.recipe, self.state, self.world, self.recorder, choose_one)
         elif self.checkpoints.failures:
@@ -186,6 +189,7 @@ class Trainer:
             log(line)
         if verdict.kind != "stop" and self.recorder is not None:
             written = [saved.total_s for saved in self.checkpoints.poll()]
+            self._pace(now - self.settled, written)
             timing = Timing(now - self.settled, ahead.waited_s, self.blocked_s, written[-1] if written else None)
             self.recorder.add(step, outcome, timing, {**(slow.metrics() if slow else {}), **scores})
             self.blocked_s = None
@@ -228,7 +232,8 @@ class Trainer:
         assert verdict.skip is not None
         self.ahead, trained_to = None, self.state.position
         self.skips = self.skips.plus(verdict.skip)
-        if self.checkpoints.resume(self.state, before=verdict.skip.start).path is None:
+        anew = self.job.restart_damaged
+        if self.checkpoints.resume(self.state, before=verdict.skip.start, anew=anew).path is None:
             begin(self.state, self.job, self.recipe, self.span, self.world)
         if self.world.leads:  # once the checkpoints past that point are gone: none of them knows of the skip
             self.skips.write(self.job.work)
@@ -236,8 +241,25 @@ class Trainer:
             self.recorder.rewind(verdict.skip, self.state.position, trained_to)
         self._take_up()
 
+    def _pace(self, step_s: float, written: list[float]) -> None:
+        """Say how long steps and saves take, when there is something new about it."""
+        known = self.pace
+        pace = Pace(
+            step_s=step_s if step_s > 1.2 * known.step_s else known.step_s,
+            save_s=max([known.save_s, *written]),
+            saving_since=known.saving_since if self.checkpoints.saving else 0.0,
+        )
+        if pace != known:
+            self._note(pace)
+
+    def _note(self, pace: Pace) -> None:
+        self.pace = pace
+        if self.world.leads:
+            pace.write(self.job.work)
+
     def _save(self) -> None:
         """Begin to write a checkpoint of the state, whose journal is on the disk first."""
+        self._note(self.pace.model_copy(update={"saving_since": time.time()}))
         if self.recorder is not None:
             self.recorder.journal.sync()
         self.blocked_s = self.checkpoints.begin(self.state, self.span.name)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama3.evaluate.gate import Check
+from llama3.evaluate.gate import Check, Unfinished
 from llama3.export import hf, meta, vetting
-from llama3.export.vetting import EXPORT, RELOAD, TOKENIZER, vet_model, vet_tokenizer
+from llama3.export.vetting import (
+    EXPORT,
+    RELOAD,
+    TOKENIZER,
+    checked,
+    is_of_the_machine,
+    vet_model,
+    vet_tokenizer,
+)
 from llama3.model.files import CONFIG, WEIGHTS
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
@@ -43,8 +56,8 @@ def test_a_whole_model_passes_and_leaves_nothing_behind(
     herd(tmp_path / "model", shape(**more), dtype=dtype, coder=tokenizer())
     found = vetted(tmp_path / "model")
     assert {metric: check.passed for metric, check in found.items()} == {RELOAD: True, EXPORT: True}
-    assert "Hugging Face equal, logits within" in found[EXPORT].reason
-    assert "Meta equal, logits within" in found[EXPORT].reason
+    assert "Hugging Face equal, logits" in found[EXPORT].reason
+    assert "Meta equal, logits" in found[EXPORT].reason
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -85,6 +98,54 @@ def test_files_that_are_no_model_fail_both_and_raise_nothing(folder: Path, what:
             config = json.loads((folder / CONFIG).read_text())
             (folder / CONFIG).write_text(json.dumps(config | {"rows": config["rows"] + 1}))
     assert [check.passed for check in vetted(folder).values()] == [False, False]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow beyond a few bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_says_nothing_of_the_model(folder: Path) -> None:
+    with full_disk(), pytest.raises(Unfinished, match=f"{EXPORT}: the check did not come to its end"):
+        vet_model(folder, folder.parent / "scratch")
+    assert vetted(folder)[EXPORT].passed
+
+
+@pytest.mark.parametrize(
+    ("error", "of_the_machine"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: 12 bytes"),
+            True,
+        ),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), True),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (SafetensorError("Error while deserializing header: header too large"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (RuntimeError("shape '[3, 2]' is invalid for input of size 7"), False),
+        (ValueError("no"), False),
+    ],
+)
+def test_what_is_of_the_machine(error: Exception, of_the_machine: bool) -> None:
+    def fail() -> str:
+        raise error
+
+    assert is_of_the_machine(error) == of_the_machine
+    if of_the_machine:
+        with pytest.raises(Unfinished):
+            checked("x", fail)
+    else:
+        assert not checked("x", fail).passed
 
 
 def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from llama3.recipe.schema import Keep, Model
 from llama3.recipe.units import Tokens
-from llama3.train.checkpoint import Checkpoints, load_state
+from llama3.train.checkpoint import Checkpoints, NoneGood, load_state
 from llama3.train.manifest import Damaged, Manifest, verified
 from llama3.train.pins import Pins
 from llama3.train.saving import save_state
@@ -34,6 +36,28 @@ def flip(file: Path, at: float = 0.5) -> None:
     data = bytearray(file.read_bytes())
     data[int((len(data) - 1) * at)] ^= 1
     file.write_bytes(data)
+
+
+def vouch(file: Path) -> None:
+    """Let the manifest say that `file` is as it was written."""
+    manifest = Manifest.parse((file.parent / "manifest.json").read_bytes(), "")
+    files = {**manifest.files, file.name: digest_file(file)}
+    manifest.model_copy(update={"files": files}).write(file.parent)
+
+
+def without_header(file: Path) -> None:
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+    vouch(file)
+
+
+def change_wide(file: Path, tensor: Tensor | None) -> None:
+    """Let the checkpoint of `file` hold another tensor `wide`, or none."""
+    for path in file.parent.glob("*.safetensors"):
+        with safe_open(path, "pt") as stored:
+            tensors, facts = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+        if tensors.pop("wide", None) is not None:
+            save_file(tensors | ({} if tensor is None else {"wide": tensor}), path, facts)
+            vouch(path)
 
 
 class Canary:
@@ -59,6 +83,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda file: file.with_name(".metadata").write_bytes(pickle.dumps(Canary(file.parents[2] / "canary"))),
         ".metadata: is not in the manifest",
     ),
+    "vouched without a header": (without_header, ".safetensors: its header cannot be read (SafetensorError"),
+    "vouched without a tensor": (
+        lambda file: change_wide(file, None),
+        "tensor wide is missing",
+    ),
+    "vouched with another shape": (
+        lambda file: change_wide(file, torch.zeros(3, 2)),
+        "tensor wide has the shape [3, 2], not [12, 6]",
+    ),
 }
 
 
@@ -73,20 +106,30 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(damage: str,
     assert found.path == newest.with_name(f"{3:018}")
     assert_holds(state.arrays(), 3)
     (told,) = found.skipped
-    assert told.startswith(f"{newest}/")
+    assert told.startswith(f"{newest}")
     assert reason in told
     assert newest.with_name(f".damaged-{newest.name}").is_dir()
     assert not (tmp_path / "canary").exists()
 
 
-def test_nothing_good_is_said(tmp_path: Path) -> None:
+def test_where_none_is_good_nothing_is_begun_until_it_is_asked_for(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 3, 6)
     for file in tmp_path.glob("*/*00.safetensors"):
         flip(file)
     state = State(position=1)
-    found = checkpoints.resume(state)
+    for _ in range(2):  # what was refused once is refused again
+        with pytest.raises(NoneGood, match=f"(?s){6:018}/.*{3:018}/.*restart-damaged"):
+            opened(tmp_path).resume(state)
+    found = checkpoints.resume(state, anew=True)
     assert (found.path, found.manifest, len(found.skipped)) == (None, None, 2)
     assert state.position == 1
+    assert opened(tmp_path).resume(state).skipped == ()  # they are set aside
+    assert len(list(tmp_path.glob(".damaged-*"))) == 2
+
+
+def test_where_one_is_good_nothing_begins_anew(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6)
+    assert opened(tmp_path).resume(State(), anew=True).path == tmp_path / f"{6:018}"
 
 
 def test_what_one_of_four_finds_wrong_all_refuse(tmp_path: Path) -> None:

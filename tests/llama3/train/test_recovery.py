@@ -158,6 +158,26 @@ def test_damaged_checkpoint_is_passed_over_by_name(
     assert_same(path, undisturbed)
 
 
+def test_a_stage_without_a_good_checkpoint_waits_to_be_told(
+    undisturbed: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    path = job(tmp_path, averaging())
+    shutil.copytree(work(interrupted), work(path))
+    kept = sorted((work(path) / "checkpoints").iterdir())
+    for folder in kept:
+        flip(next(folder.glob("*.safetensors")))
+    before = (work(path) / "journal.jsonl").read_bytes()
+    for _ in range(2):
+        assert run(1, train, path) == [2]
+    last = output(path).strip().rpartition("trainer: ")[2]
+    assert all(f"{folder}/" in last for folder in kept)
+    assert "--restart-damaged" in last
+    assert (work(path) / "journal.jsonl").read_bytes() == before
+    assert run(1, train, job(tmp_path, averaging(), restart_damaged=True)) == [0]
+    assert "initial weights of seed" in output(path)
+    assert_same(path, undisturbed)
+
+
 def test_damaged_parent_is_refused(tmp_path: Path) -> None:
     first = job(tmp_path, name="main")
     assert run(1, train, first) == [0]

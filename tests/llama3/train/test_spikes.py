@@ -51,9 +51,10 @@ def plain_flags(spikes: Spikes, series: list[tuple[float, float]]) -> list[bool]
     for values in series:
         bad = not all(math.isfinite(value) for value in values)
         if not bad and len(window) == spikes.window and spikes.policy != "off":
-            for past, value in zip(zip(*window, strict=True), values, strict=True):
-                bound = np.mean(past) + spikes.sigma * max(np.std(past, ddof=1), 1e-6 * np.mean(past))
-                bad = bad or value > bound * (1 + 1e-9)
+            losses, norms = zip(*window, strict=True)
+            for past, value in ((losses, values[0]), (np.log(norms), np.log(values[1]))):
+                spread = max(np.std(past, ddof=1), (max(past) - np.mean(past)) / 3, 1e-6 * max(1, abs(np.mean(past))))
+                bad = bad or (value - np.mean(past)) / spread > spikes.sigma * (1 + 1e-9)
         found.append(bad)
         if not bad:
             window = [*window, values][-spikes.window :]
@@ -112,11 +113,44 @@ def test_bad_values_never_enter_the_window() -> None:
         (1.0, pytest.approx(5291.5, rel=1e-4)),
         (1.0, 0.0),
         (1.0, 0.0),
-        (1.0, pytest.approx(2e6)),
+        (1.0, pytest.approx(math.log(3) * 1e6)),
     ]
     untouched = SpikeGuard(spikes, CPU)
     flags(untouched, quiet[:10])
     assert flags(disturbed, quiet[10:]) == flags(untouched, quiet[10:])
+
+
+def mixed(generator: np.random.Generator, steps: int) -> list[tuple[float, float]]:
+    """Return losses and norms distributed as in the quickstart: one batch in ten is of a domain with larger norms."""
+    rare = generator.random(steps) < 0.1
+    losses = np.where(rare, generator.normal(6.8, 0.4, steps), generator.normal(5.2, 0.3, steps))
+    norms = np.where(rare, np.exp(generator.normal(0.3, 0.4, steps)), np.exp(generator.normal(-0.35, 0.15, steps)))
+    return list(zip(losses.tolist(), norms.tolist(), strict=True))
+
+
+def test_batches_of_a_rare_domain_are_no_spikes_and_what_exceeds_them_is() -> None:
+    spikes, generator = Spikes(), np.random.default_rng(0)
+    series = [mixed(generator, 800) for _ in range(20)]
+    assert max(score for one in series for _, score in flags(SpikeGuard(spikes, CPU), one)) < spikes.sigma
+    for one in series:
+        guard = SpikeGuard(spikes, CPU)
+        flags(guard, one)
+        ((_, score),) = flags(guard, [(20.0, 1.0)])
+        assert score > spikes.sigma, "the loss doubles and more"
+        ((_, score),) = flags(guard, [(5.0, 30.0)])
+        assert score > spikes.sigma, "the norm is twenty times that of a rare batch"
+
+
+def test_plain_noise_is_judged_by_its_standard_deviation() -> None:
+    """There the rule is the published one: the largest of 128 normal values rarely lies three deviations out."""
+    generator, ratios = np.random.default_rng(1), []
+    for _ in range(200):
+        window = generator.normal(3.0, 0.1, 128)
+        guard = SpikeGuard(Spikes(), CPU)
+        ((_, score),) = flags(guard, [*((float(loss), 1.0) for loss in window), (3.65, 1.0)])[-1:]
+        ratios.append(score / ((3.65 - window.mean()) / window.std(ddof=1)))
+    assert np.quantile(ratios, 0.25) == pytest.approx(1.0)
+    assert min(ratios) > 0.7
 
 
 def test_passed_over_steps_are_no_bad_steps() -> None:
@@ -146,7 +180,7 @@ def test_what_follows_from_each_policy() -> None:
     stopped = judged(spike, spikes={"policy": "stop"})
     assert stopped.kind == "stop"
     assert stopped.reason == (
-        "loss 30, gradient norm 1: 7.0 standard deviations above the mean of the 128 good steps before "
+        "loss 30, gradient norm 1: 7.0 times the spread above the mean of the 128 good steps before "
         "(spikes.sigma is 6); spikes.policy is stop"
     )
     nothing = Given(loss=NAN, score=0.0)

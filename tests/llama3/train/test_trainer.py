@@ -16,6 +16,7 @@ from llama3.tokens.batch import Batches
 from llama3.tokens.stream import TokenStream
 from llama3.train.averaging import average_positions
 from llama3.train.weights import weights_of
+from storage.artifact import Design, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     ROWS,
@@ -23,12 +24,14 @@ from tests.llama3.train.train_samples import (
     initial_digest,
     job,
     losses,
+    output,
     recipe,
     records,
     stages,
     train,
     weights,
     work,
+    write_tokens,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "tiny-loss.json"
@@ -174,3 +177,20 @@ def test_equal_jobs_give_equal_bytes(tmp_path: Path, chain: tuple[Path, Path]) -
     path = job(tmp_path)
     assert run(1, train, path) == [0]
     assert weights(path) == weights(chain[0])
+
+
+@pytest.mark.parametrize("harm", ["bit", "cut", "index"])
+def test_changed_token_shards_are_refused_before_the_first_token(tmp_path: Path, harm: str) -> None:
+    """As on a machine that did not look at them yet; the next look of every machine reads them again."""
+    store, design = Store(tmp_path), Design("tokens", "tiny", 1, {}, {})
+    with store.staging() as folder:
+        tokens = store.commit(design, write_tokens(folder, recipe()), {}, "tiny-1", "c0de", 1.0).folder
+    name = "tokens.json" if harm == "index" else "math/tokens-00000.bin"
+    data = bytearray((tokens / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tokens / name).write_bytes(data[:-2] if harm == "cut" else data)
+    path = job(tmp_path, tokens=tokens)
+    assert run(1, train, path) == [2]
+    assert f"trainer: artifact {design.label}: {name} changed since it was committed" in output(path)
+    assert not (work(path) / "journal.jsonl").exists()
+    assert not (tmp_path / ".verified" / design.label).exists()
