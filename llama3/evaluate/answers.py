@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.evaluate.extract import extracted, matches
+from llama3.evaluate.extract import TooSlow, extracted, matches
 from llama3.evaluate.generate import answer
 from llama3.evaluate.ranks import Ranks
 from llama3.evaluate.samples import Sample, pass_at
@@ -44,6 +45,16 @@ class Answer:
     right: bool
     reason: str
     """Why not, or of a program how it ended; empty for a right answer."""
+    judged: bool = True
+    """False where nothing is known about it, because a program or an expression could not be run to its end."""
+
+
+class End(NamedTuple):
+    """What came of an answer: the last fields of `Answer`."""
+
+    right: bool
+    reason: str
+    judged: bool = True
 
 
 TOO_LONG = "too long: "
@@ -70,10 +81,15 @@ def answers(
 
 
 def answer_samples(task: Task, found: Sequence[Answer]) -> list[Sample]:
-    """Return one sample per prompt: the share of right answers, or the chance that one of `writing.k` is right."""
+    """Return one sample per prompt: the share of right answers, or the chance that one of `writing.k` is right.
+
+    None for a prompt of whose answers one was not judged.
+    """
     writing, made = task.writing, []
     for place, prompt in enumerate(task.prompts):
         mine = found[place * writing.samples : (place + 1) * writing.samples]
+        if not all(one.judged for one in mine):
+            continue
         share = pass_at(writing.k, sum(one.right for one in mine), writing.samples)
         made.append(Sample(task.key, prompt.document, share, 1.0, 0, None, None, prompt.group))
     return made
@@ -83,7 +99,7 @@ def write_answers(found: Iterable[Answer], folder: Path) -> None:
     """Write all answers into `folder`, by key, question and sample."""
     rows = [asdict(one) for one in sorted(found, key=lambda one: (one.key, one.id, one.sample))]
     columns = {"key": pa.string(), "id": pa.string(), "sample": pa.int64(), "text": pa.string()}
-    columns |= {"extracted": pa.string(), "right": pa.bool_(), "reason": pa.string()}
+    columns |= {"extracted": pa.string(), "right": pa.bool_(), "reason": pa.string(), "judged": pa.bool_()}
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(columns.items()))), folder / ANSWERS_FILE)
 
 
@@ -113,35 +129,59 @@ def _judged(
         for prompt, several in zip(prompts, texts, strict=True)
         for place, text in enumerate(several)
     ]
-    parts = [extracted(text, writing) for _, _, text in asked]
+    parts = [_counting(text, writing) for _, _, text in asked]
     if task.kind == "code":
         pairs = [(prompt, part) for (prompt, _, _), part in zip(asked, parts, strict=True)]
         ends = _run(pairs, writing, parallel)
     else:
-        ends = [_compared(prompt, text, writing) for prompt, _, text in asked]
+        triples = zip(asked, parts, strict=True)
+        ends = [_compared(prompt, text, part, writing) for (prompt, _, text), part in triples]
     made = (
-        Answer(task.key, prompt.document, place, text, part, right, reason)
-        for (prompt, place, text), part, (right, reason) in zip(asked, parts, ends, strict=True)
+        Answer(task.key, prompt.document, place, text, None if isinstance(part, TooSlow) else part, *end)
+        for (prompt, place, text), part, end in zip(asked, parts, ends, strict=True)
     )
     for _ in prompts:
         yield list(islice(made, writing.samples))
 
 
-def _compared(prompt: Prompt, text: str, writing: Writing) -> tuple[bool, str]:
-    if matches(text, prompt.gold, writing):
-        return True, ""
-    found = extracted(text, writing) is not None
-    return False, f"it is not {' or '.join(prompt.gold)}" if found else NOTHING
+def _counting(text: str, writing: Writing) -> str | TooSlow | None:
+    """Return what of the answer `text` counts, or why that cannot be said."""
+    try:
+        return extracted(text, writing)
+    except TooSlow as error:
+        return error
 
 
-def _run(pairs: Sequence[tuple[Prompt, str | None]], writing: Writing, parallel: int) -> list[tuple[bool, str]]:
-    programs = [program_of(prompt, part) for prompt, part in pairs if part is not None]
+def _compared(prompt: Prompt, text: str, part: str | TooSlow | None, writing: Writing) -> End:
+    try:
+        if isinstance(part, TooSlow):
+            raise part
+        right = matches(text, prompt.gold, writing)
+    except TooSlow as error:
+        return End(False, str(error), False)
+    return End(right, "" if right else NOTHING if part is None else f"it is not {' or '.join(prompt.gold)}")
+
+
+def _run(pairs: Sequence[tuple[Prompt, str | TooSlow | None]], writing: Writing, parallel: int) -> list[End]:
+    programs = [program_of(prompt, part) for prompt, part in pairs if isinstance(part, str)]
     verdicts = iter(run_programs(programs, writing.seconds, parallel) if programs else ())
-    ends = [None if part is None else next(verdicts) for _, part in pairs]
-    return [(end.passed, "" if end.passed else end.reason) if end else (False, NOTHING) for end in ends]
+    ends = []
+    for _, part in pairs:
+        if isinstance(part, str):
+            verdict = next(verdicts)
+            ends.append(End(verdict.passed, "" if verdict.passed else verdict.reason, verdict.judged))
+        else:
+            ends.append(End(False, NOTHING if part is None else str(part), part is None))
+    return ends
 
 
 def too_long(found: Iterable[Answer]) -> dict[str, int]:
     """Return how many questions of each task were not asked because the model's window is too short."""
     unasked = {(one.key, one.id) for one in found if one.reason.startswith(TOO_LONG)}
     return dict(sorted(Counter(key for key, _ in unasked).items()))
+
+
+def unjudged(found: Iterable[Answer]) -> dict[str, int]:
+    """Return how many questions of each task have an answer that was not judged."""
+    questions = {(one.key, one.id) for one in found if not one.judged}
+    return dict(sorted(Counter(key for key, _ in questions).items()))

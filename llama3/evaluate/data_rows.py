@@ -73,6 +73,12 @@ def read_rows(name: str, places: Places, sha256: str = "", split_at: str = "", m
     a new text begins. Raises MissingFile if there is no such file and ValueError if its digest is not `sha256` (hex;
     empty: any will do), it cannot be read as what its name says, or it holds no row.
     """
+    uri, data, found = read_bytes(name, places, sha256)
+    return DataFile(name, found, parse_rows(uri, data, split_at, most))
+
+
+def read_bytes(name: str, places: Places, sha256: str = "") -> tuple[str, bytes, str]:
+    """Return where the data file `name` lies, its bytes and their SHA-256. Raises as `read_rows` does for them."""
     uri = places.uri(name)
     data = _read(uri)
     found = hashlib.sha256(data).hexdigest()
@@ -81,10 +87,15 @@ def read_rows(name: str, places: Places, sha256: str = "", split_at: str = "", m
             f"{uri}: sha256 is {found}, the task was written for {sha256}; get that file, or write the new digest into "
             "the task and raise its version"
         )
+    return uri, data, found
+
+
+def parse_rows(uri: str, data: bytes, split_at: str = "", most: int | None = None) -> list[Row]:
+    """Return the rows of the file `uri`, whose bytes are `data`. Raises as `read_rows` does for them."""
     rows = list(islice(_rows(uri, data, split_at), most))
     if not rows:
         raise ValueError(f"{uri}: holds no row; give a file with questions")
-    return DataFile(name, found, rows)
+    return rows
 
 
 def file_sha256(uri: str) -> str:

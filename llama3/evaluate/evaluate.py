@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llama3.evaluate.answers import Answer, answer_samples, answers, too_long, write_answers
+from llama3.evaluate.answers import Answer, answer_samples, answers, too_long, unjudged, write_answers
 from llama3.evaluate.generate import generate
 from llama3.evaluate.gold import gold_key, gold_samples, gold_score
 from llama3.evaluate.haystack import KINDS
@@ -29,9 +29,8 @@ from llama3.evaluate.held_out import Document, document_bytes, held_out, longest
 from llama3.evaluate.needle import Retrieval, find_needles, lengths_up_to
 from llama3.evaluate.ranks import Ranks, Single
 from llama3.evaluate.samples import Sample, samples
-from llama3.evaluate.sandbox import check_contained
 from llama3.evaluate.score_table import score_table
-from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, TASKS_FILE, write_scores
+from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, TASKS_FILE, Score, write_scores
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.suites import ARITHMETIC, Asked, asked_of
 from llama3.evaluate.task import Task, digest
@@ -79,7 +78,8 @@ def evaluate(
     `documents`, `questions`, `document_bytes` (where documents are cut), `window`, the positions that the model sees
     at once: the longest sequence that the recipe trains on, or the model's own limit where that is shorter (compare
     models under one recipe: both numbers follow it), `skipped` ({task: why}), `too_long` ({key: questions that were
-    not asked and count as wrong}) and `baselines` (`core 1`: table and version behind `eval/core`).
+    not asked and count as wrong}), `unjudged` ({key: questions that count neither as right nor as wrong}) and
+    `baselines` (`core 1`: table and version behind `eval/core`).
     With `ranks`, several processes call this with the same arguments and share the work; the first one writes.
     Raises ValueError if there are no held-out documents, a task is wrong, or model and tokenizer do not fit.
     """
@@ -88,8 +88,6 @@ def evaluate(
         coder = _tokenizer(model, tokenizer)
         chosen = held_out(documents, recipe.evaluate.documents, document_bytes(recipe))
         asked = asked_of(recipe, chosen)
-        if any(task.kind == "code" for task in asked.tasks):
-            check_contained()
         network = load_model(model, dtype=torch.float32, device=device)
         if network.rows != coder.rows:
             raise ValueError(
@@ -120,13 +118,42 @@ def evaluate(
         **{key: scores[key].value for key in sorted(scores)},
         "requests": digest(chain.from_iterable(task.requests or task.prompts for task in asked.tasks)),
         "documents": len(chosen),
-        "questions": sum(len(s) for task, s in zip(asked.tasks, found.samples, strict=True) if task.kind != "bits"),
+        "questions": sum(task.questions for task in asked.tasks if task.kind != "bits"),
         "window": window,
         "document_bytes": document_bytes(recipe),
         "skipped": asked.skipped,
         "too_long": too_long(found.answers),
+        "unjudged": unjudged(found.answers),
         "baselines": _table(asked),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """What a model came to without a recipe."""
+
+    scores: dict[str, Score]
+    """By key; `eval/core` too if a suite was asked for."""
+    asked: Asked
+    too_long: dict[str, int]
+    """Task -> questions that were not asked because the window is too short, and count as wrong."""
+
+
+def evaluate_tasks(
+    network: Transformer, coder: Tokenizer, asked: Asked, folder: Path | None = None, *, threads: int, device: str
+) -> Evaluated:
+    """Put a model, fp32 on `device`, to the tasks of `asked`; write the tables of `evaluate` into `folder` if given."""
+    with _threads(threads):
+        found = _answered(network, coder, asked.tasks, network.spec.max_seq, device, Single())
+    baselines = asked.baselines() if asked.suite.name else {}
+    scores, rows = score_table(None, asked.tasks, found.samples, baselines)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_scores(scores, folder)
+        _write_samples(rows, folder)
+        write_answers(found.answers, folder)
+        _write_json(_tasks(asked, found.samples, baselines), folder / TASKS_FILE)
+    return Evaluated(scores, asked, too_long(found.answers))
 
 
 def _tokenizer(model: Path, tokenizer: Path) -> Tokenizer:

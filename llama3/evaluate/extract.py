@@ -8,22 +8,49 @@ match counts, because a model that reasons ends with its answer. What this gives
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+
+import regex
 
 from llama3.evaluate.sampling import check_sampling
 from llama3.evaluate.task import Writing
+
+SECONDS = 5.0
+"""Processor time of one expression on one text. `re` has no such limit, and some expressions take years."""
+
+
+class TooSlow(ValueError):
+    """A regular expression that takes longer than SECONDS on a text."""
+
+
+def replaced(text: str, pattern: str, replacement: str, count: int = 0) -> str:
+    """Return `text` with what matches `pattern` replaced, the first `count` times (0: always), as `re.sub` does.
+
+    Raises TooSlow, and `regex.error` where the pattern is not a regular expression.
+    """
+    try:
+        return str(regex.sub(pattern, replacement, text, count=count, timeout=SECONDS))
+    except TimeoutError:
+        raise TooSlow(_too_slow(pattern)) from None
+
+
+def _too_slow(pattern: str) -> str:
+    return f"{pattern!r} takes more than {SECONDS:g} s of processor time; write one without nested repetitions"
 
 
 def extracted(text: str, writing: Writing) -> str | None:
     """Return the first group of the last match of the first expression that matches; None if none does.
 
-    Without expressions the whole text counts.
+    Without expressions the whole text counts. Raises TooSlow.
     """
     if not writing.extract:
         return text
     for pattern in writing.extract:
-        found = [match.group(1) for match in re.finditer(pattern, text) if match.group(1) is not None]
+        try:
+            matched = list(regex.finditer(pattern, text, timeout=SECONDS))
+        except TimeoutError:
+            raise TooSlow(f"writing.extract {_too_slow(pattern)}") from None
+        found = [match.group(1) for match in matched if match.group(1) is not None]
         if found:
             return str(found[-1])
     return None
@@ -39,7 +66,7 @@ def cleaned(text: str, writing: Writing) -> str:
     """Return `text` without white space around it and without what `writing.ignore` matches, in order."""
     text = text.strip()
     for pattern in writing.ignore:
-        text = re.sub(pattern, "", text).strip()
+        text = replaced(text, pattern, "").strip()
     return text
 
 
@@ -63,11 +90,11 @@ def check_writing(writing: Writing) -> None:
             raise ValueError(f"writing.extract {pattern.pattern!r} has no group; put what counts into brackets: (...)")
 
 
-def _compiled(name: str, patterns: tuple[str, ...]) -> list[re.Pattern[str]]:
+def _compiled(name: str, patterns: tuple[str, ...]) -> list[regex.Pattern[str]]:
     made = []
     for pattern in patterns:
         try:
-            made.append(re.compile(pattern))
-        except re.error as error:
+            made.append(regex.compile(pattern))
+        except regex.error as error:
             raise ValueError(f"writing.{name} {pattern!r} is not a regular expression ({error}); correct it") from error
     return made

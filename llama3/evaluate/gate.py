@@ -24,6 +24,10 @@ Table = Mapping[str, Judged]
 Differences = Mapping[str, Difference]
 
 
+class Unfinished(RuntimeError):
+    """A check did not come to its end because of the machine: nothing is known of the model."""
+
+
 class Row(BaseModel):
     """The verdict on one rule and score."""
 
@@ -45,6 +49,18 @@ class Row(BaseModel):
     high: float | None = None
     p: float | None = None
     """Two-sided; of `no significant drop` after Holm's correction over the scores of the rule."""
+    checked: bool = True
+    """False where there was nothing to check, which neither passes nor refuses: `passed` then only refuses nothing."""
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `fail` or `not checked`."""
+        return ("pass" if self.passed else "fail") if self.checked else "not checked"
+
+    @property
+    def uncompared(self) -> bool:
+        """Whether a rule that compares let it pass because there is no champion yet."""
+        return self.passed and not self.is_fact and self.champion is None and self.threshold is None
 
     @property
     def is_fact(self) -> bool:
@@ -76,6 +92,8 @@ class Check(BaseModel):
     passed: bool
     reason: str
     rule: str = "must hold"
+    checked: bool = True
+    """False: there was nothing to check."""
 
 
 class Measured(BaseModel):
@@ -89,6 +107,24 @@ class Measured(BaseModel):
     """Beginning of the digest of what was asked."""
 
 
+class NotJudged(ValueError):
+    """A score that is to be judged has questions that could not be."""
+
+
+def check_judged(rules: Mapping[str, GateRule], candidate: Table, champion: Table) -> None:
+    """Raise NotJudged, naming each score, where a rule judges one whose questions were not all judged."""
+    lines = []
+    for whose, scores in (("candidate", candidate), ("champion", champion)):
+        for key in sorted({key for keys in assign(rules, scores).values() for key in keys} & scores.keys()):
+            if count := getattr(scores[key], "unjudged", 0):
+                lines.append(
+                    f"{key} of the {whose}: {count} questions were not judged (answers.parquet says why); evaluate "
+                    "again where programs get processor time: herd rerun RUN --from evaluate"
+                )
+    if lines:
+        raise NotJudged("\n".join(lines))
+
+
 class Evidence(BaseModel):
     """All that a decision is made from. Survives JSON exactly, so `decide()` replays a stored decision."""
 
@@ -99,6 +135,8 @@ class Evidence(BaseModel):
     champion: dict[str, Measured] | None = None
     differences: dict[str, Difference] | None = None
     checks: tuple[Check, ...] = ()
+    used: int = 0
+    """Earlier decisions of the family by the same held-out texts and questions."""
 
     @classmethod
     def of(
@@ -109,13 +147,25 @@ class Evidence(BaseModel):
         differences: Differences | None = None,
         checks: Sequence[Check] = (),
     ) -> Evidence:
-        """Return the evidence from whole scores, of which only what a decision reads is kept."""
+        """Return the evidence from whole scores, of which only what a decision reads is kept.
+
+        Raises NotJudged if a score that a rule judges has questions that were not: a machine that had no time for them
+        is no reason to refuse a model, nor to accept it.
+        """
+        check_judged(rules, candidate, champion or {})
         return cls(
             rules=dict(rules),
             candidate=_measured(candidate),
             champion=None if champion is None else _measured(champion),
             differences=None if differences is None else dict(differences),
             checks=tuple(checks),
+        )
+
+    def asked_alike(self, other: Evidence) -> bool:
+        """Return whether a score of both was measured on the same texts or questions."""
+        return any(
+            (theirs := other.candidate.get(key)) is not None and theirs.requests == ours.requests
+            for key, ours in self.candidate.items()
         )
 
     def decide(self) -> Decision:
@@ -134,9 +184,9 @@ def decide(
     Rows: the checks, integrity (there are scores and every one is finite), then the rules in their order, a pattern as
     one row for each score of either side that no more exact rule judges. With `differences` (`compare`), `better` asks
     that the 95 % bound of the worsening is below 0, `no worse than` that it is within the allowance, which is of the
-    champion's magnitude, and `no significant drop` that no drop has p < 0.05 after Holm over the rule's scores;
-    without them values decide. All three pass where there is no champion, and where both models give the same numbers
-    on every document; `at most` and `at least` hold always.
+    champion's magnitude, `no drop over` that it is within so many hundredths, and `no significant drop` that no drop
+    has p < 0.05 after Holm over the rule's scores; without them values decide. All four pass where there is no
+    champion, and where both models give the same numbers on every document; `at most` and `at least` hold always.
     """
     rows = [_checked(check) for check in checks] + [_integrity(candidate)]
     for pattern, metrics in assign(rules, candidate.keys() | (champion or {}).keys()).items():

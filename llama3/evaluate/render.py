@@ -11,12 +11,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count, islice, product
 
-from llama3.evaluate.data_rows import Places, read_rows
+from llama3.evaluate.data_rows import Places, read_bytes
 from llama3.evaluate.task import Kind, Prompt, Request, Task
 from llama3.evaluate.task_file import FileKind, Shots, TaskFile
-from llama3.evaluate.templates import Question, Templates
+from llama3.evaluate.template_process import check_templates, fill
+from llama3.evaluate.templates import Question
 
 KINDS: dict[FileKind, Kind] = {
     "choice": "choice",
@@ -106,12 +107,12 @@ def _read(
     file: TaskFile, places: Places, most: int | None = None
 ) -> tuple[list[Question], list[Question], dict[str, str]]:
     """Return the questions, what examples are drawn from, and the digest of every file."""
-    templates, sources = Templates(file), {}
+    check_templates(file)
+    sources: dict[str, str] = {}
     by_name: dict[str, list[Question]] = {}
     for name in dict.fromkeys(file.files):
-        found = read_rows(name, places, file.sha256.get(name, ""), file.split_at, most)
-        sources[name] = found.sha256
-        by_name[name] = [templates.question(row) for row in found.rows]
+        uri, data, sources[name] = read_bytes(name, places, file.sha256.get(name, ""))
+        by_name[name] = fill(file, uri, data, most)
     questions = [question for name in file.data for question in by_name[name]]
     pool = (by_name[file.shots.data] if file.shots.data else questions) if file.shots.count else []
     return questions, pool, sources
@@ -145,14 +146,14 @@ def _front(file: TaskFile, question: Question, examples: Examples) -> str:
 
 
 def _requests(key: str, file: TaskFile, question: Question, front: str) -> Iterator[Request]:
-    before = file.joint.rstrip(" ")
-    space = file.joint[len(before) :]
-    if file.kind == "rolling":
-        before = space = ""
-    whole = [front + context + before for context in question.contexts]
-    pairs = [(context, space + ending) for context in whole for ending in question.continuations]
-    for place, (context, continuation) in enumerate(pairs):
-        yield Request(key, question.id, place, context, continuation, question.gold, question.group)
+    joint = "" if file.kind == "rolling" else file.joint
+    before = [front + context + joint for context in question.contexts]
+    for place, (whole, ending) in enumerate(product(before, question.continuations)):
+        context = whole.rstrip(" ")
+        joined = len(whole) - len(context)
+        counted = joined if file.normalise == "characters" else None
+        continuation = whole[len(context) :] + ending
+        yield Request(key, question.id, place, context, continuation, question.gold, question.group, counted)
 
 
 def _prompt(key: str, file: TaskFile, question: Question, front: str) -> Prompt:

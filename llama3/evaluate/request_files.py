@@ -88,7 +88,7 @@ def stated(folder: Path) -> dict[str, Any]:
 def _lines(task: Task) -> Iterator[bytes]:
     asked: tuple[Request | Prompt, ...] = task.prompts or task.requests
     for one in asked:
-        row = {name: value for name, value in asdict(one).items() if name != "task"}
+        row = {name: value for name, value in asdict(one).items() if name != "task" and value is not None}
         yield json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 

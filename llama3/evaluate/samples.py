@@ -58,8 +58,12 @@ def score(task: Task, items: Sequence[Sample]) -> Score:
     """Return the task's score over its samples, with the standard error and interval that fit its kind.
 
     Bits per byte: the ratio's. One answer a question: Wilson's interval. Several answers a question, or the mean of
-    groups: 1.96 standard errors, cut at 0 and 1.
+    groups: 1.96 standard errors, cut at 0 and 1. Questions without a sample were not judged; the value is NaN if all.
     """
+    if not items:
+        nothing = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
+        made = Score.of(task.key, nothing, "accuracy", "higher", task.digest, task.chance)
+        return dataclasses.replace(made, shots=task.shots, version=task.version, unjudged=task.questions)
     numerators, denominators = [item.numerator for item in items], [item.denominator for item in items]
     if task.kind == "bits":
         unit, better, estimate = "bits per byte", "lower", ratio(numerators, denominators)
@@ -71,7 +75,7 @@ def score(task: Task, items: Sequence[Sample]) -> Score:
         right = sum(numerator == 1 for numerator in numerators)
         unit, better, estimate = "accuracy", "higher", proportion(right, len(items))
     made = Score.of(task.key, estimate, unit, "lower" if better == "lower" else "higher", task.digest, task.chance)
-    return dataclasses.replace(made, shots=task.shots, version=task.version)
+    return dataclasses.replace(made, shots=task.shots, version=task.version, unjudged=task.questions - len(items))
 
 
 def group_mean(items: Sequence[Sample]) -> Estimate:

@@ -1,19 +1,9 @@
 """Run programs that a model wrote, which nobody has read: do they pass their tests, and can they do no harm?
 
-Each program runs by itself in Linux namespaces (`sandbox_runner`): no network; no environment; a file tree of the
-interpreter and the system's libraries, read-only, so that no file of the user can be read; a home of 16 MiB in memory;
-limits on processor time, memory, file size, open files and processes; a process tree that ends with the program. It
-has the standard library only. Its output is thrown away but for the last line of stderr, which says why it failed.
-To pass, it must come to its last line and exit with 0: one that calls `sys.exit(0)` before its tests has not passed.
-That is proof against accident, not intent: a program can read its own file and pretend.
-
-What this gives up. No filter of system calls: a hole in the kernel is a way out; run the evaluation in a virtual
-machine where that matters. Memory is limited by process, so the most is PROCESSES times MEMORY. Linux 5.12 or later.
-Where namespaces are forbidden (many containers), programs are refused; `network="allowed"` runs them with limits
-alone, without namespaces: they reach the network and every file of the user, and a program of root may start any
-number of processes. That is for machines that hold nothing: a container for this purpose.
-
-Measured here: all 164 reference solutions of HumanEval pass; the hostile programs of the tests are contained.
+Each is one process in Linux namespaces (`sandbox_runner`), behind a filter of system calls (`syscalls`), with limits
+on processor time, memory, files and threads. It has the standard library, a home of 16 MiB in memory, no network and no
+file of the user. To pass it must come to its last line and exit with 0. What holds and what does not is said in
+docs/explanations/sandbox.md. Linux 5.12 or later, x86_64 or aarch64; elsewhere programs are refused.
 """
 
 from __future__ import annotations
@@ -31,18 +21,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from llama3.evaluate.syscalls import filter_of
+
 MEMORY = 2**30
-"""Bytes of address space of one process."""
+"""Bytes of address space of a program, which is one process."""
 FILE = 2**20
 """Bytes of the largest file, and of what is written to stderr."""
 FILES = 64
-"""Open files of one process."""
-PROCESSES = 16
-"""Processes and threads of one program."""
-PATIENCE = 3
-"""Seconds on the clock for each second of processor time, before a program is stopped."""
+"""Open files of a program."""
+THREADS = 16
+"""Threads of a program, the first one included."""
+ASLEEP = 3
+"""Seconds that a program may sleep for each second of processor time. Waiting for a processor is no sleep."""
+WALL = (12, 60)
+"""Seconds on the clock for each second of processor time: of the first try, and of the second, alone."""
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
-LIMITS = {"AS": MEMORY, "FSIZE": FILE, "NOFILE": FILES, "NPROC": PROCESSES, "CORE": 0}
+LIMITS = {"AS": MEMORY, "FSIZE": FILE, "NOFILE": FILES, "NPROC": THREADS, "CORE": 0, "MSGQUEUE": 0}
 REASON = 200
 """Most characters of a reason."""
 
@@ -56,6 +50,8 @@ class Verdict:
     passed: bool
     reason: str
     """`passed`, or why not: `AssertionError: ...`, `more than 5 s of processor time`, ..."""
+    judged: bool = True
+    """False where this machine, and not the program, is why it did not pass: nothing is known about it then."""
 
 
 def run_programs(
@@ -63,24 +59,32 @@ def run_programs(
 ) -> list[Verdict]:
     """Return how each of `programs`, whole Python sources, ends, in their order; `parallel` run at once.
 
-    `seconds` is the processor time of each, rounded to whole seconds, at least 1. Raises ValueError before any runs if
-    this machine permits no namespaces and `network` is `none`.
+    `seconds` is the processor time of each, however long that takes on a busy machine. What could not be judged is run
+    once more, alone. Raises ValueError before any runs if this machine cannot contain them and `network` is `none`.
     """
     if seconds <= 0 or parallel < 1:
         raise ValueError(f"seconds {seconds:g} must be above 0 and parallel {parallel} at least 1")
     if network == "none":
         check_contained()
+    run = partial(_verdict, seconds=seconds, namespaces=network == "none")
     with ThreadPoolExecutor(parallel) as pool:
-        return list(pool.map(partial(_verdict, seconds=seconds, namespaces=network == "none"), programs))
+        verdicts = list(pool.map(partial(run, wall=WALL[0]), programs))
+    pairs = zip(programs, verdicts, strict=True)
+    return [verdict if verdict.judged else run(program, wall=WALL[1]) for program, verdict in pairs]
+
+
+class NotContained(ValueError):
+    """This machine cannot contain programs that nobody has read."""
 
 
 def check_contained() -> None:
-    """Raise ValueError if this machine permits no namespaces."""
+    """Raise NotContained, with what to do, if this machine cannot contain a program."""
     if obstacle := why_not_contained():
-        raise ValueError(
-            f"code: this machine cannot contain programs that a model wrote ({obstacle}); leave the code tasks out, "
-            "permit user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-            'kernel.apparmor_restrict_unprivileged_userns), or pass network="allowed" on a machine that holds nothing'
+        raise NotContained(
+            f"code: this machine cannot contain programs that a model wrote ({obstacle}); evaluate on Linux 5.12 or "
+            "later where namespaces are permitted (sysctl user.max_user_namespaces, "
+            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container "
+            "--cap-add SYS_ADMIN --security-opt seccomp=unconfined), or leave the code tasks out"
         )
 
 
@@ -89,17 +93,25 @@ def why_not_contained() -> str:
     """Return what keeps this machine from containing a program, or nothing where it can. Tried once in a process."""
     if sys.platform != "linux":
         return f"it runs {sys.platform}, not Linux"
-    verdict = _verdict("", seconds=5.0, namespaces=True)
+    try:
+        verdict = _verdict("", seconds=5.0, namespaces=True, wall=WALL[0])
+    except ValueError as error:
+        return str(error)
     return "" if verdict.passed else verdict.reason
 
 
-def _verdict(program: str, *, seconds: float, namespaces: bool) -> Verdict:
-    wall = PATIENCE * seconds
-    limits = {f"RLIMIT_{name}": most for name, most in LIMITS.items()}
+def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> Verdict:
+    task = {
+        "seconds": seconds,
+        "asleep": ASLEEP * seconds,
+        "wall": wall * seconds,
+        "namespaces": namespaces,
+        "limits": {f"RLIMIT_{name}": most for name, most in LIMITS.items()},
+        "calls": filter_of(os.uname().machine, network=not namespaces).hex(),
+    }
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
-        task = {"folder": folder, "seconds": seconds, "wall": wall, "namespaces": namespaces, "limits": limits}
         ended = subprocess.run(
-            [os.path.realpath(sys.executable), "-I", "-S", "-B", str(RUNNER), json.dumps(task)],
+            [os.path.realpath(sys.executable), "-I", "-S", "-B", str(RUNNER), json.dumps({"folder": folder, **task})],
             input=program.encode("utf-8", "replace"),
             capture_output=True,
             env={},
@@ -107,21 +119,25 @@ def _verdict(program: str, *, seconds: float, namespaces: bool) -> Verdict:
             check=False,
         )
     if ended.returncode:
-        return Verdict(False, _last_line(ended.stderr.decode(errors="replace")))
-    return _judge(json.loads(ended.stdout), seconds)
+        fault = _last_line(ended.stderr.decode(errors="replace")) or f"the runner ended with {ended.returncode}"
+        return Verdict(False, fault, judged=False)
+    return _judge(json.loads(ended.stdout), seconds, namespaces)
 
 
-def _judge(ended: dict[str, Any], seconds: float) -> Verdict:
+def _judge(ended: dict[str, Any], seconds: float, namespaces: bool) -> Verdict:
     status = ended["status"]
-    if ended["timeout"]:
-        return Verdict(False, f"more than {PATIENCE * seconds:g} s on the clock")
-    if status == 0 and ended["finished"]:
-        return Verdict(True, "passed")
+    if ended["fault"]:
+        return Verdict(False, ended["fault"][:REASON], judged=False)
+    if ended["stopped"] == "cpu" or ended["cpu"] > seconds:
+        return Verdict(False, f"more than {seconds:g} s of processor time")
+    if ended["stopped"] == "asleep":
+        return Verdict(False, f"asleep for more than {ASLEEP * seconds:g} s")
+    if ended["stopped"] == "wall":
+        return Verdict(False, f"{ended['clock']:.0f} s gave it {ended['cpu']:.1f} s of processor time", judged=False)
     if status == 0:
-        return Verdict(False, "it ended before its last line")
-    # The kernel stops by its clock's ticks, which on a busy machine run ahead of the time that it counts.
-    if -status in (signal.SIGKILL, signal.SIGXCPU) and ended["cpu"] >= 0.5 * max(1, round(seconds)):
-        return Verdict(False, f"more than {max(1, round(seconds))} s of processor time")
+        return Verdict(True, "passed") if ended["finished"] else Verdict(False, "it ended before its last line")
+    if status == -signal.SIGKILL and namespaces:  # the first process of a tree cannot send that to itself
+        return Verdict(False, "it was killed from outside; is this machine short of memory?", judged=False)
     if status < 0:
         return Verdict(False, f"ended by signal {-status}")
     return Verdict(False, _last_line(ended["errors"]) or f"exit code {status}")

@@ -4,9 +4,10 @@ A script for the bare interpreter: it imports the standard library only, so that
 second. The program comes by stdin; one line of JSON (`Ended`) goes to stdout. The kernel's own calls are used by
 ctypes, since `os.unshare` needs Python 3.12 and the `unshare` tool cannot build the file tree below.
 
-With namespaces the program is process 1 of its own process tree, which dies with it; its network has no device; its
-file tree holds the interpreter and the system's libraries, read-only, and an empty /tmp in memory. Started by root it
-becomes a user that owns nothing; started by anybody else it is in a user namespace, without any capability after exec.
+With namespaces the program is process 1 of its own process tree; its network has no device; its file tree holds the
+interpreter and the system's libraries, read-only, and an empty /tmp in memory. Started by root it becomes a user that
+owns nothing; started by anybody else it is in a user namespace, without any capability after exec. With and without
+them a seccomp filter (`syscalls`) leaves it the calls that a single process with threads needs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import resource
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 MOUNT_SETATTR, HERE, WHOLE_TREE, READ_ONLY = 442, -100, 0x8000, 1
-NO_NEW_PRIVILEGES, CHILD_SUBREAPER = 38, 36
+NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
+SHARED = ("shmmax", "shmall", "shmmni", "msgmax", "msgmnb", "msgmni", "sem")
+"""Limits of System V's shared memory, queues and semaphores, of the IPC namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 NOBODY = 64_000
@@ -32,6 +36,10 @@ NOBODY = 64_000
 TMPFS = b"size=16m,nr_inodes=1024,mode=1777"
 TAIL = 2000
 """Last bytes of what a program writes to stderr that are kept."""
+PERIOD = 0.05
+"""Seconds between two looks at the program."""
+CPU_CLOCK = 2
+"""CPUCLOCK_SCHED: of all threads, exact where the ticks behind RLIMIT_CPU are not."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,34 +47,46 @@ class MountAttributes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace"))
 
 
-def main(folder: str, seconds: float, wall: float, namespaces: bool, limits: dict[str, int]) -> dict[str, Any]:
-    """Run the program on stdin; return how it ended: `status`, `timeout`, `finished`, `cpu` seconds, `errors`.
+class FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
+
+def main(
+    folder: str, seconds: float, asleep: float, wall: float, namespaces: bool, limits: dict[str, int], calls: str
+) -> dict[str, Any]:
+    """Run the program on stdin; return how it ended.
+
+    `status`: its exit status. `stopped`: by which limit, or nothing: `cpu` (`seconds` of processor time), `asleep`
+    (seconds in which it neither ran nor waited for a processor), `wall` (seconds on the clock). `finished`: whether it
+    came to its last line. `cpu`, `clock`: seconds. `errors`: the end of its stderr. `fault`: why it did not start.
     `folder` is an empty directory: where the new file tree is mounted, or without namespaces the program's own.
+    `calls` is the filter of system calls, as hex.
     """
     errors, nobody = os.memfd_create("stderr"), NOBODY + os.getpid() % 1000
     done, marker = os.pipe()
+    unstarted, fault = os.pipe()
     word = os.urandom(8).hex()
     program = sys.stdin.buffer.read() + f"\n\n__import__('os').write({marker}, b'{word}')\n".encode()
     os.set_inheritable(marker, True)
     if namespaces:
         leave()
-    else:
-        call("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
+    began = time.monotonic()
     child = os.fork()
     if child == 0:
-        start(folder, program, errors, nobody if namespaces else None, {**limits, "RLIMIT_CPU": max(1, round(seconds))})
+        limits = {**limits, "RLIMIT_CPU": 2 * round(seconds) + 2}
+        start(folder, program, errors, fault, nobody if namespaces else None, limits, bytes.fromhex(calls))
     os.close(marker)
-    timeout, status = wait(child, wall)
-    if not namespaces:
-        end_orphans()
+    os.close(fault)
+    stopped, status = wait(child, seconds, asleep, wall)
     cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
     end = os.lseek(errors, 0, os.SEEK_END)
     return {
         "status": status,
-        "timeout": timeout,
+        "stopped": stopped,
         "finished": os.read(done, 64) == word.encode(),
         "cpu": cpu.ru_utime + cpu.ru_stime,
+        "clock": time.monotonic() - began,
+        "fault": os.read(unstarted, TAIL).decode(errors="replace"),
         "errors": os.pread(errors, TAIL, max(0, end - TAIL)).decode(errors="replace"),
     }
 
@@ -81,12 +101,18 @@ def leave() -> None:
         Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
 
 
-def start(folder: str, program: bytes, errors: int, nobody: int | None, limits: dict[str, int]) -> NoReturn:
-    """Become the program; `nobody` is the user id that root becomes, None without namespaces."""
+def start(
+    folder: str, program: bytes, errors: int, fault: int, nobody: int | None, limits: dict[str, int], calls: bytes
+) -> NoReturn:
+    """Become the program; `nobody` is the user id that root becomes, None without namespaces.
+
+    What keeps it from starting is written to the pipe `fault`, which the program itself does not inherit.
+    """
     namespaces = nobody is not None
     try:
         os.setsid()
         if namespaces:
+            share_nothing()
             furnish(folder)
             os.chroot(folder)
         home = "/tmp" if namespaces else folder
@@ -102,12 +128,23 @@ def start(folder: str, program: bytes, errors: int, nobody: int | None, limits: 
         call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         for name, most in limits.items():
             resource.setrlimit(getattr(resource, name), (most, most))
+        known = FilterProgram(len(calls) // 8, calls)
+        call("prctl", SECCOMP, FILTER, ctypes.byref(known), 0, 0)
         environment = {"HOME": home, "PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, "-s", "-P", "-S", "-B", f"{home}/program.py"], environment)
     except BaseException as error:
-        os.write(errors, f"sandbox: {error}\n".encode())
+        os.write(fault, f"{error}".encode())
     finally:
         os._exit(126)
+
+
+def share_nothing() -> None:
+    """Set what System V IPC may hold to nothing, where this user may: the filter forbids its calls as well."""
+    for name in SHARED:
+        try:
+            Path("/proc/sys/kernel", name).write_text("0 0 0 0" if name == "sem" else "0")
+        except OSError:
+            return
 
 
 def furnish(folder: str) -> None:
@@ -141,21 +178,33 @@ def show(place: Path, at: Path) -> None:
     call("mount", bytes(place), bytes(at), None, ctypes.c_ulong(BIND | RECURSIVE), None)
 
 
-def wait(child: int, wall: float) -> tuple[bool, int]:
-    """Return whether `child` had to be stopped after `wall` seconds, and its exit status."""
-    watched = os.pidfd_open(child)
-    timeout = not select.select([watched], [], [], wall)[0]
-    if timeout:
+def wait(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, int]:
+    """Return by which limit `child` had to be stopped, if by any, and its exit status."""
+    watched, clock = os.pidfd_open(child), (~child << 3) | CPU_CLOCK
+    began = last = time.monotonic()
+    slept, stopped = 0.0, ""
+    while not stopped and not select.select([watched], [], [], PERIOD)[0]:
+        now = time.monotonic()
+        slept += min(now - last, 2 * PERIOD) if sleeps(child) else 0.0
+        last = now
+        if time.clock_gettime(clock) > seconds:
+            stopped = "cpu"
+        elif slept > asleep:
+            stopped = "asleep"
+        elif now - began > wall:
+            stopped = "wall"
+    if stopped:
         os.kill(child, signal.SIGKILL)
-    return timeout, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return stopped, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def end_orphans() -> None:
-    """End what the program left behind: its orphans have become children of this process."""
-    while left := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        for orphan in map(int, left):
-            os.kill(orphan, signal.SIGKILL)
-            os.waitpid(orphan, 0)
+def sleeps(process: int) -> bool:
+    """Return whether no thread of `process` runs, waits for a processor or for a disk."""
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
+    except OSError:  # a thread ended meanwhile
+        return False
+    return all(text.rpartition(")")[2].split()[0] in "STt" for text in threads)
 
 
 def call(name: str, *arguments: Any) -> None:

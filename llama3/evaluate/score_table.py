@@ -37,7 +37,7 @@ class Part:
 
 
 def score_table(
-    recipe: Recipe, tasks: Sequence[Task], by_task: Sequence[Sequence[Sample]], baselines: Mapping[str, float]
+    recipe: Recipe | None, tasks: Sequence[Task], by_task: Sequence[Sequence[Sample]], baselines: Mapping[str, float]
 ) -> tuple[dict[str, Score], list[Sample]]:
     """Return all scores by key, and the samples under the keys of the scores that have samples of their own.
 
@@ -51,11 +51,13 @@ def score_table(
     parts |= _languages([task for task in domains if task.key in PROSE], asked)
     scores = {key: part.score for key, part in parts.items()}
     for prefix in (BPB, MACRO) if domains else ():
+        assert recipe is not None, "the mix by which domains are weighted"
         mean = overall(recipe, {key: made.estimate for key, made in scores.items()}, prefix)
         scores[prefix] = Score.of(prefix, mean, _BITS, "lower", _digest(domains), None)
     if counted := [task for task in tasks if task.key in baselines]:
         centred = core([(scores[task.key].estimate, baselines[task.key]) for task in counted])
-        scores[CORE] = Score.of(CORE, centred, "share above chance", "higher", _digest(counted), 0.0)
+        made = Score.of(CORE, centred, "share above chance", "higher", _digest(counted), 0.0)
+        scores[CORE] = dataclasses.replace(made, unjudged=sum(scores[task.key].unjudged for task in counted))
     return scores, [sample for part in parts.values() for sample in part.samples]
 
 

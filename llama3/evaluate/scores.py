@@ -53,6 +53,8 @@ class Score:
     """Solved examples before each question."""
     version: int = 1
     """Of the task."""
+    unjudged: int = 0
+    """Questions that are not among `n` because an answer could not be judged: neither right nor wrong."""
 
     @classmethod
     def of(cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None) -> Score:
@@ -90,6 +92,7 @@ _SCHEMA = pa.schema(
         ("requests", pa.string()),
         ("shots", pa.int64()),
         ("version", pa.int64()),
+        ("unjudged", pa.int64()),
     ]
 )
 
@@ -105,7 +108,8 @@ def read_scores(folder: Path) -> dict[str, Score]:
     path = folder / SCORES_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {SCORES_FILE}; evaluate the model into it first")
-    return {row["key"]: Score(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()}
+    rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+    return {row["key"]: Score(**{**row, "unjudged": row["unjudged"] or 0}) for row in rows}
 
 
 def read_asked(folder: Path) -> dict[str, Any]:

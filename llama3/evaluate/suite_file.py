@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=Section)
 YAML = (".yaml", ".yml")
 QUESTION_LINES: dict[str, Any] = {
     "kind": "choice",
-    "context": "{{ query.rstrip().removesuffix('Answer:') }}",
+    "context": "{{ query.rstrip().removesuffix('Answer:').rstrip() }}",
     "choices": "choices",
     "gold": "gold",
     "before_answer": "\nAnswer: ",
@@ -110,12 +110,20 @@ def library_tasks() -> list[str]:
 
 def planned_of(text: str, data: str | None) -> tuple[Planned, ...]:
     """Return the tasks of the suite, or the one task, that `text` names: of the library, a YAML file or a folder."""
+    return suite_named(text, data).planned
+
+
+def suite_named(text: str, data: str | None) -> Suite:
+    """Return the suite that `text` names, or one without a name of the one task that it names.
+
+    A task is one of the library, a YAML file, a folder of rendered requests or a JSON-lines file of questions.
+    """
     if Path(text).suffix in YAML:
         content = read_yaml(Path(text))
         is_suite = not (isinstance(content, dict) and "kind" in content)
     else:
         is_suite = (LIBRARY / "suites" / f"{text}.yaml").is_file()
-    return read_suite(text, data, [], 0).planned if is_suite else (find_task(text, Path(), data),)
+    return read_suite(text, data, [], 0) if is_suite else Suite("", (), (_more(text, data, None),), "", None)
 
 
 def find_task(text: str, beside: Path, data: str | None) -> Planned:
@@ -173,7 +181,7 @@ def _changed(task: Any, name: str | None, changes: dict[str, Any]) -> Any:
     return made
 
 
-def _more(text: str, data: str | None, questions: int) -> Planned:
+def _more(text: str, data: str | None, questions: int | None) -> Planned:
     path = Path(text)
     if path.suffix in YAML or not path.suffix or is_rendered(path):
         return find_task(text, Path(), data)

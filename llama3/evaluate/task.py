@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Kind = Literal["bits", "choice", "cloze", "generate", "code"]
 Normalise = Literal["bytes", "characters", "tokens", "none"]
@@ -36,11 +36,13 @@ class Request:
     """The right choice; 0 for a whole document or a cloze."""
     group: str = ""
     """What a task also averages by: the subject of a question, the language of a document."""
+    joined: int | None = None
+    """Spaces at the beginning of `continuation` that join it to the context; None: it is not known which those are."""
 
     @property
     def characters(self) -> int:
-        """Characters of the scored text without white space around it, such as the joining space."""
-        return len(self.continuation.strip())
+        """Characters of the scored text without the spaces that join it; without any white space around it if None."""
+        return len(self.continuation.strip()) if self.joined is None else len(self.continuation) - self.joined
 
     @property
     def bytes(self) -> int:
@@ -139,5 +141,11 @@ class Task:
 
 def digest(asked: Iterable[Request | Prompt]) -> str:
     """Return the SHA-256 (hex) of requests or prompts in their order."""
-    lines = (json.dumps(astuple(one), ensure_ascii=False, separators=(",", ":")) for one in asked)
+    lines = (json.dumps(_values(one), ensure_ascii=False, separators=(",", ":")) for one in asked)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _values(asked: Request | Prompt) -> tuple[Any, ...]:
+    """Return the fields; those added since the first digests were taken only where they are set."""
+    values = astuple(asked)
+    return values[:-1] if isinstance(asked, Request) and asked.joined is None else values

@@ -1,9 +1,9 @@
 """A task as YAML: which rows of a published set are asked, how they are written, and how answers count.
 
-A task holds no data, only templates over the fields of the rows, so a set is used as its authors publish it and its
-licence stays with its files. Fields of text are jinja2 templates (`"{{ question }}"`); `choices`, `contexts` and
-`gold`, whose values are no text, are expressions: what would stand between the braces. What this gives up: code in a
-task. A set that templates cannot express is converted once, outside, or given as a folder of rendered requests.
+A task holds no data, only templates over the fields of the rows, so a set is used as its authors publish it. Fields of
+text are jinja2 templates (`"{{ question }}"`); `choices`, `contexts` and `gold` are expressions: what would stand
+between the braces. Nothing is stripped: a model reads the texts as the templates give them. There is no code in a task:
+a set that templates cannot express is converted once, outside, or given as a folder of rendered requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from llama3.evaluate.extract import check_writing
 from llama3.evaluate.task import Normalise, Writing
+from llama3.recipe.plain import read_plain
 from llama3.recipe.section import Section
 
 TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
@@ -90,13 +91,13 @@ class TaskFile(Section):
     group: str = ""
     """Template of what the score is also averaged by, such as a subject."""
     before_answer: str = " "
-    """Between question and answer. Spaces at its end count as part of the answer, as tokenizers see them."""
+    """Between question and answer. Spaces before the answer count as part of it, because tokens begin with them."""
     between_shots: str = "\n\n"
     shots: Shots = Shots()
     limit: int | None = Field(default=None, ge=1)
     """Most questions: those whose text has the smallest hash, whatever their order; none: all."""
     normalise: Normalise = "bytes"
-    """What the nats of an answer are divided by before the fewest win; `characters` leaves out the joining space."""
+    """What the nats of an answer are divided by before the fewest win; `characters` leaves out spaces that join it."""
     average: Literal["items", "groups"] = "items"
     """`groups`: the mean of the groups' means."""
     chance: float | None = Field(default=None, ge=0, lt=1)
@@ -161,13 +162,15 @@ def parse_task(data: object, place: str) -> TaskFile:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds. Raises ValueError if it cannot be read."""
+    """Return what a YAML file holds. Raises ValueError if it cannot be read, or its aliases stand for too much."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return read_plain(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply; write it flat") from None
 
 
 def faults(error: ValidationError, place: str) -> list[str]:

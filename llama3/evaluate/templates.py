@@ -8,20 +8,22 @@ questions of MMLU take seconds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
+import regex
 from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llama3.evaluate.data_rows import Row
+from llama3.evaluate.extract import replaced
 from llama3.evaluate.task_file import TaskFile
 
 TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
 EXPRESSIONS = ("contexts", "choices", "gold")
-_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_FAULTS = (TemplateError, regex.error, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What the evaluation of a template over unexpected values raises."""
 
 
@@ -53,6 +55,7 @@ class Templates:
         """Raises ValueError naming the field that is no template."""
         self.file = file
         machine = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        machine.filters["regex_replace"] = replaced
         self._made: dict[str, Callable[..., Any]] = {}
         for field in TEXTS + EXPRESSIONS:
             source = getattr(file, field)
@@ -63,6 +66,8 @@ class Templates:
                     self._made[field] = machine.from_string(source).render
             except TemplateError as error:
                 raise ValueError(f"{file.name}: {field}: {source!r} is no template ({error.message})") from None
+            except MemoryError:
+                raise ValueError(f"{file.name}: {field}: {source[:80]!r} takes too much memory") from None
 
     def question(self, row: Row) -> Question:
         """Return the question of `row`. Raises ValueError naming file, line, field and remedy."""
@@ -71,13 +76,13 @@ class Templates:
             case "rolling":
                 return self._made_of(row, ("",), (self._text("text", row),))
             case "cloze":
-                return self._made_of(row, (self._context(row),), (self._ending(row),))
+                return self._made_of(row, (self._text("context", row),), (self._text("continuation", row),))
             case "schema":
                 contexts = self._list("contexts", row)
-                return self._made_of(row, contexts, (self._ending(row),), self._place(row, len(contexts)))
+                return self._made_of(row, contexts, (self._text("continuation", row),), self._place(row, len(contexts)))
             case "choice":
                 choices = self._list("choices", row)
-                return self._made_of(row, (self._context(row),), choices, self._place(row, len(choices)))
+                return self._made_of(row, (self._text("context", row),), choices, self._place(row, len(choices)))
             case "letters":
                 return self._letters(row)
             case _:
@@ -90,13 +95,12 @@ class Templates:
         letters = tuple(ascii_uppercase[: len(choices)])
         pairs = zip(letters, choices, strict=True)
         lines = [self._text("line", row, letter=letter, choice=choice) for letter, choice in pairs]
-        context = "\n".join([self._context(row), *lines])
+        context = "\n".join([self._text("context", row), *lines])
         return self._made_of(row, (context,), letters, self._place(row, len(choices)))
 
     def _written(self, row: Row) -> Question:
         """Return a question whose answer the model writes."""
         context = self._text("context", row)
-        context = context if self.file.kind == "code" else context.rstrip()
         golds = () if self.file.kind == "code" else self._golds(row)
         tests = self._text("tests", row)
         program = self._text("program", row, context=context) if self.file.kind == "code" else ""
@@ -125,23 +129,18 @@ class Templates:
         group, preamble = self._text("group", row), self._text("preamble", row)
         return Question(name, group, preamble, contexts, continuations, gold, golds, shown, tests, program)
 
-    def _context(self, row: Row) -> str:
-        return self._text("context", row).rstrip()
-
-    def _ending(self, row: Row) -> str:
-        return self._text("continuation", row).strip()
-
     def _text(self, field: str, row: Row, **more: str) -> str:
         return str(self._evaluated(field, row, more)) if field in self._made else ""
 
     def _list(self, field: str, row: Row) -> tuple[str, ...]:
         """Return two or more texts."""
         found = self._evaluated(field, row)
+        found = list(found) if isinstance(found, Iterator) else found
         if not isinstance(found, list | tuple) or len(found) < 2 or not all(_is_text(item) for item in found):
             raise ValueError(f"{row.place}: {field}: {found!r} must be a list of two or more texts")
-        texts = tuple(str(item).strip() for item in found)
-        if field == "choices" and not all(texts):
-            raise ValueError(f"{row.place}: choices: {texts.index('')} is empty; give a text to score")
+        texts = tuple(map(str, found))
+        if field == "choices" and (empty := [place for place, text in enumerate(texts) if not text.strip()]):
+            raise ValueError(f"{row.place}: choices: {empty[0]} is empty; give a text to score")
         return texts
 
     def _place(self, row: Row, count: int) -> int:
@@ -168,6 +167,10 @@ class Templates:
         except _FAULTS as error:
             known = ", ".join(map(str, row.fields))
             raise ValueError(f"{row.place}: {field}: {error}; the row has {known}") from None
+        except (MemoryError, RecursionError) as error:
+            raise ValueError(
+                f"{row.place}: {field}: takes too much memory ({type(error).__name__}); write a smaller text"
+            ) from None
 
 
 def _is_text(item: object) -> bool:

@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 from llama3.evaluate.significance import DOCUMENTS, LEVEL, Difference
 from llama3.recipe.rules import GateRule
 
+MOST = 10_000_000
+"""Items beyond which no number is named: the difference is too near to what is allowed."""
+
 
 class Judged(Protocol):
     """What the gate reads of a score."""
@@ -57,8 +60,18 @@ class Case:
     def threshold(self) -> float | None:
         if self.rule.kind == "no significant drop":
             return None
-        allowance = self.rule.bound * abs(self.champion.value) if self.rule.kind == "no worse than" else 0.0
-        return self.champion.value + (allowance if self.candidate.better == "lower" else -allowance)
+        return self.champion.value + (self.allowance if self.candidate.better == "lower" else -self.allowance)
+
+    @property
+    def allowance(self) -> float:
+        """How much worse than the champion's a score may be."""
+        match self.rule.kind:
+            case "no worse than":
+                return self.rule.bound * abs(self.champion.value)
+            case "no drop over":
+                return self.rule.bound
+            case _:
+                return 0.0
 
 
 def absolute(metric: str, rule: GateRule, value: float) -> Verdict:
@@ -73,7 +86,7 @@ def by_values(case: Case) -> Verdict:
     match case.rule.kind:
         case "better":
             passed, allowed = case.worse < 0, "it must be better"
-        case "no worse than":
+        case "no worse than" | "no drop over":
             assert threshold is not None
             sign = 1 if case.candidate.better == "lower" else -1
             passed, allowed = sign * (case.candidate.value - threshold) <= 0, f"allowed {_allowance(case.rule)}"
@@ -97,11 +110,10 @@ def by_difference(case: Case) -> Verdict:
     match case.rule.kind:
         case "better":
             passed, allowed = upper < 0, "it must be better at the 95% bound"
-        case "no worse than":
-            allowance = case.rule.bound * abs(case.champion.value)
-            passed, allowed = upper <= allowance, f"allowed {_allowance(case.rule)}"
-            if not passed and case.worse <= allowance:
-                allowed += f", which {case.difference.n} {_items(case)} cannot show; {_more(case)}"
+        case "no worse than" | "no drop over":
+            passed, allowed = upper <= case.allowance, f"allowed {_allowance(case.rule)}"
+            if not passed and case.worse < case.allowance:
+                allowed += f", which {case.difference.n} {_items(case)} cannot show; {_needed(case, upper)}"
         case "no significant drop":
             passed = not (case.worse > 0 and case.p < LEVEL)
             over = f" after Holm over {case.family}" if case.family > 1 else ""
@@ -112,16 +124,17 @@ def by_difference(case: Case) -> Verdict:
 
 
 def number(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{round(value, 12) + 0.0:.4g}"  # a mean of zeros may be 1e-17
 
 
 def _allowance(rule: GateRule) -> str:
-    return f"{rule.bound * 100:.12g}%"
+    return f"{rule.bound * 100:.12g}{' points' if rule.kind == 'no drop over' else '%'}"
 
 
 def _change(case: Case) -> str:
     """Say how far from the champion a score is: in percent of it where the rule speaks of percent and it has one."""
-    whole = abs(case.champion.value) if case.rule.kind != "no significant drop" else 0.0
+    absolute = case.rule.kind in ("no significant drop", "no drop over")
+    whole = 0.0 if absolute else abs(case.champion.value)
     unit = "%" if whole else ""
     scale = 100 / whole if whole else 1.0
     better = case.worse < 0
@@ -143,8 +156,17 @@ def _more(case: Case) -> str:
     return "raise evaluate.questions" if _items(case) == "questions" else "raise evaluate.documents or curate.held_out"
 
 
+def _needed(case: Case, upper: float) -> str:
+    """Say how many items would show that the same difference is allowed: an interval narrows with 1 / sqrt(n)."""
+    assert case.difference is not None
+    half, room, n = upper - case.worse, case.allowance - case.worse, case.difference.n
+    if half >= room * math.sqrt(MOST / n):
+        return _more(case)
+    return f"about {math.ceil(n * (half / room) ** 2):,} would; {_more(case)}"
+
+
 def _unknown(case: Case) -> ValueError:
     return ValueError(
-        f"rule {case.rule.kind!r} of {case.metric} is none of better, no worse than, no significant drop, at most, "
-        "at least"
+        f"rule {case.rule.kind!r} of {case.metric} is none of better, no worse than, no drop over, "
+        "no significant drop, at most, at least"
     )

@@ -25,7 +25,7 @@ def documents(random: np.random.Generator, domain: str, change: float, count: in
     return Pairs(champion * (1 + change + 0.01 * random.standard_normal(count)), champion, sizes)
 
 
-def answers(random: np.random.Generator, drop: float, count: int = 100) -> Pairs:
+def answers(random: np.random.Generator, drop: float, count: int = 1000) -> Pairs:
     """Return right and wrong answers; a fifth of them are others, and `drop` more of them are newly wrong."""
     champion = (random.random(count) < 0.5).astype(float)
     other = random.random(count)
@@ -39,11 +39,12 @@ def evidence(
     drops: Mapping[str, float] | None = None,
     count: int = 64,
     resamples: int = 1000,
+    questions: int = 1000,
 ) -> Evidence:
     """Return the evidence of a candidate that is better by 1 % in every domain but those in `changes`."""
     random = np.random.default_rng(seed)
     bits = {d: documents(random, d, (changes or {}).get(d, -0.01), count) for d in DOMAINS}
-    asked = {task: answers(random, (drops or {}).get(task, 0.0)) for task in TASKS}
+    asked = {task: answers(random, (drops or {}).get(task, 0.0), questions) for task in TASKS}
     drawn = {f"eval/bpb/{domain}": of_documents(domain, pairs, resamples) for domain, pairs in bits.items()}
     differences = {key: documents_difference(found) for key, found in drawn.items()}
     differences["eval/bpb"] = documents_difference(combine(list(drawn.values()), [MIX[domain] for domain in bits]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,22 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.evaluate.answers import TOO_LONG, Answer, answer_samples, answers, program_of, too_long, write_answers
+from llama3.evaluate import answers as answering
+from llama3.evaluate import extract
+from llama3.evaluate.answers import (
+    TOO_LONG,
+    Answer,
+    answer_samples,
+    answers,
+    program_of,
+    too_long,
+    unjudged,
+    write_answers,
+)
 from llama3.evaluate.data_rows import Places, read_rows
 from llama3.evaluate.ranks import Single
 from llama3.evaluate.samples import score
-from llama3.evaluate.sandbox import run_programs, why_not_contained
+from llama3.evaluate.sandbox import Verdict, run_programs, why_not_contained
 from llama3.evaluate.suite_file import planned_of
 from llama3.evaluate.suites import rendered_task
 from llama3.evaluate.task import Prompt, Task, Writing
@@ -88,6 +100,41 @@ def test_questions_longer_than_the_window_count_as_wrong_aloud(model: Transforme
     fits = replace(long, context=long.context[1:])
     assert too_long(answers(model, coder, replace(task, prompts=(fits,)), WINDOW, Single())) == {}
     assert len(answer_samples(task, found)) == 3
+
+
+def test_what_was_not_judged_is_neither_right_nor_wrong(
+    model: Transformer, coder: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that this machine could not run, and an expression that takes too long on one answer."""
+    verdicts = {
+        "one": Verdict(True, "passed"),
+        "two": Verdict(False, "killed", judged=False),
+        "six": Verdict(False, "x"),
+    }
+    prompts = tuple(Prompt("eval/c", name, "x = 1", (), name, "x = 1") for name in verdicts)
+    task = Task("eval/c", "code", prompts=prompts, writing=Writing(max_tokens=2))
+    monkeypatch.setattr(answering, "run_programs", lambda programs, *_: [verdicts[p.split()[-1]] for p in programs])
+    found = answers(model, coder, task, WINDOW, Single())
+    assert [(one.right, one.judged, one.reason) for one in found] == [
+        (True, True, ""), (False, False, "killed"), (False, True, "x"),
+    ]  # fmt: skip
+    items = answer_samples(task, found)
+    assert [(item.id, item.numerator) for item in items] == [("one", 1.0), ("six", 0.0)]
+    made = score(task, items)
+    assert (made.value, made.n, made.unjudged, unjudged(found)) == (0.5, 2, 1, {"eval/c": 1})
+    nothing = score(task, [])
+    assert (math.isnan(nothing.value), nothing.n, nothing.unjudged) == (True, 0, 3)
+    write_answers(found, tmp_path)
+    assert pq.read_table(tmp_path / "answers.parquet")["judged"].to_pylist() == [True, True, False]
+    monkeypatch.setattr(extract, "SECONDS", 0.2)
+    slow = Task("eval/t", "generate", prompts=(Prompt("eval/t", "q", "a" * 30, ("b",)),), writing=WRITING)
+    monkeypatch.setattr(answering, "answer", lambda *_: [["b", "a" * 40 + "!", "c"]])
+    for field in ("extract", "ignore"):
+        writing = replace(WRITING, **{field: ("((a|aa)+)$", "(.+)") if field == "extract" else ("((a|aa)+)$",)})
+        found = answers(model, coder, replace(slow, writing=writing), WINDOW, Single())
+        assert [(one.right, one.judged) for one in found] == [(True, True), (False, False), (False, True)]
+        assert "takes more than 0.2 s of processor time" in found[1].reason
+        assert answer_samples(replace(slow, writing=writing), found) == []
 
 
 @pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.extract import check_writing, extracted, matches
+from llama3.evaluate import extract
+from llama3.evaluate.extract import TooSlow, check_writing, cleaned, extracted, matches
 from llama3.evaluate.task import Writing
 
 NUMBERS = Writing(extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$"))
@@ -83,3 +84,15 @@ def test_settings_that_cannot_be_followed_are_named(settings: dict[str, Any], me
 
 def test_an_expression_may_be_ignored_and_extracted() -> None:
     check_writing(Writing(ignore=(",",), extract=("(,)",), temperature=0.8, samples=3))
+
+
+def test_an_expression_that_would_take_years_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the C code of the expression too, and by processor time, so that a busy machine changes nothing."""
+    monkeypatch.setattr(extract, "SECONDS", 0.5)
+    text, pattern = "a" * 40 + "!", "((a|aa)+)$"
+    with pytest.raises(
+        TooSlow, match=r"writing\.extract .* takes more than 0.5 s of processor time; write one without"
+    ):
+        extracted(text, Writing(extract=(pattern,)))
+    with pytest.raises(TooSlow, match=r"takes more than 0\.5 s"):
+        cleaned(text, Writing(ignore=(pattern,)))

@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.gate import INTEGRITY, Decision, decide
+from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, NotJudged, decide
 from llama3.evaluate.scores import Better, Score
 from llama3.evaluate.statistics import normal
 from llama3.recipe.rules import GateRule
@@ -205,3 +206,17 @@ def test_decisions_survive_json(values: dict[str, float]) -> None:
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="'equal' of eval/bpb is none of better"):
         decide({"eval/bpb": GateRule("equal")}, table({"bpb": 1.0}), table({"bpb": 1.0}))
+
+
+def test_what_a_machine_could_not_judge_is_no_verdict_on_a_model() -> None:
+    """Neither a refusal nor an acceptance, of candidate and champion alike; a score without a rule may be so."""
+    whole, policy = table({"bpb": 2.0, "code": 0.5, "other": 0.5}), rules(bpb="better", code="at least 0.4")
+    part = {**whole, "eval/code": replace(whole["eval/code"], unjudged=3), "eval/other": whole["eval/other"]}
+    told = r"eval/code of the {}: 3 questions were not judged .*; evaluate again .*: herd rerun RUN --from evaluate"
+    with pytest.raises(NotJudged, match=told.format("candidate")):
+        Evidence.of(policy, part, None)
+    with pytest.raises(NotJudged, match=told.format("champion")):
+        Evidence.of(policy, whole, part)
+    assert Evidence.of(policy, {**whole, "eval/other": part["eval/code"]}, None).decide().accepted
+    with pytest.raises(NotJudged):
+        Evidence.of({"eval/*": GateRule.parse("no significant drop")}, part, None)

@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,14 +20,20 @@ import torch
 
 from llama3.bench.evaluate_tasks import Pair, pairs, write_job
 from llama3.bench.ours.evaluate import work
+from llama3.evaluate.data_rows import Places
+from llama3.evaluate.render import render
+from llama3.evaluate.task_file import parse_task
 from llama3.export.convert import convert
 from llama3.model.files import save_model
 from llama3.model.initial import build
 from llama3.recipe.schema import Model
 from llama3.tokens.tokenizer import train_tokenizer
-from tests.llama3.evaluate.tiny_data import write_data
+from tests.llama3.evaluate.task_samples import write_lines
+from tests.llama3.evaluate.tiny_data import WORDS, write_data
 
 pytest.importorskip("lm_eval", reason="needs the extra: pip install 'herd[crosscheck]'")
+from datasets import Dataset
+from lm_eval.tasks.hellaswag.utils import process_docs
 
 SPEC = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq=4096)
 QUESTIONS = 48
@@ -40,14 +48,14 @@ Path(sys.argv[4]).write_text(json.dumps(found["samples"]))
 Samples = dict[str, dict[str, dict[str, Any]]]
 
 
-def model(folder: Path, made: list[Pair]) -> Path:
+def model(folder: Path, made: list[Pair], vocab: int) -> Path:
     """Write a model that has read the questions with their answers a few times, and its tokenizer.
 
     So that some of its answers are right, it writes where to stop, and never a special token.
     """
     texts = [f"{asked.context}{asked.continuation}\n\n" for pair in made for asked in pair.task.requests]
     texts += [f"{prompt.context} {prompt.gold[0]}\n\n" for pair in made for prompt in pair.task.prompts] * 30
-    tokenizer = train_tokenizer(sorted(texts), 400)
+    tokenizer = train_tokenizer(sorted(texts), vocab)
     network = build(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
     tokens = torch.tensor([token for text in texts for token in (tokenizer.begin, *tokenizer.encode(text))])
     optimizer, dice = torch.optim.AdamW(network.parameters(), 5e-3), torch.Generator().manual_seed(0)
@@ -62,9 +70,14 @@ def model(folder: Path, made: list[Pair]) -> Path:
     return folder
 
 
-def both(folder: Path, made: list[Pair]) -> tuple[Samples, Samples]:
+def both(folder: Path, made: list[Pair], vocab: int = 400) -> tuple[Samples, Samples]:
     """Return herd's samples and lm-eval's."""
-    ours, theirs, job, found = model(folder / "model", made), folder / "hf", folder / "job", folder / "found.json"
+    ours, theirs, job, found = (
+        model(folder / "model", made, vocab),
+        folder / "hf",
+        folder / "job",
+        folder / "found.json",
+    )
     convert(ours, "herd", theirs, "hf")
     write_job(made, job)
     paths = map(str, (job, folder, theirs, found))
@@ -72,6 +85,103 @@ def both(folder: Path, made: list[Pair]) -> tuple[Samples, Samples]:
     ended = subprocess.run([sys.executable, "-c", RUN, *paths], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return work(job, folder, str(ours))["samples"], json.loads(found.read_text())
+
+
+BLANKS = ("", "", " ", "  ", " \n", "\t")
+HELLASWAG = {
+    "context": "{{ (activity_label ~ ': ' ~ ctx_a ~ ' ' ~ ctx_b.capitalize()) | trim | replace(' [title]', '. ')"
+    r" | regex_replace('\\[.*?\\]', '') | replace('  ', ' ') }}",
+    "choices": r"endings | map('trim') | map('replace', ' [title]', '. ') | map('regex_replace', '\\[.*?\\]', '')"
+    " | map('replace', '  ', ' ')",
+    "gold": "label | int",
+    "before_answer": " ",
+    "normalise": "characters",
+}
+PIQA = {
+    "context": "Question: {{ goal }}\nAnswer:",
+    "choices": "[sol1, sol2]",
+    "gold": "label",
+    "before_answer": " ",
+    "normalise": "characters",
+}
+METRICS = {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+
+
+def spread(dice: Random, least: int, most: int) -> str:
+    """Return words with white space of all sorts at both ends."""
+    words = " ".join(dice.choice(WORDS) for _ in range(dice.randint(least, most)))
+    return f"{dice.choice(BLANKS)}{words}{dice.choice(BLANKS)}"
+
+
+def scenes(count: int) -> list[dict[str, Any]]:
+    """Return questions in the form of HellaSwag: half of them with the tags that WikiHow left in texts and endings."""
+    dice = Random(1)
+
+    def text(least: int, most: int, tagged: bool) -> str:
+        words = spread(dice, least, most)
+        return words.replace(" ", dice.choice([" [title] ", " [step] ", " [substeps]"]), 1) if tagged else words
+
+    return [
+        {
+            "activity_label": spread(dice, 1, 2).strip(),
+            "ctx_a": text(6, 20, n % 2 == 0),
+            "ctx_b": dice.choice(["", "the man", "[step] a River"]),
+            "endings": [f"{dice.choice(['', '[substeps] ', '[title]'])}{text(3, 12, n % 2 == 0)}" for _ in range(4)],
+            "label": str(dice.randrange(4)),
+        }
+        for n in range(count)
+    ]
+
+
+def goals(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return questions in the form of PIQA, with white space at the ends of goals and solutions."""
+    dice = Random(seed)
+    keys = ("goal", "sol1", "sol2")
+    return [{**{key: spread(dice, 2, 9) for key in keys}, "label": dice.randrange(2)} for _ in range(count)]
+
+
+def as_pair(folder: Path, name: str, fields: dict[str, Any], raw: list[Any], peer: dict[str, Any], **more: Any) -> Pair:
+    """Return the task file `fields` over the rows `raw` as herd renders it, beside the settings `peer` of lm-eval."""
+    write_lines(folder / "rows.jsonl", raw)
+    file = parse_task({"name": name, "kind": "choice", "data": "rows.jsonl", **fields}, f"{name}.yaml")
+    task = render(file, Places(str(folder))).task
+    places = {document: str(n) for n, document in enumerate(dict.fromkeys(r.document for r in task.requests))}
+    asked = tuple(replace(request, task=name, document=places[request.document]) for request in task.requests)
+    return Pair(replace(task, key=name, requests=asked), {"output_type": "multiple_choice", **peer, **METRICS}, **more)
+
+
+def split_as_tokens(context: str, continuation: str) -> tuple[str, str]:
+    """Return the request as both sides encode it: spaces before the answer belong to it."""
+    kept = context.rstrip(" ")
+    return kept, context[len(kept) :] + continuation
+
+
+def test_requests_and_answers_are_those_of_lm_eval_with_tags_and_white_space(tmp_path: Path) -> None:
+    """HellaSwag after lm-eval's own preparation, PIQA with and without solved examples."""
+    raw = scenes(QUESTIONS)
+    prepared = [dict(row) for row in process_docs(Dataset.from_list(raw))]
+    hellaswag = {"doc_to_text": "{{query}}", "doc_to_target": "{{label}}", "doc_to_choice": "choices"}
+    piqa = {"doc_to_text": PIQA["context"], "doc_to_target": "label"}
+    piqa["doc_to_choice"] = "{{[sol1, sol2]}}"
+    rows, examples = goals(QUESTIONS, 2), goals(3, 3)
+    write_lines(tmp_path / "dev.jsonl", examples)
+    shots = {"shots": {"count": 3, "data": "dev.jsonl", "choose": "first"}}
+    few = {**piqa, "num_fewshot": 3, "fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
+    made = [
+        as_pair(tmp_path, "hellaswag_like", HELLASWAG, raw, hellaswag, rows=prepared),
+        as_pair(tmp_path, "piqa_like", PIQA, rows, piqa, rows=rows),
+        as_pair(tmp_path, "piqa_shown", {**PIQA, **shots}, rows, few, rows=rows, examples=examples),
+    ]
+    ours, theirs = both(tmp_path, made, vocab=320)
+    check(made, ours, theirs)
+    assert decided(ours, "acc") == decided(ours, "acc_norm") == {0, 1}
+    unlike = 0
+    for pair in made:
+        asked = [arguments for sample in theirs[pair.task.key].values() for arguments in sample["arguments"]]
+        mine = [[request.context, request.continuation] for request in pair.task.requests]
+        assert [list(split_as_tokens(*arguments)) for arguments in asked] == mine
+        unlike += sum(continuation != f" {continuation.strip()}" for _, continuation in asked)
+    assert unlike > 2 * QUESTIONS, "answers that a strip would change"
 
 
 def check(made: list[Pair], ours: Samples, theirs: Samples) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama3.evaluate import template_process
 from llama3.evaluate.data_rows import Places
 from llama3.evaluate.render import render
+from llama3.evaluate.task import Request, digest
 from llama3.evaluate.task_file import parse_task
 from tests.llama3.evaluate.task_samples import quiz, rendered, write_lines
 
@@ -26,6 +29,82 @@ def test_a_choice_is_asked_after_the_question_with_its_space(tmp_path: Path) -> 
     assert {request.gold for request in first} == {0}
     assert len({request.document for request in task.requests}) == 2
     assert (task.key, task.kind, task.chance) == ("eval/quiz", "choice", pytest.approx(1 / 3))
+
+
+@pytest.mark.parametrize("normalise", ["bytes", "characters"])
+def test_white_space_is_kept_as_the_task_file_has_it(tmp_path: Path, normalise: str) -> None:
+    """Spaces before the answer move from the context to the continuation: tokens begin with them."""
+    rows = [{"question": " Who\t? ", "choices": [" me", "you  ", "\nx"], "answer": 0}]
+    task = rendered(tmp_path, rows, before_answer=" ", normalise=normalise).task
+    assert {request.context for request in task.requests} == {"Question:  Who\t?"}
+    assert [request.continuation for request in task.requests] == ["   me", "  you  ", "  \nx"]
+    if normalise == "characters":
+        assert [request.characters for request in task.requests] == [3, 5, 2]
+    shown = rendered(tmp_path, rows * 2 + quiz(1), shots={"count": 1, "choose": "first"}).task.requests[-1].context
+    assert shown == "Question:  Who\t? \nAnswer:  me\n\nQuestion: What is 0 plus one?\nAnswer:"
+    other = [{**rows[0], "choices": ["me", "you", "x"]}]
+    assert rendered(tmp_path, other, before_answer=" ", normalise=normalise).task.digest != task.digest
+
+
+def test_requests_without_the_count_of_joining_spaces_keep_their_digest_and_length() -> None:
+    """Folders that were rendered before the count was kept."""
+    old = Request("eval/t", "q", 0, "Question", "  yes ", 0)
+    assert (old.characters, replace(old, joined=1).characters) == (3, 5)
+    assert digest([old]) == "50bae36356ac0eaf00e3124a4659e13f4c11ae614a22af906428eb3e21253ff3"
+    assert digest([replace(old, joined=1)]) != digest([old])
+
+
+def test_regular_expressions_prepare_texts(tmp_path: Path) -> None:
+    rows = [{"question": "A [header] A man [step] runs", "choices": ["[title] On", "he [x]sits"], "answer": 1}]
+    fields = {
+        "context": r"{{ question | regex_replace('\\[.*?\\] ', '') }}",
+        "choices": r"choices | map('regex_replace', '\\[(.*?)\\]', '<\\1>')",
+    }
+    task = rendered(tmp_path, rows, **fields).task
+    assert task.requests[0].context == "A A man runs\nAnswer:"
+    assert [request.continuation for request in task.requests] == [" <title> On", " he <x>sits"]
+    with pytest.raises(ValueError, match=r"quiz\.jsonl:1: context: missing \)"):
+        rendered(tmp_path, rows, context="{{ question | regex_replace('(', '') }}")
+
+
+LONG = "(a|aa)+$"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"context": f"{{{{ question | regex_replace('{LONG}', '') }}}}"},
+            "row 1: its templates take more than 1 s of",
+        ),
+        ({"context": LOOPS}, "row 1: its templates take more than 1 s of processor time; write ones that end sooner"),
+        ({"context": "{{ 7 ** (10 ** 9) }}"}, "quiz: its templates take more than 1 s of processor time"),
+        ({"context": "{{ (answer + 7) ** (10 ** 9) }}"}, "row 1: its templates take more than 1 s"),
+        ({"context": "{{ 'a' * 10 ** 11 }}"}, "takes too much memory"),
+        ({"context": "{{ question * 10 ** 10 }}"}, "quiz.jsonl:1: context: takes too much memory (MemoryError)"),
+        ({"context": "{{ question * 10 ** 6 }}"}, "quiz.jsonl:1: its templates give more than 16,777,216 characters"),
+        ({"choices": "choices | map('center', 10 ** 10) | list"}, "choices: takes too much memory"),
+    ],
+)
+def test_templates_that_never_end_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], message: str
+) -> None:
+    """Inside C code as well; the next task is filled in as if nothing had been."""
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    rows = [{**quiz(1)[0], "question": "a" * 40 + "!"}]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        rendered(tmp_path, rows, **fields)
+    assert message in str(error.value)
+    assert rendered(tmp_path, quiz(2)).task.questions == 2
+
+
+def test_an_expression_that_splits_a_text_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    (tmp_path / "t.txt").write_text("a" * 60 + "!")
+    file = parse_task({"name": "t", "kind": "rolling", "data": "t.txt", "split_at": LONG}, "t.yaml")
+    with pytest.raises(ValueError, match=r"t\.txt: row 1: its templates take more than 1 s of processor time"):
+        render(file, Places(str(tmp_path)))
 
 
 def test_letters_stand_in_the_question_and_are_scored(tmp_path: Path) -> None:
@@ -52,7 +131,7 @@ def test_a_schema_has_several_beginnings_and_one_ending(tmp_path: Path) -> None:
 def test_cloze_and_rolling(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"choices": None, "gold": None, "before_answer": None}
     rows = [{"c": "I don't care about ", "w": "signs"}]
-    cloze = rendered(tmp_path, rows, **fields, kind="cloze", context="{{ c }}", continuation="{{ w }}").task
+    cloze = rendered(tmp_path, rows, **fields, kind="cloze", context="{{ c.rstrip() }}", continuation="{{ w }}").task
     assert [(r.context, r.continuation) for r in cloze.requests] == [("I don't care about", " signs")]
     assert (cloze.kind, cloze.chance) == ("cloze", 0.0)
     write_lines(tmp_path / "t.jsonl", [{"text": " A text.\n"}])
@@ -93,6 +172,7 @@ def test_examples_come_from_the_own_group_and_a_file_of_their_own(tmp_path: Path
         assert numbers[:5] == list(range(int(request.group[1]), 20, 4))
 
 
+@settings(deadline=None)
 @given(count=st.integers(2, 12), shots=st.integers(0, 8), seed=st.integers(0, 3), first=st.booleans())
 def test_examples_are_others_each_once_and_the_same_again(count: int, shots: int, seed: int, first: bool) -> None:
     """Rows are repeated, so the question itself must be known by what it says and not by its place."""

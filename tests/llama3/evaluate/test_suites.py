@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from llama3.evaluate.held_out import Document
 from llama3.evaluate.request_files import write_requests
+from llama3.evaluate.sandbox import why_not_contained
 from llama3.evaluate.suite_file import library_tasks, planned_of, read_suite
 from llama3.evaluate.suites import asked_of, check_suite, rendered_task, suite_inputs
 from llama3.evaluate.task_file import TaskFile
@@ -131,6 +133,36 @@ def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, ro
     assert list(asked.skipped) == ["quiz", "quiz_3"]
     assert "is not a file" in asked.skipped["quiz"]
     assert set(suite_inputs(skipping)) == {"suite", "task.quiz", "task.quiz_3"}
+
+
+def test_code_is_refused_or_left_out_where_no_program_can_be_contained(
+    checkout: Path, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (room / "code.yaml").write_text("{name: code, kind: code, data: quiz.jsonl, context: 'x = 1 #', tests: 'x'}")
+    chosen, skipping = (
+        recipe(checkout, room, tasks=[str(room / "code.yaml")], missing=missing) for missing in ("refuse", "skip")
+    )
+    if not why_not_contained():
+        assert check_suite(chosen, None) == []
+        here = suite_inputs(chosen)["task.code"]
+        assert len(here) == 64
+    why_not_contained.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    try:
+        assert check_suite(chosen) == [], "a plan may be made anywhere"
+        for work in (lambda chosen: check_suite(chosen, None), lambda chosen: asked_of(chosen, DOCUMENTS)):
+            with pytest.raises(
+                ValueError, match=r"code: this machine cannot contain .* \(it runs darwin, not Linux\);"
+            ):
+                work(chosen)
+        (line,) = check_suite(skipping, None)
+        assert line.startswith("code: code: this machine cannot contain programs")
+        asked = asked_of(skipping, DOCUMENTS)
+        assert list(asked.skipped) == ["code"]
+        assert "eval/code" not in {task.key for task in asked.tasks}
+        assert suite_inputs(skipping)["task.code"] == "not contained", "another artifact than where it can run"
+    finally:
+        why_not_contained.cache_clear()
 
 
 def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, room: Path) -> None:

@@ -19,7 +19,6 @@ from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
 from llama3.model.files import save_model
 from llama3.model.initial import build
 from llama3.recipe.load import load_recipe
-from llama3.recipe.rules import default_policy
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
@@ -98,7 +97,7 @@ def test_bits_per_byte_separate_what_answers_do_not(room: Room) -> None:
 def test_the_later_checkpoint_is_promoted_over_the_earlier_and_not_the_other_way(room: Room) -> None:
     later, earlier = (read_scores(room.root / f"scores-{step}") for step in reversed(CHECKPOINTS))
     differences = room.compare()
-    rules = default_policy()
+    rules = room.recipe.promote.when
     assert decide(rules, later, earlier, differences).accepted
     back = compare(room.recipe, *(room.root / f"scores-{step}" for step in CHECKPOINTS))
     refused = decide(rules, earlier, later, back)
