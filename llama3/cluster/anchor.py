@@ -15,7 +15,7 @@ class Anchor:
     """One row: a prediction, what was published, and the verdict."""
 
     number: str
-    """A1 .. A20."""
+    """A1 .. A23."""
     what: str
     """The quantity, in words."""
     predicted: float
@@ -29,6 +29,8 @@ class Anchor:
     """What was fitted or assumed, and the source of the published figure."""
     ablation: bool = False
     """The model without one of its parts: `ok` means that it misses, as it must."""
+    known: bool = False
+    """Whether it is known not to be right, and why is in the note and in limits.md: printed so, and fails nothing."""
 
     @property
     def error(self) -> float | None:
@@ -39,8 +41,13 @@ class Anchor:
     def verdict(self) -> str:
         """One word or two for the table."""
         if self.ablation:
-            return "misses" if self.ok else "DOES NOT MISS"
-        return "ok" if self.ok else "OUTSIDE"
+            return "misses" if self.ok else "NOT CAUGHT" if self.known else "DOES NOT MISS"
+        return "ok" if self.ok else "known miss" if self.known else "OUTSIDE"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether `herd plan verify` fails: not right and not known to be so, or right though it is called a miss."""
+        return self.ok == self.known
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field with error and verdict."""

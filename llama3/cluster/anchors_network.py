@@ -23,7 +23,7 @@ from llama3.cluster.routing import SEEDS, Job, pair_rates, ring_share
 from llama3.cluster.topology import Layer, load_fabric
 
 SOURCE = "Gangidi et al., SIGCOMM 2024"
-GAIN = 0.30
+GAIN, MOST_GAIN = 0.30, 0.40
 CARD = 0.95
 FLOWS = (1, 2, 4, 8, 16)
 FRAGMENTED = 0.25
@@ -50,20 +50,13 @@ def queue_pairs() -> list[Anchor]:
     reading = f"mean ring over {SEEDS} seeds, uplinks twice the downlinks, every card's ring leaves its rack"
     two, three = (_share(large, 16) / _share(large, flows) - 1 for flows in (2, 3))
     excess = (
-        f"{reading}; more than is published of any size: pairs may have had some entropy before (2 flows a pair: "
-        f"{100 * two:+.0f} %, 3: {100 * three:+.0f} %), which is unknown"
+        f"{SOURCE}; {reading}; more than is published of any size: pairs may have had some entropy before "
+        f"(2 flows a pair: {100 * two:+.0f} %, 3: {100 * three:+.0f} %), which is unknown"
     )
     steps = [after - before for clos in (small, large, single) for before, after in pairwise(_by_flows(clos))]
     return [
-        _least(
-            "A15",
-            "AllReduce of 32 GPUs, E-ECMP with 16 queue pairs: faster than ECMP by",
-            _gain(small),
-            GAIN,
-            0.40,
-            f"{SOURCE}; {reading}",
-        ),
-        _least("A15", "the same, 256 GPUs", _gain(large), GAIN, None, excess),
+        _up_to("AllReduce of 32 GPUs, E-ECMP with 16 queue pairs: faster than ECMP by", _gain(small), excess),
+        _up_to("the same, 256 GPUs", _gain(large), excess),
         _least("A15", "least change of a ring's share from 1 to 2, 4, 8, 16 flows", min(steps), 0.0, None, reading),
         _least("A15", "ring's share of a card, 16 flows, 2x uplinks, 256 GPUs", _share(large, 16), CARD, None, reading),
         _missed("A15", "ablation: over perfect spraying", _share(small, 16) / _adaptive(small) - 1, GAIN),
@@ -171,6 +164,14 @@ def _order(layers: Sequence[Layer], ranks: int) -> float:
 def _least(number: str, what: str, value: float, bound: float, published: float | None, note: str) -> Anchor:
     percent = None if published is None else 100 * published
     return Anchor(number, what, 100 * value, percent, "%", f">= {100 * bound:g} %", value >= bound, note)
+
+
+def _up_to(what: str, value: float, note: str) -> Anchor:
+    """Published is "up to 40 %": more is as wrong as too little. Both readings are above it, which is known."""
+    ok = GAIN <= value <= MOST_GAIN
+    return Anchor(
+        "A15", what, 100 * value, 100 * MOST_GAIN, "%", f"{GAIN:.0%} to {MOST_GAIN:.0%}", ok, note, known=True
+    )
 
 
 def _missed(number: str, what: str, value: float, bound: float, note: str = "") -> Anchor:

@@ -156,7 +156,11 @@ def priors(accelerator: Accelerator) -> Curves:
     peak = accelerator.dense_tflops * 1e12
     hopper = accelerator.driver_name in HOPPER
     rate = ATTENTION * accelerator.dense_tflops / HOPPER_TFLOPS
-    source = "prior, fitted on Table 4's first row" if hopper else "prior of Hopper scaled by the peak: not validated"
+    source = (
+        "assumed, from a published run of Llama 3 405B"
+        if hopper
+        else "assumed, Hopper's scaled by the peak: not validated"
+    )
     return Curves(
         accelerator.name,
         "bf16",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llama3.recipe.plain import read_plain
 from llama3.train.peaks import PEAKS
 
 PRESETS = files("llama3.cluster") / "presets"
@@ -131,7 +132,7 @@ def read_description(named: str | dict[str, Any], field: str, mark: str, near: P
 
 def _mapping(path: Path, field: str) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_plain(path.read_text())
     except OSError as error:
         raise ValueError(f"{field}: {path} cannot be read ({error.strerror}); name a YAML file or a preset") from error
     except yaml.YAMLError as error:

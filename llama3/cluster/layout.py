@@ -260,7 +260,7 @@ def too_much(needs: RankMemory, limit: float) -> str:
         "weights": needs.master + needs.gathered,
         "gradients": max(needs.gradients, needs.sharded_gradients),
         "optimizer": needs.moments,
-        "passing": needs.passing,
+        "temporary": needs.passing,
     }
     told = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
     return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {told}"

@@ -13,6 +13,7 @@ from llama3.cluster.anchor import Anchor
 
 MODULES = (
     "anchors_steptime",
+    "anchors_terms",
     "anchors_megatron",
     "anchors_megascale",
     "anchors_memory",

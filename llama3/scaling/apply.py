@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-import yaml
-
 from llama3.recipe.data import Source
 from llama3.recipe.judged import Judged, Studied
 from llama3.recipe.load import RecipeError, override_parts, parse_recipe
+from llama3.recipe.plain import read_plain
 from llama3.recipe.rewrite import with_element, with_field
 from llama3.scaling.annealing import judgement
 from llama3.scaling.study import NewSource
@@ -41,7 +40,7 @@ def apply_study(text: str, overrides: Sequence[str], study: str, digest: str, no
     fields = []
     changed = text
     for keys, value in (override_parts(override) for override in overrides):
-        changed = with_field(changed, keys, yaml.safe_load(value), comment)
+        changed = with_field(changed, keys, read_plain(value), comment)
         fields.append(".".join(keys))
     return _noted(text, changed, Studied(study=study, digest=digest[:DIGITS], changed=fields), note)
 
@@ -78,7 +77,7 @@ def apply_annealing(text: str, new: Mapping[str, NewSource], verdict: Verdict, s
     it helps. Raises ValueError if nothing of that can be written.
     """
     changed = text
-    known = parse_recipe(yaml.safe_load(text), "recipe").apart
+    known = parse_recipe(read_plain(text), "recipe").apart
     for arm, source in new.items():
         found = judged(verdict, arm, study, digest)
         if arm in known:
@@ -129,14 +128,14 @@ def _comment(study: str, digest: str, note: Sequence[str]) -> str:
 
 def _noted(text: str, changed: str, study: Studied, note: Sequence[str]) -> str:
     """Add the study to `studies` and to the head of a changed recipe; check that it can be run."""
-    before: list[dict[str, Any]] = (yaml.safe_load(text) or {}).get("studies") or []
+    before: list[dict[str, Any]] = (read_plain(text) or {}).get("studies") or []
     same = [one for one in before if (one["study"], one["digest"]) == (study.study, study.digest)]
     fields = list(dict.fromkeys([*(field for one in same for field in one["changed"]), *study.changed]))
     entry = study.model_copy(update={"changed": fields}).model_dump(mode="json")
     listed = [entry if one in same else one for one in before] if same else [*before, entry]
     changed = with_field(changed, ["studies"], listed)
     try:
-        parse_recipe(yaml.safe_load(changed), "recipe")
+        parse_recipe(read_plain(changed), "recipe")
     except RecipeError as error:
         raise ValueError(f"study {study.study}: does not fit this recipe:\n{error}") from None
     return _headed(changed, [f"study {study.study} {study.digest} changed {', '.join(study.changed)}", *note])

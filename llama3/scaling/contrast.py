@@ -15,7 +15,7 @@ import numpy as np
 
 from llama3.evaluate.significance import LEVEL, holm
 from llama3.scaling.matched import Matched, common_repeats, default_scores, match
-from llama3.scaling.noise import between, interval, two_sided
+from llama3.scaling.noise import Between, between, interval, two_sided
 from llama3.scaling.outcome import Outcome, of_arm
 from llama3.scaling.verdict import HELPS, HURTS, NOTHING, Finding, Says
 
@@ -76,11 +76,11 @@ def contrasts(
     matched = _matches(outcomes, control, arms, scores, weights or {})[0]
     if not matched:
         return []
-    variances, spare = _between(matched)
+    repeats = _between(matched)
     gain = np.array([one.gains.mean() for one in matched])
     sampling, n = np.array([one.sampling for one in matched]), np.array([float(one.n) for one in matched])
-    low, high = interval(gain, sampling, n, variances, spare)
-    p = two_sided(gain, sampling, n, variances, spare)
+    low, high = interval(gain, sampling, n, repeats)
+    p = two_sided(gain, sampling, n, repeats)
     return [
         Contrast(
             arm=one.arm,
@@ -92,7 +92,7 @@ def contrasts(
             p=float(p[place]),
             repeats=len(one.repeats),
             documents=float(np.sqrt(sampling[place])),
-            training=float(np.sqrt(variances[place])),
+            training=float(repeats.stderr[place]),
         )
         for place, one in enumerate(matched)
     ]
@@ -145,15 +145,16 @@ def _matches(
     return found, list(dict.fromkeys(flags))
 
 
-def _between(matched: Sequence[Matched]) -> tuple[np.ndarray, np.ndarray]:
-    """Return variance and degrees of freedom of each; pooled over arms of one score that have the same repeats."""
-    variances, spare = np.zeros(len(matched)), np.zeros(len(matched))
+def _between(matched: Sequence[Matched]) -> Between:
+    """Return the noise by the repeats; pooled over arms of one score that have the same repeats."""
+    variances, spare = np.zeros((len(matched), 2)), np.zeros((len(matched), 2))
     blocks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for place, one in enumerate(matched):
         blocks.setdefault((one.score, one.repeats), []).append(place)
     for places in blocks.values():
-        variances[places], spare[places] = between(np.array([matched[place].gains for place in places]))
-    return variances, spare
+        block = between(np.array([matched[place].gains for place in places]))
+        variances[places], spare[places] = block.variances, block.spare
+    return Between(variances, spare)
 
 
 def _refuse(outcomes: Sequence[Outcome], control: str, arms: Sequence[str]) -> None:

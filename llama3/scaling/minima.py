@@ -4,10 +4,8 @@ The noise of a loss is pooled over all parabolas, since four to ten points each 
 divided by sqrt(1 - leverage), as a fit pulls close what has leverage (Davison and Hinkley, Bootstrap Methods and their
 Application, section 6.2). Each draw of the bootstrap takes such residuals with replacement and multiplies all of them
 by one draw of sqrt(df / chi2): resampling alone acts as if the size of the noise were known, and with eight residual
-degrees of freedom its intervals are a sixth too narrow; this makes them Student's. Minima that scatter about their line
-by more than that noise explains widen its interval in proportion, and by their own few degrees of freedom. What this
-gives up: noise that differs between parabolas, and the error of taking a loss curve for a parabola where all grids err
-alike.
+degrees of freedom its intervals are a sixth too narrow; this makes them Student's. What this gives up: noise that
+differs between parabolas, and the error of taking a loss curve for a parabola where all grids err alike.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, stats
 
 DRAWS = 2000
 
@@ -144,7 +142,7 @@ def lopsided(quadratics: Sequence[Quadratic]) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """The line through k lowest points, each weighted by how sure it is."""
+    """The line through k lowest points."""
 
     middle: float
     coefficients: Array
@@ -157,17 +155,42 @@ class Line:
 
 
 def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minima: Sequence[Array]) -> Line:
-    """Return the line of the quadratics' lowest points over `z` [k], k at least 3; `minima` are k draws of [DRAWS]."""
-    middle, _, inverse = _weighted(z, quadratics)
-    coefficients = inverse @ [one.lowest for one in quadratics]
+    """Return the line of the quadratics' lowest points over `z` [k], k at least 3; `minima` are k draws of [DRAWS].
+
+    A lowest point weighs by its own variance plus that of all lowest points about the line. Where noise explains the
+    scatter, that is its precision; where it does not, all weigh nearly alike, as in the published fits. By precision
+    alone, one budget with many runs would decide a law that the others contradict.
+    """
+    lowest, spread = (
+        np.array(column) for column in zip(*((one.lowest, one.spread) for one in quadratics), strict=True)
+    )
+    own = (spread * noise.size) ** 2
+    apart = _scatter(z, lowest, own) if noise.size else 0.0
+    middle, rows, inverse = _weighted(z, own + apart if apart else spread**2)
+    coefficients = inverse @ lowest
     spare = len(z) - 2
     excess = (from_scatter(z, quadratics).size / noise.size) ** 2 if noise.size else 1.0
     dice = np.random.default_rng(1)
-    scale = max(1.0, excess) ** 0.5 * np.ones((DRAWS, 1))
-    if scattered := excess > stats.f.ppf(0.95, spare, noise.spare):
-        scale *= np.sqrt(spare / dice.chisquare(spare, (DRAWS, 1)))
-    away = scale * (np.stack(minima, axis=1) @ inverse.T - coefficients)
+    draws = np.stack(minima, axis=1)
+    if apart:
+        draws = draws + np.sqrt(apart) * dice.standard_normal(draws.shape)
+    away = draws @ inverse.T - coefficients
+    if apart:  # its few degrees of freedom, as of Student's t
+        squares = float(((lowest - rows @ coefficients) ** 2 / (own + apart)).sum()) / spare
+        away *= np.sqrt(max(1.0, squares) * spare / dice.chisquare(spare, (DRAWS, 1)))
+    scattered = excess > stats.f.ppf(0.95, spare, noise.spare)
     return Line(middle, coefficients, coefficients + away, float(excess) if scattered else 1.0)
+
+
+def _scatter(z: Array, lowest: Array, own: Array) -> float:
+    """Return the variance of lowest points about their line beyond their `own`, by Paule and Mandel's equation."""
+
+    def surplus(apart: float) -> float:
+        _, rows, inverse = _weighted(z, own + apart)
+        return float(((lowest - rows @ inverse @ lowest) ** 2 / (own + apart)).sum()) - (len(z) - 2)
+
+    most = float(((lowest - lowest.mean()) ** 2).sum())  # of a flat line, which scatters more than the best one
+    return float(optimize.brentq(surplus, 0.0, most)) if surplus(0.0) > 0 > surplus(most) else 0.0
 
 
 def from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
@@ -175,15 +198,17 @@ def from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
 
     It is all there is to go by where no parabola has a point to spare.
     """
-    _, rows, inverse = _weighted(z, quadratics)
-    lowest = np.array([one.lowest for one in quadratics])
-    away = (lowest - rows @ inverse @ lowest) / [one.spread for one in quadratics]
+    lowest, spread = (
+        np.array(column) for column in zip(*((one.lowest, one.spread) for one in quadratics), strict=True)
+    )
+    _, rows, inverse = _weighted(z, spread**2)
+    away = (lowest - rows @ inverse @ lowest) / spread
     return Noise(float(np.sqrt((away**2).sum() / (len(z) - 2))), len(z) - 2, np.empty(0))
 
 
-def _weighted(z: Array, quadratics: Sequence[Quadratic]) -> tuple[float, Array, Array]:
+def _weighted(z: Array, variances: Array) -> tuple[float, Array, Array]:
     """Return where the line is centred, its rows [k, 2], and [2, k] from lowest points to coefficients."""
-    spread = np.array([one.spread for one in quadratics])
-    middle = float(np.average(z, weights=spread**-2))
+    middle = float(np.average(z, weights=1 / variances))
     rows = np.stack([np.ones_like(z), z - middle], axis=1)
-    return middle, rows, np.asarray(np.linalg.pinv(rows / spread[:, None]) / spread)
+    root = np.sqrt(variances)
+    return middle, rows, np.asarray(np.linalg.pinv(rows / root[:, None]) / root)

@@ -1,19 +1,14 @@
 """How sure a difference of two arms is, from two noises: of the repeats, and of the documents it was measured on.
 
 The documents are the same in all repeats, so the two cross: gain[r, i] = effect + document[i] + repeat[r] + rest[r, i].
-The variance of the mean is at most the sum of two estimates, one of the documents' means over repeats, one of the
-repeats' means over documents; both hold the rest, so the sum counts it twice and errs on the safe side (Owen 2007, The
-pigeonhole bootstrap, Annals of Applied Statistics 1:386-411). Two to five repeats know their own noise badly, which a
-normal quantile would hide; so each estimate gets the quantile of its own degrees of freedom,
-
-    half^2 = t(n - 1)^2 V_documents + t(repeats)^2 V_repeats,
-
-which covers at least 95 % whatever the ratio of the two (Banerjee 1960, Sankhya 22:357-358), where Welch's degrees of
-freedom fall short of that if the repeats happen to agree. What this gives up: power. Two repeats of a single arm find
-next to nothing, as t(1) is 12.7; the remedy is a third repeat, not a bolder formula.
+The variance of the mean is at most the sum of two estimates (Owen 2007, Annals of Applied Statistics 1:386-411), each
+with the quantile of its own degrees of freedom: half^2 = t(n - 1)^2 V_documents + t(repeats)^2 V_repeats covers at
+least 95 % whatever the ratio of the two (Banerjee 1960, Sankhya 22:357-358).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,36 +23,53 @@ LEAST = 1e-16
 """Smallest p told apart from 0."""
 
 
-def between(gains: Array) -> tuple[Array, int]:
-    """Return the variance of each arm's mean gain by its repeats, and its degrees of freedom.
+@dataclass(frozen=True)
+class Between:
+    """Noise of the repeats in m mean gains, estimated twice: from an arm's own repeats, and pooled over all arms."""
 
-    `gains` is [arms, repeats], each minus the control in that repeat. What repeats leave unexplained is pooled over the
-    arms and the control, as in a randomised block design: (arms) (repeats - 1) degrees of freedom instead of
-    repeats - 1. An arm that scatters more than that keeps its own variance, as training without warm-up may; an arm
-    that scatters less does not. NaN and 0 with a single repeat.
+    variances: Array
+    """[m, 2] of the mean gain: own, pooled; NaN with a single repeat."""
+    spare: Array
+    """[m, 2] degrees of freedom; 0 with a single repeat."""
+
+    @property
+    def stderr(self) -> Array:
+        """[m] standard errors, by the larger of the two."""
+        return np.asarray(np.sqrt(self.variances.max(axis=1)))
+
+
+def between(gains: Array) -> Between:
+    """Return the noise of each arm's mean gain by its repeats; `gains` is [arms, repeats], each minus the control.
+
+    What repeats leave unexplained is pooled over the arms and the control, as in a randomised block design: (arms)
+    (repeats - 1) degrees of freedom instead of repeats - 1.
     """
     arms, repeats = gains.shape
     if repeats < 2:
-        return np.full(arms, np.nan), 0
+        return Between(np.full((arms, 2), np.nan), np.zeros((arms, 2)))
     block = np.vstack([np.zeros(repeats), gains])
     rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
     pooled = 2 * float((rest**2).sum()) / (arms * (repeats - 1)) / repeats
     own = gains.var(axis=1, ddof=1) / repeats
-    return np.maximum(own, pooled), arms * (repeats - 1)
+    spare = np.tile([repeats - 1.0, arms * (repeats - 1.0)], (arms, 1))
+    return Between(np.stack([own, np.full(arms, pooled)], axis=1), spare)
 
 
-def half_width(p: Array, documents: Array, n: Array, repeats: Array, spare: Array) -> Array:
-    """Return half the width of the 1 - p interval.
+def half_width(p: Array, documents: Array, n: Array, repeats: Between) -> Array:
+    """Return half the width of the 1 - p interval, [m].
 
-    `documents` and `repeats` are variances, of `n` documents and of `spare` degrees of freedom; all arrays are [m].
+    `documents` are variances over `n` documents. Of the two estimates by the repeats the wider interval counts, each
+    with its own quantile: the pooled quantile on an arm's own variance leaves out the truth in up to a quarter of cases
+    where this arm scatters more than the others (`coverage`). The pooled estimate keeps repeats that agree by luck from
+    saying too much. This costs power: the remedy is a further repeat.
     One repeat (`spare` 0) leaves the documents' alone; a single document leaves no interval (infinite).
     """
-    known = np.where(spare > 0, repeats, 0.0)
-    squares = _quantile(p, n - 1) ** 2 * documents + _quantile(p, np.maximum(spare, 1)) ** 2 * known
-    return np.where(n > 1, np.sqrt(squares), np.inf)
+    known = np.where(repeats.spare > 0, repeats.variances, 0.0)
+    wider = (_quantile(p[:, None], repeats.spare) ** 2 * known).max(axis=1)
+    return np.where(n > 1, np.sqrt(_quantile(p, n - 1) ** 2 * documents + wider), np.inf)
 
 
-def two_sided(gain: Array, documents: Array, n: Array, repeats: Array, spare: Array) -> Array:
+def two_sided(gain: Array, documents: Array, n: Array, repeats: Between) -> Array:
     """Return the p at which the interval ends at 0, [m]: below 5 % exactly where the 95 % interval leaves 0 out.
 
     NaN with one repeat: then chance of training is unknown, and so is p.
@@ -65,15 +77,30 @@ def two_sided(gain: Array, documents: Array, n: Array, repeats: Array, spare: Ar
     low, high = np.full(gain.shape, np.log(LEAST)), np.zeros(gain.shape)
     for _ in range(STEPS):
         middle = (low + high) / 2
-        wide = half_width(np.exp(middle), documents, n, repeats, spare) >= np.abs(gain)
+        wide = half_width(np.exp(middle), documents, n, repeats) >= np.abs(gain)
         low, high = np.where(wide, middle, low), np.where(wide, high, middle)
-    return np.where(spare > 0, np.exp((low + high) / 2), np.nan)
+    return np.where(repeats.spare[:, 0] > 0, np.exp((low + high) / 2), np.nan)
 
 
-def interval(gain: Array, documents: Array, n: Array, repeats: Array, spare: Array) -> tuple[Array, Array]:
+def interval(gain: Array, documents: Array, n: Array, repeats: Between) -> tuple[Array, Array]:
     """Return the ends of the 95 % interval, [m] each."""
-    half = half_width(np.full(gain.shape, LEVEL), documents, n, repeats, spare)
+    half = half_width(np.full(gain.shape, LEVEL), documents, n, repeats)
     return gain - half, gain + half
+
+
+def coverage(arms: int, repeats: int, scatter: float, tries: int = 2000, seed: int = 0) -> float:
+    """Return how often the interval of the last of `arms`, which scatters `scatter` x as widely, holds its true gain.
+
+    All true gains are 0, and the documents add no noise.
+    """
+    dice, held = np.random.default_rng(seed), 0
+    for _ in range(tries):
+        runs = dice.standard_normal((arms + 1, repeats))
+        runs[-1] *= scatter
+        gains = runs[1:] - runs[0]
+        low, high = interval(gains.mean(axis=1), np.zeros(arms), np.full(arms, np.inf), between(gains))
+        held += bool(low[-1] <= 0 <= high[-1])
+    return held / tries
 
 
 def _quantile(p: Array, spare: Array) -> Array:

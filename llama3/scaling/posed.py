@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from llama3.model.flops import embedding_rows, parameter_count, trained_flops
 from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, resolved
+from llama3.recipe.plain import read_plain
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.scaling.arm import ANNEAL, Arm
@@ -118,7 +119,7 @@ def load_study(path: Path, changes: Sequence[str] = (), further: Mapping[str, li
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_plain(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
     except yaml.YAMLError as error:

@@ -120,7 +120,7 @@ def test_curves_survive_json(rates: list[float], half: float, measured: bool) ->
 
 def test_priors_are_told_from_measurements() -> None:
     hopper = priors(load_accelerator("h100"))
-    assert hopper.source.startswith("prior")
+    assert hopper.source.startswith("assumed")
     assert hopper.gemm.peak_flops == 989e12
     assert hopper.attention.seconds(550e12, 8192, backward=False) == pytest.approx(1.0)
     assert hopper.memory.bytes_per_s == pytest.approx(0.8 * 3.35e12)

@@ -73,7 +73,7 @@ def test_what_lacks_memory_says_how_much_in_gb_by_component() -> None:
         assert one.needs > asked.limit
         assert one.why.startswith(f"memory: {one.needs / 1e9:.1f} GB of {asked.limit / 1e9:.1f}: ")
         parts = [part.split() for part in one.why.rsplit(": ", 1)[1].split(", ")]
-        assert {name for name, _ in parts} == {"activations", "weights", "gradients", "optimizer", "passing"}
+        assert {name for name, _ in parts} == {"activations", "weights", "gradients", "optimizer", "temporary"}
         sizes = [float(size) for _, size in parts]
         assert sizes == sorted(sizes, reverse=True)
         assert sum(sizes) == pytest.approx(one.needs / 1e9, abs=0.3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def test_an_unknown_anchor_is_refused(name: str) -> None:
 def test_verdicts() -> None:
     assert [anchor(ok).verdict for ok in (True, False)] == ["ok", "OUTSIDE"]
     assert [anchor(ok, ablation=True).verdict for ok in (True, False)] == ["misses", "DOES NOT MISS"]
+    known = [replace(anchor(ok, ablation), known=True) for ablation in (False, True) for ok in (True, False)]
+    assert [row.verdict for row in known] == ["ok", "known miss", "misses", "NOT CAUGHT"]
+    assert [row.wrong for row in known] == [True, False, True, False], "what is right is no known miss"
+    assert [anchor(ok).wrong for ok in (True, False)] == [False, True]
 
 
 def test_an_error_needs_a_published_figure() -> None:

@@ -88,6 +88,35 @@ def test_minima_of_budgets_lie_in_their_intervals() -> None:
     assert held >= 0.9 * 400
 
 
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_the_law_weighs_minima_by_precision_only_where_noise_explains_their_scatter(off: float) -> None:
+    """One budget bends five times as much: by precision alone, intervals hold alpha in 77 % where all are off."""
+    dice, found = np.random.default_rng(5), []
+    for _ in range(100):
+        trials = [
+            trial
+            for place, flops in enumerate(CLUSTER)
+            for trial in parabolic((flops,), 7, bend=2.5 if place == 8 else 0.5)
+        ]
+        shifts = {flops: 10 ** (off * dice.standard_normal()) for flops in CLUSTER}
+        trials = [
+            replace(one, tokens=round(one.tokens * shifts[one.flops]), loss=one.loss * (1 + 0.002 * dice.normal()))
+            for one in trials
+        ]
+        ladder = fit_ladder(trials, CLUSTER)
+        used = [one for one in ladder.parabolas if one.used]
+        z, lowest = np.log10([one.budget for one in used]), np.log10([one.tokens.value for one in used])
+        spread = np.array([np.log(one.tokens.high / one.tokens.low) for one in used])
+        alpha = ladder.law.alpha
+        plain, precise = np.polyfit(z, lowest, 1)[0], np.polyfit(z, lowest, 1, w=1 / spread)[0]
+        found.append((alpha.value - ALPHA, plain - ALPHA, precise - ALPHA, alpha.low <= ALPHA <= alpha.high))
+    law, plain, precise, held = np.array(found).T
+    assert held.mean() >= 0.9
+    errors = [float(np.sqrt((one**2).mean())) for one in (law, plain, precise)]
+    assert errors[0] < 1.1 * min(errors[1:])
+    assert off == 0 or errors[2] > 1.2 * errors[0]
+
+
 def test_budgets_that_are_off_together_widen_the_interval() -> None:
     """Each budget's minimum is off by a quarter, which its own runs do not show."""
     held = 0
@@ -153,7 +182,8 @@ def test_a_minimum_outside_the_grid_does_not_enter_the_law(shift: float, edge: s
     found = ladder.parabolas[1]
     assert (found.used, found.edge) == (False, edge)
     without = fit_ladder([one for one in trials if one.flops != BUDGETS[1]], [*BUDGETS[:1], *BUDGETS[2:]])
-    assert ladder.law.alpha.value == pytest.approx(without.law.alpha.value)
+    # not to the last digit: its residuals still tell the size of the noise
+    assert ladder.law.alpha.value == pytest.approx(without.law.alpha.value, rel=1e-4)
 
 
 def test_a_minimum_just_inside_enters_and_is_flagged() -> None:
@@ -263,7 +293,10 @@ def test_an_interval_too_wide_to_choose_by_is_flagged() -> None:
 
 
 def test_two_forms_that_disagree_are_flagged() -> None:
-    """One grid for all budgets and terms of unequal exponents: the parabolas are off, and the sum of powers is not."""
+    """One grid for all budgets and terms of unequal exponents: the parabolas are off, and the sum of powers is not.
+
+    The interval of the law is wide enough to hold the truth all the same; a form fitted to other runs lies outside.
+    """
     truth = Truth(1.0, 60.0, 3000.0, 0.25, 0.45)
     dice, trials = np.random.default_rng(0), []
     for flops in CLUSTER:
@@ -271,7 +304,9 @@ def test_two_forms_that_disagree_are_flagged() -> None:
             size = truth.parameters(1e20) * 2.0 ** (index - 4)
             loss = truth.loss(size, flops / 6 / size) * (1 + 1e-4 * dice.normal())
             trials.append(Trial(round(size), round(flops / 6 / size), flops, loss, f"{flops:.3g}-{index}"))
-    verdict = ladder_verdict(fit_ladder(trials, CLUSTER), 3.8e25, fit_chinchilla(trials))
+    ladder = fit_ladder(trials, CLUSTER)
+    assert ladder.law.alpha.low <= truth.alpha <= ladder.law.alpha.high
+    verdict = ladder_verdict(ladder, 3.8e25, fit_chinchilla(made_up(HOFFMANN, CLUSTER, 5, 0.0, 0)))
     assert any("two forms disagree" in flag for flag in verdict.flags)
     assert any("bend more on one side" in flag for flag in verdict.flags)
 
