@@ -1,4 +1,5 @@
-"""The rows of `herd bench data`: what data production costs here, beside datatrove, datasketch and two tokenizers.
+"""The rows of `herd bench data`: what data production costs here, beside datatrove, datasketch, language
+identifiers and two tokenizers.
 
 Both sides of a ratio are measured in the same run, on the same machine, one after the other, on the same documents and
 thresholds; where they cannot do the same thing, the module of the measured side says what differs. What this gives up:
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llama3.bench import copies, streams, texts
+from llama3.bench import copies, curation, languages, streams, texts
 from llama3.bench.rows import TARGETS, Row, rows_of
 from llama3.bench.session import Session
 
@@ -26,6 +27,14 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "filters/datatrove": texts.filters_cost,
     "filters/exact": texts.filters_exact,
     "filters/agreement": texts.filters_agreement,
+    "rules/default": curation.dropped(),
+    "rules/repetition": curation.dropped("repetition"),
+    "decontaminate/questions": curation.questions_found,
+    "language/accuracy": languages.ours,
+    "language/fasttext": languages.peer("fasttext"),
+    "language/cld2": languages.peer("cld2"),
+    "language/cld3": languages.peer("cld3"),
+    "language/py3langid": languages.peer("py3langid"),
     "tokens/huggingface": texts.tokens_huggingface,
     "tokens/tiktoken": texts.tokens_tiktoken,
     "tokens/equal": texts.tokens_equal,

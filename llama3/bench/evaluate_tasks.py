@@ -92,7 +92,7 @@ def _arc(limit: int, rows: Sequence[Line]) -> Iterator[Pair]:
     """Whole answers to choose from; `acc` and `acc_norm` (nats per character)."""
     rows, key = rows[:limit], "arc_easy"
     asked = [
-        Request(key, str(n), i, f"{row['query']}\nAnswer:", f" {choice}", row["gold"])
+        Request(key, str(n), i, f"{row['query']}\nAnswer:", f" {choice}", row["gold"], joined=1)
         for n, row in enumerate(rows)
         for i, choice in enumerate(row["choices"])
     ]

@@ -20,7 +20,7 @@ from llama3.bench.meter import MISSING
 
 ROOT = Path(__file__).parents[2]
 """What a process needs on its path to import this package; last, so that the interpreter's own libraries win."""
-PEERS = ("datatrove", "datasketch", "spacy", "tokenizers", "tiktoken", "numpy")
+PEERS = ("datatrove", "datasketch", "spacy", "tokenizers", "tiktoken", "pycld2", "cld3-py", "py3langid", "numpy")
 """Distributions whose versions matter to the peers' costs."""
 _START = "import sys; sys.path.append(sys.argv[1]); from llama3.bench.meter import main; main()"
 _POOLS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")

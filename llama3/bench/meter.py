@@ -45,12 +45,12 @@ def metered(module: str, source: Path, warm_up: Path, folder: Path, options: dic
     """Return the facts that the `work` of `module` returned and its cost, or the library that is missing."""
     try:
         work = importlib.import_module(module).work
+        (folder / warm_up.name).mkdir(parents=True)
+        work(warm_up, folder / warm_up.name, **options)
     except ImportError as error:
         if (error.name or "").split(".")[0] == "llama3":  # a mistake of ours, no library that is not installed
             raise
         return {MISSING: str(error)}
-    (folder / warm_up.name).mkdir(parents=True)
-    work(warm_up, folder / warm_up.name, **options)
     spent: list[tuple[float, float]] = []
     while sum(cpu for cpu, _ in spent) < SHORT_S and len(spent) < REPEATS:
         place = folder / str(len(spent))

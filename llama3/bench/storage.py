@@ -23,9 +23,10 @@ import s3fs
 from llama3.bench.rows import STORAGE_TARGETS, Row, measured, rows_of
 from llama3.bench.storage_server import object_store
 from llama3.bench.train_rounds import Ratio, Rounds
-from storage.artifact import MANIFEST, Design, Store
+from storage.artifact import Design, Store
 from storage.digests import digest_bytes
 from storage.filesystem import filesystem_of
+from storage.manifest import MANIFEST
 from storage.remote_store import open_store
 from storage.root import Root
 

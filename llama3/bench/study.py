@@ -22,6 +22,7 @@ from llama3.scaling.annealing import false_findings
 from llama3.scaling.designs import designed
 from llama3.scaling.isoflop import NoLaw, Trial, fit_ladder
 from llama3.scaling.mixture import MixTrial, fit_mixture, propose
+from llama3.scaling.noise import coverage
 from llama3.scaling.posed import ArmRun, load_study
 from llama3.scaling.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
 from llama3.scaling.recovery import Truth, recovery
@@ -135,6 +136,13 @@ def _same_mix(_: StudySession, name: str) -> Row:
     return measured(name, found, f"{len(mixes)} mixes around the base, 3 repeats, bits per byte off by {NOISE}")
 
 
+def _scatter(_: StudySession, name: str) -> Row:
+    """Return how often the interval of an arm holds the truth that scatters 5 x as widely as the others."""
+    repeats = int(name[len("scatter/")])
+    arms = {3: 4, 2: 8}[repeats]
+    return measured(name, 100 * coverage(arms, repeats, 5.0), f"the last of {arms} arms scatters 5 x as widely")
+
+
 def _proposes(mixes: Mapping[str, Mapping[Domain, Fraction]], dice: np.random.Generator) -> bool:
     """Return whether a search over mixes that differ by nothing but noise finds one."""
     trials = [
@@ -178,6 +186,8 @@ MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "same/annealing": _same,
     "same/sources": _same,
     "same/mix": _same_mix,
+    "scatter/3-repeats": _scatter,
+    "scatter/2-repeats": _scatter,
     "overhead/record": _recorded,
     "overhead/cpu": _cpu,
     "overhead/again": _again,

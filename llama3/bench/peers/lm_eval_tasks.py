@@ -43,13 +43,13 @@ def work(source: Path, folder: Path, model: str, batch: int, **_: Any) -> dict[s
 
 
 def _sample(one: dict[str, Any]) -> dict[str, Any]:
-    """Return what was decided (0 or 1 by rule), the nats of each text, and what was written."""
+    """Return what was decided (0 or 1 by rule), the nats and the arguments of each request, or what was written."""
     decided = {name: float(one[name]) for name in ("acc", "acc_norm", "exact_match") if name in one}
     (first, *_), answers = one["resps"], one["filtered_resps"]
     if isinstance(first[0] if isinstance(first, list) else first, str):
         return {"decided": decided, "text": first[0] if isinstance(first, list) else first}
     nats = [-float(answer[0] if isinstance(answer, (tuple, list)) else answer) for answer in answers]
-    return {"decided": decided, "nats": nats}
+    return {"decided": decided, "nats": nats, "arguments": [list(arguments) for arguments in one["arguments"]]}
 
 
 @cache

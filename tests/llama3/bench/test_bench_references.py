@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from llama3.bench.languages import shares, write_documents
+from llama3.bench.measure import NotMeasured
 from llama3.bench.pairs import jaccard, near_pairs, precision, recall, shingle_set
 from llama3.bench.plain import without_common_lines
 from llama3.bench.texts import equal_documents, is_prose
@@ -60,3 +65,20 @@ def test_documents_with_other_ids_or_another_number_of_ids_differ() -> None:
 def test_prose_has_hardly_any_markup() -> None:
     assert is_prose(TEXT * 10 + " _emphasis_")
     assert not is_prose(f"{TEXT}\n======\n| a | b |")
+
+
+def test_shares_of_right_languages() -> None:
+    assert shares(["de", "de", "zh", "no"], ["de", "en", "zh-Hant", "nb"]) == ({"de": 0.5, "zh": 1.0, "no": 1.0}, 0.75)
+
+
+def test_documents_of_known_language_are_cut_and_counted(tmp_path: Path) -> None:
+    found = [("pt_BR", "não " * 5_000)] * 30 + [("de", "kurz")] * 30 + [("fr", "été " * 2_000)] * 3
+    source, first = tmp_path / "languages/all.jsonl", tmp_path / "languages/first.jsonl"
+    write_documents(iter(found), source, first)
+    rows = [json.loads(line) for line in source.open()]
+    assert {row["language"] for row in rows} == {"pt"}, "German texts are too short, French ones too few"
+    assert len(rows) == 30
+    assert all(len(row["text"].encode()) <= 5_000 for row in rows)
+    assert len(first.read_text().splitlines()) == 5
+    with pytest.raises(NotMeasured, match="manual pages"):
+        write_documents(iter([]), tmp_path / "none/all.jsonl", first)
