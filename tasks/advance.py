@@ -25,13 +25,10 @@ from llama3.recipe.units import Tokens
 from storage.artifact import Artifact, Design
 from storage.filesystem import write_atomic
 from tasks.alerts import gate_failed
+from tasks.failures import HeldBack
 from tasks.step import Context, ensure
 
 VERSION = 1
-
-
-class HeldBack(ValueError):
-    """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 
 
 @task(name="advance", task_run_name="advance-{name}", cache_policy=NO_CACHE, persist_result=False)

@@ -125,7 +125,9 @@ class Alerts:
             self._raise("loss-spike", "the loss is not finite; the step was left out")
         elif score > self.sigma:
             what = f"loss {loss:.4g}, " if loss is not None else ""
-            text = f"{what}gradient norm {values.get(metrics.GRAD_NORM, math.nan):.4g}: {score:.1f} standard deviations"
+            text = (
+                f"{what}gradient norm {values.get(metrics.GRAD_NORM, math.nan):.4g}: {score:.1f} times the usual spread"
+            )
             self._raise("loss-spike", f"{text} above the mean before")
         elif metrics.SKIPPED not in values:
             self._calm += 1

@@ -20,6 +20,7 @@ from tasks.console import TerminalConsole
 from tasks.events import emit, resource_id
 from tasks.promotions import APPROVAL, WAITS, Log, Promotion, judged, reigning
 from tasks.runs import now
+from tasks.words import command
 
 if TYPE_CHECKING:
     from prefect.input import RunInput
@@ -50,7 +51,8 @@ def ask(context: Context, promotion: Promotion) -> Approval | None:
         return _from_form(promotion)
     if isinstance(context.console, TerminalConsole) and context.console.rich.is_terminal and sys.stdin.isatty():
         return _from_terminal(context.console, promotion)
-    context.console.say(f"  {'':<18}[cyan]decide with: herd approve {promotion.run} --comment WHY, or herd refuse[/]")
+    approve, refuse = (command(context.root, word, promotion.run) for word in ("approve", "refuse"))
+    context.console.say(f"  {'':<18}[cyan]decide with: {escape(approve)} --comment WHY, or {escape(refuse)}[/]")
     return None
 
 

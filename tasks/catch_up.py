@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from rich.markup import escape
 
+from storage.holder import LeaseLost
 from tasks.republish import republish
 from tasks.step import Context
 
@@ -32,14 +34,16 @@ def catch_up(context: Context) -> bool:
                 context.console.say("  MLflow has everything again")
     if record.mlflow_stale != tracker.stale:
         record.mlflow_stale = tracker.stale
-        context.runs.save(record)
+        with suppress(LeaseLost):
+            context.runs.save(record)
     return not tracker.stale
 
 
 def _changed(context: Context, away: bool, why: str) -> None:
     if away:
         context.record.mlflow_stale = True
-        context.runs.save(context.record)
+        with suppress(LeaseLost):
+            context.runs.save(context.record)
         say = f"  [yellow]MLflow cannot be reached ({escape(why)}); the run goes on, what it misses is sent later[/]"
         context.console.say(say)
     else:

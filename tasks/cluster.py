@@ -6,17 +6,36 @@ the same recipe and the same trainer run on this machine, on Slurm and on Kubern
 
 from __future__ import annotations
 
-import os
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from llama3.parallel.layout import Layout
+from llama3.recipe.plain import read_plain
 from llama3.recipe.units import Bytes
 from llama3.train.profile import Profile
+from storage.processes import processors
 from storage.secrets import refuse_secrets
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!r} holds a line break or a control character; write one line")
+    return text
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is no name of a variable; use letters, digits and '_', as in NCCL_IB_HCA")
+    return name
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+"""Text that goes into a line of a script: a line break in it would begin a command."""
+Variable = Annotated[str, AfterValidator(_variable)]
 
 
 class Nodes(BaseModel):
@@ -27,12 +46,12 @@ class Nodes(BaseModel):
     processes_per_node: int = Field(default=8, ge=1)
     """Trainer processes on a node; as many nodes are asked for as `cluster.processes` need."""
     gpus: bool = True
-    """Ask for one GPU per process; without, the processes compute on processors."""
+    """Ask for one GPU per process; a process that then sees none ends with an error. Without, `device` decides."""
     cpus_per_process: int = Field(default=8, ge=1)
     """Processors asked for per process, and its threads."""
-    python: str = ""
+    python: Line = ""
     """Interpreter on the nodes; empty: the path of this one, which must then exist there too."""
-    environment: dict[str, str] = {"NCCL_DEBUG": "WARN"}
+    environment: dict[Variable, str] = {"NCCL_DEBUG": "WARN"}
     """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA."""
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two questions to the scheduler."""
@@ -46,19 +65,19 @@ class Slurm(Nodes):
     """Settings of `launcher: slurm`. The root, or for a remote root the folder HERD_SCRATCH, must be on a file system
     that all nodes see, with flock."""
 
-    partition: str = ""
+    partition: Line = ""
     """Partition; empty: the default one."""
-    account: str = ""
+    account: Line = ""
     """Account that pays; empty: the default one."""
-    time: str = "1-00:00:00"
+    time: Line = "1-00:00:00"
     """Longest time of one job. At its end the trainer saves, and the next job goes on from there."""
     grace_s: int = Field(default=90, ge=20)
     """Seconds before that end at which Slurm sends SIGTERM."""
-    lines: list[str] = []
+    lines: list[Line] = []
     """More `#SBATCH` lines, without the mark: --qos=high, --exclusive, --constraint=h100."""
     setup: list[str] = []
     """Shell lines before the start: module load cuda, source /shared/venv/bin/activate."""
-    srun: list[str] = []
+    srun: list[Line] = []
     """More options of srun, such as --container-image=/shared/herd.sqsh."""
 
 
@@ -106,12 +125,12 @@ class Cluster(BaseModel):
 
     processes: int = Field(default=1, ge=1)
     """Trainer processes in all: tp x cp x pp x dp."""
-    threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
+    threads: int = Field(default_factory=processors, ge=1)
     """Processor threads of this machine for the whole run; trainer processes on it share them."""
     micro_batch: int = Field(default=16, ge=1)
     """Sequences per forward pass and process; a smaller number needs less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA where there is one, and nowhere else where `slurm.gpus` or `kubernetes.gpus` asks for GPUs."""
     layout: Layout = Layout()
     """How the model is cut over the processes."""
     stages: dict[str, StagePlace] = {}
@@ -133,6 +152,8 @@ class Cluster(BaseModel):
     """What to look into while it trains: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for another, at the start and in every exchange, before the attempt is given up."""
+    startup_s: int = Field(default=1800, ge=1)
+    """How long a trainer may neither record a step nor write a line of log, before its first new step."""
     attempts: int = Field(default=1, ge=1)
     """So many attempts in a row without a new step end the run; attempts that get further do not count."""
     launcher: Literal["local", "slurm", "kubernetes"] = "local"
@@ -186,6 +207,12 @@ class Cluster(BaseModel):
         return self.layout.dp(self.processes)
 
     @property
+    def trainer_device(self) -> Literal["auto", "cpu", "cuda"]:
+        """Device of a trainer process; `auto` where a scheduler was asked for GPUs would train on processors unseen."""
+        asked = {"slurm": self.slurm.gpus, "kubernetes": self.kubernetes.gpus}.get(self.launcher, False)
+        return "cuda" if asked and self.device == "auto" else self.device
+
+    @property
     def process_threads(self) -> int:
         """Processor threads of one trainer process."""
         match self.launcher:
@@ -200,7 +227,7 @@ class Cluster(BaseModel):
 def load_cluster(path: Path, **changes: Any) -> Cluster:
     """Return the cluster that the YAML file `path` describes, with `changes` to its fields. Raises ValueError."""
     try:
-        data = yaml.safe_load(path.read_text()) or {}
+        data = read_plain(path.read_text()) or {}
     except OSError as error:
         raise ValueError(f"cluster: {path} cannot be read ({error.strerror}); name a YAML file") from error
     except yaml.YAMLError as error:

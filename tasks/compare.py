@@ -10,6 +10,7 @@ import json
 import urllib.request
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -17,11 +18,12 @@ from rich.table import Table
 
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
+from llama3.train import metrics
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
 from storage.remote_store import open_store
 from storage.root import Root
-from tasks.compare_page import Compared, comparison_html, series_of
+from tasks.compare_page import Compared, Series, comparison_html, series_of
 from tasks.compare_view import TAG, view_key, view_tag
 from tasks.runs import RunRecord, Runs
 from tasks.scores import scores_of
@@ -31,7 +33,7 @@ from tasks.tracking_uri import server_uri
 LOCAL_SERVER = "http://127.0.0.1:5000"
 FOLDER = "comparisons"
 SHOWN = ("train/loss", "throughput/tokens_per_s", "time/goodput")
-"""Series whose last value stands in the table of results."""
+"""Series of whose last tenth the mean is in the table of results: the last batch alone says which domains it drew."""
 Rows = list[tuple[str, list[str]]]
 """Names, each with its value in each run."""
 
@@ -104,11 +106,18 @@ def differences(compared: list[Compared]) -> Rows:
 
 def results(compared: list[Compared]) -> Rows:
     """Return headline results, with their value in each run."""
-    last = [{**{key: run.series[key][-1][1] for key in SHOWN if run.series.get(key)}, **run.scores} for run in compared]
+    last = [
+        {**{key: _last_tenth(run.series[key]) for key in SHOWN if run.series.get(key)}, **run.scores}
+        for run in compared
+    ]
     keys = sorted({key for values in last for key in values})
     rows = [(key, [_number(values.get(key)) for values in last]) for key in keys]
     verdicts = [("verdict", [run.record.verdict or run.record.state for run in compared])]
     return [*verdicts, ("tokens", [f"{run.position:,}" for run in compared]), *rows]
+
+
+def _last_tenth(series: Series) -> float:
+    return fmean(value for _, value in series[-metrics.window(len(series)) :])
 
 
 def _prepare(tracker: Tracker, records: list[RunRecord]) -> str:

@@ -26,8 +26,10 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class ProgressLine(Protocol):
-    def update(self, position: int, loss: float | None, tokens_per_s: float | None) -> None:
-        """Show that the stage has trained on `position` of its tokens."""
+    def update(
+        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
+    ) -> None:
+        """Show that the stage has trained on `position` of its tokens, with its last score on held-out text."""
 
 
 class Console(Protocol):
@@ -111,11 +113,15 @@ class PlainProgress:
         self.pace = _Pace()
         self.next_line = 0.0
 
-    def update(self, position: int, loss: float | None, tokens_per_s: float | None) -> None:
+    def update(
+        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
+    ) -> None:
         if time.monotonic() < self.next_line and position < self.total:
             return
         self.next_line = time.monotonic() + PLAIN_INTERVAL_S
-        self.console.say(f"  {self.name:<18}" + self.pace.describe(position, self.total, loss, tokens_per_s))
+        self.console.say(
+            f"  {self.name:<18}" + self.pace.describe(position, self.total, loss, tokens_per_s, bits_per_byte)
+        )
 
 
 class _BarProgress:
@@ -123,8 +129,10 @@ class _BarProgress:
         self.bar, self.total, self.pace = bar, total, _Pace()
         self.task = bar.add_task(name, total=total, facts="starting")
 
-    def update(self, position: int, loss: float | None, tokens_per_s: float | None) -> None:
-        facts = self.pace.describe(position, self.total, loss, tokens_per_s)
+    def update(
+        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
+    ) -> None:
+        facts = self.pace.describe(position, self.total, loss, tokens_per_s, bits_per_byte)
         self.bar.update(self.task, completed=position, facts=facts)
 
 
@@ -134,11 +142,20 @@ class _Pace:
     def __init__(self) -> None:
         self.first: tuple[int, float] | None = None
 
-    def describe(self, position: int, total: int, loss: float | None, tokens_per_s: float | None) -> str:
+    def describe(
+        self,
+        position: int,
+        total: int,
+        loss: float | None,
+        tokens_per_s: float | None,
+        bits_per_byte: float | None = None,
+    ) -> str:
         self.first = self.first or (position, time.monotonic())
         text = f"{tokens(position):>6} / {tokens(total)} tokens"
         if loss is not None:
-            text += f"  loss {loss:.3f}"
+            text += f"  mean loss {loss:.3f}"
+        if bits_per_byte is not None:
+            text += f"  held out {bits_per_byte:.3f} bits/byte"
         if tokens_per_s is not None:
             text += f"  {tokens(tokens_per_s)} tok/s"
         return text + self._left(position, total)

@@ -28,10 +28,10 @@ from storage.filesystem import state
 from tasks.runners import data_runner, item_memory
 from tasks.step import Context, ensure_in_scratch, link_files
 
-COLLECT_VERSION = 1
-ANNOTATE_VERSION = 1
-CURATE_VERSION = 2
-READING = ("on_error", "extractor", "repair")
+COLLECT_VERSION = 2
+ANNOTATE_VERSION = 2
+CURATE_VERSION = 3
+READING = ("on_error", "max_lost", "extractor", "repair")
 """Fields of `curate` that decide what is read."""
 LABELS = ("name", "judged")
 """Fields of a source that do not."""
@@ -60,7 +60,9 @@ def collect_documents(context: Context) -> Artifact:
         os.link(scratch / "skipped.parquet", folder / "skipped.parquet")
         return facts
 
-    return ensure_in_scratch(context, "collect", design, build)
+    artifact = ensure_in_scratch(context, "collect", design, build)
+    _say_what_was_left_out(context, artifact)
+    return artifact
 
 
 @task(name="annotate", cache_policy=NO_CACHE, persist_result=False)
@@ -151,6 +153,12 @@ def _benchmarks(curation: Curate) -> list[str]:
 def _state_of(uris: list[str]) -> str:
     """Return a digest of what the files of `uris` are now."""
     return hashlib.sha256(json.dumps([state(uri) for uri in uris]).encode()).hexdigest()
+
+
+def _say_what_was_left_out(context: Context, artifact: Artifact) -> None:
+    lines = [f"{line['domain']} {line['reason']} {line['documents']:,}" for line in artifact.facts["skipped"]]
+    if lines:
+        context.console.say(f"  {'':<18}[dim]left out while reading: {'; '.join(lines)}[/]")
 
 
 def _say_what_was_kept(context: Context, artifact: Artifact) -> None:

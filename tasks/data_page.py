@@ -33,6 +33,9 @@ TITLES = {
 }
 
 
+COUNTS = ("read", "read_bytes", "kept", "kept_bytes", "held_out", "held_out_bytes")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One line of the table of documents: an outcome, and (documents, bytes) of it by domain."""
@@ -136,18 +139,14 @@ def _funnel(ledger: list[Row], bytes_per_token: dict[str, float]) -> list[Funnel
 
 
 def _sources(ledger: list[Row]) -> list[Row]:
-    """Return read and kept documents and bytes by source."""
+    """Return read, kept and held-out documents and bytes by source; kept means the same as in the outcomes."""
     sources: dict[tuple[str, str], Row] = {}
     for line in ledger:
         key = (line["domain"], line["source"])
-        row = sources.setdefault(
-            key, {"domain": key[0], "source": key[1], "read": 0, "read_bytes": 0, "kept": 0, "kept_bytes": 0}
-        )
-        kept = line["outcome"] in KEPT
-        row["read"] += line["documents"]
-        row["read_bytes"] += line["bytes"]
-        row["kept"] += line["documents"] * kept
-        row["kept_bytes"] += line["bytes"] * kept
+        row = sources.setdefault(key, {"domain": key[0], "source": key[1], **dict.fromkeys(COUNTS, 0)})
+        for name in ("read", *({line["outcome"]} & set(KEPT))):
+            row[name] += line["documents"]
+            row[f"{name}_bytes"] += line["bytes"]
     return sorted(sources.values(), key=lambda row: (DOMAINS.index(row["domain"]), -row["read_bytes"], row["source"]))
 
 

@@ -16,7 +16,7 @@ from tasks.evaluators import score
 from tasks.held_out import held_out_folder
 from tasks.step import Context, ensure
 
-VERSION = 2
+VERSION = 3
 
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)

@@ -5,5 +5,9 @@ class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""
 
 
+class HeldBack(ValueError):
+    """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
+
+
 class StudyIncomplete(RuntimeError):
     """Runs of a study did not come to their end; the text names them."""

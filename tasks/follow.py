@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llama3.train import metrics
@@ -29,9 +32,13 @@ from tasks.tracking import Point
 POLL_S = 0.5
 WATCH_S = 0.1
 """Between two looks at the launcher: part of every restart."""
+IDLE = 0.01
+"""Processor seconds a second up to which a trainer that starts does nothing: its threads wake now and then."""
 HUNG = 124
 """Status of an attempt that was stopped because nothing came any more."""
 SEND_INTERVAL_S = 5.0
+SMOOTHED = 32
+"""Steps whose mean loss is shown: of a mix of domains, the loss of one batch says which domains it drew."""
 INTERRUPTED_S = 5.0
 """As long as an interrupted run still waits for what is being sent."""
 
@@ -59,24 +66,29 @@ class Follower:
         self.position = self.began = -1
         self.heard = self.last_sent = time.monotonic()
         self.unsent: list[Point] = []
+        self.losses: deque[float] = deque(maxlen=SMOOTHED)
+        self.held_out: dict[str, float] = {}
         self._leave_word(journal.parent / FOLLOWED)
 
-    def follow(self, launch: Launch, start: int, silence_s: float) -> Outcome:
+    def follow(self, launch: Launch, start: int, silence_s: float, startup_s: float = float("inf")) -> Outcome:
         """Follow until the trainer ends and return how; stops the trainer if interrupted.
 
         `start` is the stage's first position. An attempt that has recorded a step and then none for `silence_s` is
-        stopped: one process alone has no peer to time out.
+        stopped: one process alone has no peer to time out. So is one that uses no processor for as long before its
+        first step, which may come late (a large checkpoint is read, a model compiled, steps are trained again), and one
+        that does not even log a line for `startup_s`.
         """
         self.began, self.heard = self.position, time.monotonic()
-        self.launched = self.heard
+        self.launched = self.logged = self.heard
+        self.used_s, self.log_bytes = 0.0, 0
         if self.alerts:
             self.alerts.restarted()
         try:
             while (outcome := launch.poll()) is None:
                 self._take(start)
-                if self._silent(silence_s, launch):
+                if why := self._silent(silence_s, startup_s, launch):
                     launch.stop()
-                    outcome = Outcome(status=HUNG, words=f"no step for {silence_s:,.0f} s; it was stopped")
+                    outcome = Outcome(status=HUNG, words=f"{why}; it was stopped")
                     break
                 self._await(launch)
         except BaseException:
@@ -112,16 +124,30 @@ class Follower:
         while time.monotonic() < until and launch.poll() is None:
             time.sleep(WATCH_S)
 
-    def _silent(self, silence_s: float, launch: Launch) -> bool:
-        """Return whether steps came and then stopped; the start-up is watched by the processes themselves."""
-        now = time.monotonic()
-        if self.position == self.began:
+    def _silent(self, silence_s: float, startup_s: float, launch: Launch) -> str:
+        """Return why the trainer is believed to hang; nothing if it is not."""
+        now, starting = time.monotonic(), self.position == self.began
+        if starting and self._works(launch, now):
             self.heard = now
-        if now - self.heard <= silence_s:
+        if (size := sum(log.stat().st_size for log in launch.logs.glob("rank-*.log"))) != self.log_bytes:
+            self.logged, self.log_bytes = now, size
+        why = ""
+        if now - self.heard > silence_s:
+            why = f"it did nothing for {silence_s:,.0f} s before its first step" if starting else ""
+            why = why or f"no step for {silence_s:,.0f} s"
+        elif starting and now - self.logged > startup_s:
+            why = f"no step and no line of log for {startup_s:,.0f} s"
+        if why and launch.waits():  # asked last: it may be a question to a scheduler
+            self.heard = self.logged = now
+            return ""
+        return why
+
+    def _works(self, launch: Launch, now: float) -> bool:
+        """Return whether processors worked for the trainer since it was last heard of, or nobody can tell."""
+        used_s = launch.used_s()
+        if used_s is not None and used_s - self.used_s <= IDLE * (now - self.heard):
             return False
-        if launch.waits():  # asked last: it may be a question to a scheduler
-            self.heard = now
-            return False
+        self.used_s = used_s or 0.0
         return True
 
     def _take(self, start: int) -> None:
@@ -129,29 +155,44 @@ class Follower:
         for entry in entries:
             if isinstance(entry, Rewind):  # nothing is written while the steps up to it are trained again
                 self.position = self.began = entry.position
+                self.losses.clear()
                 self.context.console.say(f"  [yellow]went back to before {entry.position:,} because of a spike[/]")
         records = holding(entries)
-        self._watch(entries, records)
+        self._watch(entries)
         for record in records:
             self.unsent += self.thinning.points(record)
         if records:
-            last = records[-1]
-            self.position, self.heard = last.position, time.monotonic()
-            values = last.metrics
-            self.line.update(last.position - start, values.get(metrics.LOSS), values.get(metrics.TOKENS_PER_S))
+            self.position, self.heard = records[-1].position, time.monotonic()
+            shown = self._smoothed(records)
+            values = shown.metrics
+            self.line.update(
+                shown.position - start,
+                values.get(metrics.LOSS),
+                values.get(metrics.TOKENS_PER_S),
+                values.get(metrics.HELD_OUT),
+            )
+            if self.page:
+                self.page.see(shown)
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
 
-    def _watch(self, entries: list[Entry], records: list[Record]) -> None:
-        """Let alerts and the progress page see what is new, or how long nothing has been."""
+    def _smoothed(self, records: Sequence[Record]) -> Record:
+        """Return the newest record with the mean loss of the last steps and the last bits per byte held out."""
+        for record in records:
+            values = record.metrics
+            self.losses += [values[metrics.LOSS]] if metrics.LOSS in values else []
+            self.held_out |= {key: values[key] for key in (metrics.HELD_OUT,) if key in values}
+        mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
+        return replace(records[-1], metrics={**records[-1].metrics, **mean, **self.held_out})
+
+    def _watch(self, entries: list[Entry]) -> None:
+        """Let alerts see what is new, or how long nothing has been."""
         if self.alerts:
             for entry in entries:
                 self.alerts.see(entry)
             if not entries:
                 since = self.launched if self.position == self.began else self.heard
                 self.alerts.idle(time.monotonic() - since)
-        if self.page and records:
-            self.page.see(records[-1])
 
     def send(self) -> None:
         """Hand over what has come in; returns at once."""

@@ -54,6 +54,8 @@ class Judge:
         champion = reigning(log, policy.to)
         if champion not in self._judged:
             evidence = self._evidence(champion)
+            used = sum(record.evidence is not None and evidence.asked_alike(record.evidence) for record in log)
+            evidence = evidence.model_copy(update={"used": used})
             self._judged[champion] = (evidence, evidence.decide(), len(log))
         evidence, gate, against = self._judged[champion]
         said = self.asked

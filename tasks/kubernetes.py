@@ -118,6 +118,9 @@ class KubernetesLaunch:
         listed = json.loads(kubectl("get", "pods", self.place[0], selector, "--output=json"))["items"]
         return not listed or any(pod["status"]["phase"] not in STARTED for pod in listed)
 
+    def used_s(self) -> None:
+        """Its processes are on other machines."""
+
     def stop(self) -> None:
         """Delete the job: its pods get SIGTERM, save and leave within the grace."""
         self.delete()

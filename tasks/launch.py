@@ -14,20 +14,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from llama3.recipe.schedule import StageSpan
-from llama3.train.attempt import Attempt, Outcome, last_lines
-from llama3.train.launch import GRACE_S
+from llama3.train.attempt import GRACE_S, Attempt, Outcome, last_lines, leave_by
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
 from tasks.failures import TrainingFailed
 
-SHUTDOWN_S = GRACE_S + 5
+REAP_S = 5.0
+"""From the end of the ranks' grace to the end of their agent."""
+SHUTDOWN_S = GRACE_S + REAP_S
+"""As long as an agent may take whose ranks have nothing to save."""
 AGENT_DIED = -signal.SIGKILL
 
 
@@ -50,6 +55,10 @@ class Launch(Protocol):
 
     def waits(self) -> bool:
         """Return whether it waits in a queue, so that no step can be expected."""
+        ...
+
+    def used_s(self) -> float | None:
+        """Return the processor seconds that it has used on this machine; None if it works elsewhere."""
         ...
 
     def stop(self) -> None:
@@ -166,6 +175,8 @@ class LocalLauncher:
         self.cluster = cluster
         self.capacity = capacity or self._present
         self.agent: subprocess.Popen[bytes] | None = None
+        self.job: Path | None = None
+        """What the agent was started for last."""
 
     def __enter__(self) -> LocalLauncher:
         return self
@@ -173,7 +184,7 @@ class LocalLauncher:
     def __exit__(self, *_: object) -> None:
         """End the agent; ranks that still run are asked to save."""
         if self.agent is not None:
-            _end(self.agent)
+            _end(self.agent, self.job)
 
     def live(self, job: Path) -> None:
         """Nothing can be left behind: the kernel tells the agent when its supervisor dies, and its ranks save."""
@@ -185,6 +196,7 @@ class LocalLauncher:
         if self.agent is None or self.agent.poll() is not None:
             self.agent = self._agent(logs.parent / "agent.log")
         attempt.outcome.unlink(missing_ok=True)
+        self.job = job
         assert self.agent.stdin is not None
         self.agent.stdin.write(attempt.model_dump_json().encode() + b"\n")
         self.agent.stdin.flush()
@@ -231,22 +243,41 @@ class LocalLaunch:
         """Nothing waits here: there is no queue."""
         return False
 
+    def used_s(self) -> float:
+        """Return the processor seconds of agent and ranks."""
+        return processor_seconds(self.agent.pid)
+
     def stop(self) -> None:
         """Ask the trainer to save and leave; kill what is left after the grace."""
-        _end(self.agent)
+        _end(self.agent, self.attempt.job)
 
 
-def _end(agent: subprocess.Popen[bytes]) -> None:
-    """End an agent and its ranks, whether it works or waits for work."""
+def _end(agent: subprocess.Popen[bytes], job: Path | None) -> None:
+    """End an agent and the ranks that it started for `job`, whether it works or waits for work."""
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
         agent.stdin.close()
     agent.terminate()
-    try:
-        agent.wait(SHUTDOWN_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+    asked = time.time()
+    while agent.poll() is None:
+        left = (leave_by(job, asked) if job else asked + GRACE_S) + REAP_S - time.time()
+        if left <= 0:
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(min(max(left, 0.0), 1.0))
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor seconds of a process and all below it that live."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 def visible_gpus() -> int:

@@ -6,18 +6,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import Runs, trained_stages
 
+if TYPE_CHECKING:
+    from llama3.evaluate.evaluate import Evaluated
+    from llama3.evaluate.suites import Asked
+
 
 def model_folder(root: Root, name: str) -> Path:
-    """Return the folder of a model: a run's last checkpoint, `FAMILY@ALIAS`, or a folder with config.json.
+    """Return the folder of a model: a run's last checkpoint, `FAMILY@ALIAS`, or a folder of weights.
 
     Raises ValueError naming what exists.
     """
-    if (Path(name) / "config.json").is_file():
+    if any((Path(name) / file).is_file() for file in ("config.json", "params.json")):
         return Path(name)
     family, separator, alias = name.partition("@")
     if separator:
@@ -54,6 +59,22 @@ def label_of_alias(root: Root, family: str, alias: str) -> str | None:
 
     version = Registry(Tracker(root, family)).holder(alias)
     return None if version is None else str(version.tags["herd.artifact"])
+
+
+def evaluate_folder(folder: Path, asked: Asked, tables: Path | None, threads: int, device: str) -> Evaluated:
+    """Put the model in `folder`, of our format, Hugging Face's or Meta's, to the tasks of `asked`.
+
+    Weights are read as fp32, so that a score measures the model and not the number format of the machine. `device` is
+    `cpu`, `cuda` or `auto`. Raises ValueError if the folder holds no Llama 3 with its tokenizer.
+    """
+    import torch
+
+    from llama3.evaluate.evaluate import evaluate_tasks
+    from llama3.export.convert import load_any
+
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    network, tokenizer = load_any(folder, torch.float32, place)
+    return evaluate_tasks(network, tokenizer, asked, tables, threads=threads, device=place)
 
 
 @dataclass

@@ -139,7 +139,9 @@ class StagePage:
         values = record.metrics
         parts = [f"stage **{self.stage}**: {tokens(record.position - self.start)} of {tokens(self.total)} tokens"]
         if metrics.LOSS in values:
-            parts.append(f"loss {values[metrics.LOSS]:.3f}")
+            parts.append(f"mean loss {values[metrics.LOSS]:.3f}")
+        if metrics.HELD_OUT in values:
+            parts.append(f"held out {values[metrics.HELD_OUT]:.3f} bits per byte")
         if metrics.TOKENS_PER_S in values:
             parts.append(f"{tokens(values[metrics.TOKENS_PER_S])} tokens/s")
         if remaining := values.get(metrics.REMAINING_S):

@@ -17,7 +17,7 @@ from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory
 from llama3.parallel.scale import memory_line
-from llama3.recipe.lint import lint
+from llama3.recipe.lint import lint, placeholders
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS, Domain
@@ -54,7 +54,7 @@ def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[st
     rows = embedding_rows(recipe)
     short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
-    return Plan(recipe, Schedule(recipe), rows, [*lint(recipe), *short, *lacking], sources)
+    return Plan(recipe, Schedule(recipe), rows, [*placeholders(recipe), *lint(recipe), *short, *lacking], sources)
 
 
 def survey_evaluation(recipe: Recipe) -> list[str]:
@@ -153,7 +153,8 @@ def _found(found: DomainSurvey) -> str:
         return "not looked at (remote)"
     least = "" if found.complete else "at least "
     made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
-    return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}"
+    unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
+    return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}{unread}"
 
 
 def memory_lines(plan: Plan, layout: Layout, processes: int, micro_batch: int) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from llama3.cluster.curves import Curves, in_a_step, priors
 from llama3.cluster.projection import Place
 from llama3.cluster.topology import Fabric, fabric_names, load_fabric
+from llama3.recipe.plain import read_plain
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.root import Root
@@ -52,7 +51,7 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
     """
     if named in fabric_names() or not Path(named).is_file():
         return load_fabric(named, sparse), None
-    data = yaml.safe_load(Path(named).read_text())
+    data = read_plain(Path(named).read_text())
     if isinstance(data, dict) and "tiers" in data:
         return load_fabric(named, sparse), None
     place = load_cluster(Path(named))

@@ -27,7 +27,7 @@ MEMORY = {
     "weights": PALETTE[2],
     "gradients": PALETTE[1],
     "optimizer": PALETTE[3],
-    "comes and goes": PALETTE[7],
+    "temporary": PALETTE[7],
 }
 WIDTH = 8.0
 PIXELS = 2_400
@@ -155,7 +155,7 @@ def memory_parts(need: RankMemory) -> dict[str, int]:
         "weights": need.master + need.gathered,
         "gradients": max(need.gradients, need.sharded_gradients),
         "optimizer": need.moments,
-        "comes and goes": need.passing,
+        "temporary": need.passing,
     }
 
 

@@ -44,7 +44,7 @@ def loss(data: ReportData) -> str:
     points = data.series[metrics.LOSS]
     axis.plot(*_xy(points), color="#9aa4af", linewidth=0.8, label="each step")
     axis.plot(*_xy(_smooth(points)), color=INK, linewidth=1.8, label=f"mean of {SMOOTH} steps")
-    axis.legend()
+    _legend(figure)
     return as_svg(figure)
 
 
@@ -53,7 +53,7 @@ def domain_loss(data: ReportData) -> str:
     for domain, colour in COLOURS.items():
         points = data.series.get(metrics.domain_loss(domain), [])
         axis.plot(*_xy(_smooth(points)), color=colour, linewidth=1.6, label=domain)
-    axis.legend()
+    _legend(figure)
     return as_svg(figure)
 
 
@@ -63,7 +63,7 @@ def held_out(data: ReportData) -> str:
         points = data.series.get(metrics.held_out(domain), [])
         axis.plot(*_xy(points), color=colour, linewidth=1.4, marker="o", markersize=3, label=domain)
     axis.plot(*_xy(data.series[metrics.HELD_OUT]), color=INK, linewidth=1.8, marker="o", markersize=4, label="all")
-    axis.legend()
+    _legend(figure)
     return as_svg(figure)
 
 
@@ -82,9 +82,7 @@ def schedule(data: ReportData) -> str:
         batch.step(*_xy(data.series[key]), where="pre", color=colour, linewidth=1.4, label=label)
     batch.set_yscale("log", base=2)
     batch.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    lines = [*axis.get_lines(), *batch.get_lines()]
-    shown = [line for line in lines if not str(line.get_label()).startswith("_")]
-    axis.legend(shown, [str(line.get_label()) for line in shown], loc="lower center", ncols=3)
+    _legend(figure)
     return as_svg(figure)
 
 
@@ -128,8 +126,13 @@ def bits_per_byte(data: ReportData) -> str:
     axis.set_xticks(range(len(keys)), ["all" if key == "eval/bpb" else key.rsplit("/", 1)[1] for key in keys])
     axis.set_ylabel("bits per byte")
     axis.grid(axis="x", visible=False)
-    axis.legend(ncols=3)
+    _legend(figure)
     return as_svg(figure)
+
+
+def _legend(figure: Any) -> None:
+    """Name the lines below the figure, where they cross nothing."""
+    figure.legend(loc="outside lower center", ncols=5)
 
 
 def _has(data: ReportData, key: str) -> bool:

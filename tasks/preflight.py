@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,21 @@ from llama3.evaluate.policy import check_evaluation
 from llama3.model.flops import embedding_rows
 from llama3.recipe.checks import check_batches
 from llama3.recipe.curation import Curate
+from llama3.recipe.lint import placeholders
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.filesystem import is_local, local_path
 from storage.remote_store import open_store
 from storage.root import Root
+from storage.signing import signed
 from tasks.cluster import Cluster
 from tasks.plan import MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
 from tasks.predict import memory_faults
 from tasks.runs import Runs
 from tasks.start_checkpoint import start_faults
+
+SYSTEMS = {"darwin": "macOS"}
 
 
 class Surveyed(NamedTuple):
@@ -75,6 +80,8 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
     first rows on this machine are looked at, or with `thorough` all, wherever they lie: a row without gold must not be
     found after days of training.
     """
+    if faults := [*_system_faults(), *placeholders(recipe)]:
+        raise RecipeError("\n".join(faults))
     left_out, wrong = [], []
     try:
         left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
@@ -86,9 +93,21 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
     return left_out
 
 
+def _system_faults() -> list[str]:
+    """Return why no run works on this operating system: the trainer's signals and the locks of pages are Linux's."""
+    if sys.platform == "linux":
+        return []
+    system = SYSTEMS.get(sys.platform, sys.platform)
+    return [f"machine: it runs {system}, and a run needs Linux; use a container, a virtual machine or WSL 2"]
+
+
 def _root_faults(root: Root) -> list[str]:
     """Return why the root, or the folder in which it is worked on, cannot be written."""
     faults = []
+    try:
+        signed("trial", "")
+    except ValueError as error:
+        faults.append(str(error))
     try:
         root.local.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root.local):

@@ -23,7 +23,7 @@ NAMES = {
     "gemm": "matrix products",
     "attention": "attention",
     "elementwise": "norms, SwiGLU, sums",
-    "recompute": "made again",
+    "recompute": "recomputed",
     "tp": "tensor parallel",
     "cp": "context parallel",
     "pp": "pipeline transfers",

@@ -117,11 +117,14 @@ def _say(context: Context, promotion: Promotion, version: str) -> None:
     if not version:
         context.console.say(f"  {'':<18}[yellow]MLflow went away and does not show it yet; the decision stands[/]")
     for row in promotion.decision.rows:
-        if row.metric == APPROVAL and promotion.kind == WAITS:
+        if row.uncompared or (row.metric == APPROVAL and promotion.kind == WAITS):
             continue
-        mark = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
+        mark = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]"}.get(row.verdict, f"[yellow]{row.verdict}[/]")
         subject = "" if row.reason.startswith(row.metric) else f"{row.metric}: "
         context.console.say(f"  {'':<18}{mark} {escape(subject + row.reason)}")
+    if alone := [row for row in promotion.decision.rows if row.uncompared]:
+        scores = f"{len(alone)} score{'s' if len(alone) > 1 else ''}"
+        context.console.say(f"  {'':<18}[green]pass[/] {scores}: there is no champion yet to compare with")
     if promotion.kind == REFUSED:
         reasons = "; ".join(promotion.decision.refusals)
         gate_failed(context.root, context.console, promotion.run, "promote", reasons, promotion.position)

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.evaluate.gate import Decision, Evidence, Row
+from llama3.recipe.units import tokens
 
 PROMOTED: Literal["promoted"] = "promoted"
 REFUSED: Literal["refused"] = "refused"
@@ -68,6 +69,8 @@ class Promotion(BaseModel):
     by: str = ""
     """Who decided, or started the judgement; empty: the run itself."""
     comment: str = ""
+    signature: str = ""
+    """By the key of HERD_SIGNING_KEY, of the rest."""
 
     @property
     def decision(self) -> Decision:
@@ -78,7 +81,7 @@ class Promotion(BaseModel):
     @property
     def tags(self) -> dict[str, str]:
         """What the registered version says of the decision."""
-        rows = {f"gate.{row.metric}".replace("/", "."): row.reason for row in self.decision.rows}
+        rows = {f"gate.{row.metric}".replace("/", "."): _told(row) for row in self.decision.rows}
         return {"verdict": self.kind, **rows}
 
     @property
@@ -166,11 +169,36 @@ def judged(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
 
 
 def version_tags(log: Log, label: str) -> dict[str, str]:
-    """Return what the registered version of the model `label` says of itself."""
-    decisions = judged(log, artifact=label)
+    """Return what the registered version of the model `label` says of itself: the evidence that promoted it.
+
+    A judgement after that does not touch it and is told in a tag of its own. Of a model that was never promoted it is
+    the newest judgement.
+    """
+    decisions, promoted = judged(log, artifact=label), _promoted(log, label)
     moved = [record for record in log if record.kind == ROLLED_BACK and label in (record.artifact, record.champion)]
-    tags = dict(decisions[-1].tags) if decisions else {}
+    tags = dict((promoted or decisions)[-1].tags) if decisions else {}
+    if promoted and decisions[-1] is not promoted[-1]:
+        last = decisions[-1]
+        against = "itself" if last.champion == label else last.champion or "no champion"
+        tags["judged_again"] = f"{last.kind} for {last.run} at {last.time}, against {against}; log number {last.n}"
     return {**tags, "rollback": _rollback(moved[-1])} if moved else tags
+
+
+def version_description(log: Log, label: str) -> str:
+    """Return in a line what decided on the model `label`: `promoted: run tiny-1, 98.3K tokens, eval/bpb 4.127`."""
+    decisions = _promoted(log, label) or judged(log, artifact=label)
+    if not decisions:
+        return ""
+    last = decisions[-1]
+    score = last.evidence.candidate.get("eval/bpb") if last.evidence else None
+    bits = f", eval/bpb {score.value:.4g}" if score else ""
+    return f"{last.kind}: run {last.run}, {tokens(last.position)} tokens{bits}"
+
+
+def _promoted(log: Log, label: str) -> list[Promotion]:
+    """Return the records that promoted the model `label`: in another's place, or confirmed by a person."""
+    found = [one for one in judged(log, artifact=label) if one.kind == PROMOTED]
+    return [one for one in found if one.champion != label or one.asked or one.override]
 
 
 def decided(record: Promotion, shown: bool) -> str:
@@ -191,6 +219,10 @@ def _changes(record: Promotion, alias: str) -> bool:
 def _rollback(record: Promotion) -> str:
     comment = f": {record.comment}" if record.comment else ""
     return f"{record.alias} from {record.champion} to {record.artifact} by {record.by} at {record.time}{comment}"
+
+
+def _told(row: Row) -> str:
+    return row.reason if row.checked else f"{row.verdict}: {row.reason}"
 
 
 def _row(metric: str, rule: str, passed: bool, reason: str) -> Row:

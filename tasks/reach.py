@@ -96,6 +96,8 @@ class Reach:
 def is_refusal(error: Exception) -> bool:
     """Return whether MLflow answered, and would answer the same another time."""
     status = int(error.get_http_status_code()) if isinstance(error, MlflowException) else 500
+    if type(error.__cause__).__name__ == "DatabaseError":  # MLflow calls a damaged SQLite file a bad request
+        return False
     return 400 <= status < 500 and status not in NOT_REFUSED
 
 

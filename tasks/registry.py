@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 
 from storage.artifact import Artifact
 from tasks.promotion_log import PromotionLog
-from tasks.promotions import ALIASES, Log, holders, version_tags
+from tasks.promotions import ALIASES, Log, holders, version_description, version_tags
 from tasks.reach import is_absence
 from tasks.tracking import Tracker
 
@@ -26,7 +26,11 @@ class Registry:
     """The registered model of one family. Every method raises MlflowException if MLflow does not answer."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self.tracker, self.client, self.name = tracker, tracker.client, tracker.family
+        self.tracker, self.name = tracker, tracker.family
+
+    @property
+    def client(self) -> Any:
+        return self.tracker.client
 
     def holder(self, alias: str) -> Any | None:
         """Return the model version that holds `alias`, or None."""
@@ -76,7 +80,9 @@ class Registry:
         versions = self.versions() if labels else {}
         for label in labels:
             if label in versions:
-                self.note(str(versions[label].version), version_tags(log.records, label))
+                version = str(versions[label].version)
+                self.note(version, version_tags(log.records, label))
+                self.client.update_model_version(self.name, version, version_description(log.records, label))
         return changes
 
     def show_aliases(self, log: Log) -> list[str]:

@@ -156,7 +156,7 @@ def _job(context: Context, tokens: Artifact) -> Path:
         tokens=lazy_folder(tokens, int(Bytes.parse(cluster.token_cache))),
         work=work,
         micro_batch=cluster.micro_batch,
-        device=cluster.device,
+        device=cluster.trainer_device,
         threads=cluster.process_threads,
         timeout_s=cluster.timeout_s,
         layout=cluster.layout,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from prefect.artifacts import create_markdown_artifact
 
 from llama3.data.outcomes import explain
 from llama3.evaluate.gate import Row
@@ -20,7 +19,7 @@ from llama3.recipe.units import tokens
 from llama3.train import metrics
 from storage.filesystem import write_atomic
 from storage.root import Root
-from tasks import data_plots, needle_plot, plots
+from tasks import data_plots, needle_plot, pages, plots
 from tasks.data_page import DataPage
 from tasks.forecast import Section, forecast_section
 from tasks.report_data import ReportData, collect
@@ -34,7 +33,8 @@ def write_report(context: Context) -> Path:
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
         if path.exists():
             context.tracker.log_file(context.record.mlflow_run, path)
-    create_markdown_artifact(page.with_suffix(".md").read_text(), key="report", description=context.record.name)
+    pages.markdown("report", page.with_suffix(".md").read_text(), context.record.name)
+    pages.flush()
     return page
 
 

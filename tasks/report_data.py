@@ -37,6 +37,8 @@ class StageRow:
     batch: int
     first_loss: float
     last_loss: float
+    bits_per_byte: float | None
+    """Of held-out text at the stage's end."""
     tokens_per_s: float
     goodput: float | None
     seconds: float
@@ -157,6 +159,7 @@ def _stage_row(
     facts = artifact.facts
     speeds = sorted(_within(series.get(metrics.TOKENS_PER_S, []), facts["start"], facts["end"]))
     goodput = _within(series.get(metrics.GOODPUT, []), facts["start"], facts["end"])
+    held_out = _within(series.get(metrics.HELD_OUT, []), facts["start"], facts["end"])
     lengths = span.lengths
     return StageRow(
         name=stage,
@@ -167,6 +170,7 @@ def _stage_row(
         batch=span.segments[-1].batch,
         first_loss=facts["first_loss"],
         last_loss=facts["last_loss"],
+        bits_per_byte=held_out[-1] if held_out else None,
         tokens_per_s=speeds[len(speeds) // 2] if speeds else 0.0,
         goodput=goodput[-1] if goodput else None,
         seconds=artifact.manifest.seconds,
@@ -208,6 +212,8 @@ def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> li
         notes += [f"{stage}: {task} was left out: {why}" for task, why in facts.get("skipped", {}).items()]
         long = "longer than the window, so they were not asked and count as wrong"
         notes += [f"{stage}: {count} questions of {key} are {long}" for key, count in facts.get("too_long", {}).items()]
+        vague = "were not judged: they count neither as right nor as wrong, and the gate decides nothing on them"
+        notes += [f"{stage}: {count} questions of {key} {vague}" for key, count in facts.get("unjudged", {}).items()]
     return notes
 
 

@@ -112,7 +112,8 @@ class _Publisher:
     def _run(self) -> None:
         record, tracker = self.record, self.tracker
         params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
-        handle = tracker.open_run(record.name, self.tags, params, start=_time(record.started))
+        over = record.state != "running"
+        handle = tracker.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
         tracker.log_params(handle, params)
         record.mlflow_run, record.mlflow_experiment = handle, tracker.experiment
         self.done.runs += 1
@@ -143,7 +144,7 @@ class _Publisher:
         followed: dict[str, Any] = json.loads(path.read_text())
         if followed["run"] != self.record.name or followed["tags"]["stage"] in self.record.steps:
             return
-        child = self._child(followed["tags"], _time(self.record.started))
+        child = self._child(followed["tags"], _time(self.record.started), self.record.state != "running")
         thinning = Thinning(followed["steps"], followed["end"])
         records = read_journal(path.with_name("journal.jsonl"))
         self.done.points += send_records(self.tracker, [self.record.mlflow_run, child], records, thinning)
@@ -179,10 +180,10 @@ class _Publisher:
         evaluation = evaluation_of(self.store, self.record, checkpoint)
         return (checkpoint, evaluation) if evaluation else None
 
-    def _child(self, tags: dict[str, str], start: float) -> str:
+    def _child(self, tags: dict[str, str], start: float, over: bool = True) -> str:
         self.done.runs += 1
         own = child_tags(self.tags, tags["stage"], tags["kind"], tags["artifact.key"])
-        return self.tracker.open_child(self.record.mlflow_run, self.record.name, own, start)
+        return self.tracker.open_child(self.record.mlflow_run, self.record.name, own, start, over)
 
     def _end(self) -> None:
         record = self.record

@@ -22,7 +22,7 @@ from llama3.train.attempt import Outcome, last_lines
 from llama3.train.job import TrainJob
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
-from tasks.launch import SHUTDOWN_S, Launch, Launcher, LocalLauncher, trainer_environment
+from tasks.launch import SHUTDOWN_S, Launch, Launcher, LocalLauncher, processor_seconds, trainer_environment
 
 LONGEST_S = 300.0
 
@@ -150,6 +150,10 @@ class TorchrunLaunch:
     def waits(self) -> bool:
         """Nothing waits here."""
         return False
+
+    def used_s(self) -> float:
+        """Return the processor seconds of torchrun and its ranks."""
+        return processor_seconds(self.process.pid)
 
     def stop(self) -> None:
         """End it with its ranks, which are session leaders of their own."""

@@ -13,7 +13,7 @@ from tasks import pages
 from tasks.runs import StepRecord
 from tasks.scores import SCORE
 from tasks.step import Context
-from tasks.words import clock, size
+from tasks.words import bits_per_byte, clock, losses, size
 
 
 def stage_done(context: Context, stage: str) -> None:
@@ -44,7 +44,8 @@ def _facts(context: Context, span: StageSpan) -> dict[str, str]:
         "positions": f"{span.start:,} to {span.end:,}",
         "tokens": tokens(span.tokens),
         "steps": f"{span.steps:,}",
-        "loss": f"{facts['first_loss']:.4f} > {facts['last_loss']:.4f}",
+        "mean loss": losses(facts, 4),
+        "held out, bits per byte": bits_per_byte(facts, 4),
         "time": clock(entry.seconds) if entry.seconds else "",
         "average": str(Choice.model_validate(facts["average"])) if "average" in facts else "",
         "artifact": f"{artifact.label} ({size(artifact.bytes)})",
@@ -59,7 +60,8 @@ def _row(step: str, entry: StepRecord, artifact: Artifact | None, span: StageSpa
         "outcome": entry.outcome,
         "why": entry.why,
         "tokens": tokens(span.tokens) if span else "",
-        "loss": f"{facts['first_loss']:.3f} > {facts['last_loss']:.3f}" if facts else "",
+        "mean loss": losses(facts) if facts else "",
+        "held out, bits per byte": bits_per_byte(facts),
         "time": clock(entry.seconds) if entry.seconds else "",
         "artifact": entry.artifact,
     }
@@ -77,7 +79,7 @@ def _score_row(score: Score) -> dict[str, Any]:
         "score": score.key.removeprefix(SCORE),
         "value": round(score.value, 4),
         "95 %": score.interval(),
-        "n": score.n,
+        "n": f"{score.n}, {score.unjudged} not judged" if score.unjudged else score.n,
         "chance": "" if score.chance is None else round(score.chance, 4),
         "shots": score.shots,
         "version": score.version,

@@ -110,7 +110,7 @@ def plan_retention(
     """
     if keep_runs < 1:
         raise ValueError(f"keep_runs: {keep_runs} would keep no run; write 1 or more")
-    records = Runs(root).all()
+    records = Runs(root).all(strict=True)
     store, at = open_store(root), time.time() if now is None else now
     artifacts = {artifact.label: artifact for kind in _kinds(root) for artifact in store.all(kind)}
     used = [step.artifact for record in kept_runs(records, keep_runs, at) for step in record.steps.values()]
@@ -144,7 +144,7 @@ def plan_retention(
 
 def _of_studies(root: Root, records: list[RunRecord]) -> list[str]:
     """Return the artifacts of the finished runs of every study's arms: its report can be made from them again."""
-    asked = {digest for study in Studies(root).all() for digest in study.recipes}
+    asked = {digest for study in Studies(root).all(strict=True) for digest in study.recipes}
     runs = [record for record in records if record.state == "finished" and record.recipe_digest in asked]
     return [step.artifact for record in runs for step in record.steps.values()]
 
@@ -161,7 +161,7 @@ def _newest_calibrations(artifacts: Iterable[Artifact]) -> set[str]:
 
 def carry_out(root: Root, plan: Plan) -> list[Item]:
     """Delete what `plan` says, each under its lease, and return what was deleted; what came into use since stays."""
-    store, records = open_store(root), Runs(root).all()
+    store, records = open_store(root), Runs(root).all(strict=True)
     live = live_families(root, records)
     used = {step.artifact for record in records if is_open(record, plan.made) for step in record.steps.values()}
     deleted = []

@@ -56,7 +56,8 @@ class RunSettler(Settler[RunRecord]):
         elif closed >= 0 and record.mlflow_stale:
             republish(self.root, record.name, tracker)
             record.mlflow_stale = self.find(record.name).mlflow_stale
-            found.append(Settled(record.name, "MLflow", "stale", "stale" if record.mlflow_stale else "complete"))
+            if not record.mlflow_stale:
+                found.append(Settled(record.name, "MLflow", "stale", "complete"))
         return found
 
     def _forget(self, name: str) -> None:

@@ -97,8 +97,8 @@ def _task_runner(cluster: Cluster) -> TaskRunner[Any]:
         made: TaskRunner[Any] = _dask(cluster) if cluster.data == "dask" else _ray(cluster)
     except ImportError as error:
         raise ValueError(
-            f"cluster.data: {cluster.data} needs prefect-{cluster.data} (pip install 'herd[{cluster.data}]'), "
-            "or write threads"
+            f"cluster.data: {cluster.data} needs prefect-{cluster.data}; in the checkout: .venv/bin/pip install "
+            f"--editable '.[{cluster.data}]' --constraint constraints.txt; or write threads"
         ) from error
     return made
 

@@ -6,25 +6,49 @@ reruns and MLflow are made from; nothing here needs a server.
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel
 
 from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
+from llama3.recipe.plain import read_plain
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Store
 from storage.filesystem import write_atomic
+from storage.lease import Lease, LeaseLost
 from storage.root import Root
 from storage.threads import READERS, each
 
+log = logging.getLogger(__name__)
+Record = TypeVar("Record")
 State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
+
+
+class DamagedRecord(ValueError):
+    """A record that is none; the text names the file."""
+
+
+def read_records(read: Callable[[str], Record | None], names: Sequence[str], strict: bool) -> list[Record]:
+    """Return the records of `names` that exist; a damaged one is left out, with a warning, or raises if `strict`."""
+
+    def checked(name: str) -> Record | None:
+        try:
+            return read(name)
+        except DamagedRecord as error:
+            if strict:
+                raise
+            log.warning("%s", error)
+            return None
+
+    return [record for record in each(checked, names, READERS) if record is not None]
 
 
 class StepRecord(BaseModel):
@@ -91,14 +115,37 @@ class Runs:
 
     def __init__(self, root: Root) -> None:
         self.root = root
+        self._held: dict[str, Lease] = {}
+
+    def hold(self, name: str, held: Lease) -> None:
+        """Have run `name` written only while `held`, its lease, was not taken over."""
+        self._held[name] = held
+
+    def check(self, name: str) -> None:
+        """Raise LeaseLost if the lease of run `name`, held here, was taken over; OSError if nobody answers."""
+        if name in self._held:
+            self._held[name].check()
+
+    def lost(self, name: str) -> bool:
+        """Return whether the lease of run `name` was taken over; a root that does not answer does not say so."""
+        try:
+            self.check(name)
+        except LeaseLost:
+            return True
+        except OSError:
+            return False
+        return False
 
     def place(self, name: str) -> Path:
         """Return the run's folder here: recipe, logs, report. Raises ValueError for a name that leaves it."""
         return self.root.file("runs", name)
 
-    def all(self) -> list[RunRecord]:
-        """Return every run, oldest first."""
-        return self._records(self.root.names("runs"))
+    def all(self, strict: bool = False) -> list[RunRecord]:
+        """Return every run, oldest first.
+
+        A damaged record is left out, with a warning; `strict` raises DamagedRecord.
+        """
+        return self._records(self.root.names("runs"), strict)
 
     def find(self, name: str) -> RunRecord:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
@@ -111,9 +158,11 @@ class Runs:
     def recipe(self, name: str) -> Recipe:
         """Return the resolved recipe that run `name` was started with."""
         text = self.root.read("runs", self.find(name).name, "recipe.yaml") or b""
-        return parse_recipe(yaml.safe_load(text), f"{name}/recipe.yaml", [])
+        return parse_recipe(read_plain(text), f"{name}/recipe.yaml", [])
 
     def save(self, record: RunRecord) -> None:
+        """Write a record. Raises LeaseLost, with nothing written, if another process has taken the run over."""
+        self.check(record.name)
         self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
 
     def publish(self, name: str, file: str) -> None:
@@ -167,16 +216,22 @@ class Runs:
             text = self.root.read("runs", name, "run.json")
         except ValueError:
             return None
-        return RunRecord.model_validate_json(text) if text else None
+        try:
+            return RunRecord.model_validate_json(text) if text else None
+        except ValueError as error:
+            raise DamagedRecord(
+                f"run {name}: {self.root.join('runs', name, 'run.json')} is no record of a run "
+                f"({' '.join(str(error).split())[:200]}); restore it from a copy, or delete the run's folder"
+            ) from None
 
     def family(self, name: str) -> list[RunRecord]:
         """Return the runs of a recipe family, oldest first."""
         return self._records([run for run in self.root.names("runs") if family_number(name, run)])
 
-    def _records(self, names: list[str]) -> list[RunRecord]:
+    def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
-        found = each(self._read, names, READERS)
-        return sorted((record for record in found if record), key=lambda record: record.started)
+        found = read_records(self._read, names, strict)
+        return sorted(found, key=lambda record: record.started)
 
     def _next_name(self, family: str) -> str:
         taken = [family_number(family, name) for name in self.root.names("runs")]

@@ -12,11 +12,16 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
 from pathlib import Path
+
+from llama3.evaluate.gate import Unfinished
+from llama3.export.vetting import is_of_the_machine
+from storage.filesystem import write_atomic
 
 SERVED = "served_model.py"
 MODEL = "model"
@@ -25,6 +30,8 @@ REQUIREMENTS = ("mlflow", "torch", "safetensors", "tiktoken", "pydantic")
 SMOKE_TOKENS = 4
 SMOKE_SECONDS = 900.0
 """Longest time that a smoke test may take; a model of 3M parameters takes about ten seconds."""
+TRIES = 3
+"""So often a process is started that ends without an answer."""
 
 
 def write_served(folder: Path) -> None:
@@ -57,23 +64,51 @@ def write_served(folder: Path) -> None:
     saved.save(str(folder / "MLmodel"))
 
 
-def smoke(model: Path) -> str | None:
+def smoke(model: Path, seconds: float = SMOKE_SECONDS) -> str | None:
     """Return None if the model folder `model` loads and writes in a fresh process as it would be served, else why not.
 
-    Pickles are forbidden to that process. Nothing is copied: the folder to serve is a temporary one of links.
+    Pickles are forbidden to that process. Nothing is copied: the folder to serve is a temporary one of links. Only what
+    the process answers is said of the model; one that is killed, takes longer than `seconds` or finds no memory is
+    started again. Raises Unfinished if none answers.
     """
     with tempfile.TemporaryDirectory(prefix="herd-smoke-") as place:
         folder = Path(place) / "served"
         write_served(folder)
         (folder / MODEL).symlink_to(model.resolve(), target_is_directory=True)
-        environment = {**os.environ, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
-        command = [sys.executable, "-m", "tasks.serving", str(folder)]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SMOKE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"serving: the model did not load and write {SMOKE_TOKENS} tokens within {SMOKE_SECONDS:.0f} s"
-    words = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    return None if done.returncode == 0 else f"serving: the model does not load or write: {words[0]}"
+        answer, ended = Path(place) / "answer.txt", ""
+        for _ in range(TRIES):
+            ended = _ask(folder, answer, seconds)
+            if answer.exists():
+                return answer.read_text() or None
+    raise Unfinished(f"serving: the process that was to load the model {TRIES} times gave no answer; {ended}")
+
+
+def _ask(folder: Path, answer: Path, seconds: float) -> str:
+    """Have a process write its answer; return how it ended."""
+    environment = {**os.environ, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
+    command = [sys.executable, "-m", "tasks.serving", str(folder), str(answer)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {seconds:,.0f} s"
+    if done.returncode < 0:
+        return f"it was killed by {signal.Signals(-done.returncode).name}"
+    return (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+
+
+def _answer(folder: str, answer: Path) -> None:
+    """Write into `answer` why what is in `folder` cannot be served, or nothing. Raises what says nothing of it."""
+    try:
+        _write_some(folder)
+        said = ""
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        if is_of_the_machine(error):
+            raise
+        words = (str(error).strip().splitlines() or [""])[-1]
+        said = f"serving: the model does not load or write: {type(error).__name__}: {words}"
+    write_atomic(answer, said)
 
 
 def _write_some(folder: str) -> None:
@@ -87,4 +122,4 @@ def _write_some(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _write_some(sys.argv[1])
+    _answer(sys.argv[1], Path(sys.argv[2]))

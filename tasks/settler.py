@@ -7,6 +7,7 @@ twice, late, or after the work was taken up again it changes nothing.
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -22,12 +23,14 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from storage.lease import LeaseHeld, Timing, lease
 from storage.root import Root
-from tasks.runs import State, now
+from tasks.runs import DamagedRecord, State, now
 from tasks.tracking import Tracker
 
 GONE = "its process is gone"
 GRACE_S = 120.0
 """A flow run that Prefect began later than this ago may be on its way to the lease."""
+UNREACHED = re.compile(r"\b(\w+Timeout|ConnectError|ReadError|WriteError|RemoteProtocolError|PrefectHTTPStatusError)\b")
+"""What Prefect's client raises where the server is slow or away: it says nothing of the work."""
 PREFECT = {"finished": Completed, "failed": Failed, "interrupted": Crashed, "cancelled": Cancelled}
 
 
@@ -104,6 +107,8 @@ class Settler(ABC, Generic[Record]):
             record, found = self._record(name, state)
         except LeaseHeld:
             return []
+        except DamagedRecord:  # `herd verify` names it
+            return []
         except ValueError:
             self._forget(name)
             return []
@@ -150,6 +155,11 @@ class Settler(ABC, Generic[Record]):
         """Give the flow run a final state, if it has none and belongs to a process that is gone."""
         assert self.client is not None
         state = flow_run.state
+        if state is not None and record.state == "finished" and (state.is_failed() or state.is_crashed()):
+            if not UNREACHED.search(state.message or ""):
+                return []
+            self.client.set_flow_run_state(flow_run.id, Completed(message=f"{record.name} finished"), force=True)
+            return [Settled(record.name, "Prefect", state.name or state.type.value, "Completed")]
         if state is None or not (state.is_running() or state.is_cancelling() or state.is_pending()):
             return []
         young = (datetime.now(UTC) - state.timestamp).total_seconds() < self.grace_s

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from llama3.train.attempt import Outcome, first_failure, last_lines, outcomes_in
+from llama3.train.attempt import Outcome, first_failure, last_lines, leave_by, outcomes_in
 from llama3.train.main import TERMINATED
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
@@ -122,8 +123,18 @@ class SlurmLaunch:
         """Return whether the job is queued (again)."""
         return self.state in QUEUED
 
+    def used_s(self) -> None:
+        """Its processes are on other machines."""
+
     def stop(self) -> None:
-        """Cancel the job: its ranks save and leave within Slurm's grace."""
+        """Ask the ranks to save and leave, which may take longer than Slurm's grace; then cancel what is left."""
+        asked = time.time()
+        if _state(self.job_id) not in ("", *QUEUED):
+            with suppress(RuntimeError):  # it ended at this moment
+                _ask("scancel", "--signal=TERM", self.job_id)
+            job = next(path for path in self.logs.glob("*.json") if not path.name.startswith("node-"))  # see keep_job
+            while _state(self.job_id) and time.time() < leave_by(job, asked):
+                time.sleep(min(1.0, self.poll_s))
         _ask("scancel", self.job_id)
         deadline = time.monotonic() + STOP_S
         while _state(self.job_id) and time.monotonic() < deadline:
@@ -144,7 +155,7 @@ class SlurmLaunch:
 
 
 def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
-    """Return the batch script of one attempt."""
+    """Return the batch script of one attempt. Raises ValueError for a line that would be two, and so a command."""
     settings = cluster.slurm
     nodes, per_node = settings.nodes(processes), min(settings.processes_per_node, processes)
     directives = [
@@ -163,6 +174,8 @@ def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: P
         f"--output={logs / 'slurm.log'}",
         *settings.lines,
     ]
+    if broken := [line for line in directives if not line.isprintable()]:
+        raise ValueError(f"root: {broken[0]!r} holds a line break or a control character; choose another folder")
     variables = {
         **trainer_environment(settings.cpus_per_process),
         **settings.environment,

@@ -28,7 +28,7 @@ from tasks.promotions import CHALLENGER, WAITS
 from tasks.runs import RunRecord, Runs
 from tasks.standing import Standing, artifact_of, standings
 from tasks.tracking_uri import run_page, server_uri, tracking_uri
-from tasks.words import clock, size
+from tasks.words import bits_per_byte, clock, command, losses, size
 
 COLOURS = {
     "running": "green",
@@ -46,7 +46,7 @@ COLOURS = {
 }
 MOST = 40
 """Runs in the table of all."""
-NUMBERS = ("position", "done", "loss", "tokens/s", "goodput", "restarts", "left", "tokens", "time", "size")
+NUMBERS = ("position", "done", "loss", "tokens/s", "goodput", "restarts", "left", "tokens", "time", "size", "bits/byte")
 """Columns that are set to the right."""
 LEFT_OUT = ("checkpoint", "goodput", "position", "restarts", "left", "tokens/s", "at", "loss")
 """Columns of all runs that a narrow terminal does without, the first one first."""
@@ -118,8 +118,9 @@ def _facts(root: Root, standing: Standing, now: float) -> Facts:
 
 
 def _steps(store: Store, standing: Standing) -> FittedTable:
-    headers = ("step", "outcome", "tokens", "loss", "time", "size", "artifact")
-    record, table = standing.record, FittedTable("steps", headers, ("size", "tokens", "time", "loss"), NUMBERS)
+    headers = ("step", "outcome", "tokens", "mean loss", "bits/byte", "time", "size", "artifact")
+    record, left_out = standing.record, ("size", "tokens", "time", "bits/byte", "mean loss")
+    table = FittedTable("steps", headers, left_out, NUMBERS)
     spans = {span.name: span for span in Schedule(standing.recipe).trained}
     for name, step in record.steps.items():
         artifact, span = artifact_of(store, record, name), spans.get(name)
@@ -128,7 +129,8 @@ def _steps(store: Store, standing: Standing) -> FittedTable:
             name,
             step.outcome if step.outcome != "reused" else "[dim]reused[/]",
             tokens(span.tokens) if span else "",
-            f"{facts['first_loss']:.3f} > {facts['last_loss']:.3f}" if span and facts else "",
+            losses(facts) if span and facts else "",
+            bits_per_byte(facts) if span else "",
             clock(step.seconds) if step.outcome != "reused" else "",
             size(artifact.bytes) if artifact else "[red]gone[/]",
             step.artifact,
@@ -247,7 +249,8 @@ def _mlflow(root: Root, record: RunRecord) -> str:
     server = server_uri()
     if not record.mlflow_run:
         return ""
-    stale = " (out of date: herd republish sends everything again)" if record.mlflow_stale else ""
+    again = command(root, "republish", record.name)
+    stale = f" (out of date: {again} sends everything again)" if record.mlflow_stale else ""
     if not server:
         return f"run {record.mlflow_run} in {tracking_uri(root)}{stale}"
     return f"{run_page(server, record.mlflow_experiment, record.mlflow_run)}{stale}"

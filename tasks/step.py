@@ -1,6 +1,6 @@
 """A step: one tracked unit of work that leaves an artifact.
 
-Whatever a step does, it happens in the same order: find an artifact with the same key and reuse it; else take the
+Whatever a step does, it happens in the same order: find a sound artifact with the same key and reuse it; else take the
 artifact's lease, look again, say what is new, call the library in a staging folder, check the lease, commit, record. So
 retries, reruns, second runs and runs side by side all do the same right thing, and none of them rests on Prefect's
 cache. What this gives up: two runs that want one artifact do not share the work, the second waits for it.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Work:
     name: str
     """Of the folder below `Context.scratch`; it is removed once the artifact is committed."""
     resumes: Callable[[], int | None] = lambda: None
-    """Returns the position at which the work will be gone on with, or None if it begins."""
+    """Returns how many tokens of the step are done, or None if it begins."""
     done: Callable[[], None] = lambda: None
     """Removes what lies elsewhere, once the artifact is committed."""
 
@@ -78,6 +78,10 @@ class Context:
     made: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
     """Of the lease on the run: higher than that of every process that had the run before."""
+    damaged: set[str] = field(default_factory=set)
+    """Steps whose artifact was set aside because it changed after its commit."""
+    restart_damaged: bool = False
+    """Whether a stage without a good checkpoint among those it has is trained again from its start."""
 
     @property
     def root(self) -> Root:
@@ -116,7 +120,7 @@ def ensure(context: Context, step: str, design: Design, build: Build, work: Work
     the step in the run and in MLflow. What `build` raises passes through, with nothing committed; so does LeaseLost.
     """
     design = _anew(context, step, design)
-    found = context.store.find(design)
+    found = context.store.find(design, partial(_damaged, context, step))
     with tracked(context, design.kind, step, design.key) as mlflow_run:
         made = Made(found) if found else _make(context, step, design, build, mlflow_run, work)
         artifact = made.artifact
@@ -165,9 +169,10 @@ def link_files(source: Path, target: Path) -> None:
 def _make(context: Context, step: str, design: Design, build: Build, mlflow_run: str, work: Work | None) -> Made:
     """Make the artifact under its lease, unless another run has made it by then."""
     with _held(context, step, design, work) as leases:
-        if (found := context.store.find(design)) is not None:
+        if (found := context.store.find(design, partial(_damaged, context, step))) is not None:
             return Made(found)
-        why, outcome = _news(context, design), MADE
+        why = "the one there was damaged" if step in context.damaged else _news(context, design)
+        outcome = MADE
         position = work.resumes() if work else None
         if position is not None:
             outcome = f"resumed at {tokens(position)}"
@@ -200,6 +205,11 @@ def _held(context: Context, step: str, design: Design, work: Work | None) -> Ite
     names = [design.label, *([f"work/{work.name}"] if work else [])]
     with ExitStack() as stack:
         yield [stack.enter_context(lease(context.root, name, context.record.name, wait, lost=leave)) for name in names]
+
+
+def _damaged(context: Context, step: str, words: str) -> None:
+    context.damaged.add(step)
+    context.console.say(f"  {step:<18}[yellow]set aside: {escape(words.partition('; ')[0])}[/]")
 
 
 def _news(context: Context, design: Design) -> str:

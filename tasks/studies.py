@@ -19,10 +19,9 @@ from llama3.recipe.schema import Recipe
 from llama3.scaling.posed import ArmRun, Posed, load_study
 from llama3.scaling.verdict import Verdict
 from storage.filesystem import write_atomic
-from storage.lease import LeaseHeld, holders, lease
+from storage.lease import Lease, LeaseHeld, holders, lease
 from storage.root import Root
-from storage.threads import READERS, each
-from tasks.runs import RunRecord, Runs, State, now
+from tasks.runs import DamagedRecord, RunRecord, Runs, State, now, read_records
 
 FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
     "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md", "plots",
@@ -69,6 +68,7 @@ class Studies:
 
     def __init__(self, root: Root) -> None:
         self.root = root
+        self._held: dict[str, Lease] = {}
 
     def place(self, name: str) -> Path:
         """Return the study's folder here. Raises ValueError for a name that leaves it."""
@@ -83,16 +83,25 @@ class Studies:
         if text is None:
             known = ", ".join(self.names()) or "none yet; start one with: herd study run recipes/experiments/STUDY.yaml"
             raise ValueError(f"study {name!r} does not exist under {self.root.uri}; studies: {known}")
-        return StudyRecord.model_validate_json(text)
+        return self._parsed(name, text)
 
     def known(self, name: str) -> StudyRecord | None:
-        """Return the record of a study, if there is one."""
+        """Return the record of a study, if there is one. Raises DamagedRecord."""
         text = self.root.read(FOLDER, name, RECORD)
-        return StudyRecord.model_validate_json(text) if text else None
+        return self._parsed(name, text) if text else None
 
-    def all(self) -> list[StudyRecord]:
-        """Return every study, by name."""
-        return [record for record in each(self.known, self.names(), READERS) if record]
+    def all(self, strict: bool = False) -> list[StudyRecord]:
+        """Return every study, by name; a damaged record is left out, with a warning, or raises if `strict`."""
+        return read_records(self.known, self.names(), strict)
+
+    def _parsed(self, name: str, text: bytes) -> StudyRecord:
+        try:
+            return StudyRecord.model_validate_json(text)
+        except ValueError as error:
+            raise DamagedRecord(
+                f"study {name}: {self.root.join(FOLDER, name, RECORD)} is no record of a study "
+                f"({' '.join(str(error).split())[:200]}); delete it, it is written again when the study is asked again"
+            ) from None
 
     def standing(self) -> list[StudyRecord]:
         """Return every study as it stands; one that says running and that nobody works on was interrupted."""
@@ -108,7 +117,8 @@ class Studies:
         With `wait`, which is told who has it, another holder is waited for; else raises LeaseHeld.
         """
         try:
-            with lease(self.root, f"{FOLDER}/{name}", name, wait):
+            with lease(self.root, f"{FOLDER}/{name}", name, wait) as held:
+                self._held[name] = held
                 yield
         except LeaseHeld as error:
             raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
@@ -122,6 +132,9 @@ class Studies:
         return load_study(self.place(name) / QUESTION)
 
     def save(self, record: StudyRecord) -> None:
+        """Write a record. Raises LeaseLost, with nothing written, if another process has taken the study over."""
+        if record.name in self._held:
+            self._held[record.name].check()
         self.root.write(record.model_dump_json(indent=1), FOLDER, record.name, RECORD)
 
     def ask(self, posed: Posed) -> None:

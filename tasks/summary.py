@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -16,13 +17,17 @@ from storage.root import Root
 from tasks.runs import RunRecord, Runs, trained_stages
 from tasks.scores import SCORE
 from tasks.tracking_uri import tracking_uri
+from tasks.words import bits_per_byte, command
 
 SAMPLE_CHARACTERS = 200
 SCORES_A_LINE = 3
 
 
-def summary_lines(root: Root, name: str) -> list[str]:
-    """Return the summary of a run that ended, one line each, with rich markup; what it has not come to is left out."""
+def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[str]:
+    """Return the summary of a run that ended, one line each, with rich markup; what it has not come to is left out.
+
+    `options` are those of the command that a rerun needs again, such as the cluster.
+    """
     runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(name), runs.recipe(name)
     spans = trained_stages(recipe, record)
@@ -39,9 +44,8 @@ def summary_lines(root: Root, name: str) -> list[str]:
         *(f"  model     {_place(store, record, stage)}/model" for stage in trained[-1:]),
         f"  MLflow    {tracking_uri(root)}, run {name} ({record.mlflow_run})",
         "next:",
-        "  herd up                                see it in Prefect and MLflow",
-        *_rerun(name, spans),
-        f"  herd compare {name} {record.family}-{int(name.rsplit('-', 1)[1]) + 1}",
+        f"  {escape(command(root, 'up')):<38} see it in Prefect and MLflow",
+        *(f"  {escape(line)}" for line in _rerun(root, record, spans, options)),
     ]
 
 
@@ -49,8 +53,11 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
     """Return losses, scores and a sample of the newest model that was scored."""
     lines = []
     if spans:
-        losses = _losses(store, record, [span.name for span in spans])
-        lines.append("  loss      " + " -> ".join(f"{loss:.3f}" for loss in losses))
+        facts = [store.at(record.steps[span.name].artifact).facts for span in spans]
+        means = [facts[0]["first_loss"], *(fact["last_loss"] for fact in facts)]
+        lines.append(f"  loss      {' -> '.join(f'{loss:.3f}' for loss in means)}, means over a tenth of each stage")
+        held_out = " -> ".join(filter(None, map(bits_per_byte, facts)))
+        lines += [f"  held out  {held_out} bits per byte, at the end of each stage"] if held_out else []
     scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's
     if scored:
         evaluation = store.at(record.steps[scored[-1]].artifact)
@@ -63,7 +70,7 @@ def _scores(evaluation: Artifact) -> list[str]:
     """Return the scores with their 95 % intervals, a few a line; of parts of a score only those of `bpb`."""
     found = [(key.removeprefix(SCORE), score) for key, score in sorted(read_scores(evaluation.path).items())]
     shown = [(key, score) for key, score in found if "/" not in key or key.startswith("bpb/")]
-    words = [f"{key} {score.value:.3f}{_interval(score)}" for key, score in shown]
+    words = [f"{key} {score.value:.3f}{_interval(score)}{_unjudged(score)}" for key, score in shown]
     lines = [words[place : place + SCORES_A_LINE] for place in range(0, len(words), SCORES_A_LINE)]
     return [f"  {'' if place else 'scores':<10}{'  '.join(line)}" for place, line in enumerate(lines)]
 
@@ -72,18 +79,25 @@ def _interval(score: Score) -> str:
     return f" ({told})" if (told := score.interval(".3f")) else ""
 
 
+def _unjudged(score: Score) -> str:
+    return f" [yellow]{score.unjudged} questions not judged[/]" if score.unjudged else ""
+
+
 def _place(store: Store, record: RunRecord, stage: str) -> str:
     return store.at(record.steps[stage].artifact).uri.removeprefix("file://")
 
 
-def _rerun(name: str, spans: list[StageSpan]) -> list[str]:
-    return [f"  herd rerun {name} --from {span.name} --set stages.{span.stage.name}.average=2" for span in spans[-1:]]
-
-
-def _losses(store: Store, record: RunRecord, stages: list[str]) -> list[float]:
-    """Return the first loss of the run and the last of every stage."""
-    facts = [store.at(record.steps[stage].artifact).facts for stage in stages]
-    return [facts[0]["first_loss"], *(fact["last_loss"] for fact in facts)]
+def _rerun(root: Root, record: RunRecord, spans: list[StageSpan], options: Sequence[str]) -> list[str]:
+    """Return a rerun of the last stage, and what compares it with this run."""
+    if not spans:
+        return []
+    last = spans[-1]
+    change = f"stages.{last.stage.name}.average=2"
+    numbers = [int(one.name.rsplit("-", 1)[1]) for one in Runs(root).all() if one.family == record.family]
+    return [
+        command(root, "rerun", record.name, "--from", last.name, "--set", change, *options),
+        command(root, "compare", record.name, f"{record.family}-{max(numbers) + 1}"),
+    ]
 
 
 def _sample(file: Path) -> str:

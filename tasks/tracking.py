@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,19 +23,22 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for every run that ends
-# A dead server must cost seconds, not MLflow's default of minutes; a second try would only double them.
+# A dead server must cost seconds, not MLflow's default of minutes; a second try would only double them. One that works
+# on the same busy machine as a trainer takes more than 5 s for an answer now and then.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from storage.root import Root
 from tasks.entities import batches, dataset_of, params_of, tags_of
+from tasks.mlflow_database import prepare_database
 from tasks.reach import Reach
-from tasks.tracking_uri import run_page, set_tracking_uri, tracking_uri
+from tasks.tracking_uri import database_uri, run_page, set_tracking_uri, tracking_uri
 
 BATCH = 1000
 AWAY = "away-"
@@ -64,6 +68,8 @@ class Opening:
     parent: str = ""
     start: float | None = None
     """When it began, in seconds since 1970; None: now."""
+    over: bool = False
+    """Whether what it stands for has ended: then it is not set running again."""
 
 
 class Tracker:
@@ -73,7 +79,10 @@ class Tracker:
         self.root, self.uri, self.family = root, tracking_uri(root), family
         root.local.mkdir(parents=True, exist_ok=True)
         set_tracking_uri(self.uri)  # the registry looks models up through the process-wide URI
-        self.client = MlflowClient(self.uri, registry_uri=self.uri)
+        self.lost: Callable[[], bool] = lambda: False
+        """Returns whether another process has taken the run over; status and tags are its to write then."""
+        self._client: MlflowClient | None = None
+        self._making = threading.Lock()
         self.reach = Reach(lambda: self.client.search_experiments(max_results=1))
         self.whole: set[str] = set()
         """Handles of stage runs that got every point while their trainer ran."""
@@ -81,6 +90,21 @@ class Tracker:
         self._openings: dict[str, Opening] = {}
         self._opened: dict[str, str] = {}
         self._uids: dict[str, dict[str, str]] = {}
+
+    @property
+    def client(self) -> MlflowClient:
+        """MLflow's own client. Raises MlflowException if its database is broken and cannot be begun anew."""
+        with self._making:
+            if self._client is None:
+                try:
+                    if self.uri == database_uri(self.root) and prepare_database(self.root):
+                        self.reach.stale = True
+                    self._client = MlflowClient(self.uri, registry_uri=self.uri)
+                except MlflowException:
+                    raise
+                except Exception as error:  # whatever sqlite3, SQLAlchemy and Alembic raise
+                    raise MlflowException(f"{type(error).__name__}: {error}", TEMPORARILY_UNAVAILABLE) from error
+            return self._client
 
     @property
     def stale(self) -> bool:
@@ -101,29 +125,38 @@ class Tracker:
         return self.reach.attempt(self._experiment_id, "")
 
     def open_run(
-        self, name: str, tags: dict[str, str], params: dict[str, Any], start: float | None = None, parent: str = ""
+        self,
+        name: str,
+        tags: dict[str, str],
+        params: dict[str, Any],
+        start: float | None = None,
+        parent: str = "",
+        over: bool = False,
     ) -> str:
         """Return the handle of the MLflow run that stands for run `name`, made if there is none, and set it running.
 
-        `parent` is the MLflow run of the study that the run belongs to.
+        `parent` is the MLflow run of the study that the run belongs to. One that is `over` is not set running again.
         """
         self._note_tags(name, tags)
         identity = {"herd.run": name, "kind": "run", **self._uid(name)}
-        return self._handle(Opening(identity, name, {**tags, **identity}, params, parent, start))
+        return self._handle(Opening(identity, name, {**tags, **identity}, params, parent, start, over))
 
     def open_study(self, name: str, digest: str, tags: dict[str, str], params: dict[str, Any]) -> str:
         """Return the handle of the MLflow run that stands for a study, the parent of its arms, and set it running."""
         identity = {"kind": "study", "study": name, "study.digest": digest, "herd.root": self.root.uri}
         return self._handle(Opening(identity, name, {**tags, **identity}, params))
 
-    def open_child(self, parent: str, run: str, tags: dict[str, str], start: float | None = None) -> str:
+    def open_child(
+        self, parent: str, run: str, tags: dict[str, str], start: float | None = None, over: bool = False
+    ) -> str:
         """Return the handle of the MLflow run of one step of run `run`, made if there is none, and set it running.
 
-        `tags` must hold kind, stage and artifact.key, which together identify it.
+        `tags` must hold kind, stage and artifact.key, which together identify it. A step that is `over` is not set
+        running again.
         """
         identity = {key: tags[key] for key in ("herd.run", "kind", "stage", "artifact.key")} | self._uid(run)
         return self._handle(
-            Opening(identity, f"{run} {tags['stage']}", {**tags, **identity}, parent=parent, start=start)
+            Opening(identity, f"{run} {tags['stage']}", {**tags, **identity}, parent=parent, start=start, over=over)
         )
 
     def query(self, run: str) -> str:
@@ -162,12 +195,16 @@ class Tracker:
         self.reach.attempt(lambda: self.client.log_artifact(self._open(handle), str(path)), None)
 
     def set_tags(self, handle: str, tags: dict[str, str]) -> None:
+        if self.lost():
+            return
         if (opening := self._openings.get(handle)) and opening.identity["kind"] == "run":
             self._note_tags(opening.name, tags)
         self.reach.attempt(lambda: self._tags(self._open(handle), tags), None)
 
     def close(self, handle: str, status: str, end: float | None = None) -> None:
         """End a run as FINISHED, FAILED or KILLED, at `end` (seconds since 1970) or now."""
+        if self.lost():
+            return
         self.reach.attempt(lambda: self.client.set_terminated(self._open(handle), status, _milliseconds(end)), None)
 
     def page(self, handle: str) -> str:
@@ -245,7 +282,8 @@ class Tracker:
         found = self.client.search_runs([self._experiment_id()], _query(opening.identity), max_results=1)
         if found:
             run_id = str(found[0].info.run_id)
-            self.client.update_run(run_id, status="RUNNING")
+            if not opening.over:
+                self.client.update_run(run_id, status="RUNNING")
             self._tags(run_id, opening.tags)
             return run_id
         parent = {"mlflow.parentRunId": self._open(opening.parent)} if opening.parent else {}

@@ -5,18 +5,32 @@ from __future__ import annotations
 import os
 
 from storage.root import Root
+from storage.secrets import move_logins, refuse_secrets
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 
 
 def tracking_uri(root: Root) -> str:
     """Return what the environment says, else a SQLite file in the root's working folder."""
-    return os.environ.get(VARIABLE) or f"sqlite:///{root.local.resolve()}/mlflow.db"
+    return chosen_uri() or database_uri(root)
+
+
+def database_uri(root: Root) -> str:
+    """Return the URI of the SQLite file in the root's working folder."""
+    return f"sqlite:///{root.local.resolve()}/mlflow.db"
+
+
+def chosen_uri() -> str:
+    """Return what the environment says, or "". Raises ValueError for a database with its password in the address."""
+    move_logins()
+    uri = os.environ.get(VARIABLE, "")
+    refuse_secrets(uri, VARIABLE)
+    return uri
 
 
 def server_uri() -> str:
     """Return the address of the server that the environment names, or ""."""
-    uri = os.environ.get(VARIABLE, "").rstrip("/")
+    uri = chosen_uri().rstrip("/")
     return uri if uri.startswith("http") else ""
 
 

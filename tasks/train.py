@@ -13,6 +13,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as parquet
@@ -32,9 +33,11 @@ from llama3.train.averaging import Choice
 from llama3.train.job import TrainJob
 from llama3.train.main import REFUSED, TERMINATED
 from llama3.train.skips import Skips
-from storage.artifact import MANIFEST, Artifact, Design, file_digest
+from storage.artifact import Artifact, Design, file_digest
 from storage.filesystem import write_atomic
 from storage.lazy import lazy_folder
+from storage.lease import folder_lease
+from storage.manifest import MANIFEST
 from storage.objects import remove_all
 from tasks.alerts import Alerts
 from tasks.failures import TrainingFailed
@@ -50,8 +53,6 @@ from tasks.step import Context, Work, ensure, link_files
 VERSION = 1
 SILENCE = 2
 """So many timeouts without a step are a hang; after one, the processes notice each other's."""
-LAST_STEPS = 16
-"""The loss at a stage's end is the mean of so many steps; a single batch is a few documents."""
 
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", cache_policy=NO_CACHE, persist_result=False)
@@ -132,7 +133,7 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         start=parent.part("model") if parent and parent.manifest.kind == "weights" else None,
         work=work,
         micro_batch=cluster.micro_batch,
-        device=cluster.device,
+        device=cluster.trainer_device,
         threads=cluster.process_threads,
         timeout_s=cluster.timeout_s,
         layout=cluster.layout,
@@ -140,6 +141,7 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         profile=cluster.profile,
         checkpoints=_checkpoints(context, work),
         predicted=predict(context.root, context.recipe, cluster, span),
+        restart_damaged=context.restart_damaged,
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
@@ -147,11 +149,11 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
 
 
 def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:
-    """Return the position at which a stage in progress goes on, None if it begins."""
+    """Return how many tokens of a stage in progress are trained, as its progress line counts; None if it begins."""
     if (work / "result").is_dir():
-        return span.end
+        return span.tokens
     saved = newest([str(work / "checkpoints"), *([kept] if kept else [])])
-    return saved.position if saved else None
+    return saved.position - span.start if saved else None
 
 
 def _checkpoints(context: Context, work: Path) -> str | None:
@@ -169,11 +171,11 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> Non
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
     with context.console.progress(span.name, span.tokens) as line, launcher_of(context.cluster, launch_key(job)) as by:
         follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
-        attempts = Attempts(context, span, by)
+        attempts, timeout_s = Attempts(context, span, by), context.cluster.timeout_s
         while True:
             before = follower.position
             launch = attempts.start(job)
-            outcome = follower.follow(launch, span.start, SILENCE * context.cluster.timeout_s)
+            outcome = follower.follow(launch, span.start, SILENCE * timeout_s, context.cluster.startup_s)
             if outcome.status == 0:
                 return
             attempts.ended(outcome, progress=follower.position > before)
@@ -197,6 +199,8 @@ class Attempts:
             self._say(f"follows {live.label}, which goes on without its supervisor")
             self.folder = live.logs
             return live
+        with folder_lease(job.parent, f"stage {self.span.name}", lambda by: self._say(f"waits for {by}, which saves")):
+            pass  # the ranks of a supervisor that was killed are told to save, and may take their time
         asked = self.context.cluster.processes
         processes = fitting(self.span, self.context.cluster, self.launcher.capacity())
         if processes != asked:
@@ -230,12 +234,15 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
     table = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.LOSS)])
     choice = _choice(folder)
     losses = [row["value"] for row in sorted(table.to_pylist(), key=lambda row: row["position"])]
+    window = metrics.window(len(losses))  # a single batch is a few documents
+    held_out = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.HELD_OUT)]).to_pylist()
     return {
         "start": span.start,
         "end": span.end,
         "steps": span.steps,
-        "first_loss": losses[0],
-        "last_loss": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
+        "first_loss": fmean(losses[:window]),
+        "last_loss": fmean(losses[-window:]),
+        **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
         "model_sha256": _model_digest(folder / "model"),
         "skips": Skips.read(folder).facts(),
         **({"average": choice.model_dump(mode="json")} if choice is not None else {}),

@@ -1,9 +1,9 @@
 """What is looked at before the gate weighs scores: is the artifact whole, the model usable, the data clean?
 
 Each check is a row of the gate's table, so a model that fails one is refused by its name, and nothing raises on the
-way: a damaged file is a finding. Where there is nothing to look at (no decontamination configured) the row passes and
-says so. What this gives up: every file is read again and exports are written to the scratch folder, so that the checks
-of a large model take as long as reading it a few times.
+way: a damaged file is a finding. Where there is nothing to look at (no decontamination configured) the row says that
+it was not checked. What this gives up: every file is read again and exports are written to the scratch folder, so that
+the checks of a large model take as long as reading it a few times.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from llama3.data.curate import FINDINGS
 from llama3.evaluate.gate import Check
 from llama3.export.vetting import TOKENIZER, checked, vet_model, vet_tokenizer
 from storage.artifact import Artifact, Store
+from storage.manifest import DamagedArtifact
 from tasks.runs import RunRecord
 from tasks.serving import smoke
 from tasks.step import Context
@@ -24,8 +25,14 @@ FILES, SERVING, CONTAMINATION = "integrity/files", "serving", "contamination"
 
 
 def vet(context: Context, checkpoint: Artifact, curated: Artifact) -> list[Check]:
-    """Return the checks of `checkpoint`, whose scores were taken on `curated`. Raises OSError without storage."""
-    folder = checkpoint.path / "model"
+    """Return the checks of `checkpoint`, whose scores were taken on `curated`.
+
+    Raises Unfinished if one did not come to its end, and OSError without storage: nothing is decided then.
+    """
+    try:
+        folder = checkpoint.path / "model"
+    except DamagedArtifact as error:  # nothing else of it is worth a look
+        return [Check(metric=FILES, passed=False, reason=str(error)[:400])]
     with ThreadPoolExecutor(1) as pool:  # the fresh process takes most of the time to begin
         served = pool.submit(smoke, folder)
         files = checked(FILES, lambda: _files(checkpoint))
@@ -74,7 +81,8 @@ def contamination(curated: Artifact) -> list[Check]:
     """
     name = f"{FINDINGS}/contamination.parquet"
     if name not in curated.manifest.files:
-        return [Check(metric=CONTAMINATION, passed=True, reason="not checked: curate.decontaminate names no sets")]
+        why = "curate.decontaminate names no evaluation sets"
+        return [Check(metric=CONTAMINATION, passed=True, checked=False, reason=why)]
     return [_contaminated(row) for row in pq.read_table(curated.part(name)).to_pylist()]
 
 

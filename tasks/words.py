@@ -1,6 +1,33 @@
-"""Times and sizes as people read them, in tables and on pages."""
+"""Times, sizes, losses and commands as people read them, in tables, on pages and below a run."""
 
 from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from storage.root import DEFAULT, Root
+
+
+def command(root: Root, *words: str) -> str:
+    """Return a command line of herd that works as printed: on this root, by the program that was started."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
+    place = [] if Root.of(os.environ.get("HERD_ROOT") or DEFAULT) == root else ["--root", root.uri]
+    return shlex.join([program, *words, *place])
+
+
+def losses(facts: Mapping[str, Any], digits: int = 3) -> str:
+    """Return the mean losses at both ends of a stage: `5.390 > 4.978`."""
+    return f"{facts['first_loss']:.{digits}f} > {facts['last_loss']:.{digits}f}"
+
+
+def bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
+    """Return what a stage scored on held-out text at its end; empty where nothing was scored."""
+    return f"{facts['bits_per_byte']:.{digits}f}" if "bits_per_byte" in facts else ""
 
 
 def clock(seconds: float) -> str:

@@ -21,9 +21,10 @@ from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
 from storage.artifact import Artifact, Design, Store
 from storage.root import Root
-from tasks.advance import HeldBack, advance
+from tasks.advance import advance
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
+from tasks.failures import HeldBack
 from tasks.runs import Runs
 from tasks.step import Context
 from tasks.tracking import Tracker

@@ -60,7 +60,7 @@ def test_a_spike_is_one_alert_until_it_has_been_calm_for_a_while(watched: Watche
     assert watched.kinds == ["loss-spike", "loss-spike"]
     alert = read_alerts(watched.root, "tiny-1")[0]
     assert (alert.run, alert.stage, alert.position) == ("tiny-1", "main", 11_000)
-    assert "9.0 standard deviations" in alert.text
+    assert "9.0 times the usual spread" in alert.text
     assert watched.printed.getvalue().count("alert loss-spike") == 2
 
 

@@ -65,6 +65,12 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
     assert dropped["near copies"] >= 6
     (exam,) = page.contamination
     assert (exam["examples"], exam["flagged"], exam["confirmed"], exam["precision"]) == (20, 1, 1, 1.0)
+    kept, held_out = (
+        sum(outcome.domains["general"][0] for outcome in page.outcomes if outcome.name == name)
+        for name in ("kept", "held_out")
+    )
+    assert held_out > 0
+    assert [(row["kept"], row["held_out"]) for row in page.sources] == [(kept, held_out)], "one word, one number"
     html = render_data(page)
     for text in ("bad json", "A line that is no JSON object.", "home | about | contact us", "exam", "https://h.org/9"):
         assert text in html

@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llama3.recipe.schedule import Schedule
+from llama3.train import metrics
 from llama3.train.attempt import Outcome
+from llama3.train.journal import Journal, Record
 from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster
@@ -21,7 +24,7 @@ from tasks.restart import rank_process
 from tasks.runs import Runs
 from tasks.step import Context
 from tasks.tracking import Tracker
-from tasks.train import Attempts
+from tasks.train import Attempts, _resumes
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 
 ASKED = recipe(stages=stages(4000))
@@ -45,7 +48,7 @@ def launcher() -> Iterator[LocalLauncher]:
 
 def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
     """One process alone: no peer waits for it."""
-    path = job(tmp_path, ASKED)
+    path = job(tmp_path, ASKED, timeout_s=1)
     launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
     while len(records(path)) < 3:
         assert launch.poll() is None
@@ -58,6 +61,77 @@ def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: Loca
     assert ended == Outcome(status=HUNG, words="no step for 2 s; it was stopped")
     assert follower.position >= 3 * STEP
     assert not hung.is_running()
+
+
+def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_out_text(
+    context: Context, tmp_path: Path
+) -> None:
+    """Batches alternate between an easy domain and a hard one; a single loss would say which came last."""
+    losses = [2.0, 8.0] * 40
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for number, loss in enumerate(losses, start=1):
+            scored = {metrics.HELD_OUT: 3.0 - number / 100} if number in (20, 70) else {}
+            journal.add(Record(float(number), number * STEP, {metrics.LOSS: loss, **scored}))
+    shown: list[tuple[float | None, ...]] = []
+
+    class Line:
+        def update(self, position: int, *values: float | None) -> None:
+            shown.append((position, *values))
+
+    follower = Follower(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
+    follower._take(0)
+    assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+
+
+def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
+    context: Context, launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    path = job(tmp_path, ASKED, timeout_s=1)
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    while not (hung := agent_children()):
+        time.sleep(0.001)
+    hung[0].suspend()
+    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    ended = follower.follow(launch, 0, 3.0, 600.0)
+    assert ended == Outcome(status=HUNG, words="it did nothing for 3 s before its first step; it was stopped")
+    assert records(path) == []
+    assert not hung[0].is_running()
+
+
+def test_a_trainer_that_is_busy_and_never_begins_is_stopped(
+    context: Context, launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    path = job(tmp_path, ASKED, timeout_s=1)
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
+    assert ended == Outcome(status=HUNG, words="no step and no line of log for 0 s; it was stopped")
+
+
+def agent_children() -> list[psutil.Process]:
+    """Return the ranks that agents of this process have forked."""
+    agents = [child for child in psutil.Process().children() if "llama3.train.launch" in " ".join(child.cmdline())]
+    return [rank for agent in agents for rank in agent.children()]
+
+
+class Unseen:
+    """A progress line that nobody looks at."""
+
+    def update(self, position: int, *values: float | None) -> None:
+        """Show nothing."""
+
+
+def test_a_stage_resumes_where_its_progress_line_goes_on(tmp_path: Path) -> None:
+    """Both count the stage's tokens, not the run's."""
+    span = Schedule(recipe()).span("anneal")
+    assert span.start > 0
+    assert _resumes(span, tmp_path, None) is None
+    saved = tmp_path / "checkpoints" / f"{span.start + 3 * STEP:018}"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    assert _resumes(span, tmp_path, None) == 3 * STEP
+    (tmp_path / "result").mkdir()
+    assert _resumes(span, tmp_path, None) == span.tokens
 
 
 def test_attempts_end_when_none_gets_further(

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llama3.evaluate.gate import Evidence
 from llama3.model.files import WEIGHTS
 from llama3.tokens.tokenizer import train_tokenizer
 from storage.artifact import Artifact
@@ -60,7 +61,13 @@ def test_a_whole_candidate_is_served_and_promoted_where_there_is_no_champion(
     assert (record.kind, record.champion, record.by) == (PROMOTED, "", "")
     assert [row.metric for row in record.decision.rows] == [*CHECKS, "integrity/finite", "eval/bpb"]
     reasons = {row.metric: row.reason for row in record.decision.rows}
-    assert reasons["contamination"] == "not checked: curate.decontaminate names no sets"
+    unchecked = [row for row in record.decision.rows if row.verdict == "not checked"]
+    assert [(row.metric, row.checked, row.reason) for row in unchecked] == [
+        ("contamination", False, "curate.decontaminate names no evaluation sets")
+    ]
+    assert record.tags["gate.contamination"] == "not checked: curate.decontaminate names no evaluation sets"
+    assert record.evidence is not None
+    assert Evidence.model_validate_json(record.evidence.model_dump_json()).decide() == record.gate
     assert reasons["serving"] == "loads in a process of its own without pickle, and answers"
 
 
@@ -84,6 +91,7 @@ def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(room: Pro
     assert record.evidence.differences is not None
     assert "eval/bpb" in record.evidence.differences
     assert record.evidence.decide() == record.gate
+    assert record.evidence.used == 1, "the winner was judged on the same documents"
 
 
 def test_a_judgement_survives_records_that_change_no_champion(room: PromotionRoom) -> None:

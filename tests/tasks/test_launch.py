@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule
-from llama3.train.attempt import Outcome, first_failure
+from llama3.train.attempt import GRACE_S, Outcome, Pace, first_failure
+from llama3.train.main import REFUSED
 from tasks.cluster import Cluster, load_cluster
 from tasks.failures import TrainingFailed
 from tasks.launch import LocalLauncher, fitting, launch_key, launcher_of
@@ -122,6 +125,22 @@ def test_a_rank_that_hangs_inside_a_tensor_parallel_group_is_noticed_too(
     assert "ranks [3] did not end by themselves and were killed" in str(launch.poll())
 
 
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_process_that_was_promised_a_gpu_and_sees_none_is_refused(
+    kind: str, launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    """Where the scheduler is asked for GPUs, `device: auto` is no leave to train on processors."""
+    promised = Cluster.model_validate({"launcher": kind, kind: {"gpus": True}})
+    assert promised.trainer_device == "cuda"
+    assert promised.model_copy(update={"device": "cpu"}).trainer_device == "cpu"
+    assert Cluster.model_validate({"launcher": kind, kind: {"gpus": False}}).trainer_device == "auto"
+    assert Cluster().trainer_device == "auto"
+    ended = outcome(launcher, job(tmp_path, ASKED, device=promised.trainer_device), 2)
+    assert ended.status == REFUSED
+    assert re.search(r"trainer: device: cuda, but process [01] of node \S+ sees 0 CUDA devices", ended.words)
+    assert "Traceback" not in ended.words
+
+
 def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
     """Four ranks; after a death only three processes are there, of which two can split the batch."""
     path, cluster = job(tmp_path, ASKED), Cluster(processes=4, threads=4)
@@ -150,6 +169,42 @@ def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, tmp_pa
     assert newest == records(path)[-1].position  # not a step is lost
     assert outcome(launcher, path, 2, 2).status == 0  # by a new agent
     assert weights(path) == weights(undisturbed)
+
+
+SLOW_DISK = """
+import os, runpy, sys, threading, time
+runpy.run_path({guard!r})
+fsync = os.fsync
+def slow(handle):
+    if threading.current_thread().name == "checkpoint" and os.path.exists({slow!r}):
+        time.sleep({seconds})
+    fsync(handle)
+os.fsync = slow
+"""
+
+
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first save takes longer than the usual grace, or a second one does that comes after one as slow."""
+    mark, folder = tmp_path / "slow", tmp_path / "path"
+    folder.mkdir()
+    mark.touch()
+    guard = str(Path(__file__).parents[1] / "guard" / "sitecustomize.py")
+    text = SLOW_DISK.format(guard=guard, slow=str(mark), seconds=0.7 * GRACE_S)
+    (folder / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    path = job(tmp_path, recipe(stages=stages(40_000)))
+    with LocalLauncher(Cluster()) as launcher:
+        launch = launcher.start(path, 1, tmp_path / "logs" / "1")
+        wait_for(lambda: Pace.read(work(path)).saving_since > 0 and bool(Pace.read(work(path)).save_s) == bool(saves))
+        began = time.monotonic()
+        launch.stop()
+        assert time.monotonic() - began > GRACE_S
+        assert launch.poll() == Outcome(status=143)
+    kept = {int(folder.name) for folder in (work(path) / "checkpoints").iterdir()}
+    assert max(kept) == records(path)[-1].position
+    if saves:
+        assert Pace.read(work(path)).save_s > GRACE_S
 
 
 def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ class Writer:
     def waits(self) -> bool:
         return False
 
+    def used_s(self) -> None:
+        return None
+
     def stop(self) -> None:
         (self.logs / "stop").touch()
         self.process.wait()

@@ -128,7 +128,7 @@ def test_plan_table_link_and_progress_are_on_the_page(home: Path, server: tuple[
     assert "prefect.flow-run" in str(events[0]["related"])  # so that an automation may go by the flow run's tags
     kind, percent, words = shown["tiny-x-1-main"]
     assert (kind, float(percent)) == ("progress", 100.0)
-    assert words == "stage **main**: 1K of 1K tokens, loss 5.000, 20K tokens/s, 3:07 min left"
+    assert words == "stage **main**: 1K of 1K tokens, mean loss 5.000, 20K tokens/s, 3:07 min left"
 
 
 @pytest.mark.slow

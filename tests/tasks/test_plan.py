@@ -18,6 +18,7 @@ from tasks.preflight import check_place, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 QUICKSTART = Path("recipes/quickstart.yaml")
+REMEDY = " is a placeholder; write your own in its place"
 
 
 def test_the_published_plan_in_numbers() -> None:
@@ -26,7 +27,39 @@ def test_the_published_plan_in_numbers() -> None:
     dense, causal = plan.flops()
     assert dense == pytest.approx(6 * 403.75e9 * 15.6e12, rel=0.01)
     assert causal > dense
-    assert len(plan.warnings) == 3
+    placeholder, *published = plan.warnings
+    assert "<your-bucket> is a placeholder" in placeholder
+    assert len(published) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama3-8b", {"<your-bucket>": ["sources.general.0.uri", "sources.multilingual.0.uri", "evaluate.data"]}),
+        (
+            "domain-adaptation",
+            {
+                "<your-bucket>": ["sources.general.0.uri", "sources.general.1.uri", "sources.code.0.uri"],
+                "<folder of Llama-3.1-8B>": ["start.from", "tokenizer.use"],
+            },
+        ),
+    ],
+)
+def test_a_placeholder_is_warned_of_in_a_plan_and_refused_in_a_run(
+    name: str, fields: dict[str, list[str]], tmp_path: Path
+) -> None:
+    recipe = load_recipe(Path(f"recipes/{name}.yaml"))
+    warned = [line for line in make_plan(recipe, []).warnings if "is a placeholder" in line]
+    with pytest.raises(RecipeError) as refused:
+        check_place(recipe, Cluster(), Root.of(tmp_path))
+    assert str(refused.value).splitlines() == warned
+    told = {words.removesuffix(REMEDY): names.split(", ") for names, words in (line.split(": ") for line in warned)}
+    assert told.keys() == fields.keys()
+    assert all(set(fields[placeholder]) <= set(told[placeholder]) for placeholder in fields)
+
+
+def test_what_ships_to_be_run_has_no_placeholder() -> None:
+    assert not [line for line in make_plan(load_recipe(QUICKSTART), []).warnings if "placeholder" in line]
 
 
 def test_the_table_fits_a_terminal_and_names_every_stage() -> None:

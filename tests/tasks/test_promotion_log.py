@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from storage.root import Root
+from storage.signing import SIGNING
 from tasks.promotion_log import FOLDER, PromotionLog, families, label_held, read_log
 from tasks.promotions import CHAMPION, PROMOTED, REFUSED, Log, Promotion, holders, reigning
 from tests.storage.s3 import moto
+from tests.storage.test_signing import key
 from tests.tasks.promotion_samples import FAMILY, add, judged_record
 
 
@@ -124,3 +127,31 @@ def test_sixteen_promoters_leave_one_winner_a_round_and_every_record(root: Root)
 @pytest.mark.slow
 def test_promoters_on_an_object_store_leave_one_winner_a_round(bucket: str, tmp_path: Path) -> None:
     race(Root.of(f"{bucket}/race", scratch=str(tmp_path)), promoters=4, rounds=5)
+
+
+def test_with_a_key_the_newest_record_must_be_signed(
+    root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(root, 1)
+    monkeypatch.setenv(SIGNING, key(tmp_path, "one")[0])
+    with pytest.raises(ValueError, match=r"promotions/tiny/00000001\.json: is not signed"):
+        read_log(root, FAMILY)
+    PromotionLog(root, FAMILY, trusted=False).sign()
+    add(root, 2)
+    assert [record.artifact for record in read_log(root, FAMILY)] == [judged_record(n).artifact for n in (1, 2)]
+    head = hashlib.sha256(root.read(FOLDER, FAMILY, "00000002.json") or b"").hexdigest()
+    forged = judged_record(3).model_copy(
+        update={"n": 3, "previous": head, "signature": read_log(root, FAMILY)[-1].signature}
+    )
+    root.write(forged.model_dump_json(), FOLDER, FAMILY, "00000003.json")
+    with pytest.raises(ValueError, match=r"promotions/tiny/00000003\.json: is signed by none of the 1 keys"):
+        read_log(root, FAMILY)
+    with pytest.raises(ValueError, match=r"00000003\.json: is signed by none"):
+        add(root, 4)
+
+
+def test_a_record_of_another_family_is_refused(root: Root) -> None:
+    add(root, 1)
+    root.write(root.read(FOLDER, FAMILY, "00000001.json") or b"", FOLDER, "other", "00000001.json")
+    with pytest.raises(ValueError, match="is a record of the family tiny"):
+        read_log(root, "other")

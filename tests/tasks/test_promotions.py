@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.evaluate.gate import Check, Evidence
 from tasks.promotions import (
     ALIASES,
     APPROVAL,
@@ -26,6 +27,7 @@ from tasks.promotions import (
     judged,
     reigning,
     reigns,
+    version_description,
     version_tags,
 )
 from tests.tasks.promotion_samples import judged_record
@@ -115,6 +117,30 @@ def test_an_override_is_a_row_of_its_own() -> None:
     (row,) = [row for row in record.decision.rows if row.metric == OVERRIDE]
     assert row.reason == "overridden by Ada at noon: the set was broken"
     assert record.why == "the set was broken"
+
+
+def test_a_later_judgement_leaves_the_evidence_that_promoted_a_version() -> None:
+    """A rerun that reuses the champion has it judged against itself; a later champion has it refused."""
+    log = [judged_record(1)]
+    promoted, said = version_tags(log, log[0].artifact), version_description(log, log[0].artifact)
+    assert said == "promoted: run tiny-1, 100 tokens, eval/bpb 2.5"
+    check = Check(metric="integrity/files", passed=True, reason="as committed, again")
+    other = Evidence(rules={}, candidate={}, checks=(check,))
+    again = judged_record(1, log=log, run="tiny-2", gate=other.decide(), evidence=other)
+    log.append(again.model_copy(update={"n": 2}))
+    told = version_tags(log, log[0].artifact)
+    assert told.pop("judged_again").startswith("promoted for tiny-2 at 2026-11-22T10:00:00+00:00, against itself")
+    assert told == promoted
+    log.append(judged_record(2, log=log))
+    log.append(judged_record(1, REFUSED, log, run="tiny-3"))
+    told = version_tags(log, log[0].artifact)
+    assert told.pop("judged_again").startswith("refused for tiny-3 ")
+    assert told == promoted
+    assert version_description(log, log[0].artifact) == said
+    log.append(judged_record(1, log=log, run="tiny-4", gate=other.decide(), evidence=other))
+    told = version_tags(log, log[0].artifact)
+    assert "judged_again" not in told
+    assert told["gate.integrity.files"] == "as committed, again", "it won against another champion"
 
 
 def test_versions_say_what_became_of_them() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
-from prefect.states import AwaitingRetry, Cancelling, Pending, Running, Suspended
+from prefect.states import AwaitingRetry, Cancelling, Completed, Failed, Pending, Running, Suspended
 from prefect.states import State as PrefectState
 from prefect.testing.utilities import prefect_test_harness
 
+from flows.attempts import end_flow_run
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
@@ -221,6 +223,40 @@ def test_a_run_that_mlflow_missed_is_noted(
     monkeypatch.undo()
     assert Settled(run.name, "MLflow", "stale", "complete") in RunSettler(root, None).settle(run.name)
     assert not Runs(root).find(run.name).mlflow_stale
+
+
+@pytest.mark.parametrize(
+    ("message", "state"),
+    [
+        ("Flow run encountered an exception: ReadTimeout: timed out", "Completed"),
+        (
+            "Flow run encountered an exception: PrefectHTTPStatusError: 503 Service Unavailable",
+            "Completed",
+        ),
+        ("Flow run encountered an exception: KeyError: 'report'", "Failed"),
+    ],
+)
+def test_a_finished_run_is_no_failure_because_prefect_was_slow(
+    client: SyncPrefectClient, root: Root, run: RunRecord, message: str, state: str
+) -> None:
+    made = flow_run(client, root, run, Failed(message=message))
+    run.state, run.ended = "finished", now()
+    Runs(root).save(run)
+    RunSettler(root, client).settle(run.name)
+    assert state_of(client, made) == state
+
+
+def test_who_takes_a_run_over_ends_the_flow_run_of_the_dead_attempt(client: SyncPrefectClient) -> None:
+    by_hand = client.create_flow_run(pipeline, name="tiny-1")
+    deployment = client.create_deployment(client.create_flow(pipeline), name="taken", tags=["auto-resume"])
+    deployed, done = (client.create_flow_run_from_deployment(deployment) for _ in range(2))
+    for each in (by_hand, deployed):
+        client.set_flow_run_state(each.id, Running(), force=True)
+    client.set_flow_run_state(done.id, Completed(), force=True)
+    for each in (by_hand, deployed, done):
+        end_flow_run(str(each.id), "its process is gone")
+    assert [state_of(client, each) for each in (by_hand, deployed, done)] == ["Crashed", "Cancelled", "Completed"]
+    end_flow_run(str(uuid4()), "unknown to this server")
 
 
 def test_a_deleted_run_takes_its_mark_along(root: Root, client: SyncPrefectClient) -> None:

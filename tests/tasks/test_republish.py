@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,23 @@ def test_an_empty_database_shows_the_same_as_the_live_one(
         for name in names:
             republish(root, name)
     assert Runs(root).find("tiny-1").mlflow_run == Tracker(root, "tiny").open_run("tiny-1", {}, {})
+
+
+def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MLflow showed as ended stays so, also while it is sent once more or if the sending breaks off."""
+    tracker = Tracker(root, "tiny")
+    before, during = seen(tracker, ["tiny-1"]), []
+    log_batch = tracker.client.log_batch
+
+    def watched(*words: Any, **more: Any) -> None:
+        found = tracker.client.search_runs([tracker.experiment], tracker.query("tiny-1"))
+        during.extend(each.info.status for each in found)
+        log_batch(*words, **more)
+
+    monkeypatch.setattr(tracker.client, "log_batch", watched)
+    assert republish(root, "tiny-1", tracker).complete
+    assert set(during) == {"FINISHED"}
+    assert seen(tracker, ["tiny-1"]) == before
 
 
 def test_a_decision_is_shown_though_another_evaluation_was_deleted(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llama3.evaluate.gate import Check, Decision, Measured, decide
-from llama3.evaluate.scores import Score, write_scores
+from llama3.evaluate.scores import Score, Scores, write_scores
 from llama3.evaluate.significance import DOCUMENTS, Difference
 from llama3.evaluate.statistics import Estimate, normal
 from llama3.recipe.load import load_recipe, to_yaml
 from llama3.recipe.rules import GateRule
 from storage.artifact import Artifact, Design, Store
 from tasks.report import _render
-from tasks.report_data import ReportData
+from tasks.report_data import ReportData, _notes
 from tasks.result_pages import _score_row
 from tasks.runs import RunRecord
 from tasks.summary import _scores
@@ -64,6 +65,7 @@ def report(name: str) -> str:
 
 def cells(text: str, first: str) -> list[str]:
     """Return the cells of the row whose first two cells begin with `first`, of HTML or markdown."""
+    text = re.sub(" <small>[↓↑]</small>", "", text)
     if "<tr>" in text:
         rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in text.splitlines() if line.startswith("<tr><td>")]
     else:
@@ -115,11 +117,23 @@ def test_the_last_lines_of_a_run_show_intervals(tmp_path: Path) -> None:
     ]
 
 
-def evaluation(root: Path) -> Artifact:
+def test_questions_that_were_not_judged_are_shown(tmp_path: Path) -> None:
+    scores = {"eval/mmlu": replace(SCORES["eval/mmlu"], unjudged=3)}
+    found = evaluation(tmp_path, scores, {"unjudged": {"eval/mmlu": 3}})
+    (line,) = _scores(found)
+    assert line.endswith("mmlu 0.300 (0.219 to 0.396) [yellow]3 questions not judged[/]")
+    assert _score_row(scores["eval/mmlu"])["n"] == "100, 3 not judged"
+    assert _notes({}, {"anneal": found}) == [
+        "anneal: 3 questions of eval/mmlu were not judged: they count neither as right nor as wrong, and the gate "
+        "decides nothing on them"
+    ]
+
+
+def evaluation(root: Path, scores: Scores = SCORES, facts: dict[str, object] | None = None) -> Artifact:
     store = Store(root)
     with store.staging() as folder:
-        write_scores(SCORES, folder)
-        return store.commit(Design("evaluation", "tiny", 1, {}, {}), folder, {}, "test", "none", 0.0)
+        write_scores(scores, folder)
+        return store.commit(Design("evaluation", "tiny", 1, {}, {}), folder, facts or {}, "test", "none", 0.0)
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.md"])

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import mlflow.pyfunc
 import pandas
+import psutil
 import pytest
 import torch
 from mlflow.exceptions import MlflowException
 
 from flows.children import await_answer
+from llama3.evaluate.gate import Unfinished
 from llama3.evaluate.generate import generate
 from llama3.export.convert import convert
 from llama3.model.files import load_model
 from storage.processes import die_with_parent, free_port
-from tasks.serving import MODEL, SERVED, smoke, write_served
+from tasks.serving import MODEL, SERVED, TRIES, smoke, write_served
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 CODER = tokenizer()
@@ -86,6 +91,55 @@ def test_a_smoke_test_passes_and_says_what_is_wrong(tmp_path: Path, model: Path)
     shutil.copytree(model, broken)
     (broken / "tokenizer.model").unlink()
     assert "tokenizer.model cannot be read" in (smoke(broken) or "")
+
+
+@contextmanager
+def killer(times: int) -> Iterator[list[int]]:
+    """Kill the first `times` processes that are to load a model, as a kernel short of memory does; yield which."""
+    killed: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set() and len(killed) < times:
+            for process in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if "tasks.serving" in process.cmdline() and process.pid not in killed:
+                        killed.append(process.pid)
+                        process.kill()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_process_that_is_killed_says_nothing_of_the_model(model: Path) -> None:
+    with killer(1) as killed:
+        assert smoke(model) is None
+    assert len(killed) == 1
+    with killer(TRIES) as killed, pytest.raises(Unfinished, match="gave no answer; it was killed by SIGKILL"):
+        smoke(model)
+    assert len(killed) == TRIES
+
+
+def test_a_process_that_takes_too_long_or_has_no_memory_says_nothing_either(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unfinished, match="it took longer than 0 s"):
+        smoke(model, 0.05)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    own = subprocess.Popen
+
+    def poor(*words: Any, **more: Any) -> Any:
+        return own(*words, **more, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 << 27, hard)))
+
+    monkeypatch.setattr(subprocess, "Popen", poor)
+    with pytest.raises(Unfinished, match="gave no answer"):
+        smoke(model)
 
 
 @contextmanager

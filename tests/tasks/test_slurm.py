@@ -12,10 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome, outcomes_in
-from tasks.cluster import Cluster
+from tasks.cluster import Cluster, load_cluster
 from tasks.launch import Launch, fitting
 from tasks.slurm import CHECKOUT, SlurmLauncher, slurm_script
 from tests.dist import run
@@ -42,6 +43,38 @@ def test_script_is_the_golden_one() -> None:
     script = script.replace(f"--chdir={CHECKOUT}", "--chdir=/shared/herd")
     assert script == GOLDEN.read_text()
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, "x\ntouch PWNED") for name in ("partition", "account", "time", "python")),
+        *((name, ["--qos=high\n\rtouch PWNED"]) for name in ("lines", "srun")),
+        ("environment", {"A; touch PWNED; B": "1"}),
+        ("environment", {"A\n": "1"}),
+    ],
+)
+def test_what_would_become_a_command_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    """But for `setup`, which is shell."""
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"launcher": "slurm", "slurm": {field: value}}))
+    with pytest.raises(ValueError, match=rf"(?s)cluster\.slurm\.{field}.*(write one line|no name of a variable)"):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_folder_with_a_line_break_in_its_name_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster.model_validate({"launcher": "slurm"})
+    with pytest.raises(ValueError, match=r"root: .*choose another folder"):
+        slurm_script(cluster, "herd-main", tmp_path / "job.json", 1, tmp_path / "x\ntouch PWNED")
+
+
+def test_values_of_variables_are_only_values(tmp_path: Path) -> None:
+    value = "$(touch PWNED)\n'\"; touch PWNED"
+    cluster = Cluster.model_validate({"launcher": "slurm", "slurm": {"environment": {"GIVEN": value}}})
+    script = slurm_script(cluster, "herd-main", tmp_path / "job.json", 1, tmp_path)
+    head = script.split("# The first node")[0] + '\nprintf %s "$GIVEN"'
+    done = subprocess.run(["bash"], input=head, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == value
+    assert not (tmp_path / "PWNED").exists()
 
 
 @pytest.fixture(scope="module")

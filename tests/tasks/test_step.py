@@ -81,7 +81,7 @@ def test_the_log_says_what_is_new_or_reused(root: Root, tracker: Tracker) -> Non
     first, second = context(root, tracker), context(root, tracker)
     ensure(first, "thing", design(jaccard=0.8), writes)
     ensure(first, "thing", design(jaccard=0.7), writes)
-    assert heard(first) == ["[dim]new: the first of its name[/]", "[dim]new: jaccard 0.8 -> 0.7[/]"]
+    assert heard(first) == ["[dim]new: nothing of this name was made before[/]", "[dim]new: jaccard 0.8 -> 0.7[/]"]
     ensure(second, "thing", design(jaccard=0.7), refuses)
     (line,) = heard(second)
     assert line.startswith("reused thing/quickstart-")
@@ -207,3 +207,16 @@ def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: Tracker) -> N
             pass
         ended[key] = tracker.client.get_run(child).info.status
     assert ended == {"a": "FINISHED", "b": "FAILED", "c": "KILLED"}
+
+
+def test_a_damaged_artifact_is_named_set_aside_and_made_again_by_its_step(root: Root, tracker: Tracker) -> None:
+    first, second = context(root, tracker), context(root, tracker)
+    path = ensure(first, "thing", design(), writes).part("a.txt")
+    path.write_text("b")
+    made = ensure(second, "thing", design(), writes)
+    assert made.part("a.txt").read_text() == "a"
+    assert second.record.steps["thing"].outcome == "made"
+    assert second.record.steps["thing"].why == "the one there was damaged"
+    assert heard(second)[0] == f"[yellow]set aside: artifact {design().label}: a.txt changed since it was committed[/]"
+    (aside,) = (root.local / ".damaged").iterdir()
+    assert (aside / "a.txt").read_text() == "b"

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llama3.recipe.load import load_recipe
 from storage.root import Root
+from tasks.mlflow_database import prepare_database
+from tasks.runs import Runs
 from tasks.tracking import Point, Tracker
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +71,92 @@ def test_everything_stays_under_the_root(tracker: Tracker, tmp_path: Path) -> No
     (tmp_path / "note.txt").write_text("x")
     own.log_file(run, tmp_path / "note.txt")
     assert list((tmp_path / "mlflow-artifacts").rglob("note.txt"))
+
+
+def die_at_statement(folder: Path, number: int, plain: bool) -> None:
+    """Be killed at SQL statement `number` of the first use of MLflow; `plain`: of MLflow's own, as it makes a file."""
+    import sqlalchemy
+
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "before_cursor_execute", counted)
+    if plain:
+        from mlflow import MlflowClient
+
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    else:
+        Tracker(Root.of(folder), "family").experiment  # noqa: B018
+
+
+def killed(folder: Path, number: int, plain: bool) -> None:
+    process = SPAWN.Process(target=die_at_statement, args=(folder, number, plain))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "half-made by MLflow"])
+@pytest.mark.parametrize("number", [40, 150, 400])
+def test_killed_while_the_database_is_first_made_the_next_process_records(
+    tmp_path: Path, number: int, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.mlflow_database.STEADY_S", 0.3)
+    killed(tmp_path, number, plain)
+    again = Tracker(Root.of(tmp_path), "family")
+    run = again.open_run("family-1", {"herd.run": "family-1"}, {})
+    assert again.available()
+    assert again.run_id(run) == run
+    assert again.client.get_run(run).info.status == "RUNNING"
+
+
+def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.mlflow_database.STEADY_S", 0.3)
+    root = Root.of(tmp_path)
+    record = Runs(root).begin(load_recipe(Path("tests/e2e/tiny.yaml")), "c0de")
+    record.state = "finished"
+    Runs(root).save(record)
+    (tmp_path / "mlflow.db").write_bytes(b"no database at all, " * 1000)
+    tracker = Tracker(root, "tiny")
+    assert tracker.experiment
+    assert tracker.stale
+    assert Runs(root).find(record.name).mlflow_stale
+    assert root.names("open") == [record.name]
+    assert len(list((tmp_path / ".damaged").glob("mlflow-*.db"))) == 1
+    assert not prepare_database(root)
+
+
+def test_a_database_of_an_earlier_mlflow_is_migrated_and_kept(tmp_path: Path) -> None:
+    import sqlalchemy
+    from alembic import command
+    from mlflow.store.db import utils
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+
+    path = tmp_path / "mlflow.db"
+    engine = sqlalchemy.create_engine(f"sqlite:///{path}")
+    Base.metadata.create_all(engine)
+    config = utils._get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "heads")
+        earlier = utils.ScriptDirectory.from_config(config).get_revision("heads").down_revision
+        command.downgrade(config, earlier)
+    engine.dispose()
+    assert Tracker(Root.of(tmp_path), "family").experiment
+    with closing(sqlite3.connect(tmp_path / f"mlflow-{earlier}.db")) as kept:
+        assert kept.execute("select version_num from alembic_version").fetchall() == [(earlier,)]
+
+
+def test_a_database_that_cannot_be_used_never_stops_a_run(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    tracker = Tracker(Root.of(tmp_path), "family")
+    run = tracker.open_run("family-1", {"herd.run": "family-1"}, {})
+    tracker.close(run, "FINISHED")
+    assert (tracker.run_id(run), tracker.experiment, tracker.stale, tracker.available()) == ("", "", True, False)

@@ -1,0 +1,136 @@
+"""The SQLite file in which MLflow records below a root: made whole or not at all, set aside if it cannot be used.
+
+MLflow makes its tables by migrations that SQLite does not undo: a process killed in one leaves a file that no later
+process can open. So the file is made and migrated under another name, and renamed. One that was left half-made, by an
+earlier version or by another program, is moved to `.damaged/`; what it held is published again from the root.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+import uuid
+from contextlib import closing, suppress
+from pathlib import Path
+
+from storage.artifact import DAMAGED
+from storage.root import Root
+from storage.staging import locked, staged
+from storage.verification import Facts
+
+NAME = "mlflow.db"
+SIDES = ("", "-journal", "-wal", "-shm")
+"""Endings of the files of one SQLite database."""
+VERSIONS, HALF = "alembic_version", "_alembic_tmp_"
+"""Table with the version of the tables, and what begins the name of one that a migration is copying."""
+STEADY_S = 5.0
+"""A file that looks half-made is looked at so long: another program may be migrating it now."""
+log = logging.getLogger(__name__)
+
+
+def prepare_database(root: Root) -> bool:
+    """Make MLflow's database below `root` usable; return whether it had to be begun anew.
+
+    Raises OSError if it cannot be made here, and what MLflow raises if it cannot be migrated; then it is as it was.
+    """
+    path = root.local / NAME
+    with locked(root.local, NAME):
+        tables, version = _looked_at(path)
+        if half := _is_half(tables, version):
+            _wait_until_steady(path)
+            tables, version = _looked_at(path)
+            half = _is_half(tables, version)
+        if half:
+            aside = root.local / DAMAGED / f"mlflow-{uuid.uuid4().hex[:6]}.db"
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            for side in SIDES:
+                with suppress(FileNotFoundError):
+                    os.rename(f"{path}{side}", f"{aside}{side}")
+            log.warning("MLflow's database %s was half made or damaged; it is now %s, a new one is begun", path, aside)
+        if half or not tables:
+            _make(root, path, "")
+        elif version != _newest_version():
+            _make(root, path, version)
+    if half:
+        _publish_again(root)
+    return half
+
+
+def _looked_at(path: Path) -> tuple[set[str] | None, str]:
+    """Return the tables of a database and its version; no tables for none, None for a file that is no database."""
+    if not path.exists():
+        return set(), ""
+    try:
+        with closing(sqlite3.connect(path, timeout=30)) as connection:
+            tables = {str(row[0]) for row in connection.execute("select name from sqlite_master where type = 'table'")}
+            found = (
+                connection.execute("select version_num from alembic_version").fetchall() if VERSIONS in tables else []
+            )
+            return tables, str(found[0][0]) if found else ""
+    except sqlite3.OperationalError:  # locked for 30 s, or it may not be read: not ours to judge
+        raise
+    except sqlite3.DatabaseError:
+        return None, ""
+
+
+def _is_half(tables: set[str] | None, version: str) -> bool:
+    """Return whether a migration did not come to its end; a file without tables is merely empty."""
+    return tables is None or any(table.startswith(HALF) for table in tables) or bool(tables and not version)
+
+
+def _wait_until_steady(path: Path) -> None:
+    before, since = None, time.monotonic()
+    while time.monotonic() - since < STEADY_S:
+        files = [Path(f"{path}{side}") for side in SIDES]
+        if (now := [Facts.of(file) for file in files]) != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.2)
+
+
+def _make(root: Root, path: Path, version: str) -> None:
+    """Make an empty database, or migrate a copy of the one of an earlier `version`, and put it in its place."""
+    import sqlalchemy
+    from mlflow.store.db import utils
+    from sqlalchemy.pool import NullPool
+
+    with staged(root.local) as folder:
+        made = folder / NAME
+        if version:
+            with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(made)) as target:
+                source.backup(target)
+        engine = sqlalchemy.create_engine(f"sqlite:///{made}", poolclass=NullPool)
+        if version:
+            utils._upgrade_db(engine)
+            kept = root.local / f"mlflow-{version}.db"
+            kept.unlink(missing_ok=True)
+            os.link(path, kept)
+            log.warning("MLflow's database was migrated; what it was before is %s", kept)
+        else:
+            utils._initialize_tables(engine)
+        engine.dispose()
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        for side in SIDES[1:]:  # SQLite would take them for those of the new file
+            Path(f"{path}{side}").unlink(missing_ok=True)
+        made.rename(path)
+
+
+def _newest_version() -> str:
+    from mlflow.store.db import utils
+
+    return str(utils._get_latest_schema_revision())
+
+
+def _publish_again(root: Root) -> None:
+    """Mark every run that ended, so that `reconcile` sends it to MLflow again; a running one does so itself."""
+    from tasks.run_settler import mark_open
+    from tasks.runs import Runs
+
+    runs = Runs(root)
+    for record in runs.all():
+        if record.state != "running":
+            record.mlflow_stale = True
+            runs.save(record)
+            mark_open(root, record.name)
