@@ -9,17 +9,27 @@ this gives up: shards of a data step that is half done do not count, and the jou
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import UUID
 
+from httpx import HTTPError
 from prefect import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
+from prefect.states import Cancelled, Crashed
 
 from flows.temporary import is_temporary
+from flows.waiting import steps_back
 from llama3.recipe.schema import Recipe
+from storage.lease import holders
 from storage.root import Root
 from tasks.runs import Runs
 
@@ -28,6 +38,10 @@ RESUMED = "resumed by the automation for crashed runs"
 FRUITLESS = 5
 """So many resumed attempts in a row may bring nothing new."""
 FOUND, COUNT = "herd.found", "herd.fruitless"
+
+
+LEAVE_S = 20.0
+"""As long as an earlier process of the same flow run may take to end."""
 
 
 class TooManyCrashes(RuntimeError):
@@ -39,6 +53,46 @@ def attempt_number() -> int:
     return 0 if is_temporary() else int(flow_run.run_count or 0)
 
 
+def leave_to_a_live_one(root: Root, work: str, say: Callable[[str], None]) -> None:
+    """End this process without a word to Prefect if an earlier one of the same flow run goes on with `work`.
+
+    A worker under load reports a death minutes later a second time, when the next attempt works already; then Prefect
+    starts one more. A person's Retry is not ended so: what it finds at work is on its way out.
+    """
+    if not flow_run.id or is_temporary():
+        return
+    with get_client(sync_client=True) as client:
+        if not was_resumed(client.read_flow_run_states(UUID(str(flow_run.id)))):
+            return
+    until = time.monotonic() + LEAVE_S
+    while holder := holders(root, [work]).get(work, ""):
+        if time.monotonic() > until:
+            say(f"{work} is used by {holder}, an earlier process of this flow run: this one leaves")
+            leave_quietly()
+        time.sleep(1)
+
+
+def leave_quietly() -> NoReturn:
+    """End this process with status 0, of which the worker says nothing: the flow run is another process's to end."""
+    logging.shutdown()  # sends the lines that wait for the server
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def end_flow_run(flow_run_id: str, message: str) -> None:
+    """Give a flow run whose process is gone its final state, if this server knows it and it has none.
+
+    Crashed, unless it is a deployment's, of which that would start another attempt: then Cancelled.
+    """
+    if is_temporary():
+        return
+    with suppress(ObjectNotFound, HTTPError), get_client(sync_client=True) as client:
+        dead = client.read_flow_run(UUID(flow_run_id))
+        if dead.state is not None and not (dead.state.is_final() or dead.state.is_paused()):
+            state: State[Any] = Cancelled(message=message) if dead.deployment_id else Crashed(message=message)
+            client.set_flow_run_state(dead.id, state, force=True)
+
+
 def check_attempts(found: Callable[[str], str]) -> None:
     """Note what this attempt of the flow run finds: `found` says it, given the flow run's id.
 
@@ -48,6 +102,8 @@ def check_attempts(found: Callable[[str], str]) -> None:
         return
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(flow_run.id)))
+        if steps_back(client, own):
+            leave_quietly()
         here = found(str(own.id))
         fruitless = count_fruitless(own.labels, here, was_resumed(client.read_flow_run_states(own.id)))
         client.update_flow_run_labels(own.id, {FOUND: here, COUNT: fruitless})

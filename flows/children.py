@@ -49,9 +49,14 @@ def worker_command() -> list[str]:
 
 @contextmanager
 def child(
-    name: str, command: list[str], root: Path, environment: dict[str, str], patience_s: float = STOP_TIMEOUT_S
+    name: str,
+    command: list[str],
+    root: Path,
+    environment: dict[str, str],
+    patience_s: float = STOP_TIMEOUT_S,
+    descriptors: tuple[int, ...] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server until the block ends; its output goes to `logs/<name>.log` under the root."""
+    """Run a server, which inherits `descriptors`, until the block ends; its output goes to `logs/<name>.log`."""
     (root / "logs").mkdir(parents=True, exist_ok=True)
     with (root / "logs" / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
@@ -62,6 +67,7 @@ def child(
             env=environment,
             cwd=CHECKOUT,
             start_new_session=True,
+            pass_fds=descriptors,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
     try:

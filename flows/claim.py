@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 from prefect.runtime import flow_run
 
-from flows.attempts import attempt_number
+from flows.attempts import attempt_number, end_flow_run, leave_to_a_live_one
 from flows.parameters import PipelineParameters
 from flows.witness import witnessed
 from llama3.recipe.schema import Recipe
@@ -33,11 +33,15 @@ def claimed(
     """Yield the record to work on, held for this process, and the fence of its lease."""
     with ExitStack() as held:
         record, mine = _found(held, config, recipe, runs, console) or _begun(held, config, recipe, runs)
+        before = record.prefect_run
         record.state, record.error, record.ended, record.code = "running", "", "", code_version()
         record.until, record.prefect_run = config.until, str(flow_run.id or "")
         record.study = config.study or record.study
+        runs.hold(record.name, mine)
         mark_open(runs.root, record.name)
         runs.save(record)
+        if before and before != record.prefect_run:
+            end_flow_run(before, f"its process is gone; {record.name} goes on in another flow run")
         held.enter_context(witnessed(runs.root, f"runs/{record.name}", attempt_number()))
         yield record, mine.fence
 
@@ -48,7 +52,10 @@ def _found(
     """Return the run to continue and its lease, or None if there is none or another process works on it."""
     begun = runs.of_flow_run(recipe, str(flow_run.id or ""))
     if begun is not None:  # its earlier process may live, though Prefect believes it dead: it is waited for
-        mine = _hold(held, runs, begun, lambda holder: console.say(f"waiting for {begun.name}, used by {holder}"))
+        leave_to_a_live_one(runs.root, f"runs/{begun.name}", console.say)
+        mine = _hold(
+            held, runs, begun, lambda holder: console.say(f"waiting until {begun.name} is free: {holder} works on it")
+        )
         return _continued(runs, begun, console), mine
     earlier = None if config.new or config.from_step else runs.unfinished(recipe, config.until)
     if earlier is None or earlier.verdict == WAITS:

@@ -1,18 +1,22 @@
-"""The command line: `herd plan | run | rerun | report | generate | export | inspect`, and what other files add.
+"""The command line: `herd plan | run | rerun | report | eval | generate | export | inspect`, and what other files add.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
-plain lines and exit status 2, never a traceback.
+plain lines and exit status 2, never a traceback; docs/reference/commands.md has every status.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flows.bench import bench
+from flows.evaluation import evaluate
 from flows.operations import add_operations
 from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from flows.plan import planner
@@ -20,10 +24,12 @@ from flows.promotion import add_promotions
 from flows.rendering import add_requests
 from flows.study import study
 from flows.temporary import quiet_prefect, start_temporary_server
-from flows.terminal import RootOption, mistakes, out
+from flows.terminal import RootOption, exit_as_judged, mistakes, out, patiently
 from flows.use import add_uses
 from llama3.recipe.load import load_recipe
+from storage.processes import fix_import_path
 from storage.root import Root
+from storage.secrets import move_logins
 from tasks.cluster import Cluster, load_cluster
 
 app = typer.Typer(
@@ -41,6 +47,10 @@ ClusterOption = Annotated[
     Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, and where else it runs.")
 ]
 UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenise, pretrain, a stage, ...")]
+RestartOption = Annotated[
+    bool,
+    typer.Option("--restart-damaged", help="Train a stage again from its start if all its checkpoints are damaged."),
+]
 ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
 
 
@@ -54,11 +64,14 @@ def run(
     cluster: ClusterOption = None,
     until: UntilOption = "",
     new: Annotated[bool, typer.Option("--new", help="Begin a new run even if the last one did not finish.")] = False,
+    restart_damaged: RestartOption = False,
 ) -> None:
     """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
     with mistakes():
         where = _cluster(cluster, processes, threads)
-    _run(PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, new=new, until=until))
+    asked = {"new": new, "until": until, "restart_damaged": restart_damaged}
+    config = PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, **asked)
+    _run(config, _given(cluster, processes, threads))
 
 
 @app.command()
@@ -71,11 +84,14 @@ def rerun(
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
     until: UntilOption = "",
+    restart_damaged: RestartOption = False,
 ) -> None:
     """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
     with mistakes():
         where = _cluster(cluster, processes, threads)
-    _run(PipelineParameters(rerun_of=run, from_step=from_, overrides=set_ or [], root=root, cluster=where, until=until))
+    asked = {"from_step": from_, "until": until, "restart_damaged": restart_damaged}
+    config = PipelineParameters(rerun_of=run, overrides=set_ or [], root=root, cluster=where, **asked)
+    _run(config, _given(cluster, processes, threads))
 
 
 @app.command()
@@ -107,6 +123,7 @@ def inspect(
 
 
 add_uses(app)
+app.command("eval")(evaluate)
 add_operations(app)
 add_promotions(app)
 add_requests(app)
@@ -129,15 +146,24 @@ def _cluster(path: Path | None, processes: int, threads: int) -> Cluster:
     return load_cluster(path, **changes) if path else Cluster(**changes)
 
 
-def _run(config: PipelineParameters) -> None:
+def _given(path: Path | None, processes: int, threads: int) -> list[str]:
+    """Return the options that say where a run works, for the commands that are proposed at its end."""
+    threads = 0 if os.environ.get("HERD_THREADS") else threads
+    given = {"--cluster": path, "--processes": processes, "--threads": threads}
+    return [word for option, value in given.items() if value for word in (option, str(value))]
+
+
+def _run(config: PipelineParameters, given: Sequence[str]) -> None:
     with mistakes():
         check_quick(config)
         out.print("[dim]starting Prefect[/]")
         quiet_prefect()
-        ready = start_temporary_server(config.root_at.local)
-        from httpx import TransportError
+        ready = start_temporary_server(config.root_at)
+        from httpx import HTTPError, HTTPStatusError, TransportError
+        from prefect import get_client
 
         from flows.pipeline import pipeline
+        from tasks.run_settler import RunSettler
         from tasks.runs import now
         from tasks.summary import summary_lines
         from tasks.tracking_uri import preload
@@ -146,13 +172,16 @@ def _run(config: PipelineParameters) -> None:
         ready()
         began = now()
         try:
-            name = pipeline(config)
-        except TransportError:  # the server went away; the run itself may be complete
+            name = patiently(lambda: pipeline(config))
+        except (TransportError, HTTPStatusError):  # the server went away; the run itself may be complete
             name = _finished_since(config.root_at, began)
             if not name:
                 raise
-        for line in summary_lines(config.root_at, name):
+            with suppress(HTTPError), get_client(sync_client=True) as client:  # which may call it Failed for that
+                RunSettler(config.root_at, client).settle(name)
+        for line in summary_lines(config.root_at, name, given):
             out.print(line)
+        exit_as_judged(config.root_at, name)
 
 
 def _finished_since(root: Root, began: str) -> str:
@@ -174,6 +203,8 @@ def check_quick(config: PipelineParameters) -> None:
 
 def main() -> None:
     """Entry point of the `herd` command."""
+    fix_import_path()
+    move_logins()  # before Prefect reads its settings
     sys.exit(app())
 
 

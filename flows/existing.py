@@ -108,16 +108,19 @@ def existing_run(root: Root, name: str, cluster: Cluster, patience_s: float = 0)
     A flow that scores one of its checkpoints holds it for some seconds: that is waited for, at most `patience_s`.
     """
     with ExitStack() as held:
-        until = time.monotonic() + patience_s
+        until, runs = time.monotonic() + patience_s, Runs(root)
         while True:
             try:
-                held.enter_context(lease(root, f"runs/{name}", f"{flow_run.name or 'a command'} on {name}"))
+                holder = f"{flow_run.name or 'a command'} on {name}"
+                runs.hold(name, held.enter_context(lease(root, f"runs/{name}", holder)))
                 break
             except LeaseHeld:
                 if time.monotonic() > until:
                     raise
                 time.sleep(1)
-        yield _context(root, Runs(root), name, cluster)
+        context = _context(root, runs, name, cluster)
+        context.tracker.lost = lambda: runs.lost(name)
+        yield context
 
 
 @contextmanager

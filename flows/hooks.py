@@ -9,13 +9,16 @@ run that the server alone ends (an automation) has no hook; its witness and the 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
-from prefect import Flow
+from prefect import Flow, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.objects import State as PrefectState
+from prefect.settings import PREFECT_API_URL
 
 from flows.parameters import RootParameters
+from flows.temporary import is_temporary
 from tasks.run_settler import RunSettler
 from tasks.runs import State
 from tasks.study_settler import StudySettler
@@ -34,8 +37,8 @@ def on_crashed(flow: Flow[Any, Any], flow_run: FlowRun, state: PrefectState) -> 
 
 
 def on_failure(flow: Flow[Any, Any], flow_run: FlowRun, state: PrefectState) -> None:
-    """It raised."""
-    _settle(flow_run, "failed")
+    """It raised, maybe only because Prefect was slow when all was done: then that is mended there too."""
+    _settle(flow_run, "failed", get_client if PREFECT_API_URL.value() and not is_temporary() else None)
 
 
 HOOKS: dict[str, Any] = {"on_cancellation": [on_cancellation], "on_crashed": [on_crashed], "on_failure": [on_failure]}
@@ -51,14 +54,15 @@ def ending(error: BaseException) -> State:
     return "cancelled" if get_intent() == "cancel" else "interrupted"
 
 
-def _settle(flow_run: FlowRun, state: State) -> None:
+def _settle(flow_run: FlowRun, state: State, opened: Any = None) -> None:
     try:
         config = (flow_run.parameters or {}).get("config") or {}
         named = config.get("root", "") if isinstance(config, dict) else config.root
         root = RootParameters(root=named).root_at
-        for settler in (RunSettler(root, None), StudySettler(root, None)):
-            if name := settler.of_flow_run(flow_run):
-                settler.settle(name, state)
-                return
+        with opened(sync_client=True) if opened else nullcontext() as client:
+            for settler in (RunSettler(root, client), StudySettler(root, client)):
+                if name := settler.of_flow_run(flow_run):
+                    settler.settle(name, state)
+                    return
     except Exception:
         log.warning("the end of flow run %s could not be recorded; `reconcile` will", flow_run.name, exc_info=True)

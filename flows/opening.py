@@ -15,6 +15,7 @@ import httpx
 from prefect import get_client
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
+from rich.markup import escape
 
 from flows.claim import claimed
 from flows.hooks import ending
@@ -25,7 +26,9 @@ from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.artifact import flatten
+from storage.holder import LeaseLost
 from storage.remote_store import open_store
+from storage.secrets import split_login
 from tasks import pages
 from tasks.catch_up import catch_up, watch
 from tasks.console import current_console
@@ -39,6 +42,9 @@ from tasks.result_pages import run_done
 from tasks.runs import RunRecord, Runs, State, now
 from tasks.step import Context
 from tasks.tracking import Tracker
+
+PATIENCE_S = 60.0
+"""As long as a run that is done waits for an MLflow that went away, to show it whole; `reconcile` looks by the hour."""
 
 
 def chosen_recipe(config: PipelineParameters) -> Recipe:
@@ -75,7 +81,9 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     store.clear_staging()
     with claimed(config, recipe, runs, console) as (record, fence):
         tracker = Tracker(root, recipe.name)
+        tracker.lost = lambda: runs.lost(record.name)
         context = Context(recipe, config.cluster, store, runs, record, tracker, console, steps, fence=fence)
+        context.restart_damaged = config.restart_damaged
         with _closing(context):
             watch(context)
             _introduce(context, make_plan(recipe, *found))
@@ -102,7 +110,7 @@ def _introduce(context: Context, plan: Plan) -> None:
 
 
 def _link(context: Context, plan: str) -> None:
-    record, url = context.record, "" if is_temporary() else flow_run.ui_url or ""
+    record, url = context.record, "" if is_temporary() else split_login(flow_run.ui_url or "")[0]
     context.tracker.set_tags(record.mlflow_run, {"prefect.url": url, "mlflow.note.content": _note(record, url)})
     pages.markdown("plan", plan, f"Plan of {record.name}")
     if link := context.tracker.page(record.mlflow_run):
@@ -139,9 +147,15 @@ def _closing(context: Context) -> Iterator[None]:
 def _close(context: Context, state: State, status: str, error: str) -> None:
     record = context.record
     record.state, record.error, record.ended = state, error, now()
-    context.runs.save(record)
-    catch_up(context)
+    try:
+        context.runs.save(record)
+    except LeaseLost as lost:  # how the run goes on is for its new holder to say
+        context.console.say(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
+        return
     if record.mlflow_run:
         context.tracker.close(record.mlflow_run, status)
+    if context.tracker.stale and status == "FINISHED":  # one that was killed has no time left
+        context.tracker.wait_until_available(PATIENCE_S, context.console.say)
+    catch_up(context)
     run_done(context)
     run_ended(context)

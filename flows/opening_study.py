@@ -5,7 +5,6 @@ Everything that can refuse a study happens before its record is written. One pro
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ from uuid import UUID
 import httpx
 from prefect import get_client
 from prefect.runtime import flow_run
+from rich.markup import escape
 
-from flows.attempts import attempt_number
+from flows.attempts import attempt_number, end_flow_run, leave_to_a_live_one
 from flows.hooks import ending
 from flows.names import is_made_up
 from flows.study_parameters import StudyParameters
@@ -27,6 +27,8 @@ from llama3.recipe.load import resolved
 from llama3.scaling.checks import check_study
 from llama3.scaling.posed import ArmRun, Posed
 from storage.artifact import flatten
+from storage.holder import LeaseLost
+from storage.processes import processors
 from storage.root import Root
 from tasks import pages
 from tasks.console import Console, current_console
@@ -52,6 +54,8 @@ class StudyContext:
     tracker: Tracker
     console: Console
     began: float = field(default_factory=time.monotonic)
+    lost: bool = False
+    """Whether another process has taken the study over."""
 
     @property
     def root(self) -> Root:
@@ -62,7 +66,11 @@ class StudyContext:
         record, until = self.record, time.monotonic()
         record.state, record.error, record.ended = state, error, now()
         record.seconds, self.began = record.seconds + until - self.began, until
-        self.studies.save(record)
+        try:
+            self.studies.save(record)
+        except LeaseLost as lost:  # how the study goes on is for its new holder to say
+            self.lost = True
+            self.console.say(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
 
 
 @contextmanager
@@ -75,6 +83,8 @@ def open_study(config: StudyParameters, posed: Posed) -> Iterator[StudyContext]:
     plan = plan_study(root, posed, config.cluster, chosen=runs)
     check_hours(plan)
     studies, name = Studies(root), posed.study.name
+    if _patience(studies.known(name), console):
+        leave_to_a_live_one(root, f"{FOLDER}/{name}", console.say)
     with studies.alone(name, _patience(studies.known(name), console)):
         record = _recorded(config, posed, studies)
         context = StudyContext(config, posed, runs, studies, record, Tracker(root, name), console)
@@ -95,7 +105,7 @@ def _patience(known: StudyRecord | None, console: Console) -> Callable[[str], No
     """
     if known is None or not flow_run.id or known.prefect_run != str(flow_run.id):
         return None
-    return lambda holder: console.say(f"waiting for the attempt before, used by {holder}")
+    return lambda holder: console.say(f"waiting until the study is free: {holder} works on it")
 
 
 def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyRecord:
@@ -119,12 +129,14 @@ def _recorded(config: StudyParameters, posed: Posed, studies: Studies) -> StudyR
         record.verdict = known.verdict
     studies.ask(posed)
     studies.save(record)
+    if known and known.prefect_run not in ("", record.prefect_run):
+        end_flow_run(known.prefect_run, f"its process is gone; study {name} goes on in another flow run")
     return record
 
 
 def machine() -> str:
     """Return what this machine is, in words: `Linux x86_64, 2 cores`."""
-    return f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.system()} {platform.machine()}, {processors()} cores"
 
 
 def command(config: StudyParameters) -> str:
@@ -166,6 +178,6 @@ def _closing(context: StudyContext) -> Iterator[None]:
         context.ends(ending(raised), type(raised).__name__)
         raise
     finally:
-        if context.record.mlflow_run:
+        if context.record.mlflow_run and not context.lost:
             context.tracker.close(context.record.mlflow_run, status)
         pages.flush()

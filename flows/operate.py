@@ -2,7 +2,8 @@
 
 A server that PREFECT_API_URL or MLFLOW_TRACKING_URI names already is used instead of starting one. What is started
 binds to loopback unless somebody asks otherwise, and is a child of this process; Ctrl-C, SIGTERM or the death of any of
-them stops all. What this gives up: it is for one person on one machine (SQLite behind both servers).
+them stops all. The Prefect server asks for a password (flows/server.py); the link that is printed has it. What this
+gives up: it is for one person on one machine (SQLite behind both servers).
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from prefect import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.context import refresh_global_settings_context
+from prefect.settings import get_current_settings
 from rich.console import Console
 
-from flows.children import CHECKOUT, LOOPBACK, await_answer, child, prefect_command, worker_command
+from flows.children import CHECKOUT, LOOPBACK, await_answer, child, worker_command
+from flows.server import PASSWORD, server_command, server_variables, sign_in_link, write_access
 from flows.setup import HEARTBEAT_S, deploy, setup
 from storage.root import Root
+from tasks.mlflow_database import prepare_database
+from tasks.tracking_uri import chosen_uri
 
 FIRST = "reconcile/reconcile"
 """Deployment that is run once at the start: what died with the last server still shows Running there."""
@@ -40,7 +46,10 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK)
         raise ValueError(f"herd up: {CHECKOUT} has no prefect.yaml; run it from a checkout (make run installs one)")
     servers = Servers.found(prefect_port, mlflow_port, host)
     root.local.mkdir(parents=True, exist_ok=True)
+    chosen = get_current_settings().server.api.auth_string is not None
     environment = servers.environment(root)
+    os.environ.update(environment)
+    refresh_global_settings_context()  # this process is a client of the server, too
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as children:
         answering = [
@@ -50,12 +59,12 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK)
         for health, process in answering:
             await_answer(health, process)
         started = [process for _, process in answering]
-        for line in setup(root, servers.api):
+        for line in setup(root):
             console.print(f"[dim]{line}[/]")
         deploy(environment)
         started.append(children.enter_context(child("worker", worker_command(), root.local, environment)))
-        _run_first(servers.api)
-        _introduce(servers, root)
+        _run_first()
+        children.callback(_introduce(servers, root, environment, chosen).unlink, missing_ok=True)
         _wait(started)
 
 
@@ -73,7 +82,7 @@ class Servers:
     @classmethod
     def found(cls, prefect_port: int, mlflow_port: int, host: str) -> Servers:
         """Return the servers that the environment names, and free ports for the others. Raises ValueError."""
-        api, tracking = os.environ.get("PREFECT_API_URL", ""), os.environ.get("MLFLOW_TRACKING_URI", "")
+        api, tracking = os.environ.get("PREFECT_API_URL", ""), chosen_uri()
         for option, port, elsewhere in (
             ("--prefect-port", prefect_port, api),
             ("--mlflow-port", mlflow_port, tracking),
@@ -97,12 +106,14 @@ class Servers:
         if self.mlflow_port is not None:
             yield "mlflow", mlflow_command(root, self.mlflow_port, self.host), f"{self.mlflow}/health"
         if self.prefect_port is not None:
-            yield "prefect", prefect_command(self.prefect_port, self.host), f"{self.api}/health"
+            yield "prefect", server_command("--host", self.host, "--port", str(self.prefect_port)), f"{self.api}/health"
 
     def environment(self, root: Root) -> dict[str, str]:
-        """Return the environment of everything that is started."""
+        """Return the environment of everything that is started; it holds the password of a Prefect server of ours."""
+        names = (_reached(self.host), LOOPBACK, "localhost")
         return {
             **os.environ,
+            **(server_variables(root, self.prefect_port, *names) if self.prefect_port is not None else {}),
             "PREFECT_API_URL": self.api,
             "PREFECT_SERVER_UI_API_URL": self.api,
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
@@ -118,29 +129,44 @@ class Servers:
 
 def mlflow_command(root: Root, port: int, host: str = LOOPBACK) -> list[str]:
     """Return the command of an MLflow server over the root's database: 1 worker, no job runners (15 processes else)."""
+    prepare_database(root)  # a server that is killed while it makes the tables would leave half of them
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     names = [] if host == LOOPBACK else ["--allowed-hosts", f"{_reached(host)}:*,localhost:*,{LOOPBACK}:*"]
     store = ["--backend-store-uri", f"sqlite:///{root.local}/mlflow.db"]
     return [*command, *names, *store, "--artifacts-destination", f"{root.uri}/mlflow-artifacts"]
 
 
-def _run_first(api: str) -> None:
-    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+def _run_first() -> None:
+    with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(FIRST)
         client.create_flow_run_from_deployment(deployment.id)
 
 
-def _introduce(servers: Servers, root: Root) -> None:
-    console.print(f"Prefect  {servers.prefect}/v2/deployments")
+def _introduce(servers: Servers, root: Root, environment: dict[str, str], chosen: bool) -> Path:
+    """Print where everything is; return the file that tells it to another shell.
+
+    The link with the password is for a terminal, not for a log, and not if the user has `chosen` the password.
+    """
+    ours = servers.prefect_port is not None
+    shell = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "HERD_ROOT", *([PASSWORD] if ours else []))
+    access = write_access(root, servers.prefect, {name: environment[name] for name in shell})
+    pages = f"{servers.prefect}/v2/deployments"
+    if ours and console.is_terminal and not chosen:
+        pages = sign_in_link(servers.prefect, environment[PASSWORD])
+    elif ours:
+        pages += f"  (it asks for a password; a link with it is in {access})"
+    console.print(f"Prefect  {pages}", markup=False)
     console.print(f"MLflow   {servers.mlflow}/#/experiments?workflowType=machine_learning")
-    console.print(f"logs     {root.local / 'logs'}")
+    console.print(f"shell    source {access}", markup=False)
+    console.print(f"logs     {root.local / 'logs'}", markup=False)
     if servers.host != LOOPBACK:
         console.print(
-            f"[yellow]warning[/]  the servers listen on {servers.host}: whoever reaches them can run code and read "
-            "everything here. Put a reverse proxy with a login before them, or set PREFECT_SERVER_API_AUTH_STRING and "
-            "PREFECT_API_AUTH_STRING (both user:password) and start MLflow yourself with --app-name basic-auth"
+            f"[yellow]warning[/]  the servers listen on {servers.host} without TLS, and MLflow without a password: "
+            "whoever reaches it can read and change everything there. Put a reverse proxy with TLS and a login before "
+            "them, or start MLflow yourself with --app-name basic-auth"
         )
     console.print("Ctrl-C stops what was started here")
+    return access
 
 
 def _check_free(option: str, port: int, host: str) -> None:

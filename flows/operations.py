@@ -1,4 +1,4 @@
-"""Commands for those who look after runs: `herd up | setup | status | compare | republish | retention`."""
+"""Commands for those who look after runs: `herd up | setup | status | compare | republish | retention | verify`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import webbrowser
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, mistakes, out
@@ -17,7 +18,7 @@ RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 
 def add_operations(app: typer.Typer) -> None:
     """Give `app` the commands of this file."""
-    for command in (up, setup, status, compare, republish, retention):
+    for command in (up, setup, status, compare, republish, retention, verify):
         app.command()(command)
 
 
@@ -105,3 +106,28 @@ def retention(
 
     with mistakes():
         out.print(clean_up(Root.of(root), keep_runs, older_than, not delete, TerminalConsole()))
+
+
+def verify(
+    run: Annotated[str, typer.Argument(help="A run: what it stands on; none: everything under the root.")] = "",
+    root: RootOption = DEFAULT_ROOT,
+    set_aside: Annotated[bool, typer.Option("--set-aside", help="Move what is damaged out of sight.")] = False,
+    sign: Annotated[bool, typer.Option("--sign", help="Sign what is not signed, with HERD_SIGNING_KEY.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Read artifacts, checkpoints, records and promotion logs and compare them with what was committed.
+
+    Exit status 1: something is damaged. The next run makes again what was set aside.
+    """
+    from tasks.integrity import verify as read_all
+
+    with mistakes():
+        done = read_all(Root.of(root), run, set_aside, str if json else lambda text: out.print(escape(text)), sign)
+        if json:
+            print(done.model_dump_json(indent=1))
+        else:
+            out.print(escape(str(done)))
+            if done.damaged and not set_aside:
+                out.print("--set-aside moves damaged artifacts away; a run that needs one does so itself")
+        if done.damaged:
+            raise typer.Exit(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -16,7 +17,7 @@ from prefect import get_run_logger
 from prefect.states import Completed, Failed
 
 from flows.attempts import TooManyCrashes
-from llama3.evaluate.gate import Decision
+from llama3.evaluate.gate import Decision, Unfinished
 from storage.holder import LeaseHeld
 from tasks.failures import StudyIncomplete, TrainingFailed
 from tasks.runs import RunRecord
@@ -32,8 +33,12 @@ class Outcome(NamedTuple):
     """One line for the Prefect UI."""
 
 
-MISTAKES = (ValueError, TrainingFailed, StudyIncomplete, LeaseHeld, TooManyCrashes)
+MISTAKES = (ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, TooManyCrashes)
 """What is told in words."""
+
+
+BEGUN = threading.Event()
+"""Set once a flow of this process has begun its work: what fails before that may be tried again."""
 
 
 def told(work: Callable[[], Outcome]) -> str:
@@ -41,6 +46,7 @@ def told(work: Callable[[], Outcome]) -> str:
 
     Prefect gives callers of the flow what the state holds, hence the type: the outcome's name, or the exception raised.
     """
+    BEGUN.set()
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_in_words)
     try:

@@ -18,17 +18,18 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from flows.change import RecipeChange
-from storage.root import Root
+from storage.root import DEFAULT, Root
 from tasks.cluster import Cluster
 from tasks.runs import StudyPart
 
-DEFAULT_ROOT = "herd-data"
+DEFAULT_ROOT = DEFAULT
 LATEST = "latest"
 NOTHING = "nothing: reuse what is there"
 PRETRAIN, EVALUATE = "pretrain", "evaluate"
 """Words for the first (or last) training stage and evaluation of a recipe, whatever they are called there."""
 STEPS = ("collect", "annotate", "curate", "tokenizer", "tokenise", PRETRAIN, EVALUATE, "promote")
 RECIPES = Path(__file__).parent.parent / "recipes"
+RESTART = "Train a stage again from its start if all of its checkpoints are damaged; else the run stops and names them."
 Schema = dict[str, Any]
 DRAWN = {
     "processes": "Processes",
@@ -128,11 +129,12 @@ class StageParameters(PlaceParameters):
         2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
     )
     new: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
+    restart_damaged: bool = field_at(5, "Restart damaged stages", False, RESTART)
 
     def settled(self, until: str = "") -> PipelineParameters:
         """Return what is to be run, with the form's section folded into the overrides."""
         overrides = [*self.change.overrides(), *self.overrides]
-        plain = {"recipe": self.recipe, "new": self.new, "root": self.root, "cluster": self.cluster}
+        plain = {name: getattr(self, name) for name in ("recipe", "new", "restart_damaged", "root", "cluster")}
         return PipelineParameters(**plain, overrides=overrides, until=until)
 
 
@@ -173,6 +175,7 @@ class RerunParameters(PlaceParameters):
     change: RecipeChange = field_at(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
     overrides: list[str] = field_at(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
     until: str = field_at(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
+    restart_damaged: bool = field_at(6, "Restart damaged stages", False, RESTART)
 
     def settled(self, run: str) -> PipelineParameters:
         """Return what is to be run: `run` once more. Raises ValueError if two steps are named to redo from."""
@@ -184,6 +187,7 @@ class RerunParameters(PlaceParameters):
             from_step=named or self.stage.strip(),
             overrides=[*self.change.overrides(), *self.overrides],
             until=self.until.strip(),
+            restart_damaged=self.restart_damaged,
             root=self.root,
             cluster=self.cluster,
         )

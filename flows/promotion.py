@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from flows.parameters import DEFAULT_ROOT
-from flows.terminal import RootOption, mistakes, out
+from flows.terminal import RootOption, exit_as_judged, mistakes, out, patiently
 from storage.root import Root
 
 ByOption = Annotated[str, typer.Option(help="Who decides; default: you.", show_default=False)]
@@ -40,13 +40,14 @@ def promote(
     with mistakes():
         place = Root.of(root)
         quiet_prefect()
-        ready = start_temporary_server(place.local)
+        ready = start_temporary_server(place)
         from flows.checkpoint import promote as judge
         from flows.parameters import PromotionParameters
 
         said = {"by": by or getpass.getuser(), "comment": comment, "override": override}
         ready()
-        judge(PromotionParameters(checkpoint=model, root=root, **said))
+        asked = PromotionParameters(checkpoint=model, root=root, **said)
+        exit_as_judged(place, patiently(lambda: judge(asked)))
 
 
 def approve(

@@ -7,6 +7,7 @@ from prefect.artifacts import create_table_artifact
 
 from flows.parameters import RootParameters
 from flows.resume import resume_all
+from flows.waiting import thin_out
 from tasks.reconcile import reconcile as settle_all
 from tasks.settler import GRACE_S, Settled
 
@@ -19,7 +20,8 @@ def reconcile(
 ) -> list[dict[str, str]]:
     """Settle the runs that say running though nobody works on them, and clear what killed processes left.
 
-    Crashed training runs that the automation has overlooked are started again.
+    Crashed training runs that the automation has overlooked are started again, and of each schedule's runs that wait
+    for room one is left.
 
     Args:
         config: Where the runs are.
@@ -30,6 +32,8 @@ def reconcile(
         found = [line._asdict() for line in settle_all(config.root_at, client, full, grace_s)]
         for again in resume_all(client, grace_s):
             found.append(Settled(again.name, "Prefect", "Crashed", "AwaitingRetry")._asdict())
+        for late in thin_out(client):
+            found.append(Settled(late.name, "Prefect", "Late", "Cancelled")._asdict())
     for line in found:
         get_run_logger().info("%(run)s: %(where)s said %(before)s, now %(after)s", line)
     create_table_artifact(

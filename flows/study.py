@@ -10,10 +10,11 @@ from rich.markup import escape
 
 from flows.parameters import DEFAULT_ROOT
 from flows.study_parameters import StudyParameters
-from flows.terminal import RootOption, mistakes, out
+from flows.terminal import RootOption, mistakes, out, patiently
 from llama3.scaling.checks import check_study
 from storage.root import Root
 from tasks.cluster import Cluster, load_cluster
+from tasks.words import command
 
 study = typer.Typer(
     help="Experiments that choose the recipe: several runs, one question, one verdict.", no_args_is_help=True
@@ -94,19 +95,19 @@ def _run(config: StudyParameters) -> None:
 
     out.print("[dim]starting Prefect[/]")
     quiet_prefect()
-    ready = start_temporary_server(config.root_at.local)
+    ready = start_temporary_server(config.root_at)
     from flows.experiment import study as experiment
     from tasks.studies import PAGE, Studies
     from tasks.tracking_uri import preload
 
     preload()  # while the server starts
     ready()
-    name = experiment(config)
+    name = patiently(lambda: experiment(config))
     studies = Studies(config.root_at)
     record = studies.find(name)
     out.print(f"  report    {studies.place(name) / PAGE}")
     if record.verdict and record.verdict.change:
-        out.print(f"next:\n  herd study apply {name}")
+        out.print(f"next:\n  {escape(command(config.root_at, 'study', 'apply', name))}")
 
 
 @study.command()

@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
-from flows.children import await_answer, child
-from storage.processes import free_port
+from flows.children import LOOPBACK, await_answer, child
+from flows.server import PASSWORD, server_command, server_variables
+from storage.root import Root
 
 STOP_S = 5
 NAME = "HERD_TEMPORARY_SERVER"
 """Variable with its address."""
 
 
-def start_temporary_server(root: Path) -> Callable[[], None]:
-    """Start a server that logs below `root`, unless Prefect knows one; return what waits until it answers."""
+def start_temporary_server(root: Root) -> Callable[[], None]:
+    """Start a server for the runs of `root`, unless Prefect knows one; return what waits until it answers."""
     from prefect.context import refresh_global_settings_context
     from prefect.settings import PREFECT_API_URL, get_current_settings
 
     if PREFECT_API_URL.value():
         return lambda: None
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
+    bound = socket.socket()  # handed to the server: a free port could be another process's before the server binds it
+    bound.bind((LOOPBACK, 0))
+    port = bound.getsockname()[1]
+    url = f"http://{LOOPBACK}:{port}/api"
     known = get_current_settings().to_environment_variables(exclude_unset=True)
     running = ExitStack()
-    process = running.enter_context(child("prefect", _command(port), root, {**known, **_environment()}, STOP_S))
+    guarded = server_variables(root, port, LOOPBACK)
+    environment = {**known, **_environment(), **guarded}
+    command = server_command("--fd", str(bound.fileno()))
+    process = running.enter_context(child("prefect", command, root.local, environment, STOP_S, (bound.fileno(),)))
+    bound.close()
     atexit.register(running.close)  # before any handler of Prefect: last in, first out, and those still send events
     os.environ["PREFECT_API_URL"] = os.environ[NAME] = url
+    os.environ[PASSWORD] = guarded[PASSWORD]
     refresh_global_settings_context()
     return lambda: await_answer(f"{url}/health", process)
 
@@ -54,11 +61,6 @@ def quiet_prefect() -> None:
 def is_temporary() -> bool:
     """Return whether Prefect's server ends with this process: nobody can open its pages, now or later."""
     return NAME in os.environ
-
-
-def _command(port: int) -> list[str]:
-    words = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-    return [sys.executable, *words, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
 
 
 def _environment() -> dict[str, str]:

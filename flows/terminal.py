@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
 from flows.children import NoServer
-from storage.holder import LeaseHeld
-from tasks.failures import StudyIncomplete, TrainingFailed
+from flows.server import ACCESS
+from llama3.evaluate.gate import Unfinished
+from storage.holder import LeaseHeld, LeaseLost
+from storage.manifest import DamagedArtifact
+from storage.root import Root
+from tasks.failures import HeldBack, StudyIncomplete, TrainingFailed
 
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder or s3://bucket/prefix for artifacts and runs.")
 ]
+FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
+"""Exit statuses but 0: it did not come to its end, what was asked for is wrong, the gate refused the model, Ctrl-C."""
+BUSY = (408, 429, 502, 503)
+"""Answers of a server that may give another in a moment."""
+PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
+T = TypeVar("T")
 out = RichConsole(highlight=False, soft_wrap=True)
 problems = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
@@ -29,28 +40,79 @@ def mistakes() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         problems.print("[yellow]stopped[/]; the same command continues where it stopped")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     except _server_gone() as error:
-        problems.print(f"[red]error[/]  the Prefect server went away ({escape(str(error))})")
-        problems.print("nothing is lost; the same command continues where it stopped")
-        raise typer.Exit(1) from None
-    except (ValueError, TrainingFailed, StudyIncomplete, LeaseHeld) as error:
+        raise typer.Exit(_tell_of_server(error)) from None
+    except (ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, LeaseLost, NoServer) as error:
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
-        raise typer.Exit(2) from None
-    except NoServer as error:
-        problems.print(f"[red]error[/]  {escape(str(error))}")
-        raise typer.Exit(1) from None
+        usage = isinstance(error, ValueError) and not isinstance(error, DamagedArtifact)
+        raise typer.Exit(REFUSED if isinstance(error, HeldBack) else USAGE if usage else FAILED) from None
+    except RuntimeError as error:
+        if not _of_server(error):
+            raise
+        raise typer.Exit(_tell_of_server(error)) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
         problems.print("free some and give the same command again; nothing is lost")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
 
 
-def _server_gone() -> type[Exception]:
+def _line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def exit_as_judged(root: Root, run: str) -> None:
+    """Leave with the status that says that the gate refused the model of `run`, if it did."""
+    from tasks.promotions import REFUSED as verdict
+    from tasks.runs import Runs
+
+    if Runs(root).find(run).verdict == verdict:
+        raise typer.Exit(REFUSED)
+
+
+def _server_gone() -> tuple[type[Exception], ...]:
     """Return what Prefect's client raises then; asked only when something went wrong: the import takes 70 ms."""
-    from httpx import TransportError
+    from httpx import HTTPStatusError, TransportError
 
-    return TransportError
+    return TransportError, HTTPStatusError
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Return what the flow `call` returns; call it again while Prefect's server has too much to do to let it begin."""
+    from httpx import HTTPStatusError
+
+    from flows.outcome import BEGUN
+
+    for pause_s in PAUSES_S:
+        try:
+            return call()
+        except (HTTPStatusError, RuntimeError) as error:
+            cause = error.__cause__ if _of_server(error) else error
+            if BEGUN.is_set() or not isinstance(cause, HTTPStatusError) or cause.response.status_code not in BUSY:
+                raise
+            problems.print(f"[yellow]Prefect is busy ({cause.response.status_code})[/]; again in {pause_s:g} s")
+            time.sleep(pause_s)
+    return call()
+
+
+def _of_server(error: Exception) -> bool:
+    """Return whether this is what Prefect makes of any failure of its first question to a server."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Failed to reach API at")
+
+
+def _tell_of_server(error: Exception) -> int:
+    """Say what is wrong with Prefect's server; return the exit status."""
+    from httpx import HTTPStatusError
+
+    cause = error.__cause__ if _of_server(error) else error
+    if isinstance(cause, HTTPStatusError) and cause.response.status_code == 401:
+        where = escape(cause.request.url.netloc.decode())
+        problems.print(f"[red]error[/]  PREFECT_API_AUTH_STRING: the Prefect server at {where} takes another password")
+        problems.print(f"one of `herd up` has it in {ACCESS} of its root's folder; source that file")
+        return USAGE
+    problems.print(f"[red]error[/]  the Prefect server does not answer as it should ({escape(_line(error))})")
+    problems.print("nothing is lost; the same command continues where it stopped")
+    return FAILED

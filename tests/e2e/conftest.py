@@ -23,7 +23,7 @@ import psutil
 import pytest
 import yaml
 
-from flows.children import await_answer, child, prefect_command
+from flows.children import CHECKOUT, await_answer, child, prefect_command
 from llama3.data.sources import open_source
 from llama3.recipe.load import load_recipe
 from storage.processes import die_with_parent, free_port
@@ -51,6 +51,8 @@ class Herd:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     """More environment: an object store's address, its root."""
+    folder: Path = Path()
+    """Where commands are given."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,6 +62,7 @@ class Herd:
             "HERD_ROOT": str(self.root),
             "COLUMNS": "200",
             "HERD_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ["PYTHONPATH"]]),
             **self.variables,
         }
 
@@ -67,7 +70,8 @@ class Herd:
         """Start `herd words...` in a process group of its own."""
         api = {"PREFECT_API_URL": self.api} if server else {}
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *words],
+            [sys.executable, "-P", "-m", "flows.cli", *words],
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

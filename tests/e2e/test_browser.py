@@ -7,20 +7,25 @@ browser notices. Screenshots are kept in HERD_SCREENSHOTS, or the test's folder.
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import FlowRun
 
 import tasks.compare
+from flows.server import ACCESS, PASSWORD
 from storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.up import QUESTION, Up, await_true, running_up
@@ -99,11 +104,91 @@ def pages(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     folder = Path(os.environ.get("HERD_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
     folder.mkdir(parents=True, exist_ok=True)
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        resolved = "--host-resolver-rules=MAP evil.example 127.0.0.1"  # a name that its owner has lead to this machine
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", resolved])
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.set_default_timeout(SLOW_MS)
+        page.goto(up.sign_in)
+        page.wait_for_url("**/v2/deployments**")
         yield Pages(page, folder, f"http://127.0.0.1:{up.ports[0]}")
         browser.close()
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """Another site: a page, and nobody asks what its scripts do."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<p>another site")
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """The address of another site."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://evil.example:{server.server_port}/"
+        server.shutdown()
+
+
+ATTACK = """
+async ([address, method, headers, mode]) => {
+    try {
+        const answer = await fetch(address, {method, headers, mode, body: method == "GET" ? undefined : "{}"});
+        return `${answer.type} ${answer.status}`;
+    } catch (error) { return error.message; }
+}
+"""
+
+
+def test_a_page_of_another_site_neither_reads_nor_starts_anything(up: Up, pages: Pages, elsewhere: str) -> None:
+    """A flow run of a worker is a command of the user. Also with a name that leads to this machine (DNS rebinding)."""
+    wanted = up.client.read_deployment_by_name("retention/retention")
+    start, health = f"deployments/{wanted.id}/create_flow_run", "health"
+    before = len(up.client.read_flow_runs())
+    plain, typed = {"content-type": "text/plain"}, {"content-type": "application/json"}
+    context = pages.page.context.browser.new_context()  # a user who did not sign in
+    page = context.new_page()
+
+    def attack(server: str, path: str, method: str, headers: dict[str, str], mode: str = "cors") -> str:
+        return str(page.evaluate(ATTACK, [f"{server}/api/{path}", method, headers, mode]))
+
+    page.goto(elsewhere)
+    for name in ("127.0.0.1", "localhost", "evil.example"):
+        server = f"http://{name}:{up.ports[0]}"
+        assert attack(server, health, "GET", {}) == "Failed to fetch"
+        assert attack(server, start, "POST", typed) == "Failed to fetch"
+        attack(server, start, "POST", plain, "no-cors")  # this one is sent without a question; its answer is hidden
+    page.goto(f"http://evil.example:{up.ports[0]}/v2/deployments")
+    assert "Invalid host header" in page.inner_text("body")
+    assert attack("", health, "GET", {}) == "basic 400"  # the same origin, for the browser
+    assert attack("", start, "POST", typed) == "basic 400"
+    page.goto(f"http://127.0.0.1:{up.ports[0]}/sign-in")  # its own page, without the password
+    page.wait_for_url("**/v2/**")
+    assert attack("", health, "GET", {}) == "basic 200"
+    assert attack("", start, "POST", typed) == "basic 403"
+    assert attack("", "admin/version", "GET", {}) == "basic 401"
+    context.close()
+    assert len(up.client.read_flow_runs()) == before
+    assert up.start("retention/retention").deployment_id == wanted.id
+
+
+def test_a_foreign_name_is_refused_also_with_the_password(up: Up) -> None:
+    key = {"Authorization": f"Basic {base64.b64encode(up.password.encode()).decode()}"}
+    for name, status in (
+        ("127.0.0.1", 200),
+        ("localhost", 200),
+        ("evil.example", 400),
+        ("127.0.0.1.evil.example", 400),
+    ):
+        answer = httpx.get(f"{up.herd.api}/admin/version", headers={**key, "Host": f"{name}:{up.ports[0]}"})
+        assert answer.status_code == status, name
+    assert httpx.get(f"{up.herd.api}/admin/version").status_code == 401
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +307,12 @@ def test_mlflow_draws_the_prepared_comparison(
     )
     pages.wait_for("tiny-2", 60)
     pages.keep("mlflow-run")
+
+
+def test_the_password_is_in_one_private_file_and_on_no_command_line(up: Up, sent: FlowRun) -> None:
+    secret = up.password.partition(":")[2]
+    files = [path for folder in (up.herd.root, up.herd.home) for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in files if secret.encode() in path.read_bytes()] == [up.herd.root / ACCESS]
+    assert (up.herd.root / ACCESS).stat().st_mode & 0o777 == 0o600
+    assert not any(secret in word for process in up.below() for word in process.cmdline())
+    assert PASSWORD in up.below()[0].environ()

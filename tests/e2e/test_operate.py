@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
+from prefect.settings import (
+    PREFECT_SERVER_API_AUTH_STRING,
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    temporary_settings,
+)
 
 from flows.operate import Servers, mlflow_command
+from flows.server import DATABASE, server_variables, write_access
 from storage.processes import free_port
 from storage.root import Root
 from tests.e2e.conftest import NewHerd
@@ -60,3 +68,39 @@ def test_the_environment_of_what_is_started_names_the_root_and_a_fast_heartbeat(
     assert environment["HERD_ROOT"] == str(tmp_path)
     assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert set(os.environ) <= set(environment)
+
+
+def test_a_server_has_a_new_password_at_each_start_and_a_database_for_each_root(tmp_path: Path) -> None:
+    stores = [Root.of(f"s3://bucket/{name}", scratch=str(tmp_path)) for name in ("herd", "other")]
+    first, again, remote, beside = (
+        Servers.found(free_port(), free_port(), "127.0.0.1").environment(root)
+        for root in (Root.of(tmp_path), Root.of(tmp_path), *stores)
+    )
+    assert first["PREFECT_API_AUTH_STRING"] == first["PREFECT_SERVER_API_AUTH_STRING"]
+    assert len(first["PREFECT_API_AUTH_STRING"]) > 40
+    assert first["PREFECT_API_AUTH_STRING"] != again["PREFECT_API_AUTH_STRING"]
+    assert first[DATABASE] == again[DATABASE] == f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
+    assert len({first[DATABASE], remote[DATABASE], beside[DATABASE]}) == 3
+
+
+def test_what_the_user_chose_of_a_server_stays(tmp_path: Path) -> None:
+    chosen = {
+        PREFECT_SERVER_API_AUTH_STRING: "me:mine",
+        PREFECT_SERVER_DATABASE_CONNECTION_URL: "sqlite+aiosqlite:////srv/prefect.db",
+        PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "https://prefect.example.org",
+    }
+    with temporary_settings(chosen):
+        variables = server_variables(Root.of(tmp_path), 4200, "127.0.0.1")
+    assert (variables["PREFECT_API_AUTH_STRING"], DATABASE in variables) == ("me:mine", False)
+    assert variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "https://prefect.example.org"
+
+
+@pytest.mark.parametrize("password", [{}, {"PREFECT_API_AUTH_STRING": "herd:it's secret"}])
+def test_another_shell_learns_the_servers_from_a_file_of_its_owner(tmp_path: Path, password: dict[str, str]) -> None:
+    variables = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "HERD_ROOT": str(tmp_path), **password}
+    (tmp_path / "prefect.env").touch(0o644)
+    file = write_access(Root.of(tmp_path), "http://127.0.0.1:4200", variables)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert ("/sign-in#" in file.read_text()) == bool(password)
+    printed = subprocess.run(["bash", "-c", f"source {file}; env"], env={}, capture_output=True, text=True).stdout
+    assert {f"{name}={value}" for name, value in variables.items()} <= set(printed.splitlines())

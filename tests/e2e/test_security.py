@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
 import yaml
+from mlflow.tracking._tracking_service.utils import get_default_host_creds
 
+from flows.operate import Servers
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe
+from storage.processes import fix_import_path
 from storage.remote_store import open_store
 from storage.root import Root
-from storage.secrets import holds_secret
+from storage.s3 import options
+from storage.secrets import LOGINS, holds_secret
 from tasks.alerts import read_alerts
 from tasks.runs import Runs
+from tasks.tracking_uri import server_uri, tracking_uri
 from tests.e2e.conftest import TINY, NewHerd
+from tests.tasks.mlflow_server import mlflow_server
 
 CANARY = "canary7Qz"
 SECRETS = {
@@ -52,18 +61,71 @@ def parameters_in(database: Path) -> str:
         return "".join(str(rows.execute(f"select * from {table}").fetchall()) for table in tables)
 
 
-@pytest.mark.slow
-def test_a_run_writes_no_secret_of_its_environment_anywhere(new_herd: NewHerd, tmp_path: Path) -> None:
-    """The whole chain with a temporary Prefect server of its own, so that its database can be searched too."""
-    made = new_herd(tmp_path / "root")
-    made.home = tmp_path / "home"
-    made.variables = SECRETS
-    printed = made("run", made.recipe, server=False)
-    printed += made("status", "tiny-1", server=False)
+@dataclass
+class Surrounded:
+    """A whole chain with secrets in its environment and files of other people in its current folder."""
+
+    folder: Path
+    """Everything that it wrote is below; its temporary Prefect server has a database there, which can be searched."""
+    printed: str
+    mlflow: str
+    strange: Path
+    """Names of the modules that were imported from the current folder."""
+
+
+STRANGE = """
+import os, sys
+with open({log!r}, "a") as log:
+    log.write(f"{{os.getpid()}} {{__name__}} {{sys.argv}}\\n")
+raise SystemExit("a module of the current folder")
+"""
+
+
+@pytest.fixture(scope="module")
+def surrounded(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> Surrounded:
+    folder, outside = tmp_path_factory.mktemp("surrounded"), tmp_path_factory.mktemp("outside")
+    log = outside / "imported"
+    log.touch()
+    (outside / "cwd").mkdir()
+    for name in ("storage", "tasks", "flows", "llama3", "deploy", "torch", "prefect", "mlflow", "json", "random"):
+        (outside / "cwd" / f"{name}.py").write_text(STRANGE.format(log=str(log)))
+    made = new_herd(folder / "root")
+    made.home, made.folder = folder / "home", outside / "cwd"
+    with mlflow_server(folder / "mlflow") as server:
+        address = server.uri.replace("//", f"//herd:{CANARY}-address@")
+        made.variables = {**SECRETS, "MLFLOW_TRACKING_URI": address, "PREFECT_UI_URL": address}
+        printed = made("run", made.recipe, server=False)
+        printed += made("status", "tiny-1", server=False)
     assert "promoted" in printed
-    assert CANARY not in printed
-    assert "pipeline" in parameters_in(tmp_path / "home" / "prefect.db")  # that is where its rows are
-    assert leaks(tmp_path) == []
+    return Surrounded(folder, printed, server.uri, log)
+
+
+@pytest.mark.slow
+def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surrounded) -> None:
+    assert f"{surrounded.mlflow}/#/experiments/" in surrounded.printed
+    assert f"{surrounded.mlflow}/runs/flow-run/" in surrounded.printed
+    assert CANARY not in surrounded.printed
+    database = surrounded.folder / "home" / "prefect.db"
+    assert "pipeline" in parameters_in(database)  # that is where its rows are
+    assert surrounded.mlflow in parameters_in(database)
+    assert leaks(surrounded.folder) == []
+
+
+@pytest.mark.slow
+def test_no_process_of_a_run_imports_from_the_current_folder(surrounded: Surrounded) -> None:
+    """Agents, ranks, the witness, the check that serves a model, evaluators: `python -m` looks there first."""
+    assert surrounded.strange.read_text() == ""
+
+
+def test_an_empty_entry_of_the_import_path_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "storage.py").write_text("raise SystemExit('a module of the current folder')")
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path / 'mine'}{os.pathsep}")
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    command = [sys.executable, "-m", "storage.processes"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+    fix_import_path()
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.slow
@@ -94,6 +156,31 @@ def test_addresses_with_a_password_or_signature_are_known(address: str) -> None:
     with pytest.raises(RecipeError) as refused:
         parse_recipe(data, "tiny")
     assert "tiny.sources.math.0.uri" in str(refused.value)
+    assert CANARY not in str(refused.value)
+
+
+def test_a_login_in_the_address_of_a_server_moves_to_the_variables_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in {variable for variables in LOGINS.values() for variable in variables}:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"https://me%40lab:{CANARY}%2F@mlflow.lab:5000/base")
+    monkeypatch.setenv("PREFECT_API_URL", f"https://me:{CANARY}@prefect.lab/api")
+    assert tracking_uri(Root.of(tmp_path)) == server_uri() == "https://mlflow.lab:5000/base"
+    login = get_default_host_creds(server_uri())
+    assert (login.username, login.password) == ("me@lab", f"{CANARY}/")
+    assert os.environ["PREFECT_API_URL"] == "https://prefect.lab/api"
+    assert os.environ["PREFECT_API_AUTH_STRING"] == f"me:{CANARY}"
+    assert Servers.found(1, 1, "127.0.0.1").mlflow == "https://mlflow.lab:5000/base"
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL"])
+def test_a_password_in_an_address_that_has_no_variable_for_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, f"postgresql://herd:{CANARY}@db.lab/mlflow")
+    with pytest.raises(ValueError, match=f"{name}: the address holds a password") as refused:
+        tracking_uri(Root.of(tmp_path)) if name.startswith("MLFLOW") else options()
     assert CANARY not in str(refused.value)
 
 

@@ -178,7 +178,7 @@ def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> 
     arms = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
     text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], arms: {arms}}}"
     study = write_study(tmp_path, asked.recipe, text, "partly")
-    printed = asked("study", "run", str(study), status=2)
+    printed = asked("study", "run", str(study), status=1)
     assert "tokens.max_epochs" in printed
     assert "1 of 3 runs did not finish: broken 1" in printed
     assert Studies(Root.of(asked.root)).find("partly").state == "failed"
@@ -196,7 +196,7 @@ def test_a_bad_study_is_told_in_lines(asked: Herd, tmp_path: Path) -> None:
 def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> None:
     with lease(Root.of(asked.root), "studies/warm", "somebody"):
         for words in (("report", "warm"), ("run", str(asked.root.parent / "warm.yaml"))):
-            printed = asked("study", *words, status=2)
+            printed = asked("study", *words, status=1)
             assert "study warm: another process works on it" in printed
             assert "Traceback" not in printed
 

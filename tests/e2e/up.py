@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +16,9 @@ from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from flows.server import ACCESS, PASSWORD
 from storage.processes import free_ports
 from storage.root import Root
 from tasks.runs import RunRecord, Runs
@@ -35,6 +38,9 @@ class Up:
     ports: tuple[int, int]
     herd: Herd
     client: SyncPrefectClient
+    password: str
+    sign_in: str
+    """Address that opens Prefect's pages."""
 
     @property
     def runs(self) -> Runs:
@@ -98,8 +104,14 @@ def running_up(herd: Herd) -> Iterator[Up]:
         assert f"http://127.0.0.1:{prefect}/v2/deployments" in printed
         assert f"http://127.0.0.1:{mlflow}/" in printed
         herd.api = f"http://127.0.0.1:{prefect}/api"
-        with temporary_settings({PREFECT_API_URL: herd.api}), get_client(sync_client=True) as client:
-            yield Up(process, (prefect, mlflow), herd, client)
+        access = (herd.root / ACCESS).read_text()
+        password = next(word for word in shlex.split(access) if word.startswith(f"{PASSWORD}=")).partition("=")[2]
+        assert password not in printed
+        (sign_in,) = re.findall(r"http\S+/sign-in#\S+", access)
+        herd.variables[PASSWORD] = password
+        known = {PREFECT_API_URL: herd.api, PREFECT_API_AUTH_STRING: password}
+        with temporary_settings(known), get_client(sync_client=True) as client:
+            yield Up(process, (prefect, mlflow), herd, client, password, sign_in)
     finally:
         process.terminate()
         try:

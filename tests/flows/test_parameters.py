@@ -21,11 +21,24 @@ from flows.rerun import rerun
 from flows.retention import retention
 from flows.stages import curate, pretrain, tokenise
 from flows.study_parameters import StudyParameters
+from flows.verify import verify
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
 from tasks.cluster import Cluster
 
-FLOWS: list[Flow[Any, Any]] = [pipeline, curate, tokenise, pretrain, rerun, evaluate, promote, report, retention, study]
+FLOWS: list[Flow[Any, Any]] = [
+    pipeline,
+    curate,
+    tokenise,
+    pretrain,
+    rerun,
+    evaluate,
+    promote,
+    report,
+    retention,
+    study,
+    verify,
+]
 QUICKSTART = Path("recipes/quickstart.yaml")
 
 
@@ -94,7 +107,7 @@ def test_the_form_of_a_rerun_reads_in_this_order_and_offers_the_steps() -> None:
     assert fields["change"]["$ref"] == "#/definitions/RecipeChange"
     assert schema_of(rerun)["definitions"]["RecipeChange"]["title"] == "Change the recipe"
     assert sorted(fields, key=lambda name: fields[name]["position"]) == [
-        "run", "from_step", "stage", "change", "overrides", "until", "root", "cluster"
+        "run", "from_step", "stage", "change", "overrides", "until", "restart_damaged", "root", "cluster"
     ]  # fmt: skip
     offered = fields["from_step"]["enum"]
     assert offered[0] == fields["from_step"]["default"] == NOTHING

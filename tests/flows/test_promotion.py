@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from flows.checkpoint import _refuse, _roll_back, promote
 from flows.cli import app
 from flows.parameters import PromotionParameters
+from flows.terminal import REFUSED as REFUSED_STATUS
+from flows.terminal import exit_as_judged, mistakes
+from llama3.evaluate.gate import Unfinished
 from llama3.recipe.schedule import Schedule
+from storage.holder import LeaseHeld
 from storage.processes import free_port
 from storage.root import Root
+from tasks.failures import HeldBack, TrainingFailed
 from tasks.promotion_log import read_log
-from tasks.promotions import REFUSED, ROLLED_BACK, WAITS
+from tasks.promotions import PROMOTED, REFUSED, ROLLED_BACK, WAITS
+from tasks.runs import Runs
 from tests.flows.test_parameters import form, refused
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, champions
@@ -69,3 +78,41 @@ def test_mistakes_are_told_in_a_line(root: Root) -> None:
         done = CliRunner().invoke(app, [*words, "--root", root.uri])
         assert done.exit_code == 2
         assert said in done.output
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 0),
+        (TrainingFailed("stage main: no new step"), 1),
+        (Unfinished("serving: killed"), 1),
+        (LeaseHeld("runs/tiny-1 is used by process 7"), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (ValueError("until: 'x' is not a step"), 2),
+        (HeldBack("stages.main.advance: does not pass"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_exit_status_says_how_it_ended(error: BaseException | None, status: int) -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def work() -> None:
+        with mistakes():
+            if error is not None:
+                raise error
+
+    assert CliRunner().invoke(command, []).exit_code == status
+
+
+@pytest.mark.parametrize(("verdict", "status"), [(PROMOTED, 0), (WAITS, 0), (REFUSED, 3), ("", 0)])
+def test_a_refused_model_is_no_success(root: Root, verdict: str, status: int) -> None:
+    run = TrackedRun(root).context.record
+    run.verdict = verdict
+    Runs(root).save(run)
+    left = 0
+    with contextlib.suppress(typer.Exit):
+        left = REFUSED_STATUS
+        exit_as_judged(root, run.name)
+        left = 0
+    assert left == status

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
-from prefect.states import Cancelled, Crashed, Running
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.attempts import RESUMED, was_resumed
 from flows.resume import AUTO_RESUME, FIRST_REPORT, resume, resume_all, resume_soon
 from flows.setup import crash_zombies, resume_crashed
+from llama3.recipe.load import load_recipe
+from storage.lease import lease
+from storage.root import Root
+from tasks.runs import Runs
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +103,48 @@ def test_where_the_automation_is_switched_off_nothing_is_resumed(client: SyncPre
         assert not list(resume_all(client, grace_s=0))
     finally:
         client.resume_automation(rule.id)
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+import flows.attempts
+import flows.claim
+from flows.parameters import PipelineParameters
+from llama3.recipe.load import load_recipe
+from storage.root import Root
+from tasks.console import TerminalConsole
+from tasks.runs import Runs
+flows.attempts.LEAVE_S = 1.0
+config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
+with flows.claim.claimed(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
+    print("works on", record.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("by_machine", [True, False])
+def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it(
+    client: SyncPrefectClient, tmp_path: Path, by_machine: bool
+) -> None:
+    """A late report of the first death begins another attempt beside the one that works; a Retry waits for its end."""
+    flow_run, root = crashed(client, "its process is gone"), Root.of(tmp_path)
+    client.set_flow_run_state(flow_run, AwaitingRetry(message=RESUMED if by_machine else "retried"), force=True)
+    record = Runs(root).begin(load_recipe(Path("recipes/quickstart.yaml")), "code")
+    record.prefect_run = str(flow_run)
+    Runs(root).save(record)
+    surroundings = {**os.environ, "PREFECT_API_URL": str(client.api_url), "PREFECT__FLOW_RUN_ID": str(flow_run)}
+    command = [sys.executable, "-c", CLAIM, str(tmp_path)]
+    with subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, text=True) as process:
+        with lease(root, f"runs/{record.name}", record.name):
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            if by_machine:
+                assert process.wait(120) == 0
+        said += process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    assert ("an earlier process of this flow run: this one leaves" in said) == by_machine
+    assert (f"works on {record.name}" in said) != by_machine
+    assert Runs(root).find(record.name).attempts == (1 if by_machine else 2)
 
 
 def test_no_event_is_taken_in_by_both_automations() -> None:

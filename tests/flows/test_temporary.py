@@ -6,23 +6,32 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.children import await_answer, child
+from flows.server import server_command
 from flows.temporary import is_temporary, start_temporary_server
+from storage.processes import free_port
+from storage.root import Root
 
 BEGIN = """
 import sys, time
 from pathlib import Path
 from flows.temporary import is_temporary, start_temporary_server
-start_temporary_server(Path(sys.argv[1]))()
-from prefect.settings import PREFECT_API_URL
+from storage.root import Root
+start_temporary_server(Root.of(sys.argv[1]))()
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 assert is_temporary()
-print(PREFECT_API_URL.value(), flush=True)
+print(PREFECT_API_URL.value(), PREFECT_API_AUTH_STRING.value(), flush=True)
 time.sleep(60)
 """
 
@@ -41,18 +50,72 @@ def answers(url: str) -> bool:
 
 def test_none_is_started_where_one_is_known(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        start_temporary_server(tmp_path)()
+        start_temporary_server(Root.of(tmp_path))()
     assert not is_temporary()
     assert not (tmp_path / "logs").exists()
 
 
+class Busy(BaseHTTPRequestHandler):
+    """Answers health checks, and to all else that it has too much to do."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.endswith("/health") else 503)
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+def test_a_busy_server_is_told_in_a_line_and_asked_again(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        program = "import flows.terminal as t; t.PAUSES_S = (0.1, 0.1); import flows.cli as c; c.main()"
+        words = ["run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=surroundings(tmp_path, PREFECT_API_URL=url),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        server.shutdown()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("Prefect is busy (503)") == 2
+    assert "the Prefect server does not answer as it should" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def status(api: str, path: str, password: str = "", **headers: str) -> int:
+    auth = tuple(password.split(":")) if password else None
+    return httpx.get(f"{api}/{path}", headers=headers, auth=auth, timeout=30).status_code
+
+
 @pytest.mark.slow
-def test_it_ends_with_a_killed_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BEGIN, str(tmp_path)]
-    with subprocess.Popen(command, env=surroundings(tmp_path), stdout=subprocess.PIPE, text=True) as process:
+def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BEGIN, str(tmp_path / "root")]
+    environment = surroundings(tmp_path, PREFECT_API_AUTH_STRING="of:another server", HOME=str(tmp_path))
+    del environment["PREFECT_HOME"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        health = f"{process.stdout.readline().strip()}/health"
+        api, password = process.stdout.readline().split()
+        health = f"{api}/health"
         assert answers(health)
+        assert status(api, "admin/version") == status(api, "admin/version", "of:another server") == 401
+        assert status(api, "admin/version", password) == 200
+        assert status(api, "admin/version", password, Host="evil.example") == 400
+        assert (
+            httpx.post(f"{api}/flows/filter", auth=tuple(password.split(":")), json={}).status_code == 403
+        )  # no token
+        asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+        assert httpx.options(f"{api}/flows/filter", headers=asked).status_code == 400
+        assert password not in str(psutil.Process(process.pid).children()[0].cmdline())
+        assert (tmp_path / "root" / "prefect.db").stat().st_size > 0
+        assert not list(tmp_path.rglob(".prefect/prefect.db"))
         process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30
     while answers(health):
@@ -70,3 +133,18 @@ def test_one_that_cannot_start_is_told_in_a_line(tmp_path: Path) -> None:
     assert "logs" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "root" / "logs" / "prefect.log").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
+    """By a shell that knows the server's address alone."""
+    port = free_port()
+    server = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_API_AUTH_STRING": "herd:secret"}
+    with child("prefect", server_command("--host", "127.0.0.1", "--port", str(port)), tmp_path, server) as process:
+        await_answer(f"http://127.0.0.1:{port}/api/health", process)
+        known = surroundings(tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
+        command = [sys.executable, "-m", "flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+        done = subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"PREFECT_API_AUTH_STRING: the Prefect server at 127.0.0.1:{port} takes another password" in done.stderr
+    assert "Traceback" not in done.stderr

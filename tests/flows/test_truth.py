@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -15,12 +17,22 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed
 
 from flows.hooks import on_cancellation, on_crashed, on_failure
+from flows.opening import _close, _closing
 from llama3.recipe.load import load_recipe
+from storage.holder import LeaseLost
 from storage.lease import lease
+from storage.remote_store import open_store
 from storage.root import Root
+from tasks.catch_up import watch
+from tasks.cluster import Cluster
+from tasks.console import TerminalConsole
 from tasks.run_settler import mark_open
 from tasks.runs import RunRecord, Runs, now
+from tasks.step import Context, tracked
 from tasks.studies import Studies, StudyRecord
+from tasks.tracking import Tracker
+from tests.tasks.mlflow_server import mlflow_server, use
+from tests.tasks.tracked_run import TrackedRun
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 WORKS = """
@@ -84,6 +96,25 @@ def test_a_late_hook_does_not_touch_a_run_that_was_taken_up_again(root: Root, ru
     assert Runs(root).find(run.name).state == "running"
 
 
+@pytest.mark.slow
+def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server stops for longer than a request waits, at the moment at which the run ends."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    with mlflow_server(tmp_path / "mlflow") as server:
+        use(monkeypatch, server.uri)
+        run = TrackedRun(Root.of(tmp_path / "root"))
+        context = run.context
+        watch(context)
+        run.tokens()
+        server.signal(signal.SIGSTOP)
+        threading.Timer(7.0, server.signal, [signal.SIGCONT]).start()
+        _close(context, "finished", "FINISHED", "")
+        status = context.tracker.client.get_run(context.record.mlflow_run).info.status
+    assert (status, Runs(context.root).find(context.record.name).mlflow_stale) == ("FINISHED", False)
+
+
 def test_a_hook_never_raises(run: RunRecord) -> None:
     broken = FlowRun(id=UUID(run.prefect_run), flow_id=uuid4(), name="x", parameters={"config": {"root": 7}})
     on_failure(flow=pipeline, flow_run=broken, state=Crashed())
@@ -133,3 +164,41 @@ def test_the_witness_of_a_process_that_ends_by_itself_has_nothing_to_say(word: s
     _, alive = psutil.wait_procs([witness], timeout=30)
     assert not alive
     assert Runs(root).find(run.name).state == "running"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["ends", "fails", "is stopped"])
+def test_who_lost_the_run_says_nothing_of_how_it_ended(root: Root, run: RunRecord, error: BaseException | None) -> None:
+    runs, tracker = Runs(root), Tracker(root, RECIPE.name)
+    with lease(root, f"runs/{run.name}", "first") as mine:
+        runs.hold(run.name, mine)
+        tracker.lost = lambda: runs.lost(run.name)
+        run.mlflow_run = tracker.open_run(run.name, {"attempts": "1"}, {})
+        context = Context(RECIPE, Cluster(), open_store(root), runs, run, tracker, TerminalConsole(), [])
+        children = []
+        root.file("leases", "runs", run.name).unlink()  # as a lease that was silent for too long
+        with lease(root, f"runs/{run.name}", "second"):
+            later = Runs(root).find(run.name).model_copy(update={"attempts": 2})
+            Runs(root).save(later)
+            Tracker(root, RECIPE.name).open_run(run.name, {"attempts": "2"}, {})
+            with suppress(ValueError, KeyboardInterrupt), _closing(context), tracked(context, "a", "b", "c") as child:
+                children.append(child)
+                tracker.set_tags(run.mlflow_run, {"attempts": "1"})
+                if error is not None:
+                    raise error
+            assert Runs(root).find(run.name) == later
+            assert tracker.noted_tags(run.name)["attempts"] == "2"
+            for handle in (run.mlflow_run, *children):
+                assert tracker.client.get_run(handle).info.status == "RUNNING"
+            with pytest.raises(LeaseLost):
+                runs.save(run)
+
+
+def test_who_lost_the_study_writes_its_record_no_more(root: Root) -> None:
+    studies = Studies(root)
+    record = StudyRecord(name="lost", digest="d", kind="contrast", question="?", recipe="r", started=now(), code="c")
+    with studies.alone("lost"):
+        studies.save(record)
+        root.file("leases", "studies", "lost").unlink()
+        with Studies(root).alone("lost"), pytest.raises(LeaseLost):
+            studies.save(record.model_copy(update={"state": "failed"}))
+    assert Studies(root).find("lost") == record

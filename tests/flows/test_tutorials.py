@@ -1,0 +1,223 @@
+"""What a newcomer does first: the commands and files of the tutorials as printed, on the systems they may have."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from flows.cli import app
+from flows.parameters import PipelineParameters
+from llama3.cluster.hardware import preset_text
+from llama3.cluster.topology import load_fabric
+from llama3.recipe.data import Source
+from llama3.recipe.load import load_recipe
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import Recipe
+from llama3.recipe.stage import Stage
+from llama3.scaling.checks import check_study
+from llama3.scaling.posed import load_study
+from storage.root import Root
+from tasks.cluster import Cluster, load_cluster
+from tasks.preflight import check_place
+
+STUDIES = Path("recipes/experiments")
+
+ELSEWHERE = """
+import os, sys
+del os.sched_getaffinity
+import tasks.preflight
+from flows.cli import app
+sys.platform = {platform!r}
+app({arguments!r})
+"""
+
+
+@pytest.mark.parametrize("arguments", [["plan", "recipes/quickstart.yaml"], ["run", "recipes/quickstart.yaml"]])
+def test_a_system_that_is_not_linux_can_plan_and_is_refused_a_run_in_one_sentence(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    script = textwrap.dedent(ELSEWHERE).format(platform="darwin", arguments=arguments)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HERD_ROOT": str(tmp_path / "root")}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    if arguments[0] == "plan":
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert "999.9K tokens in 732 steps" in ended.stdout
+    else:
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("error  machine: it runs macOS, and a run needs Linux;")
+        assert len(ended.stderr.splitlines()) == 1
+        assert not (tmp_path / "root").exists()
+
+
+def test_windows_is_refused_before_its_first_import_fails() -> None:
+    script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; import flows.cli"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "error  herd needs Linux; on Windows use WSL 2\n")
+
+
+PAGES = sorted(Path("docs/tutorials").glob("*.md"))
+PROGRAM = re.compile(r"(?:\$ )?(\.venv/bin/)?(herd|prefect|python|mlflow|pytest)( .*)")
+FENCE = re.compile(r"```(\w*)\n(.*?)```\n", re.DOTALL)
+MADE = {"place.yaml", "mine.yaml", "chosen.yaml"}
+"""Files that a command before them writes."""
+
+
+def lines(page: Path) -> list[str]:
+    """Return the lines of a page's code, without indent; one that ends in a backslash goes on in the next."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    fenced = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    return [*fenced, *(line[4:] for line in FENCE.sub("", text).splitlines() if line.startswith("    "))]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the command lines of a page as words."""
+    found = []
+    for line in lines(page):
+        match = PROGRAM.fullmatch(line)
+        if match and not re.match(r" +(up|down) ", match[3]):  # what a program prints begins with its name, too
+            found.append(shlex.split(f"{match[1] or ''}{match[2]}{match[3].partition('<<')[0]}", comments=True))
+    return found
+
+
+def blocks(page: Path) -> list[str]:
+    return [text for kind, text in FENCE.findall(page.read_text()) if kind == "yaml"]
+
+
+def parsed(words: list[str]) -> Any:
+    """Return what herd makes of the words after its name. Raises click's errors as the command line does."""
+    context: Any = typer.main.get_command(app).make_context("herd", words)
+    while hasattr(context.command, "resolve_command"):
+        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+    return context
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_is_one_that_the_program_takes(page: Path) -> None:
+    """Options, recipes, changes and layouts of herd's commands; names of deployments and files of the others."""
+    deployments = {entry["name"] for entry in yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]}
+    for words in commands(page):
+        program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+        assert words[0].startswith(".venv/bin/"), f"{shlex.join(words)}: is not on the PATH of a newcomer"
+        if program == "herd":
+            check_herd(page, rest[: rest.index(">")] if ">" in rest else rest)
+        elif program == "pytest":
+            assert all(Path(name).is_file() for name in rest)
+        elif program == "prefect":
+            named = [word for word in rest if re.fullmatch(r"[a-z]+/[a-z]+", word)]
+            assert all(name.partition("/")[2] in deployments for name in named)
+
+
+def check_herd(page: Path, words: list[str]) -> None:
+    context = parsed(words)
+    given = context.params
+    assert context.info_name != "herd"
+    recipe, cluster = given.get("recipe"), given.get("cluster")
+    if context.info_name == "rerun":
+        recipe = Path({"quickstart": "recipes/quickstart.yaml"}[given["run"].rpartition("-")[0]])
+        assert given["from_"] in Schedule(load_recipe(recipe)).names
+    if context.info_name in ("run", "rerun", "plan") and recipe is not None and recipe.name not in MADE:
+        asked = load_recipe(recipe, given["set_"] or [])
+        if context.info_name == "run" and cluster is not None:
+            check_layout(asked, load_cluster_of(page, cluster))
+        elif context.info_name == "run":
+            check_layout(asked, Cluster(threads=2))
+    if given.get("file") is not None:
+        check_study(load_study(given["file"]))
+
+
+def check_layout(recipe: Recipe, cluster: Cluster) -> None:
+    with TemporaryDirectory() as folder:
+        check_place(recipe, cluster, Root.of(folder))
+
+
+def load_cluster_of(page: Path, name: Path) -> Cluster:
+    """Return the cluster of the block that begins with the file's name."""
+    (text,) = [text for text in blocks(page) if text.startswith(f"# {name}\n")]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / name).write_text(text)
+        return load_cluster(Path(folder) / name)
+
+
+def test_no_command_is_overlooked() -> None:
+    """Thirty pages of tutorials have more than fifty commands; a pattern that finds none would test nothing."""
+    counts = {page.stem: len(commands(page)) for page in PAGES}
+    assert sum(counts.values()) > 50, counts
+    assert all(counts.values()), counts
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
+    whole: dict[str, Any] = {}
+    for text in blocks(page):
+        if text.lstrip().startswith("- "):
+            check_deployment(yaml.safe_load(Path("prefect.yaml").read_text() + text)["deployments"][-1])
+            continue
+        data = yaml.safe_load(text.partition("    ...\n")[0])
+        if "question" in data:  # a study that ships
+            whole = data
+            assert text == (STUDIES / f"{data['name']}.yaml").read_text()
+        elif {"mix", "ladder", "annealing", "others"} & set(data) and whole:
+            check_part(whole, data, tmp_path)
+        elif "launcher" in data:
+            Cluster.model_validate(data)
+        elif "stages" in data and isinstance(data["stages"], list):
+            for stage in data["stages"]:
+                Stage.model_validate(stage)
+        elif "math" in data:
+            for source in data["math"]:
+                Source.model_validate(source)
+        elif "tiers" in data:
+            load_fabric_with(data, tmp_path)
+        else:
+            assert data["fabric"] == "roce-24k"
+            assert data["stages"]["ramp-4k"]["processes"] == 16384
+
+
+def check_part(whole: dict[str, Any], part: dict[str, Any], tmp_path: Path) -> None:
+    """Lay a part of a study over the whole one of its page, and ask that."""
+    made = copy.deepcopy(whole)
+    for key, value in part.items():
+        made |= {"mix": {**made["mix"], "others": value}} if key == "others" else {key: value}
+    made["recipe"] = str((STUDIES / whole["recipe"]).absolute())
+    (tmp_path / "part.yaml").write_text(yaml.safe_dump(made))
+    load_study(tmp_path / "part.yaml")
+
+
+def check_deployment(entry: dict[str, Any]) -> None:
+    path, _, name = entry["entrypoint"].partition(":")
+    assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    PipelineParameters.model_validate(entry["parameters"]["config"])
+
+
+def load_fabric_with(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(preset_text("roce-24k")), **change}))
+    assert load_fabric(str(path)).name == "mine"
+
+
+def test_a_manifest_is_shown_without_a_cluster(tmp_path: Path) -> None:
+    """The Python of the page on Kubernetes, on its own file, with quotas of four GPUs a pod."""
+    page = Path("docs/tutorials/kubernetes.md")
+    (text,) = blocks(page)
+    (tmp_path / "kubernetes.yaml").write_text(text)
+    code = "\n".join(lines(page)).partition("<<'END'\n")[2].partition("END")[0]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert yaml.safe_load(ended.stdout)["kind"] == "JobSet"
+    assert ended.stdout.count("nvidia.com/gpu") >= 1
