@@ -1,37 +1,60 @@
-# Two commands matter: `make run` and `make test`. Both create .venv and install what is pinned.
+# Two commands matter: `make run` and `make test`. Both create .venv and install what is pinned, by its hashes.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Where there is no GPU, torch's own index has a CPU build without gigabytes of CUDA; it is used if it can be reached.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
+TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test test-long check install clean
-run: .venv/installed
+.PHONY: run test test-long check install install-dev lock clean
+run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
 # Two workers: one takes the end-to-end tests, which wait a lot, the other the rest.
-test: .venv/installed check
+test: .venv/dev check
 	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
 
-test-long: .venv/installed
+test-long: .venv/dev
 	@$(BIN)/pytest -m long
 
-check: .venv/installed
+check: .venv/dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-install: .venv/installed
+install: .venv/core
+install-dev: .venv/dev
 
-.venv/installed: pyproject.toml constraints.txt
+# torch comes last and alone: its index is asked for nothing but torch and the CUDA libraries of that build.
+.venv/core: requirements.txt pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "herd needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (about two minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt \
-	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@$(PIP) --require-hashes --no-deps --requirement requirements.txt
+	@$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# --no-build-isolation: a package without a wheel is built with the setuptools of requirements.txt
+.venv/dev: requirements-dev.txt .venv/core
+	@echo "installing what the tests need"
+	@$(PIP) --require-hashes --no-deps --no-build-isolation --requirement requirements-dev.txt
+	@touch $@
+
+# After a change of pyproject.toml or constraints.txt: writes both requirements files, for all platforms, with hashes.
+COMPILE = .venv/lock/bin/uv pip compile --quiet --native-tls --universal --python-version 3.11 --generate-hashes \
+    --no-header --no-annotate --constraint constraints.txt
+lock:
+	@test -x .venv/lock/bin/uv || { $(PYTHON) -m venv .venv/lock && .venv/lock/bin/pip install --quiet uv==0.13.9; }
+	@echo 'setuptools>=77' > .venv/lock/build.in
+	@$(COMPILE) pyproject.toml .venv/lock/build.in --output-file .venv/lock/core.txt
+	@$(COMPILE) pyproject.toml .venv/lock/build.in --extra dev --constraint .venv/lock/core.txt --output-file .venv/lock/dev.txt
+	@awk '/^[a-z]/ {keep = !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/} keep' .venv/lock/core.txt > requirements.txt
+	@awk '/^[a-z]/ {keep = !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/ && !(FNR != NR && $$1 in core)} \
+	    FNR == NR {core[$$1]; next} keep' .venv/lock/core.txt .venv/lock/dev.txt > requirements-dev.txt
 
 clean:
 	rm -rf .venv herd-data build *.egg-info

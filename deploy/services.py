@@ -142,6 +142,8 @@ class Team:
             "PREFECT_HOME": str(self.folder / "prefect"),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database("prefect", "+asyncpg"),
             "PREFECT_SERVER_API_AUTH_STRING": self.given["HERD_AUTH"],
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": public.rstrip("/") or f"http://127.0.0.1:{port}",
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             **({"PREFECT_SERVER_UI_API_URL": f"{public.rstrip('/')}/api"} if public else {}),
@@ -150,7 +152,7 @@ class Team:
 
     def _worker(self) -> Service:
         command = [*worker_command(), "--name", "team"]
-        return Service("worker", command, {**self.client(), "PREFECT_HOME": str(self.folder / "prefect")})
+        return Service("worker", command, {**self.client(), "PREFECT_HOME": str(self.folder / "worker")})
 
 
 class Identity(TypedDict, total=False):

@@ -48,7 +48,7 @@ authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 
 def prepare(team: Team) -> None:
     """Make folders, an empty database cluster if there is none, and MLflow's file of accounts."""
-    for name in ("logs", "run", "prefect"):
+    for name in ("logs", "run", "prefect", "worker"):
         (team.folder / name).mkdir(parents=True, exist_ok=True)
     accounts = team.database("mlflow_auth", "+psycopg2").replace("%", "%%")
     private(team.folder / "mlflow-auth.ini", AUTH.format(uri=accounts, user=team.admin))
@@ -90,7 +90,8 @@ async def make_databases(team: Team) -> None:
 
 def register(team: Team) -> None:
     """Make pool, limits, deployments and automations on the Prefect server. Raises ValueError with its words."""
-    environment = surroundings(team.service("worker").environment)
+    home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to a user of its own
+    environment = surroundings({**team.client(), **home})
     command = [sys.executable, "-m", "flows.cli", "setup"]
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -127,7 +128,8 @@ def start(team: Team, service: Service) -> None:
 
 def run(team: Team, service: Service) -> None:
     """Become the service, in the foreground, as systemd wants it."""
-    prepare(team)
+    if service.name != "worker":  # which may be a user that owns nothing of this, and knows no password of the database
+        prepare(team)
     if service.name in ("mlflow", "prefect"):
         wait_for_database(team)
         asyncio.run(make_databases(team))
