@@ -9,16 +9,16 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test test-long check install install-dev lock clean
+.PHONY: run test test-all check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
-# Two workers: one takes the end-to-end tests, which wait a lot, the other the rest.
 test: .venv/dev check
 	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
 
-test-long: .venv/dev
-	@$(BIN)/pytest -m long
+# For releases and at night: what takes minutes each too, and more examples of each property.
+test-all: .venv/dev check
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m ''
 
 check: .venv/dev
 	@$(BIN)/ruff check .

@@ -7,10 +7,15 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.servers import one_of
 
 TESTS = Path(__file__).parent
 CHECKOUT = TESTS.parent
@@ -30,10 +35,15 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes sta
 # xdist ignores it, as does what a shell starts with `&`; and so would every child that we start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    _cache = tempfile.TemporaryDirectory(prefix="herd-cache-")  # the workers use it too
-    os.environ["XDG_CACHE_HOME"] = _cache.name
+    _run = tempfile.TemporaryDirectory(prefix="herd-tests-")  # the workers use it too
+    os.environ["HERD_TEST_RUN"], os.environ["XDG_CACHE_HOME"] = _run.name, f"{_run.name}/cache"
 for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
     os.environ.pop(_name, None)
+
+# few examples and always the same ones, so that a run says something about the change; `make test-all` looks for more
+settings.register_profile("dev", max_examples=20, derandomize=True, database=None, deadline=None)
+settings.register_profile("nightly", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,3 +73,20 @@ def shared() -> Path:
     if not (folder / "corpora").is_dir():
         pytest.skip(f"no real data at {folder}; set HERD_SHARED")
     return folder
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[dict[str, str]]:
+    """The Prefect server of the whole run: `api` and `home`. What a test makes on it has names of its own."""
+    from flows.children import await_answer, child, prefect_command
+    from storage.processes import free_port
+
+    @contextmanager
+    def start(home: Path) -> Iterator[dict[str, str]]:
+        port = free_port()
+        with child("prefect", prefect_command(port), home, {**os.environ, "PREFECT_HOME": str(home)}) as server:
+            await_answer(f"http://127.0.0.1:{port}/api/health", server)
+            yield {"api": f"http://127.0.0.1:{port}/api", "home": str(home)}
+
+    with one_of("prefect", start) as found:
+        yield found

@@ -23,10 +23,10 @@ import psutil
 import pytest
 import yaml
 
-from flows.children import CHECKOUT, await_answer, child, prefect_command
+from flows.children import CHECKOUT
 from llama3.data.sources import open_source
 from llama3.recipe.load import load_recipe
-from storage.processes import die_with_parent, free_port
+from storage.processes import die_with_parent
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import RunRecord, Runs
@@ -103,18 +103,13 @@ NewHerd = Callable[[Path], Herd]
 
 
 @pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prefect")
+def prefect_home(prefect_server: dict[str, str]) -> Path:
+    return Path(prefect_server["home"])
 
 
 @pytest.fixture(scope="session")
-def prefect_api(prefect_home: Path) -> Iterator[str]:
-    """A Prefect server on a free port."""
-    port = free_port()
-    environment = {**os.environ, "PREFECT_HOME": str(prefect_home)}
-    with child("prefect", prefect_command(port), prefect_home, environment) as server:
-        await_answer(f"http://127.0.0.1:{port}/api/health", server)
-        yield f"http://127.0.0.1:{port}/api"
+def prefect_api(prefect_server: dict[str, str]) -> str:
+    return prefect_server["api"]
 
 
 @pytest.fixture(scope="session")

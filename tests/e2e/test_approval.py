@@ -67,7 +67,6 @@ def execute(herd: Herd, client: SyncPrefectClient, flow_run: UUID) -> State:
     return state
 
 
-@pytest.mark.slow
 def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd, client: SyncPrefectClient) -> None:
     champion = holder(herd, "champion")
     deployment = RunnerDeployment.from_entrypoint("flows/pipeline.py:pipeline", name="approval").apply()
@@ -103,7 +102,6 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     assert "approved by Ada" in version.tags["gate.approval.person"]
 
 
-@pytest.mark.slow
 def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_decides(herd: Herd) -> None:
     champion = holder(herd, "champion")
     printed = herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 4")
@@ -124,7 +122,6 @@ def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_deci
     assert record(herd, newest(herd)).verdict == WAITS  # a new run, so a new question
 
 
-@pytest.mark.slow
 def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refused(herd: Herd) -> None:
     herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 5")
     run = newest(herd)
@@ -140,7 +137,6 @@ def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refuse
     assert decision(herd, run).model_dump_json() == waiting.model_dump_json()
 
 
-@pytest.mark.slow
 def test_a_rollback_and_an_override_are_commands_of_seconds(herd: Herd) -> None:
     root = Root.of(herd.root)
     printed = herd("rollback", "tiny", "--by", "Ada", "--comment", "it loops")

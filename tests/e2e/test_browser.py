@@ -36,7 +36,6 @@ SLOW_MS = 60_000
 """For a page whose server shares two processors with a trainer."""
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the pages are not looked at"),
 ]
 

@@ -17,8 +17,6 @@ from tasks.promotion_log import last_promotion
 from tasks.runs import Runs
 from tests.e2e.conftest import Herd, record
 
-pytestmark = pytest.mark.slow
-
 
 def client(herd: Herd) -> MlflowClient:
     uri = f"sqlite:///{herd.root}/mlflow.db"

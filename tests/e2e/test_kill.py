@@ -26,8 +26,6 @@ from tests.e2e.conftest import (
     wait_for,
 )
 
-pytestmark = pytest.mark.slow
-
 
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")

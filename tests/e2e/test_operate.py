@@ -22,7 +22,6 @@ from storage.root import Root
 from tests.e2e.conftest import NewHerd
 
 
-@pytest.mark.slow
 def test_a_taken_port_is_refused(new_herd: NewHerd, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ from storage.processes import free_port
 from storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, record
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_run_is_made_to_its_end_without_its_prefect_server(

@@ -100,7 +100,6 @@ def surrounded(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> S
     return Surrounded(folder, printed, server.uri, log)
 
 
-@pytest.mark.slow
 def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surrounded) -> None:
     assert f"{surrounded.mlflow}/#/experiments/" in surrounded.printed
     assert f"{surrounded.mlflow}/runs/flow-run/" in surrounded.printed
@@ -111,7 +110,6 @@ def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surround
     assert leaks(surrounded.folder) == []
 
 
-@pytest.mark.slow
 def test_no_process_of_a_run_imports_from_the_current_folder(surrounded: Surrounded) -> None:
     """Agents, ranks, the witness, the check that serves a model, evaluators: `python -m` looks there first."""
     assert surrounded.strange.read_text() == ""
@@ -128,7 +126,6 @@ def test_an_empty_entry_of_the_import_path_is_dropped(monkeypatch: pytest.Monkey
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.slow
 def test_a_password_in_an_address_is_refused_before_anything_is_written(new_herd: NewHerd, tmp_path: Path) -> None:
     made = new_herd(tmp_path / "root")
     made.home = tmp_path / "home"

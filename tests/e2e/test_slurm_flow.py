@@ -15,7 +15,6 @@ from llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
 from tests.tasks.slurm_daemons import slurm_for_children
 
-pytestmark = pytest.mark.slow
 CLUSTER = {
     "processes": 2,
     "launcher": "slurm",

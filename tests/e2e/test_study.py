@@ -25,7 +25,6 @@ from tasks.study_outcomes import shared
 from tasks.tracking_uri import tracking_uri
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, wait_for
 
-pytestmark = pytest.mark.slow
 SHORT = [
     "evaluate.every=never",
     "evaluate.after=[]",

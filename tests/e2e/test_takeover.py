@@ -36,7 +36,7 @@ from tasks.tracking import Tracker
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
 from tests.e2e.test_study import WARM, write_study
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENCE_S = 120
 """The figure: kill -9 of engine, trainer and worker together, until training resumes."""
 

@@ -23,7 +23,7 @@ from storage.processes import free_port
 from tests.e2e.conftest import kill_all
 from tests.storage.s3 import environment, moto_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 PASSWORD = "c0rrect/horse:b@ttery %41"
 """With what URIs, ini files and shells have a meaning for."""
 
@@ -81,7 +81,7 @@ def answer(url: str, body: dict[str, object] | None, password: str = "") -> int:
 
 
 @pytest.mark.timeout(900)  # a minute and a half on a machine that does nothing else
-@pytest.mark.long
+@pytest.mark.slow
 def test_up_run_down(team: Path, tmp_path: Path) -> None:
     command(team, "up")
     assert command(team, "status").count(" up ") == 4

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
@@ -50,7 +50,6 @@ def test_who_started_an_attempt_is_told_from_its_states() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10**9)), min_size=8, unique=True))
-@settings(max_examples=50, deadline=None)
 def test_a_run_that_always_gets_further_is_resumed_for_ever(amounts: list[tuple[int, int]]) -> None:
     texts = [f"{steps}:{journals}" for steps, journals in sorted(amounts)]
     assert set(attempts(texts, [False] + [True] * (len(texts) - 1))) == {0}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefect.flows import Flow
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
@@ -202,7 +202,6 @@ def test_what_the_schema_cannot_know_the_recipe_says_in_one_line() -> None:
     ],
 )
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
 def test_a_pattern_takes_every_quantity_as_it_is_printed(pattern: str, values: Any, data: st.DataObject) -> None:
     import re
 

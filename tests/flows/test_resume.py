@@ -25,8 +25,6 @@ from storage.lease import lease
 from storage.root import Root
 from tasks.runs import Runs
 
-pytestmark = pytest.mark.slow
-
 
 @flow(name="pipeline")
 def pipeline() -> None:

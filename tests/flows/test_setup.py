@@ -16,8 +16,6 @@ from flows.setup import QUEUES, RESULTS, setup
 from storage.processes import free_port
 from storage.root import Root
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.children import await_answer, child
@@ -95,7 +94,6 @@ def status(api: str, path: str, password: str = "", **headers: str) -> int:
     return httpx.get(f"{api}/{path}", headers=headers, auth=auth, timeout=30).status_code
 
 
-@pytest.mark.slow
 def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BEGIN, str(tmp_path / "root")]
     environment = surroundings(tmp_path, PREFECT_API_AUTH_STRING="of:another server", HOME=str(tmp_path))
@@ -123,7 +121,6 @@ def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
 def test_one_that_cannot_start_is_told_in_a_line(tmp_path: Path) -> None:
     broken = surroundings(tmp_path, PREFECT_API_DATABASE_CONNECTION_URL="sqlite+aiosqlite:////proc/none/prefect.db")
     command = [sys.executable, "-m", "flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
@@ -135,7 +132,6 @@ def test_one_that_cannot_start_is_told_in_a_line(tmp_path: Path) -> None:
     assert (tmp_path / "root" / "logs" / "prefect.log").stat().st_size > 0
 
 
-@pytest.mark.slow
 def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
     """By a shell that knows the server's address alone."""
     port = free_port()

@@ -96,7 +96,6 @@ def test_a_late_hook_does_not_touch_a_run_that_was_taken_up_again(root: Root, ru
     assert Runs(root).find(run.name).state == "running"
 
 
-@pytest.mark.slow
 def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import storage.verification
@@ -229,7 +229,6 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
     assert not (tmp_path / ".verified" / design().label).exists()
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"])),

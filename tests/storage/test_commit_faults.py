@@ -21,8 +21,6 @@ from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, commi
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.digests import digest_file, digest_folder
@@ -13,7 +13,6 @@ from storage.filesystem import filesystem_of, write_atomic
 from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file, remove, remove_all
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "b/d.bin", "z.txt"]), st.binary(max_size=300)), st.booleans())
 def test_a_folder_is_every_file_by_size_and_content(files: dict[str, bytes], sync: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

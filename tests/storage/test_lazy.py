@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import storage.pages
@@ -54,7 +54,6 @@ def test_small_files_come_whole_and_once(source: Path, tmp_path: Path) -> None:
         brought(folder / "a" / "other")
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     asked=st.lists(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=8),
     limit=st.integers(1, PAGES + 1),

@@ -19,7 +19,6 @@ from tests.storage.fault_world import faulty_moto
 from tests.storage.lazy_samples import PAGES, page_of, written
 from tests.storage.s3 import BUCKET
 
-pytestmark = pytest.mark.slow
 DESIGN = Design("tokens", "web", 1, {}, {"curated": "a" * 64})
 
 

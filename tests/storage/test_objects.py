@@ -66,7 +66,6 @@ def test_objects_come_and_go(uri: str, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
 def test_listings_of_several_pages_are_whole(proxy: FaultProxy, uri: str) -> None:
     names = [f"web-{number:08x}.json" for number in range(1010)]
     filesystem_of(uri).pipe({f"{uri}/{name}": b"{}" for name in names})

@@ -17,7 +17,6 @@ from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
 from tests.storage.s3_servers import BUCKET
 
-pytestmark = pytest.mark.slow
 ENDLESS: tuple[Fault, ...] = ("slow-down", "unavailable", "error", "reset", "hang", "truncate")
 DATA = os.urandom(70_000)
 

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
@@ -159,7 +159,6 @@ def test_a_torn_line_hides_no_other(watched: Watched) -> None:
     assert watched.kinds == ["loss-spike"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 20), max_size=200))
 def test_two_alerts_of_a_kind_have_a_calm_between_them(
     tmp_path_factory: pytest.TempPathFactory, scores: list[float]

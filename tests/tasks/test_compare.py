@@ -91,7 +91,6 @@ def test_the_installed_mlflow_still_reads_such_a_view() -> None:
         assert word in text, word
 
 
-@pytest.mark.slow
 def test_the_page_of_a_real_server_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mlflow_server(tmp_path / "mlflow") as server:
         use(monkeypatch, server.uri)

@@ -28,7 +28,6 @@ def cluster(evaluators: int) -> Cluster:
     return Cluster(evaluators=evaluators, threads=evaluators, device="cpu")
 
 
-@pytest.mark.slow
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
     one, two = (score(recipe, room / "model", room / "curated", room / str(n), cluster(n)) for n in (1, 2))
     assert one == two
@@ -39,7 +38,6 @@ def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None
         assert (room / "1" / name).read_bytes() == (room / "2" / name).read_bytes(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("evaluators", [1, 2])
 def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_path: Path, evaluators: int) -> None:
     shutil.copytree(room / "model", tmp_path / "model")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule
@@ -266,7 +266,6 @@ def test_a_killed_rank_comes_before_earlier_complaints() -> None:
     assert first_failure([Outcome(status=0)] * 2).status == 0
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     copy=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.sampled_from([1, 2])),
     dp=st.sampled_from([1, 2, 4, 8, 16]),

@@ -113,7 +113,6 @@ def started(home: Path, api: str, which: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 def test_plan_table_link_and_progress_are_on_the_page(home: Path, server: tuple[str, subprocess.Popen[bytes]]) -> None:
     printed, _ = started(home, server[0], "shown").communicate(timeout=120)
     found = json.loads(printed.splitlines()[-1])
@@ -131,7 +130,6 @@ def test_plan_table_link_and_progress_are_on_the_page(home: Path, server: tuple[
     assert words == "stage **main**: 1K of 1K tokens, mean loss 5.000, 20K tokens/s, 3:07 min left"
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_neither_stalls_nor_fails_what_shows_pages(
     home: Path, server: tuple[str, subprocess.Popen[bytes]]
 ) -> None:

@@ -124,7 +124,6 @@ def test_sixteen_promoters_leave_one_winner_a_round_and_every_record(root: Root)
     race(root, promoters=16, rounds=100)
 
 
-@pytest.mark.slow
 def test_promoters_on_an_object_store_leave_one_winner_a_round(bucket: str, tmp_path: Path) -> None:
     race(Root.of(f"{bucket}/race", scratch=str(tmp_path)), promoters=4, rounds=5)
 

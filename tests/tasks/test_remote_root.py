@@ -27,7 +27,6 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield uri
 
 
-@pytest.mark.slow
 def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(bucket: str, tmp_path: Path) -> None:
     here = Root.of(f"{bucket}/status", scratch=str(tmp_path / "here"))
     there = Root.of(f"{bucket}/status", scratch=str(tmp_path / "there"))
@@ -53,7 +52,6 @@ def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(
     assert found.last(metrics.GOODPUT) == 0.93
 
 
-@pytest.mark.slow
 def test_alerts_are_seen_from_everywhere(bucket: str, tmp_path: Path) -> None:
     here = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "here"))
     there = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "there"))
@@ -63,7 +61,6 @@ def test_alerts_are_seen_from_everywhere(bucket: str, tmp_path: Path) -> None:
     assert [alert.position for alert in read_alerts(there, "tiny-1")] == [0, 1]
 
 
-@pytest.mark.slow
 def test_remote_artifacts_and_local_copies_are_deleted_and_what_is_used_stays(bucket: str, tmp_path: Path) -> None:
     root = Root.of(f"{bucket}/retention", scratch=str(tmp_path))
     kept = begun(root, tiny())  # its state is running, and so it is an open run

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
@@ -291,7 +291,6 @@ def test_the_log_names_what_must_stay(root: Root) -> None:
     assert last_promotion(root, "tiny-9") is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_what_is_referenced_is_never_deleted(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A random graph of artifacts, runs and aliases: every path from what is kept leads to what is there."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.artifact import Artifact
@@ -113,7 +113,6 @@ def test_a_champion_that_changes_meanwhile_stops_it(root: Root, monkeypatch: pyt
     assert label_of_alias(root, FAMILY, PREVIOUS) == first
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.one_of(st.just(""), st.integers(1, 4).map(str)), max_size=8))
 def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
     tmp_path_factory: pytest.TempPathFactory, asked: list[str]

@@ -49,7 +49,6 @@ def write_recipe(folder: Path, checkout: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> None:
     recipe_path = write_recipe(tmp_path, checkout)
     environment = {

@@ -176,7 +176,6 @@ def ask(uri: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         return error.code, json.loads(error.read())
 
 
-@pytest.mark.slow
 def test_a_server_serves_refuses_and_after_a_rollback_serves_the_earlier_model(tmp_path: Path, model: Path) -> None:
     """An alias is exported and served; to roll back, the alias is given back, exported, and served again (P4, P5)."""
     later = tmp_path / "later"

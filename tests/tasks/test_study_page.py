@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.scaling.backtest import backtest
@@ -172,7 +172,6 @@ def test_a_change_reads_like_yaml() -> None:
 NAMES = st.text("abc", min_size=1, max_size=2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.lists(NAMES, min_size=1, max_size=3), st.integers(0, 9)), max_size=6))
 def test_added_lines_hold_every_change_under_its_parents(pairs: list[tuple[list[str], int]]) -> None:
     change = [f"{'.'.join(path)}={value}" for path, value in pairs]

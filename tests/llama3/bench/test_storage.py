@@ -79,7 +79,6 @@ def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     assert "--bucket: herd-bench cannot be used at http://127.0.0.1:9" in " ".join(ended.stderr.split())
 
 
-@pytest.mark.slow
 def test_every_row_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("moto.server")
     ended = run("--size", "tiny", "--json")

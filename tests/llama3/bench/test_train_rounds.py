@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.bench.train_rounds import WARM_UP, Ratio, Rounds, Side, take_rounds
@@ -18,7 +18,6 @@ def rounds(pairs: list[tuple[float, float]]) -> Rounds:
     return Rounds(cpu_s, {}, {}, {}, {})
 
 
-@settings(max_examples=50, deadline=None)
 @given(pairs=seconds, factor=st.floats(0.5, 2))
 def test_a_ratio_is_of_steps_of_one_round(pairs: list[tuple[float, float]], factor: float) -> None:
     """A round on a machine that is busier by any factor changes nothing."""

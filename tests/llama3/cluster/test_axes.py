@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from llama3.cluster.axes import AxisBytes, axis_pairs, axis_traffic, crossing, layer_numbers, ring_numbers, sizes
 from llama3.cluster.placement import Placement, contiguous, shuffled
@@ -16,7 +16,6 @@ AXES = ("tp", "cp", "pp", "dp", "replica")
 ONE = AxisBytes(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-@settings(max_examples=50, deadline=None)
 @given(jobs())
 def test_no_byte_is_lost_between_layers(job: Job) -> None:
     placement = contiguous(job.layout, job.world, job.fabric, job.free)
@@ -35,7 +34,6 @@ def test_no_byte_is_lost_between_layers(job: Job) -> None:
             assert row.crosses == row.layers[int(np.flatnonzero(row.shares)[-1])]
 
 
-@settings(max_examples=30, deadline=None)
 @given(jobs())
 def test_groups_are_those_of_the_mesh(job: Job) -> None:
     places = [Place.of(rank, job.layout) for rank in range(job.world)]
@@ -50,7 +48,6 @@ def test_groups_are_those_of_the_mesh(job: Job) -> None:
         assert len(set(zip(keys[axis], numbers.tolist(), strict=True))) == len(set(keys[axis])) == len(set(numbers))
 
 
-@settings(max_examples=30, deadline=None)
 @given(jobs())
 def test_every_rank_of_a_ring_sends_once_and_receives_once(job: Job) -> None:
     placement = shuffled(job.layout, job.world, job.fabric, job.free)
@@ -60,7 +57,6 @@ def test_every_rank_of_a_ring_sends_once_and_receives_once(job: Job) -> None:
         assert (ring[pairs.source] == ring[pairs.target]).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(jobs())
 def test_rings_by_gpu_cross_no_more_than_rings_by_rank(job: Job) -> None:
     placement = shuffled(job.layout, job.world, job.fabric, job.free)

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from math import inf, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.budget import Budget, Prices, StageTime, Stored, checkpoint_bytes, total_of
@@ -59,7 +59,6 @@ def test_a_budget_by_hand() -> None:
 
 
 @given(budgets())
-@settings(max_examples=60, deadline=None)
 def test_everything_adds_up(budget: Budget) -> None:
     each = [replace(budget, stages=(stage,)) for stage in budget.stages]
     for name in ("days", "gpu_hours", "gpu_money", "storage_money", "money", "mwh"):
@@ -69,7 +68,6 @@ def test_everything_adds_up(budget: Budget) -> None:
 
 
 @given(budgets(), factors)
-@settings(max_examples=60, deadline=None)
 def test_money_is_linear_in_the_price_and_nothing_else_is(budget: Budget, factor: float) -> None:
     dearer = budget.with_price(gpu_hour=factor * budget.prices.gpu_hour)
     assert dearer.gpu_money == pytest.approx(factor * budget.gpu_money)
@@ -81,7 +79,6 @@ def test_money_is_linear_in_the_price_and_nothing_else_is(budget: Budget, factor
 
 
 @given(budgets(), st.floats(0.1, 1.0))
-@settings(max_examples=60, deadline=None)
 def test_all_go_inversely_with_goodput(budget: Budget, factor: float) -> None:
     worse = budget.with_goodput(factor)
     for name in ("days", "gpu_hours", "money", "mwh"):
@@ -89,7 +86,6 @@ def test_all_go_inversely_with_goodput(budget: Budget, factor: float) -> None:
 
 
 @given(budgets(), factors)
-@settings(max_examples=60, deadline=None)
 def test_products_and_messages_move_their_part_of_a_step_and_no_more(budget: Budget, factor: float) -> None:
     for change, part in (("with_products", "products_s"), ("with_messages", "messages_s")):
         found = getattr(budget, change)(factor)

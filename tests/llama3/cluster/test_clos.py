@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.clos import MOST_CARDS, Clos, broken, rings, zone
@@ -14,7 +14,6 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
 def test_each_link_has_a_number_of_its_own(racks: int, servers: int, uplinks: int) -> None:
     clos = Clos(racks, 2 * servers, 2, uplinks)
     cards = np.arange(racks * clos.cards)
@@ -52,7 +51,6 @@ def test_of_a_large_switch_some_cards_stand_for_all() -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
 def test_as_many_cables_fail_as_told(failed: float, seed: int) -> None:
     out = broken(Clos(4), failed, rng(seed))
     assert out.shape == (4, 16)
@@ -60,7 +58,6 @@ def test_as_many_cables_fail_as_told(failed: float, seed: int) -> None:
 
 
 @given(st.integers(2, 12), st.sampled_from([8, 16, 32]), st.sampled_from([0.0, 0.25, 0.5]), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
 def test_a_job_has_whole_servers_and_each_card_once(racks: int, replica: int, taken: float, seed: int) -> None:
     clos = Clos(racks)
     free = 2 * racks - round(2 * racks * taken)

@@ -5,7 +5,7 @@ from math import isclose, isfinite
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.collectives import (
@@ -92,7 +92,6 @@ def test_partners_that_leave_a_pod_share_its_uplinks() -> None:
 
 
 @given(groups(), st.sampled_from(KINDS), st.floats(0, 40))
-@settings(max_examples=60, deadline=None)
 def test_the_order_of_partners_costs_no_latency_and_nearest_first_is_never_slower(
     group: Group, kind: Kind, log: float
 ) -> None:
@@ -102,7 +101,6 @@ def test_the_order_of_partners_costs_no_latency_and_nearest_first_is_never_slowe
 
 
 @given(groups(), st.sampled_from(KINDS))
-@settings(max_examples=60, deadline=None)
 def test_without_latency_a_ring_does_not_lose(group: Group, kind: Kind) -> None:
     ring = line(kind, group, INSTANT)
     for order in (NEAR, FAR):
@@ -110,7 +108,6 @@ def test_without_latency_a_ring_does_not_lose(group: Group, kind: Kind) -> None:
 
 
 @given(groups(), st.sampled_from(KINDS))
-@settings(max_examples=60, deadline=None)
 def test_crossover_parts_the_sizes(group: Group, kind: Kind) -> None:
     at = crossover(kind, group, LAYERS)
 
@@ -132,7 +129,6 @@ def test_crossover_of_neighbours_grows_with_the_ranks() -> None:
 
 
 @given(groups(), st.sampled_from(KINDS), st.floats(0, 40))
-@settings(max_examples=60, deadline=None)
 def test_the_choice_is_the_fastest_that_can(group: Group, kind: Kind, log: float) -> None:
     name, least = choose(kind, 2**log, group, LAYERS, ALL)
     times = {one: each[0] for one, each in curve(kind, np.array([2**log]), group, LAYERS).items()}
@@ -141,7 +137,6 @@ def test_the_choice_is_the_fastest_that_can(group: Group, kind: Kind, log: float
 
 
 @given(groups(), st.sampled_from(KINDS), st.floats(1, 8))
-@settings(max_examples=60, deadline=None)
 def test_more_oversubscription_is_never_faster(group: Group, kind: Kind, ratio: float) -> None:
     slower = [*LAYERS[:-1], replace(LAYERS[-1], bytes_per_s=LAYERS[-1].bytes_per_s / ratio)]
     for one in able(kind, group):
@@ -151,7 +146,6 @@ def test_more_oversubscription_is_never_faster(group: Group, kind: Kind, ratio: 
 @given(
     st.integers(2, 1500), st.sampled_from([1, 2, 3, 8, 16]), st.sampled_from(KINDS), st.sampled_from(["ring", "tree"])
 )
-@settings(max_examples=100, deadline=None)
 def test_one_more_member_or_byte_is_never_faster(ranks: int, stride: int, kind: Kind, one: Algorithm) -> None:
     less, more = (contiguous(size, LAYERS, stride) for size in (ranks, ranks + 1))
     if one in able(kind, less):
@@ -161,7 +155,6 @@ def test_one_more_member_or_byte_is_never_faster(ranks: int, stride: int, kind: 
 
 
 @given(st.integers(1, 12), st.sampled_from([1, 2]), st.sampled_from(KINDS))
-@settings(max_examples=40, deadline=None)
 def test_twice_the_members_halve_no_faster(log: int, stride: int, kind: Kind) -> None:
     before, after = (line(kind, contiguous(1 << size, LAYERS, stride), LAYERS, NEAR) for size in (log, log + 1))
     assert after.start > before.start

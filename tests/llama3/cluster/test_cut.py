@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.axes import AxisBytes, axis_traffic, crossing
@@ -15,7 +15,6 @@ from llama3.parallel.layout import Layout
 from tests.llama3.cluster.placement_samples import Job, jobs, small_fabric
 
 
-@settings(max_examples=25, deadline=None)
 @given(jobs(), st.integers(0, 3))
 def test_never_worse_than_contiguous_order(job: Job, seed: int) -> None:
     found = minimum_cut(job.layout, job.world, job.fabric, job.sent, job.free, seed)
@@ -28,7 +27,6 @@ def test_never_worse_than_contiguous_order(job: Job, seed: int) -> None:
     assert first is None or after[first] < before[first]  # outermost first, inner ones only where outer ones are equal
 
 
-@settings(max_examples=50, deadline=None)
 @given(jobs(), st.integers(0, 9))
 def test_the_cut_is_what_axis_traffic_counts(job: Job, seed: int) -> None:
     """The search's own arithmetic, from groups of slots, against messages between pairs of GPUs."""

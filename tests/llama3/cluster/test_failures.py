@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.failures import (
@@ -43,7 +43,6 @@ def test_rates_grow_with_their_component() -> None:
     assert MODEL.rate(FLEET, spare=True) * 54 * 24 == pytest.approx(466 - 54 - 7 - 2 - 47)
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), days=st.floats(0.5, 60), gpus=st.integers(8, 40_000))
 def test_traces_are_seeded_ordered_and_survive_json(seed: int, days: float, gpus: int) -> None:
     fleet = Fleet(gpus)

@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
@@ -22,14 +22,12 @@ def networks(draw: st.DrawFn) -> tuple[Floats, Floats]:
 
 
 @given(networks())
-@settings(max_examples=100, deadline=None)
 def test_no_link_is_over_its_capacity(network: tuple[Floats, Floats]) -> None:
     use, capacity = network
     assert (use @ max_min(sparse.csr_array(use), capacity) <= capacity + 1e-9).all()
 
 
 @given(networks())
-@settings(max_examples=100, deadline=None)
 def test_every_flow_has_a_bottleneck(network: tuple[Floats, Floats]) -> None:
     """A full link on which no other flow has more: the definition of max-min optimal."""
     use, capacity = network
@@ -41,7 +39,6 @@ def test_every_flow_has_a_bottleneck(network: tuple[Floats, Floats]) -> None:
 
 
 @given(networks(), st.sampled_from([0.5, 2.0, 10.0]))
-@settings(max_examples=100, deadline=None)
 def test_rates_scale_with_the_links(network: tuple[Floats, Floats], factor: float) -> None:
     use, capacity = network
     rates = max_min(sparse.csr_array(use), capacity)
@@ -49,7 +46,6 @@ def test_rates_scale_with_the_links(network: tuple[Floats, Floats], factor: floa
 
 
 @given(networks(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
 def test_numbering_does_not_matter(network: tuple[Floats, Floats], random: Random) -> None:
     use, capacity = network
     links, flows = (random.sample(range(count), count) for count in use.shape)
@@ -58,7 +54,6 @@ def test_numbering_does_not_matter(network: tuple[Floats, Floats], random: Rando
 
 
 @given(networks())
-@settings(max_examples=60, deadline=None)
 def test_the_least_rate_is_that_of_the_most_crowded_link(network: tuple[Floats, Floats]) -> None:
     use, capacity = network
     busy = use.sum(axis=1) > 0

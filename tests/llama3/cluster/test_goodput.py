@@ -6,7 +6,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llama3.cluster.goodput import (
@@ -43,7 +43,6 @@ def test_unknown_outside_its_range() -> None:
     assert exposure(1_000, 600, 600, FREE) > VALID
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     mtti_s=st.floats(1e3, 1e6),
     restart_s=st.floats(0, 2e3),
@@ -77,7 +76,6 @@ def test_saves_shorter_than_their_writing_wait_for_each_other() -> None:
     assert BYTECHECKPOINT.blocked_s(11) == 40
 
 
-@settings(max_examples=60, deadline=None)
 @given(mtti_s=st.floats(1e3, 1e6), interval_s=st.floats(10, 5e3), target=st.floats(0.86, 0.99))
 def test_the_budget_is_where_the_target_is_just_met(mtti_s: float, interval_s: float, target: float) -> None:
     budget = longest_restart(target, mtti_s, interval_s, FREE)

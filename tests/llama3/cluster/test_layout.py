@@ -25,7 +25,7 @@ def tight(**changes: Any) -> tuple[Wanted, Found]:
     return asked, search(asked, step_model())
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.sampled_from([4e9, 6e9, 8e9, 80e9]), st.sampled_from([4, 12, 16, 64]), st.sampled_from([2048, 16384]))
 def test_what_is_found_can_be_trained_and_fits(memory_bytes: float, world: int, seq: int) -> None:
     asked = wanted(memory_bytes=memory_bytes, world=world, seq=seq)

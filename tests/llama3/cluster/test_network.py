@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -58,7 +58,6 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, int]:
 @pytest.mark.parametrize("name", fabric_names())
 @pytest.mark.parametrize("axis", MEMBERS)
 @given(job=jobs())
-@settings(max_examples=25, deadline=None)
 def test_members_that_share_a_layer_are_those_of_the_list(name: str, axis: str, job: tuple[Layout, int]) -> None:
     group, ranks = Network(fabric(name)).group(axis, *job), listed(axis, *job)
     assert group.size == ranks.shape[1]
@@ -101,7 +100,6 @@ def test_routing_takes_its_part_above_the_rack_only() -> None:
 
 
 @given(st.sampled_from([*MEMBERS]), jobs(), st.floats(0, 40), st.sampled_from([0.3, 1.0]))
-@settings(max_examples=60, deadline=None)
 def test_messages_take_the_faster_of_what_nccl_has(
     axis: str, job: tuple[Layout, int], log: float, share: float
 ) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.orders import blocks, improved, in_rank_order, packed, starts
@@ -9,7 +9,6 @@ from llama3.cluster.orders import blocks, improved, in_rank_order, packed, start
 SHAPE = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
-@settings(max_examples=50, deadline=None)
 @given(SHAPE, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_every_start_is_a_permutation_and_the_first_is_contiguous(
     shape: tuple[int, int, int], counts: list[int], data: st.DataObject
@@ -41,7 +40,6 @@ def test_dp_inside_pp_puts_a_stage_side_by_side() -> None:
     assert packed((2, 2, 1), np.zeros(4, np.int64), 1, stage_major=True).tolist() == [0, 2, 1, 3]
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 99))
 def test_swaps_never_cost_more_and_leave_fixed_groups(seed: int) -> None:
     outer, inner = np.repeat([0, 1], 6), np.repeat([0, 1, 2, 3], 3)

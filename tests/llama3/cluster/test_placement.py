@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.placement import Placement, contiguous, fragmented, free_slots, shuffled
@@ -11,7 +11,6 @@ from llama3.parallel.layout import Layout
 from tests.llama3.cluster.placement_samples import Job, jobs, small_fabric
 
 
-@settings(max_examples=50, deadline=None)
 @given(jobs(), st.integers(0, 9))
 def test_orders_put_each_rank_on_a_free_gpu_of_its_own(job: Job, seed: int) -> None:
     plain = contiguous(job.layout, job.world, job.fabric, job.free)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.failures import Failure, Fleet, Trace, llama3_failures
@@ -33,7 +33,6 @@ def steps_of(cycle: Cycle, elapsed_s: float, tick_s: float = 0.001) -> tuple[flo
     return done, max([work for when, work in saves if when <= elapsed_s], default=0.0)
 
 
-@settings(max_examples=20, deadline=None)
 @given(elapsed=st.floats(0, 30), interval=st.floats(0.5, 8), block=st.floats(0, 2), more=st.floats(0, 6))
 def test_the_cycle_is_what_walking_through_it_gives(elapsed: float, interval: float, block: float, more: float) -> None:
     cycle = Cycle(interval, CheckpointCosts(block, block + more, 0, "test"))
@@ -86,7 +85,6 @@ def test_without_spares_the_job_waits_for_repairs() -> None:
     assert play(trace, 400, 10, COSTS, Recovery(**times)).waiting_s == 0
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     times=st.lists(st.tuples(st.floats(0, 1500), st.booleans(), st.booleans()), max_size=12),
     interval_s=st.floats(0.5, 300),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.clos import Clos
@@ -23,7 +23,6 @@ ROUTINGS: tuple[Routing, ...] = ("ecmp", "pinning", "e-ecmp", "adaptive")
     st.sampled_from([0.0, 0.1]),
     st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
 def test_no_pair_has_more_than_its_card_and_no_rack_more_than_its_uplinks(
     routing: Routing, racks: int, uplinks: int, taken: float, failed: float, seed: int
 ) -> None:
@@ -60,7 +59,6 @@ def test_failed_cables_disturb_pinning_and_spreading_the_least() -> None:
 
 
 @given(st.integers(2, 8), st.sampled_from([16, 20, 32]), st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
 def test_pinning_and_spreading_are_perfect_on_whole_racks_with_an_uplink_per_card(
     racks: int, uplinks: int, seed: int
 ) -> None:
@@ -69,7 +67,6 @@ def test_pinning_and_spreading_are_perfect_on_whole_racks_with_an_uplink_per_car
 
 
 @given(st.integers(2, 8), st.sampled_from([12, 16, 32]), st.sampled_from([0.03, 0.1]), st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
 def test_failed_cables_never_give_the_slowest_pair_of_a_spread_job_more(
     racks: int, uplinks: int, failed: float, seed: int
 ) -> None:

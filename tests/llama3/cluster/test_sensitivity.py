@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.budget import Budget, Prices, StageTime, Stored
@@ -72,7 +72,6 @@ def test_a_swing_is_the_difference_over_the_planned_value() -> None:
 
 
 @given(goodput=st.sampled_from([0.5, 0.99, 1.0]), pue=st.sampled_from([1.0, 1.3]), load=st.sampled_from([0.5, 1.0]))
-@settings(max_examples=20, deadline=None)
 def test_bounds_are_kept_and_the_side_that_can_move_counts(goodput: float, pue: float, load: float) -> None:
     stages = (StageTime("main", 2**24, 1, 8, 10.0, goodput),)
     found = by_name("mwh", Budget(stages, Prices(pue=pue, gpu_load=load), Stored(0, 0, 0, 0)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.classifier import (
@@ -141,7 +141,6 @@ def test_of_a_long_text_the_beginning_and_the_middle_count(folder: Path) -> None
     assert scores[2] == scores[3]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text(alphabet="a é花😀\n", max_size=40), st.integers(1, PIECE))
 def test_an_example_is_cut_to_what_is_read_of_a_long_text(text: str, copies: int) -> None:
     short = shortened(text * copies)
@@ -165,7 +164,6 @@ def test_examples_are_different_and_in_an_order_of_their_own() -> None:
     assert found == chosen_examples(["c", "b", "a"])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=30))
 def test_area_under_the_curve_counts_pairs(found: list[tuple[int, bool]]) -> None:
     good = [score for score, positive in found if positive]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.components import components
@@ -16,7 +16,6 @@ def joined(edges: list[tuple[int, int]]) -> dict[int, int]:
     return dict(zip(nodes.tolist(), labels.tolist(), strict=True))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(NODES, NODES)))
 def test_components_are_the_reachable_sets(edges: list[tuple[int, int]]) -> None:
     groups: list[set[int]] = []

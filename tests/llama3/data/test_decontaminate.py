@@ -202,7 +202,6 @@ def plain_overlap(example: str, document: str) -> Overlap:
 SMALL = st.lists(st.sampled_from("abc"), max_size=30).map(" ".join)
 
 
-@settings(max_examples=50, deadline=None)
 @given(SMALL, SMALL, st.integers(0, 30), st.integers(0, 30))
 def test_overlap_equals_the_plain_definition(example: str, document: str, start: int, count: int) -> None:
     document = " ".join([document, *example.split()[start : start + count], document])
@@ -212,7 +211,7 @@ def test_overlap_equals_the_plain_definition(example: str, document: str, start:
     assert len(words(found.excerpt)) == found.run
 
 
-@settings(max_examples=15, deadline=None)  # each one runs all sub-steps
+@settings(max_examples=15)  # each one runs all sub-steps
 @given(st.lists(SMALL, min_size=1, max_size=4), st.lists(SMALL, min_size=1, max_size=6), st.integers(1, 100))
 def test_kernel_equals_the_plain_definition(
     tmp_path_factory: pytest.TempPathFactory, examples: list[str], extra: list[str], percent: int

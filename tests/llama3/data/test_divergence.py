@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.divergence import (
@@ -89,7 +89,6 @@ def test_short_texts_and_small_references_are_not_judged(usual: Any) -> None:
     assert divergences(pa.array([], pa.string()), usual).tolist() == []
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([*WORDS[:40], "never", "seen"]), min_size=LEAST_WORDS, max_size=60))
 def test_the_measure_equals_its_formula(usual: Any, drawn: list[str]) -> None:
     """Differences between two texts of one length are those of the plain Kullback-Leibler divergence."""

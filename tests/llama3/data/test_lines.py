@@ -82,7 +82,6 @@ def with_menu(count: int, **columns: Any) -> list[dict[str, Any]]:
     return [{"text": f"{MENU}\n{line}", "url": line, **columns} for line in numbers(count)]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(alphabet="aAbÄé語\t \n", max_size=40), max_size=6), st.integers(1, 12))
 def test_lines_are_equal_without_outer_blanks_and_ascii_case(texts: list[str], min_chars: int) -> None:
     hashes = line_hashes(pa.array(texts, pa.string()), min_chars).to_pylist()
@@ -196,7 +195,7 @@ PIECES = st.sampled_from(["a b", "A B c", "d", " ", "", "\n", "\n\n", "über", "
 TEXTS = st.lists(PIECES, max_size=25).map(lambda pieces: " ".join(pieces).replace(" \n", "\n"))
 
 
-@settings(max_examples=20, deadline=None)  # each one runs all sub-steps
+@settings(max_examples=20)  # each one runs all sub-steps
 @given(
     st.lists(TEXTS, min_size=1, max_size=16),
     st.integers(1, 5),

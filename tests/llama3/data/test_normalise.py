@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.kernels.arrow import text_buffers
@@ -47,7 +47,6 @@ def test_normalising_keeps_what_means_something() -> None:
 
 
 @given(st.lists(VALID, max_size=6))
-@settings(max_examples=300, deadline=None)
 def test_a_column_is_normalised_as_its_texts_are(texts: list[str]) -> None:
     result = normalise_texts(column(texts))
     result.validate(full=True)

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.kernels.arrow import list_buffers
@@ -28,7 +28,6 @@ def sets_of(texts: list[str], width: int) -> list[list[int]]:
     return [[int(one) for one in found] for found in shingle_sets(pa.array(texts, pa.string()), width).to_pylist()]
 
 
-@settings(max_examples=50, deadline=None)
 @given(TEXTS, st.integers(1, 4))
 def test_shingle_sets_are_the_different_word_tuples(texts: list[str], width: int) -> None:
     found, truth = sets_of(texts, width), [word_tuples(text, width) for text in texts]
@@ -53,7 +52,6 @@ def test_a_short_text_is_one_shingle_of_another_width() -> None:
     assert short != longer
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 30), min_size=1).map(lambda values: sorted(set(values))), min_size=1, max_size=8)
 )

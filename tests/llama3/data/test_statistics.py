@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.characters import (
@@ -44,7 +44,6 @@ def one(text: str) -> dict[str, Any]:
     return rows[0]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(TEXTS, max_size=4))
 def test_kernels_equal_the_plain_reference(texts: list[str]) -> None:
     assert document_statistics(pa.array(texts, pa.string())).to_pylist() == [

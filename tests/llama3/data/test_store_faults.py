@@ -123,7 +123,6 @@ def skipping(make_recipe: Make) -> Callable[[str], Recipe]:
     return lambda uri: make_recipe({"general": [{"uri": uri}]}, on_error="skip")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", [401, 403, 404, 429, 500, 503, "cut", "short", "reset"])
 def test_the_hub_fails_at_any_request(
     hub: Hub, skipping: Callable[[str], Recipe], tmp_path: Path, fault: int | str
@@ -165,7 +164,6 @@ def test_a_hub_that_hangs_is_given_up(hub: Hub, skipping: Callable[[str], Recipe
             assert said in found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("uri", "fault"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.job import DROP_SCHEMA, Job, in_turn, write_table
@@ -139,7 +139,6 @@ sizes_of = st.lists(st.integers(1, 30), max_size=12)
 shares = st.integers(1, 99).map(lambda percent: Fraction(percent, 100))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.tuples(sizes_of, shares)), st.integers(0, 200))
 def test_the_most_that_meets_all_caps_stays(topics: dict[str, tuple[list[int], Fraction]], others: int) -> None:
     sizes = {topic: np.array(values, np.int64) for topic, (values, _) in topics.items()}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.kernels.words import find_words, word_hash
@@ -36,7 +36,6 @@ def found(text: str, before: str = "", after: str = "") -> tuple[list[str], list
     return [data[low:high].tobytes().decode() for low, high in spans], hashes[:count].tolist()
 
 
-@settings(max_examples=300, deadline=None)
 @given(HOSTILE)
 def test_kernel_finds_the_words_of_the_plain_definition(text: str) -> None:
     spelled, hashes = found(text)
@@ -44,7 +43,6 @@ def test_kernel_finds_the_words_of_the_plain_definition(text: str) -> None:
     assert hashes == [word_hash(word) for word in words(text)]
 
 
-@settings(max_examples=50, deadline=None)
 @given(HOSTILE, HOSTILE, HOSTILE)
 def test_text_around_a_document_changes_nothing(text: str, before: str, after: str) -> None:
     assert found(text, before, after) == found(text)

@@ -222,7 +222,6 @@ def test_made_up_questions(tmp_path: Path) -> None:
     assert any(len(sample["text"]) < 10 for sample in ours["gsm8k"].values()), "some end at a stop text"
 
 
-@pytest.mark.slow
 def test_published_questions(tmp_path: Path, shared: Path) -> None:
     made = pairs(shared / "eval", QUESTIONS)
     if kinds(made) != ALL:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,7 +89,6 @@ def asked_tokens(seq: int, coder: Tokenizer, pool: list[int], count: int, kind: 
     ]
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(320, 900), st.integers(1, 30))
 def test_every_question_fills_the_sequence_and_holds_its_needles(
     tokenizer: Tokenizer, pool: list[int], seq: int, count: int
@@ -106,7 +105,6 @@ def test_every_question_fills_the_sequence_and_holds_its_needles(
             assert (f"{line}{number}." in text) == (place == ask.gold)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(512, 900), st.integers(1, 12))
 def test_each_task_hides_and_asks_what_it_says(
     tokenizer: Tokenizer, pool: list[int], kind: Kind, seq: int, count: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan, windows
@@ -24,7 +24,6 @@ def seen(batch: Batch, row: Row, place: int) -> list[int]:
     return row.tokens[: row.trunk] + row.tokens[begin : place + 1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(questions(), st.sampled_from([16, 64, 512]), st.booleans())
 def test_every_token_is_scored_once_after_what_stands_before_it(
     asked: list[Scorable], window: int, share: bool
@@ -46,7 +45,6 @@ def test_every_token_is_scored_once_after_what_stands_before_it(
     assert sorted(scored) == wanted
 
 
-@settings(max_examples=40, deadline=None)
 @given(questions(), st.sampled_from([16, 512]))
 def test_batches_keep_their_budget_and_sharing_never_reads_more(asked: list[Scorable], window: int) -> None:
     def read(share: bool) -> int:
@@ -62,7 +60,6 @@ def test_batches_keep_their_budget_and_sharing_never_reads_more(asked: list[Scor
     assert read(True) <= read(False)
 
 
-@settings(max_examples=40, deadline=None)
 @given(questions(), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_the_order(asked: list[Scorable], dice: object) -> None:
     def shape(order: list[int]) -> list[object]:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate import template_process
@@ -172,7 +172,6 @@ def test_examples_come_from_the_own_group_and_a_file_of_their_own(tmp_path: Path
         assert numbers[:5] == list(range(int(request.group[1]), 20, 4))
 
 
-@settings(deadline=None)
 @given(count=st.integers(2, 12), shots=st.integers(0, 8), seed=st.integers(0, 3), first=st.booleans())
 def test_examples_are_others_each_once_and_the_same_again(count: int, shots: int, seed: int, first: bool) -> None:
     """Rows are repeated, so the question itself must be known by what it says and not by its place."""

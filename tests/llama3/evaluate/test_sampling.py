@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate.sampling import Sampler
@@ -46,7 +46,6 @@ def test_special_tokens_but_the_end_are_never_chosen() -> None:
 
 
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(0.01, 1.0), st.floats(0, 1, exclude_max=True))
-@settings(max_examples=60)
 def test_what_is_chosen_has_a_share(seed: int, temperature: float, top_p: float, drawn: float) -> None:
     class Fixed(Random):
         def random(self) -> float:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate import scoring
@@ -231,7 +231,6 @@ def numbers() -> Transformer:
     return build(SPEC.model_copy(update={"max_seq": 512}), 4096, 5, torch.float64, torch.device("cpu")).eval()
 
 
-@settings(max_examples=30, deadline=None)
 @given(questions(), st.sampled_from([16, 64, 512]), st.sampled_from([64, 512]))
 def test_whatever_is_shared_scores_as_if_read_alone(
     numbers: Transformer, asked: list[Scorable], window: int, positions: int

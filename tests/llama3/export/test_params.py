@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.export.params import hidden_size, meta_settings, multiplier_for, read_params
@@ -24,7 +24,6 @@ def test_published_shapes_have_the_published_numbers(preset: str, multiplier: fl
     assert hidden_size(made["dim"], multiplier, multiple_of) == Model(preset=preset).ffn
 
 
-@settings(max_examples=50, deadline=None)
 @given(dim=st.integers(8, 32_768), ffn=st.integers(8, 131_072))
 def test_any_hidden_size_has_a_multiplier(dim: int, ffn: int) -> None:
     assert hidden_size(dim, *multiplier_for(dim, ffn)) == ffn

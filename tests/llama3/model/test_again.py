@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -100,7 +100,6 @@ def test_an_operation_that_keeps_its_own_result_does_not_stay(no_collector: None
     assert memory.expired()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.booleans())
 def test_readers_may_see_any_part_of_it(start: int, size: int, turned: bool) -> None:
     x, other = random(3, 4, 8).requires_grad_(), random(3, 4, 8, seed=1)

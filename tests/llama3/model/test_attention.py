@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -39,7 +39,6 @@ def equal(one: torch.Tensor, other: torch.Tensor, wrt: Qkv) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3), seed=st.integers(0, 9)
 )

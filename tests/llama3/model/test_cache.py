@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.cache import Cache, Padded, reading
@@ -38,7 +38,6 @@ def close(found: torch.Tensor, due: torch.Tensor) -> bool:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
-@settings(max_examples=25, deadline=None)
 @torch.inference_mode()
 def test_a_text_in_parts_is_the_text(model: Transformer, sizes: list[int]) -> None:
     tokens_1S, cache = some(sum(sizes)), Cache(sum(sizes))

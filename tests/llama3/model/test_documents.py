@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.documents import SHORTEST, _starts, document_lengths, readable, visible
@@ -15,7 +15,6 @@ batches = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(numbers=batches, order=st.permutations(range(12)), held=st.integers(1, 12))
 def test_a_query_reads_its_document_up_to_itself(numbers: list[list[int]], order: list[int], held: int) -> None:
     queries, keys = torch.tensor(order[:held]), torch.tensor(order)
@@ -26,7 +25,6 @@ def test_a_query_reads_its_document_up_to_itself(numbers: list[list[int]], order
                 assert mask[sequence, 0, q, t] == (asked <= asking and row[asked] == row[asking])
 
 
-@settings(max_examples=50, deadline=None)
 @given(numbers=batches)
 def test_lengths_and_starts_are_runs_of_one_number_that_end_with_their_sequence(numbers: list[list[int]]) -> None:
     lengths = document_lengths(torch.tensor(numbers))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
@@ -101,7 +101,6 @@ def test_a_model_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.Mon
         assert {path.name for path in tmp_path.glob("*.safetensors")} == held
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_part_of_a_parameter_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "slices"

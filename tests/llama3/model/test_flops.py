@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,7 +38,6 @@ def test_published_figures() -> None:
     assert eight.full / eight.six_n == pytest.approx(1.286, abs=0.001)
 
 
-@settings(max_examples=50, deadline=None)
 @given(seq=st.integers(1, 10**6))
 def test_full_counts_twice_the_attention_of_causal(seq: int) -> None:
     flops = flops_per_token(TINY, ROWS, seq)
@@ -46,7 +45,6 @@ def test_full_counts_twice_the_attention_of_causal(seq: int) -> None:
     assert flops.full - flops.six_n == 12.0 * TINY.layers * seq * TINY.dim
 
 
-@settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20))
 def test_documents_cost_at_most_what_one_sequence_of_them_does(lengths: list[int]) -> None:
     whole = sum(lengths) * flops_per_token(TINY, ROWS, sum(lengths)).causal

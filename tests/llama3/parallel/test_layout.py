@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
@@ -53,7 +53,6 @@ def test_a_tied_embedding_cannot_be_piped() -> None:
 
 
 @given(tp=st.integers(1, 8), cp=st.integers(1, 4), seq=st.integers(1, 4096))
-@settings(max_examples=100, deadline=None)
 def test_a_sequence_is_accepted_when_every_part_is_whole(tp: int, cp: int, seq: int) -> None:
     """Context parallelism needs two equal chunks for each process, sequence parallelism equal parts of both."""
     chunks = 2 * cp if cp > 1 else 1

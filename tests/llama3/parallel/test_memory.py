@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.flops import parameter_count
@@ -20,7 +20,6 @@ from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, all_held, names_and_shapes, shape
 
 PAPER = Model.model_validate({"preset": "405b"})
-FEW = settings(max_examples=50, deadline=None)
 GIB = 2**30
 
 
@@ -105,7 +104,6 @@ def layouts(draw: st.DrawFn) -> tuple[Model, Layout, int]:
     return spec, layout, layout.model_parallel * replicas * draw(st.integers(1, 3))
 
 
-@FEW
 @given(layouts())
 def test_all_ranks_together_hold_every_parameter(case: tuple[Model, Layout, int]) -> None:
     spec, layout, world = case
@@ -114,7 +112,6 @@ def test_all_ranks_together_hold_every_parameter(case: tuple[Model, Layout, int]
     assert held == layout.replicas * (parameter_count(spec, ROWS) + (layout.tp - 1) * norms)
 
 
-@FEW
 @given(layouts(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 4))
 def test_more_processes_never_need_more_memory_each(
     case: tuple[Model, Layout, int], recompute: Any, micro_batches: int
@@ -134,7 +131,6 @@ def test_more_processes_never_need_more_memory_each(
         assert fullest(wider, 4 * base) <= fullest(layout, 2 * base)
 
 
-@FEW
 @given(layouts(), st.booleans())
 def test_recomputation_keeps_less(case: tuple[Model, Layout, int], compiled: bool) -> None:
     spec, layout, _ = case
@@ -143,7 +139,6 @@ def test_recomputation_keeps_less(case: tuple[Model, Layout, int], compiled: boo
     assert kept[0] > kept[1] > kept[2]
 
 
-@FEW
 @given(layouts(), st.sampled_from(["none", "selective", "full"]))
 def test_tensor_parallelism_cuts_all_that_a_layer_keeps(case: tuple[Model, Layout, int], how: str) -> None:
     """No gathered input is kept, which would be the same for any size of it; a compiled layer keeps them."""
@@ -157,7 +152,6 @@ def test_tensor_parallelism_cuts_all_that_a_layer_keeps(case: tuple[Model, Layou
         assert (kept[0] == kept[1] == kept[2]) != compiled
 
 
-@FEW
 @given(layouts(), st.sampled_from(["none", "selective", "full"]))
 def test_context_parallelism_keeps_nothing_of_its_peers(case: tuple[Model, Layout, int], how: str) -> None:
     """Twice the processes with twice the sequence keep the same each; a compiled layer keeps all keys and values."""
@@ -212,7 +206,6 @@ def test_the_405b_fits_80_gb_without_recomputation_as_published(row: Published, 
     assert compiled > 140e9
 
 
-@FEW
 @given(layouts(), st.integers(1, 9))
 def test_ranks_that_are_asked_for_are_those_of_all(case: tuple[Model, Layout, int], micro_batches: int) -> None:
     spec, layout, world = case

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llama3.parallel.schedule import (
@@ -46,7 +46,6 @@ def biggest_round(pipeline: int, micro_batches: int, contiguous: int) -> int:
     return -(-micro_batches // rounds)
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_each_rank_does_the_work_of_its_stages_once(case: Case) -> None:
     kind, pipeline, virtual, micro_batches, _ = case
@@ -62,7 +61,6 @@ def test_each_rank_does_the_work_of_its_stages_once(case: Case) -> None:
         assert set(mine) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.3, 5.0]))
 def test_work_starts_after_what_it_needs(case: Case, transfer: float) -> None:
     """Checked against the dependencies as they stand in the model, not as the simulation writes them."""
@@ -83,7 +81,6 @@ def test_work_starts_after_what_it_needs(case: Case, transfer: float) -> None:
             assert start >= ends[Action(stage, "I", number)] - 1e-9
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_gradients_are_added_in_the_order_of_micro_batches(case: Case) -> None:
     """Each stage works in that order, whatever the schedule: the sum is that of one process, to the bit."""
@@ -94,7 +91,6 @@ def test_gradients_are_added_in_the_order_of_micro_batches(case: Case) -> None:
                 assert order == sorted(order)
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_bubble_is_that_of_the_closed_form(case: Case) -> None:
     """(P - 1) / (V M) also where N divides nothing; a third of it with the backward pass in two, if M >= P."""
@@ -109,7 +105,6 @@ def test_bubble_is_that_of_the_closed_form(case: Case) -> None:
         assert found == pytest.approx(ideal)
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_activations_in_flight_are_bounded(case: Case) -> None:
     kind, pipeline, virtual, micro_batches, contiguous = case
@@ -196,7 +191,6 @@ def test_layers_are_split_as_published() -> None:
     assert sizes(3, 1) == [3]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 130), st.integers(1, 132))
 def test_splits_are_complete_and_even(layers: int, stages: int) -> None:
     if stages > layers + 2:

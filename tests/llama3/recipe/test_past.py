@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
@@ -63,7 +63,6 @@ def averaging(asked: Recipe, position: int) -> tuple[str, int, int] | None:
     return (str(spans[0].stage.average), spans[0].start, spans[0].end) if spans else None
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_past_is_equal_exactly_where_every_step_is(data: st.DataObject) -> None:
     """The second recipe differs from the first in one stage and one rate at most, so that both answers are common."""
@@ -88,7 +87,6 @@ def test_a_past_is_equal_exactly_where_every_step_is(data: st.DataObject) -> Non
             check_past(first, second, position)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2]), unique=True), st.integers(0, 2))
 def test_stages_behind_the_position_are_free(changed: list[int], done: int) -> None:
     before = load_recipe(QUICKSTART)

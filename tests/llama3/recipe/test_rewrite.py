@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import RecipeError, apply_override
@@ -48,7 +48,6 @@ PLACES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(PLACES, VALUES, st.sampled_from(["", "study mix 1a: better"]))
 def test_any_change_says_the_old_plus_itself(place: str, value: Any, comment: str) -> None:
     expected = yaml.safe_load(TEXT)
@@ -56,7 +55,6 @@ def test_any_change_says_the_old_plus_itself(place: str, value: Any, comment: st
     assert yaml.safe_load(with_field(TEXT, place.split("."), value, comment)) == expected
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["lists", "long.two", "last", "empty", "new", "long.three.four"]), VALUES)
 def test_an_element_is_added_at_the_end(place: str, value: Any) -> None:
     expected = at = yaml.safe_load(TEXT)

@@ -53,7 +53,7 @@ def verdict(math: float, repeats: int = 4) -> Verdict:
     return annealing_verdict(outcomes(truth, 1), "default", {name: name for name in NEW})
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.lists(st.sampled_from(CHANGES), min_size=1, unique=True))
 def test_the_changed_recipe_is_the_base_with_the_overrides(changes: list[str]) -> None:
     text = apply_study(QUICKSTART, changes, "mix-cpu", DIGEST, NOTE)

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llama3.scaling.backtest import Backtest, TaskPoints, backtest, forecast_verdict
@@ -106,7 +106,6 @@ def test_runs_of_one_compute_are_left_out_together() -> None:
     assert min(row.forecast.beyond for row in largest) > 1.5
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(5, 9))
 def test_a_back_test_never_sees_what_it_forecasts(seed: int, levels: int) -> None:
     """Changing the largest run changes no forecast, only what it is held against."""

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.scaling.forecast import POINTS, RUNS, Fit, Point, fit
@@ -99,7 +99,6 @@ def test_equal_points_give_equal_forecasts_in_any_order() -> None:
     assert other.accuracy.value == pytest.approx(one.accuracy.value, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.floats(15, 27), st.integers(0, 10**6))
 def test_forecasts_are_possible_scores(power: float, seed: int) -> None:
     found = fit(points(np.random.default_rng(seed), 0.02), CHANCE).at(10**power)

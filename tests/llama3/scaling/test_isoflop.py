@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.scaling.chinchilla import fit_chinchilla
@@ -134,7 +134,6 @@ def test_budgets_that_are_off_together_widen_the_interval() -> None:
     assert held >= 54
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.floats(1.5, 50.0), st.floats(0.5, 20.0))
 def test_units_of_tokens_and_of_loss_move_nothing_in_alpha(seed: int, tokens: float, loss: float) -> None:
     trials = made_up(Truth(), BUDGETS, 5, 0.002, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.flops import parameter_count
@@ -20,7 +20,6 @@ SIZES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.floats(math.log(3e4), math.log(1e10)))
 def test_parameters_are_met_in_proportion(size: float) -> None:
     wanted = math.exp(size)

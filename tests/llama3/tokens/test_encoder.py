@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.tokens.encoder import (
@@ -49,7 +49,6 @@ def text_of(ids: np.ndarray) -> str:
     return b"".join(BASE[token] for token in ids.tolist()).decode()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(max_size=40) | st.text(st.sampled_from(EVERYTHING), max_size=40), max_size=5))
 def test_every_text_comes_back_and_equals_the_reference(encoder: Encoder, texts: list[str]) -> None:
     reference = TiktokenEncoder(BASE)
@@ -83,7 +82,6 @@ def test_endless_blanks_are_cut_alike(encoder: Encoder, text: str) -> None:
     assert ids[offsets[1] : offsets[2]].tolist() == TiktokenEncoder(BASE).encode(text)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(" \n\u3000xé"), st.integers(1, 250_000)), max_size=6))
 def test_blanks_are_cut_where_the_plain_expression_cuts(runs: list[tuple[str, int]]) -> None:
     text = "".join(character * length for character, length in runs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.tokens.megatron import index_bytes, open_pair, write_pair
@@ -42,7 +42,6 @@ def megatron_documents(stem: Path) -> list[list[int]]:
 documents = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=9), min_size=1, max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(documents, st.sampled_from(["uint16", "int32"]), st.integers(1, 12))
 def test_a_pair_reads_back_as_megatron_describes_it(
     tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], dtype: str, cut: int

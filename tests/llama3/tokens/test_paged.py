@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schema import Recipe
@@ -47,7 +47,6 @@ def check(folder: Path, plain: Path, start: int, stop: int) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(start=st.integers(0, TOKENS - 1), size=st.integers(1, 100_000), pages=st.sampled_from([1, 3, 8, 500]))
 def test_any_range_is_the_same_within_any_limit(
     plain: Path, expected: TokenStream, tmp_path_factory: pytest.TempPathFactory, start: int, size: int, pages: int

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import resolved
@@ -73,7 +73,6 @@ def test_shares_are_exact_and_whole(parts: list[int], added: tuple[int, int], ma
         assert rest == mix[domain] * (1 - sum(extra.values()))
 
 
-@settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 60), unit=st.sampled_from([None, 5, 32]), share=st.sampled_from(["30%", "12.5%", "0.1%"]))
 def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
     shards: Path, tokens: int, unit: int | None, share: str

@@ -37,7 +37,6 @@ ODD = tuple(Fraction(part, 5003) for part in (2, 3, 5, 990, 1000, 3003))
 """Their common denominator is longer than a block."""
 
 
-@settings(max_examples=60, deadline=None)
 @given(shares, st.integers(1, 20_000), st.integers(1, 9))
 @example(ODD, LONGEST_BLOCK - 1, 1)
 @example(ODD, 3 * 5 * LONGEST_BLOCK - 1, 5)
@@ -53,7 +52,6 @@ def test_units_tile_the_span_and_end_exact_to_the_token(parts: tuple[Fraction, .
         assert (units.size[mine] < unit).sum() <= 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(shares, st.integers(1, 20_000), st.integers(1, 9), st.data())
 def test_parts_of_a_deal_equal_the_whole(
     parts: tuple[Fraction, ...], tokens: int, unit: int, data: st.DataObject
@@ -84,7 +82,7 @@ def test_every_prefix_of_a_percent_mix_is_within_a_unit() -> None:
     assert max(errors(deal, range(800 * 64, 64_001, 7))) < 1.5
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(shares)
 def test_prefixes_of_any_mix_are_within_a_unit_per_leaf(parts: tuple[Fraction, ...]) -> None:
     """Blocks fall short by at most leaves - 1 units, which a leaf has too many by its share; the order adds one."""
@@ -107,7 +105,6 @@ def test_a_run_of_trillions_is_addressed_like_a_small_one() -> None:
     assert np.abs(deal.consumed(14_000_000_000_000) - ideal).max() < 131_072
 
 
-@settings(max_examples=60, deadline=None)
 @given(shares, st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 9))
 def test_a_longer_span_begins_as_a_shorter_one(parts: tuple[Fraction, ...], one: int, more: int, unit: int) -> None:
     short, long = Deal(parts, one, unit), Deal(parts, one + more, unit)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import digest
@@ -48,7 +48,6 @@ def leaf_stream(lengths: list[int], number: int, seed: int, name: str, count: in
     return tokens[:count]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     first=st.integers(1, 60),
     second=st.integers(1, 40),
@@ -101,7 +100,6 @@ def test_stages_that_read_a_later_helping_are_spans_of_their_own(shards: Path) -
     assert one.identity(80, 160) == other.identity(80, 160)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), unit=st.sampled_from([None, 3, 32]))
 def test_reads_agree_under_any_split_across_what_is_passed_over(
     short: Path, data: st.DataObject, unit: int | None
@@ -115,7 +113,6 @@ def test_reads_agree_under_any_split_across_what_is_passed_over(
             assert np.array_equal(getattr(part, name), getattr(whole, name)[start:stop])
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), lengths=st.sampled_from(["short", "long"]))
 def test_counts_are_of_what_is_read(shards: Path, short: Path, data: st.DataObject, lengths: str) -> None:
     run = TokenStream(shards if lengths == "long" else short, recipe([*drawn(96, 200, 2), stage("c", 104)]))
@@ -143,7 +140,6 @@ def test_epochs_and_their_limit_count_what_is_read(short: Path) -> None:
     assert sum(run.planned(0, run.tokens).values()) == run.tokens
 
 
-@settings(max_examples=40, deadline=None)
 @given(first=st.integers(1, 60), second=st.integers(1, 40), draw=st.integers(0, 12))
 def test_helpings_that_share_documents_are_told(shards: Path, first: int, second: int, draw: int) -> None:
     """A leaf of 2,160 tokens holds the helpings up to this one, or it comes round."""

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.tokens import order
@@ -40,7 +40,6 @@ def slow_permutation(count: int, key: str) -> list[int]:
     return mapped
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.text(max_size=20))
 def test_permutation_is_a_bijection_and_equals_plain_integers(count: int, key: str) -> None:
     mapped = Permutation(count, key)(0, count)
@@ -48,7 +47,6 @@ def test_permutation_is_a_bijection_and_equals_plain_integers(count: int, key: s
     assert mapped.tolist() == slow_permutation(count, key)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 2**60), st.data())
 def test_permutations_of_any_size_are_read_anywhere(count: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, count - 1))
@@ -72,7 +70,6 @@ def test_permutation_is_uniform() -> None:
     assert ((np.bincount(places, minlength=10) - 500) ** 2 / 500).sum() < 27.9
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
 def test_blocks_hold_every_document_once(documents: int, chunk: int, block: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule
@@ -31,7 +31,6 @@ TILE = 64
 shapes = st.sampled_from([(4, 16), (8, 16), (4, 32), (8, 64), (16, 32), (16, 64), (32, 64), (64, 64)])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     tiles=st.lists(st.tuples(st.integers(1, 8), shapes), min_size=1, max_size=5),
     unit=st.sampled_from([8, 64]),

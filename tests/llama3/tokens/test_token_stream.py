@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.section import DOMAINS
@@ -70,7 +70,6 @@ def test_every_token_is_where_the_slow_reading_puts_it(
     assert window.domains.tolist() == domains
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), unit=st.sampled_from([None, 3, 32]))
 def test_reads_agree_under_any_split(shards: Path, data: st.DataObject, unit: int | None) -> None:
     run = TokenStream(shards, recipe(STAGES, unit=unit))
@@ -148,7 +147,6 @@ def percents(parts: list[int]) -> dict[str, str]:
     return {domain: f"{point // 100}.{point % 100:02}%" for domain, point in zip(DOMAINS, points, strict=True)}
 
 
-@settings(max_examples=40, deadline=None)
 @given(first=shares, second=shares, tokens=st.integers(1, 90), unit=st.integers(1, 40))
 def test_leaves_are_consumed_in_order_and_spans_end_exact(
     shards: Path, first: list[int], second: list[int], tokens: int, unit: int

@@ -23,7 +23,6 @@ from tests.llama3.train.test_bad_steps import ROLLBACK
 from tests.llama3.train.train_samples import STEP, job, output, recipe, records, stages, train, weights, work
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
 
-pytestmark = pytest.mark.slow
 STEPPED = "torch.optim:AdamW.step"
 
 

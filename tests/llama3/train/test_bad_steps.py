@@ -165,13 +165,13 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        pytest.param("llama3.train.trainer:write_incident", True, marks=pytest.mark.slow),
-        pytest.param("llama3.train.skips:Skips.write", False, marks=pytest.mark.slow),
+        pytest.param("llama3.train.trainer:write_incident", True),
+        pytest.param("llama3.train.skips:Skips.write", False),
         ("llama3.train.skips:Skips.write", True),
         ("llama3.train.checkpoint:Checkpoints._forget_after", True),
         ("llama3.train.recorder:Recorder.rewind", False),
-        pytest.param("llama3.train.recorder:Recorder.pass_over", True, marks=pytest.mark.slow),
-        pytest.param("llama3.train.trainer:commit_result", False, marks=pytest.mark.slow),
+        pytest.param("llama3.train.recorder:Recorder.pass_over", True),
+        pytest.param("llama3.train.trainer:commit_result", False),
     ],
 )
 def test_a_rollback_killed_at_any_moment_gives_the_same_weights(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.train import journal as module
@@ -88,7 +88,6 @@ def histories() -> st.SearchStrategy[list[Entry]]:
     return st.lists(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 6)), max_size=40).map(play)
 
 
-@settings(max_examples=50, deadline=None)
 @given(entries=histories(), after=st.integers(-1, 40), block=st.integers(1, 600), seen=st.lists(st.integers(0, 40)))
 def test_later_truth_replaces_the_earlier(
     entries: list[Entry], after: int, block: int, seen: list[int], tmp_path_factory: pytest.TempPathFactory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.initial import build
@@ -66,7 +66,6 @@ def test_norm_and_scale() -> None:
 
 
 @given(st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=64), st.randoms())
-@settings(max_examples=50, deadline=None)
 def test_gradients_on_the_grid_add_up_alike_in_any_order(values: list[float], chance: object) -> None:
     gradients = []
     for value in values:

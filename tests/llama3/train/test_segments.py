@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import llama3.train.segments as segments
@@ -67,7 +67,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(operations=OPERATIONS, piece=st.sampled_from([64, 2**25]))
 def test_every_checkpoint_has_its_past(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int]], piece: int

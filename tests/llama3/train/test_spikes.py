@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule, StageSpan
@@ -61,7 +61,6 @@ def plain_flags(spikes: Spikes, series: list[tuple[float, float]]) -> list[bool]
     return found
 
 
-@settings(max_examples=50, deadline=None)
 @given(SERIES, st.sampled_from(["off", "skip", "stop", "rollback"]), st.floats(0.5, 8.0))
 def test_the_rule(series: list[tuple[float, float]], policy: Any, sigma: float) -> None:
     spikes = Spikes(policy=policy, sigma=sigma, window=8)
@@ -79,7 +78,6 @@ def journal(series: list[tuple[float, float]], found: list[tuple[float, float]])
     return records
 
 
-@settings(max_examples=50, deadline=None)
 @given(SERIES, st.integers(0, 60))
 def test_a_restart_decides_with_the_same_bits(series: list[tuple[float, float]], cut: int) -> None:
     spikes = Spikes(policy="skip", sigma=2.0, window=8)

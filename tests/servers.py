@@ -1,0 +1,44 @@
+"""One server of each kind for all workers of a test run: the first to ask starts it, the last to leave stops it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+RUN = "HERD_TEST_RUN"
+"""Variable with the folder of the run, which tests/conftest.py makes."""
+
+
+@contextmanager
+def one_of(name: str, start: Callable[[Path], AbstractContextManager[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield what `start(folder)` yields, plain values, from whichever worker started it.
+
+    The worker that did stays until no other uses the server: its children die with it, so nothing outlives a run.
+    """
+    folder = Path(os.environ[RUN]) / name
+    folder.mkdir(exist_ok=True)
+    found = folder / "server.json"
+    with (
+        (folder / "change").open("w") as change,
+        (folder / "owner").open("w") as owner,
+        (folder / "use").open("w") as use,
+    ):
+        fcntl.flock(change, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(use, fcntl.LOCK_SH)
+            fcntl.flock(change, fcntl.LOCK_UN)
+            yield json.loads(found.read_text())
+            return
+        with start(folder) as values:
+            found.write_text(json.dumps(values))
+            fcntl.flock(change, fcntl.LOCK_UN)
+            yield values
+            fcntl.flock(change, fcntl.LOCK_EX)
+            fcntl.flock(use, fcntl.LOCK_EX)
