@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
+# Per cent of lines and branches that `make test-all` must reach.
+COVERED := 85
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: run test test-all check install install-dev lock clean
@@ -16,9 +18,10 @@ run: .venv/core
 test: .venv/dev check
 	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
 
-# For releases and at night: what takes minutes each too, and more examples of each property.
+# For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check
-	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m ''
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
+	    --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERED)
 
 check: .venv/dev
 	@$(BIN)/ruff check .
