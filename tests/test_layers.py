@@ -13,58 +13,68 @@ FLOORS = ["storage", "llama3", "tasks", "flows"]
 ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "scaling", "cluster", "export", "bench"]
 """Rooms of llama3, ground floor first; a room imports only from those before it."""
 INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
-FILES = sorted(path for floor in FLOORS for path in Path(floor).rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
-            names.add(node.module or "")
-    return names
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for floor in FLOORS for path in sorted(Path(floor).rglob("*.py"))}
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_imports_only_go_down(path: Path) -> None:
-    floor = FLOORS.index(path.parts[0])
-    above = {name for name in imports(path) if name.split(".")[0] in FLOORS[floor + 1 :]}
-    assert not above, f"{path} is on floor {path.parts[0]} and must not import {above}"
+@pytest.fixture(scope="module")
+def imports(trees: dict[Path, ast.Module]) -> dict[Path, set[str]]:
+    """Return the modules that each file imports."""
+    found: dict[Path, set[str]] = {}
+    for path, tree in trees.items():
+        found[path] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found[path] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
+                found[path].add(node.module or "")
+    return found
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] == "llama3"], ids=str)
-def test_rooms_of_the_library_only_import_down(path: Path) -> None:
-    room = ROOMS.index(path.parts[1]) if len(path.parts) > 2 else 0
-    parts = [name.split(".") for name in imports(path) if name.startswith("llama3.")]
-    above = {".".join(name) for name in parts if name[1] in ROOMS[room + 1 :]}
-    assert not above, f"{path} is in room {path.parts[1]} and must not import {above}"
+def test_imports_only_go_down(imports: dict[Path, set[str]]) -> None:
+    assert {path.parts[0] for path in imports} == set(FLOORS)
+    for path, names in imports.items():
+        floor = FLOORS.index(path.parts[0])
+        above = {name for name in names if name.split(".")[0] in FLOORS[floor + 1 :]}
+        assert not above, f"{path} is on floor {path.parts[0]} and must not import {above}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] == "flows" and len(path.parts) == 2], ids=str)
-def test_a_flow_s_file_hides_no_package(path: Path) -> None:
+def test_rooms_of_the_library_only_import_down(imports: dict[Path, set[str]]) -> None:
+    for path, names in imports.items():
+        if path.parts[0] == "llama3":
+            room = ROOMS.index(path.parts[1]) if len(path.parts) > 2 else 0
+            parts = [name.split(".") for name in names if name.startswith("llama3.")]
+            above = {".".join(name) for name in parts if name[1] in ROOMS[room + 1 :]}
+            assert not above, f"{path} is in room {path.parts[1]} and must not import {above}"
+
+
+def test_a_flow_s_file_hides_no_package() -> None:
     """Prefect puts the folder of a flow before all others to import from: flows/requests.py broke docker's client."""
-    assert path.stem == "__init__" or PathFinder.find_spec(path.stem, INSTALLED) is None
+    for path in Path("flows").glob("*.py"):
+        assert path.stem == "__init__" or PathFinder.find_spec(path.stem, INSTALLED) is None, path
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in ("storage", "llama3")], ids=str)
-def test_the_library_knows_no_orchestrator(path: Path) -> None:
-    assert not {name for name in imports(path) if name.split(".")[0] in ("prefect", "mlflow")}
+def test_the_library_knows_no_orchestrator(imports: dict[Path, set[str]]) -> None:
+    for path, names in imports.items():
+        if path.parts[0] in ("storage", "llama3"):
+            assert not {name for name in names if name.split(".")[0] in ("prefect", "mlflow")}, path
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[:2] == ("llama3", "model")], ids=str)
-def test_the_model_is_not_distributed(path: Path) -> None:
-    assert not {name for name in imports(path) if name.startswith("torch.distributed")}
+def test_the_model_is_not_distributed(imports: dict[Path, set[str]]) -> None:
+    for path in Path("llama3/model").rglob("*.py"):
+        assert not {name for name in imports[path] if name.startswith("torch.distributed")}, path
 
 
-def test_mlflow_and_processes_are_known_to_tasks_only() -> None:
-    knowing = {path.parts[0] for path in FILES if "mlflow" in {name.split(".")[0] for name in imports(path)}}
+def test_mlflow_and_processes_are_known_to_tasks_only(imports: dict[Path, set[str]]) -> None:
+    knowing = {path.parts[0] for path, names in imports.items() if "mlflow" in {name.split(".")[0] for name in names}}
     assert knowing == {"tasks"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_files_stay_small_and_say_what_they_do(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 600, f"{path}: split it"
-    assert not text or ast.get_docstring(ast.parse(text)), f"{path}: open with what it does"
+def test_files_stay_small_and_say_what_they_do(trees: dict[Path, ast.Module]) -> None:
+    for path, tree in trees.items():
+        assert len(path.read_text().splitlines()) <= 600, f"{path}: split it"
+        assert not tree.body or ast.get_docstring(tree), f"{path}: open with what it does"
