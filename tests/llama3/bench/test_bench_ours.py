@@ -33,7 +33,7 @@ def prose(chance: random.Random, paragraphs: int) -> str:
 @pytest.fixture(scope="module")
 def pages() -> list[Page]:
     chance = random.Random(5)
-    pages = [Page(prose(chance, 7), f"https://bench.example/{place}") for place in range(300)]
+    pages = [Page(prose(chance, 7), f"https://bench.example/{place}") for place in range(150)]
     return plant(pages, chance)
 
 

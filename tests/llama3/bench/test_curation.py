@@ -8,6 +8,7 @@ from llama3.bench.data import MEASURES
 from llama3.bench.session import Session, Settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rules/default", "decontaminate/questions"])
 def test_no_translation_is_taken_and_no_leak_is_missed(
     name: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def test_a_folder_without_tasks_and_a_row_that_there_is_not_are_refused(herd: ty
     assert "--only: moon is no row" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_our_side_is_measured_with_sharing_and_without(tmp_path: Path) -> None:
     run = EvaluateSession(EvaluateSettings(tmp_path / "work", write_data(tmp_path / "data"), "tiny", limit=8))
     row = evaluate.MEASURES["sharing/wall"](run, "sharing/wall")

@@ -46,6 +46,7 @@ def test_our_sides_write_the_same_tokens(shape: dict[str, Any]) -> None:
     assert written(shape, "answer") == tokens
 
 
+@pytest.mark.slow
 def test_transformers_writes_the_same_tokens(shape: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     from llama3.bench.peers.generate_transformers import stepper as theirs

@@ -42,6 +42,7 @@ def test_every_row_has_a_target_and_a_measure() -> None:
     assert list(MEASURES) == list(STUDY_TARGETS)
 
 
+@pytest.mark.slow
 def test_intervals_hold_and_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
     rows = [*study_rows(session(tmp_path, "alpha", "same", "scatter"))]
     assert [row.name for row in rows] == [

@@ -25,6 +25,7 @@ def row(run: TrainSession, name: str) -> Row:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step/d384-fp32", "step/d384-bf16"])
 def test_a_step_is_the_same_as_that_of_transformers(run: TrainSession, name: str) -> None:
     pytest.importorskip("transformers")
@@ -35,6 +36,7 @@ def test_a_step_is_the_same_as_that_of_transformers(run: TrainSession, name: str
     assert losses["ours"][0] - losses["ours"][-1] > 5 * 1e-4, "it learns its batch"
 
 
+@pytest.mark.slow
 def test_the_naive_step_is_the_same_too(run: TrainSession) -> None:
     row(run, "tuned/naive")
     row(run, "tuned/gemm")
@@ -54,6 +56,7 @@ def test_the_loss_in_both_ways(run: TrainSession) -> None:
     assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_the_loader(run: TrainSession) -> None:
     saved = row(run, "checkpoint/blocked")
     assert saved.detail["bytes"] > 1e6

@@ -77,15 +77,15 @@ def test_a_ring_over_three_pods_crosses_three_times() -> None:
     assert rows[0].crosses == "cluster"
 
 
-@pytest.mark.parametrize(("virtual", "back"), [(1, 0.0), (4, 0.75)])
-def test_pipeline_wraps_around_with_virtual_stages_only(virtual: int, back: float) -> None:
-    layout, fabric = Layout(pp=3, virtual=virtual), small_fabric()
-    pairs = axis_pairs("pp", layout, Placement(np.array([0, 1, 2])), AxisBytes(pp=8.0))
-    sent = np.zeros((3, 3))
-    np.add.at(sent, (pairs.source, pairs.target), pairs.bytes)
-    assert sent.tolist() == [[0, 4, 4 * back], [4, 0, 4], [4 * back, 4, 0]]
-    assert sent.sum(axis=1)[1] == 8  # in the middle
-    assert layer_numbers(fabric, np.array([0, 3, 7, 23]), np.array([1, 4, 8, 24])).tolist() == [0, 1, 2, 3]
+def test_pipeline_wraps_around_with_virtual_stages_only() -> None:
+    for virtual, back in [(1, 0.0), (4, 0.75)]:
+        layout, fabric = Layout(pp=3, virtual=virtual), small_fabric()
+        pairs = axis_pairs("pp", layout, Placement(np.array([0, 1, 2])), AxisBytes(pp=8.0))
+        sent = np.zeros((3, 3))
+        np.add.at(sent, (pairs.source, pairs.target), pairs.bytes)
+        assert sent.tolist() == [[0, 4, 4 * back], [4, 0, 4], [4 * back, 4, 0]]
+        assert sent.sum(axis=1)[1] == 8  # in the middle
+        assert layer_numbers(fabric, np.array([0, 3, 7, 23]), np.array([1, 4, 8, 24])).tolist() == [0, 1, 2, 3]
 
 
 def test_llama_3_s_axes_cross_the_layers_that_the_paper_says() -> None:

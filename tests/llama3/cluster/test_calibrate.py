@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 SMALL = replace(REACH["cpu"], rows=64, sides=(8, 16), lengths=(16, 32), widths=(32, 64))
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_in_the_shortest_time() -> None:
     seen = []
     found = calibrate("cpu", 0.01, seen.append)

@@ -195,10 +195,10 @@ def test_measured_products_reach_less_in_a_step() -> None:
     assert "Table 4" in found.source
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", CURVES.as_json().replace('"gemm"', '"gem"')])
-def test_a_text_that_holds_no_curves_is_refused(text: str) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        Curves.from_json(text)
+def test_a_text_that_holds_no_curves_is_refused() -> None:
+    for text in ["{", "{}", "[]", CURVES.as_json().replace('"gemm"', '"gem"')]:
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            Curves.from_json(text)
 
 
 @given(noise=st.lists(st.floats(-0.02, 0.02), min_size=len(SHAPES), max_size=len(SHAPES)))

@@ -44,12 +44,12 @@ def test_a17_holds_and_plain_ecmp_misses() -> None:
     assert all("no figure is published" in row.note for row in rows[:3])
 
 
-@pytest.mark.parametrize("name", ["roce-24k", "ib-24k", "ai-zone"])
-def test_the_model_of_a_cluster_has_what_its_routing_leaves(name: str) -> None:
-    network = step_model(SMALL, fabric(name), CURVES).network
-    assert network.share == bandwidth_share(fabric(name))
-    rates = [layer.bytes_per_s for layer in fabric(name).layers()[2:]]
-    assert [layer.bytes_per_s for layer in network.layers[2:]] == [rate * network.share for rate in rates]
+def test_the_model_of_a_cluster_has_what_its_routing_leaves() -> None:
+    for name in ["roce-24k", "ib-24k", "ai-zone"]:
+        network = step_model(SMALL, fabric(name), CURVES).network
+        assert network.share == bandwidth_share(fabric(name))
+        rates = [layer.bytes_per_s for layer in fabric(name).layers()[2:]]
+        assert [layer.bytes_per_s for layer in network.layers[2:]] == [rate * network.share for rate in rates]
 
 
 def test_only_what_crosses_racks_is_slower_where_flows_are_hashed() -> None:

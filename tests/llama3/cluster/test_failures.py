@@ -100,17 +100,14 @@ def test_own_counts_replace_the_published_ones(tmp_path: Path) -> None:
     assert FailureModel.load(str(path)).rate(Fleet(128)) == pytest.approx(1 / 24)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
+def test_mistakes_are_named() -> None:
+    for call, words in [
         (lambda: Fleet(0), "gpus: 0 is no number of GPUs; write 1 or more"),
         (lambda: Offenders(share=1.5), "1.5 of the hosts"),
         (lambda: FailureModel.load("failures-2030"), "'failures-2030' is unknown"),
         (lambda: from_json("[{}]"), "is not a list of failures"),
         (lambda: from_json("no"), "is not a list of failures"),
         (lambda: FailureModel.load({"name": "x", "days": -1, "fleet_gpus": 8, "causes": []}), "days"),
-    ],
-)
-def test_mistakes_are_named(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()  # type: ignore[operator]
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()  # type: ignore[operator]

@@ -98,9 +98,8 @@ def test_a_hang_costs_its_timeout() -> None:
     assert Recovery.total(600, BYTECHECKPOINT).restart_s(0.09, BYTECHECKPOINT) == 600
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
+def test_mistakes_are_named() -> None:
+    for call, words in [
         (lambda: CheckpointCosts(-1, 0, 0, ""), "block_s: -1 is negative"),
         (lambda: CheckpointCosts(5, 1, 0, ""), "save_s: 1 is below block_s 5"),
         (lambda: effective_time(0, 1, 1, FREE), "mtti_s: 0 s"),
@@ -109,8 +108,6 @@ def test_a_hang_costs_its_timeout() -> None:
         (lambda: best_cadence(0, 1, FREE), "mtti_s: 0 s"),
         (lambda: longest_restart(1.0, 10, 1, FREE), "target: 1 is no share"),
         (lambda: Recovery.total(60, BYTECHECKPOINT), "60 s is less than loading, 129 s"),
-    ],
-)
-def test_mistakes_are_named(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()  # type: ignore[operator]
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()  # type: ignore[operator]

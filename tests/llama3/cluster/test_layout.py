@@ -121,19 +121,16 @@ def test_speed_counts_causal_work_over_time() -> None:
     assert judge(asked, best.layout, best.load.micro_batch, step_model()) == best
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes", "told"),
-    [
+def test_a_given_layout_that_cannot_be_cut_so_is_refused() -> None:
+    for layout, changes, told in [
         ({"tp": 3}, {"world": 3}, "tp: 3 does not divide heads 16.*1, 2, 4, 8 do"),
         ({"pp": 3}, {}, "tp 1 x cp 1 x pp 3 = 3 does not divide 32 processes; start 33"),
         ({"pp": 16}, {}, "16 x virtual 1 stages are too many for 6 layers"),
         ({"cp": 4, "tp": 8}, {"seq": 4112, "batch": 4112 * 256}, "sequence 4112 does not split into 64 parts"),
         ({}, {"batch": 4096 * 24}, "batch: 24 sequences do not split over dp 32.*32 must divide them"),
-    ],
-)
-def test_a_given_layout_that_cannot_be_cut_so_is_refused(layout: Any, changes: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        judge(wanted(**changes), Layout(**layout), 1, step_model())
+    ]:
+        with pytest.raises(ValueError, match=told):
+            judge(wanted(**changes), Layout(**layout), 1, step_model())
 
 
 def test_a_given_layout_that_does_not_fit_is_judged_with_what_it_lacks() -> None:

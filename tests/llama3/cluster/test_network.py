@@ -14,7 +14,7 @@ from llama3.cluster.collectives import LIBRARY, seconds
 from llama3.cluster.network import Network
 from llama3.cluster.topology import Fabric, fabric_names, load_fabric
 from llama3.parallel.layout import Layout
-from llama3.parallel.scale import TABLE_4, Published
+from llama3.parallel.scale import TABLE_4
 
 Ints = NDArray[np.int64]
 ORDER = ("replica", "shard", "pp", "cp", "tp")
@@ -55,38 +55,38 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, int]:
     return layout, world
 
 
-@pytest.mark.parametrize("name", fabric_names())
-@pytest.mark.parametrize("axis", MEMBERS)
 @given(job=jobs())
-def test_members_that_share_a_layer_are_those_of_the_list(name: str, axis: str, job: tuple[Layout, int]) -> None:
-    group, ranks = Network(fabric(name)).group(axis, *job), listed(axis, *job)
-    assert group.size == ranks.shape[1]
-    assert group.per_layer == tuple(together(ranks, layer.gpus) for layer in fabric(name).layers())
+def test_members_that_share_a_layer_are_those_of_the_list(job: tuple[Layout, int]) -> None:
+    for name in fabric_names():
+        for axis in MEMBERS:
+            group, ranks = Network(fabric(name)).group(axis, *job), listed(axis, *job)
+            assert group.size == ranks.shape[1]
+            assert group.per_layer == tuple(together(ranks, layer.gpus) for layer in fabric(name).layers())
 
 
-@pytest.mark.parametrize("row", TABLE_4)
-@pytest.mark.parametrize("axis", MEMBERS)
-def test_groups_of_table_4_have_no_fewer_neighbours_than_is_said(row: Published, axis: str) -> None:
+def test_groups_of_table_4_have_no_fewer_neighbours_than_is_said() -> None:
     """Replicas of 2,048 straddle pods of 3,072: two lie in the first one, one is counted."""
-    group, ranks = Network(fabric("roce-24k")).group(axis, row.layout, row.world), listed(axis, row.layout, row.world)
-    found = tuple(together(ranks, layer.gpus) for layer in fabric("roce-24k").layers())
-    straddles = axis == "fsdp" and row.layout.model_parallel == 2048
-    assert found == ((1, 2, 32, 128) if straddles else group.per_layer)
-    assert group.per_layer == ((1, 2, 16, 128) if straddles else found)
+    for row in TABLE_4:
+        for axis in MEMBERS:
+            group, ranks = (
+                Network(fabric("roce-24k")).group(axis, row.layout, row.world),
+                listed(axis, row.layout, row.world),
+            )
+            found = tuple(together(ranks, layer.gpus) for layer in fabric("roce-24k").layers())
+            straddles = axis == "fsdp" and row.layout.model_parallel == 2048
+            assert found == ((1, 2, 32, 128) if straddles else group.per_layer)
+            assert group.per_layer == ((1, 2, 16, 128) if straddles else found)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sent"),
-    [
+def test_a_message_to_the_next_stage_takes_the_layer_that_holds_a_replica() -> None:
+    for layout, sent in [
         (Layout(tp=4, pp=2), 1e9 / 360e9 + 3.4e-6),
         (Layout(tp=8, pp=2), 1e9 / 48.5e9 + 14e-6),
         (Layout(tp=8, pp=16), 1e9 / 48.5e9 + 14e-6),
         (Layout(tp=8, cp=32, pp=16), 7e9 / 48.5e9 + 14e-6),
         (Layout(tp=8, cp=256, pp=16), 7e9 / 48.5e9 + 14e-6),  # larger than the cluster: its last layer
-    ],
-)
-def test_a_message_to_the_next_stage_takes_the_layer_that_holds_a_replica(layout: Layout, sent: float) -> None:
-    assert Network(fabric("roce-24k")).send(1e9, layout) == pytest.approx(sent)
+    ]:
+        assert Network(fabric("roce-24k")).send(1e9, layout) == pytest.approx(sent)
 
 
 def test_routing_takes_its_part_above_the_rack_only() -> None:

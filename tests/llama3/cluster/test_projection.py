@@ -108,11 +108,11 @@ def test_what_no_size_of_the_cluster_fits_says_so() -> None:
         made(None, 64, accelerator={**TINY, "memory_gb": 0.1})
 
 
-@pytest.mark.parametrize(("places", "gpus"), [({}, 65), ({"long": Place(128)}, 0)])
-def test_more_gpus_than_the_cluster_has_are_refused(places: dict[str, Place], gpus: int) -> None:
-    most = max(gpus, *(place.gpus for place in places.values()), 0)
-    with pytest.raises(ValueError, match=f"gpus: {most} are more than the 64 of small; ask for fewer"):
-        made(places, gpus)
+def test_more_gpus_than_the_cluster_has_are_refused() -> None:
+    for places, gpus in [({}, 65), ({"long": Place(128)}, 0)]:
+        most = max(gpus, *(place.gpus for place in places.values()), 0)
+        with pytest.raises(ValueError, match=f"gpus: {most} are more than the 64 of small; ask for fewer"):
+            made(places, gpus)
 
 
 def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:

@@ -10,15 +10,17 @@ from llama3.cluster.spares import away_on_average, enough_share, spare_hosts
 MODEL, FLEET, DAY = llama3_failures(), Fleet(16_384), 86_400.0
 
 
-@pytest.mark.parametrize("repair_days", [0.25, 1.0, 3.0])
-def test_enough_for_99_percent_and_one_fewer_is_not(repair_days: float) -> None:
-    repair_s = repair_days * DAY
-    spares = spare_hosts(MODEL, FLEET, repair_s)
-    shares = [[enough_share(_trace(seed), 1000 * DAY, repair_s, n) for seed in range(6)] for n in (spares, spares - 1)]
-    enough, fewer = (sum(each) / len(each) for each in shares)
-    assert enough >= 0.988
-    assert fewer < 0.99
-    assert fewer < enough
+def test_enough_for_99_percent_and_one_fewer_is_not() -> None:
+    for repair_days in [0.25, 1.0, 3.0]:
+        repair_s = repair_days * DAY
+        spares = spare_hosts(MODEL, FLEET, repair_s)
+        shares = [
+            [enough_share(_trace(seed), 1000 * DAY, repair_s, n) for seed in range(6)] for n in (spares, spares - 1)
+        ]
+        enough, fewer = (sum(each) / len(each) for each in shares)
+        assert enough >= 0.988
+        assert fewer < 0.99
+        assert fewer < enough
 
 
 def _trace(seed: int) -> tuple[Failure, ...]:
@@ -45,14 +47,11 @@ def test_time_away_is_counted_by_hand() -> None:
     assert enough_share(trace, 110, 10, 2) == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
+def test_mistakes_are_named() -> None:
+    for call, words in [
         (lambda: spare_hosts(MODEL, FLEET, 0), "repair_s: 0 s"),
         (lambda: spare_hosts(MODEL, FLEET, DAY, 1), "sure: 1 is no share"),
         (lambda: enough_share([], 5, 10, 1), "5 s is not longer than a repair, 10 s"),
-    ],
-)
-def test_mistakes_are_named(call: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()  # type: ignore[operator]
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()  # type: ignore[operator]

@@ -56,18 +56,18 @@ def test_waits_are_those_of_the_schedule_played_through(ranks: int, virtual: int
     assert waits(ranks, virtual, count) == pytest.approx(played, abs=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-@pytest.mark.parametrize("contiguous", [1, 2, 3, 4, 6, 40])
-@pytest.mark.parametrize("count", [1, 3, 4, 7, 17])
-def test_a_users_own_schedule_waits_as_long_as_it_does(schedule: Any, contiguous: int, count: int) -> None:
+def test_a_users_own_schedule_waits_as_long_as_it_does() -> None:
     """Fewer micro-batches in a row than ranks wait in every round; zero-bubble fills waits."""
-    try:
-        played = bubble(actions(schedule, 4, 2, count, contiguous)) * count
-    except AssertionError:  # some short rounds wait for each other for ever, and no trainer would run them either
-        with pytest.raises(AssertionError, match="for ever"):
-            waits(4, 2, count, contiguous, schedule)
-        return
-    assert waits(4, 2, count, contiguous, schedule) == pytest.approx(played)
+    for schedule in ["interleaved", "zero-bubble"]:
+        for contiguous in [1, 2, 3, 4, 6, 40]:
+            for count in [1, 3, 4, 7, 17]:
+                try:
+                    played = bubble(actions(schedule, 4, 2, count, contiguous)) * count
+                except AssertionError:  # some short rounds wait for each other for ever, and no trainer would run them
+                    with pytest.raises(AssertionError, match="for ever"):
+                        waits(4, 2, count, contiguous, schedule)
+                    continue
+                assert waits(4, 2, count, contiguous, schedule) == pytest.approx(played)
 
 
 def test_published_examples_of_rounds() -> None:
@@ -109,23 +109,20 @@ def test_the_whole_step_is_that_of_the_schedule_with_the_models_own_passes() -> 
     assert found.step().total == pytest.approx(played)
 
 
-@pytest.mark.parametrize(
-    ("more", "longer"),
-    [
+def test_each_degree_has_its_price() -> None:
+    for more, longer in [
         ({"tp": 2}, {"tp"}),
         ({"cp": 2}, {"cp"}),
         ({"pp": 2}, {"pp", "bubble"}),
         ({"recompute": "full"}, {"recompute"}),
         ({"pp": 2, "virtual": 3}, {"pp", "bubble", "imbalance"}),
-    ],
-)
-def test_each_degree_has_its_price(more: dict[str, Any], longer: set[str]) -> None:
-    model, load = step_model(), Load(4096, 1, 8)
-    plain = model.predict(Layout(), 8, load).as_dict()
-    found = model.predict(Layout(**more), 8, load).as_dict()
-    assert {name for name in ("tp", "cp", "pp", "bubble", "imbalance", "recompute") if found[name] > plain[name]} == (
-        longer | ({"imbalance"} if "pp" in more else set())
-    )
+    ]:
+        model, load = step_model(), Load(4096, 1, 8)
+        plain = model.predict(Layout(), 8, load).as_dict()
+        found = model.predict(Layout(**more), 8, load).as_dict()
+        assert {
+            name for name in ("tp", "cp", "pp", "bubble", "imbalance", "recompute") if found[name] > plain[name]
+        } == (longer | ({"imbalance"} if "pp" in more else set()))
 
 
 def test_the_end_of_the_pipeline_makes_the_others_wait() -> None:

@@ -39,16 +39,16 @@ def test_rows_stand_in_the_order_of_their_numbers_ablations_last() -> None:
         assert mine == sorted(mine)
 
 
-@pytest.mark.parametrize("name", ["A4", "a4"])
-def test_one_anchor_may_be_asked_for(name: str) -> None:
-    assert {row.number for row in verify(name)} == {"A4"}
-    assert len(verify(name)) == 8
+def test_one_anchor_may_be_asked_for() -> None:
+    for name in ["A4", "a4"]:
+        assert {row.number for row in verify(name)} == {"A4"}
+        assert len(verify(name)) == 8
 
 
-@pytest.mark.parametrize("name", ["A6", "4", "A44", "anchor"])
-def test_an_unknown_anchor_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"anchor: '{name}' is none; there are A1 to A5"):
-        verify(name)
+def test_an_unknown_anchor_is_refused() -> None:
+    for name in ["A6", "4", "A44", "anchor"]:
+        with pytest.raises(ValueError, match=rf"anchor: '{name}' is none; there are A1 to A5"):
+            verify(name)
 
 
 def test_verdicts() -> None:

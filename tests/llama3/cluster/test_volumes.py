@@ -37,13 +37,17 @@ CASES: dict[str, Case] = {
 }
 
 
+EACH_AXIS = ("cp", "virtual stages", "zero 3", "copies")
+"""Names of cases in which all axes send."""
+SOME_OR_ALL = [pytest.param(EACH_AXIS, id="each axis"), pytest.param((*CASES,), id="all", marks=pytest.mark.slow)]
+
+
 @cache
-def traces() -> dict[str, RankTrace]:
-    requests = [
-        (layout.model_dump(exclude_defaults=True), world, rank, load) for world, rank, layout, load in CASES.values()
-    ]
+def traces(names: tuple[str, ...]) -> dict[str, RankTrace]:
+    cases = [CASES[name] for name in names]
+    requests = [(layout.model_dump(exclude_defaults=True), world, rank, load) for world, rank, layout, load in cases]
     (texts,) = run(1, traced, SPEC, ROWS, requests)
-    return dict(zip(CASES, map(RankTrace.from_json, texts), strict=True))
+    return dict(zip(names, map(RankTrace.from_json, texts), strict=True))
 
 
 def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
@@ -55,20 +59,21 @@ def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
     return +total
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_messages_are_those_of_the_engine(name: str) -> None:
-    world, rank, layout, load = CASES[name]
-    parts = stages(SPEC, layout, Place.of(rank, layout).pp)
-    for traced_stage, part in zip(traces()[name].stages, parts, strict=True):
-        assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives)
+@pytest.mark.parametrize("names", SOME_OR_ALL)
+def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
+    for name, trace in traces(names).items():
+        world, rank, layout, load = CASES[name]
+        parts = stages(SPEC, layout, Place.of(rank, layout).pp)
+        for traced_stage, part in zip(trace.stages, parts, strict=True):
+            assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives), name
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_of_a_step_are_the_traces(name: str) -> None:
-    world, rank, layout, load = CASES[name]
-    parts = stages(SPEC, layout, Place.of(rank, layout).pp)
-    total: Counter[str] = Counter()
-    for part in parts:
-        for one in stage_volumes(part, SPEC, ROWS, layout, world, load):
-            total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
-    assert total == traces()[name].step_bytes(load.micro_batches)
+@pytest.mark.parametrize("names", SOME_OR_ALL)
+def test_bytes_of_a_step_are_the_traces(names: tuple[str, ...]) -> None:
+    for name, trace in traces(names).items():
+        world, rank, layout, load = CASES[name]
+        total: Counter[str] = Counter()
+        for part in stages(SPEC, layout, Place.of(rank, layout).pp):
+            for one in stage_volumes(part, SPEC, ROWS, layout, world, load):
+                total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
+        assert total == trace.step_bytes(load.micro_batches), name

@@ -73,7 +73,7 @@ def kept(documents: list[Document]) -> list[tuple[Any, ...]]:
     return sorted(tuple(min(same, key=better)[name] for name in names) for same in groups(left, "domain", "id"))
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CASES, st.randoms(use_true_random=False), st.sampled_from([(2, 3), (4, 1), (1, 7)]))
 def test_kept_as_in_plain_python_and_for_any_shards(
     tmp_path_factory: Any, documents: list[Document], random: Any, cut: tuple[int, int]

@@ -143,16 +143,16 @@ def backwards_on_threads(count: int) -> Runner:
 def test_bytes_do_not_depend_on_files_order_threads_or_parts(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.output.SHARD_BYTES", 60_000)
-    texts = prose(5, 500)
-    near = [text.replace(" ", "  ", 1) + " more" for text in texts[:100]]
+    monkeypatch.setattr("llama3.data.output.SHARD_BYTES", 24_000)
+    texts = prose(5, 200)
+    near = [text.replace(" ", "  ", 1) + " more" for text in texts[:40]]
     shared = [f"{text}\nThis line stands under every page.\n" for text in prose(6, 30)]
     every = [
-        {"text": text, "url": f"https://a.org/{number % 630}", "date": f"2024-01-{number % 27 + 1:02}"}
-        for number, text in enumerate([*texts, *near, *shared, *texts[300:330]])
+        {"text": text, "url": f"https://a.org/{number % 270}", "date": f"2024-01-{number % 27 + 1:02}"}
+        for number, text in enumerate([*texts, *near, *shared, *texts[120:150]])
     ]
     outs = []
-    for number, (files, threads, parts) in enumerate(((1, 1, 1), (4, 2, 3), (16, 2, 1))):
+    for number, (files, threads, parts) in enumerate(((1, 1, 1), (8, 2, 3))):
         monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
         random.Random(number).shuffle(every)
         source = tmp_path / f"in{number}" / "a" / "web"
@@ -160,7 +160,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         for file in range(files):
             lines = [json.dumps(one) + "\n" for one in every[file::files]]
             (source / f"{file}.jsonl").write_text("".join(lines))
-        recipe = make_recipe({"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket": 200})
+        recipe = make_recipe({"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket": 100})
         folder = tmp_path / f"run{number}"
         facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, parts=parts)
         assert len(list((folder / "collected" / "text").iterdir())) == files

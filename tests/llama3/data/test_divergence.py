@@ -73,11 +73,11 @@ def test_outliers_diverge_and_usual_texts_do_not(usual: Any) -> None:
     assert divergences(pa.array(["word2000 " * 300]), usual)[0] > 3, "one word again and again is no usual text either"
 
 
-@pytest.mark.parametrize("size", [LEAST_WORDS, 50, 200, 1000, 20_000])
-def test_length_alone_does_not_diverge(usual: Any, size: int) -> None:
+def test_length_alone_does_not_diverge(usual: Any) -> None:
     """Without the correction, 20 words drawn from the reference diverge by 4 nats, 20,000 by a tenth."""
-    found = divergences(pa.array([text(f"{size} {index}", size) for index in range(30)]), usual)
-    assert abs(found.mean()) < 0.12
+    for size in [LEAST_WORDS, 50, 200, 1000, 20_000]:
+        found = divergences(pa.array([text(f"{size} {index}", size) for index in range(30)]), usual)
+        assert abs(found.mean()) < 0.12
 
 
 def test_short_texts_and_small_references_are_not_judged(usual: Any) -> None:

@@ -58,9 +58,8 @@ def judge(tmp_path: Path) -> Judge:
     return run_filter
 
 
-@pytest.mark.parametrize(
-    ("rule", "bad", "outcome"),
-    [
+def test_rule_drops_a_bad_document_and_keeps_a_good_one(judge: Judge) -> None:
+    for rule, bad, outcome in [
         ({"min_chars": 20}, "Too short.", "too_short"),
         ({"max_chars": 5000}, GOOD * 3, "too_long"),
         ({"max_symbol_chars": 0.4}, "a ==== b ++++ c ****", "symbol_chars"),
@@ -86,14 +85,10 @@ def judge(tmp_path: Path) -> Judge:
         ({"min_sentences": 5}, "One sentence is here. And here is a second.", "sentences"),
         ({"max_braces": 0}, "if (x) { return }", "braces"),
         ({"max_placeholder_text": 0}, "Lorem Ipsum dolor sit amet", "placeholder_text"),
-    ],
-)  # fmt: skip
-def test_rule_drops_a_bad_document_and_keeps_a_good_one(
-    judge: Judge, rule: dict[str, Any], bad: str, outcome: str
-) -> None:
-    assert judge({"quality": OFF | rule}, [GOOD, bad]) == [None, outcome]
-    assert broken_rules(document_statistics(pa.array([GOOD, bad])), Quality(**OFF | rule)) == ["", outcome]
-    assert explanation(outcome)
+    ]:  # fmt: skip
+        assert judge({"quality": OFF | rule}, [GOOD, bad]) == [None, outcome]
+        assert broken_rules(document_statistics(pa.array([GOOD, bad])), Quality(**OFF | rule)) == ["", outcome]
+        assert explanation(outcome)
 
 
 def test_bound_itself_passes(judge: Judge) -> None:
@@ -109,12 +104,12 @@ def test_first_broken_rule_in_the_order_of_the_outcomes_counts(judge: Judge) -> 
     assert judge({"quality": rules | {"min_chars": None}}, [bad]) == ["duplicate_lines"]
 
 
-@pytest.mark.parametrize("field", [name for name in Quality.model_fields if name != "rules"])
-def test_every_bound_has_an_explained_outcome(field: str) -> None:
-    bound: Any = {"max_top_gram": {2: 0}, "max_duplicate_grams": {5: 0}}.get(field, int(field.startswith("min")))
-    statistics = pa.table({name: [0.5] for name in (*COLUMNS, "dirty_words", "divergence")})
-    (outcome,) = broken_rules(statistics, Quality.model_validate(OFF | {field: bound}))
-    assert explanation(outcome).endswith(".")
+def test_every_bound_has_an_explained_outcome() -> None:
+    for field in [name for name in Quality.model_fields if name != "rules"]:
+        bound: Any = {"max_top_gram": {2: 0}, "max_duplicate_grams": {5: 0}}.get(field, int(field.startswith("min")))
+        statistics = pa.table({name: [0.5] for name in (*COLUMNS, "dirty_words", "divergence")})
+        (outcome,) = broken_rules(statistics, Quality.model_validate(OFF | {field: bound}))
+        assert explanation(outcome).endswith(".")
 
 
 def test_rules_of_a_domain_and_of_a_language(judge: Judge) -> None:

@@ -17,7 +17,7 @@ from llama3.data.installed_files import Found, distributions, package_files, spr
 from llama3.data.manual_pages import arguments, manual_text, unescape
 from llama3.data.python_docs import description, docstrings
 from llama3.data.translations import catalogue_documents, catalogue_language, read_mo, read_po
-from llama3.recipe.section import DOMAINS, Domain
+from llama3.recipe.section import DOMAINS
 
 MAN = r"""'\" t
 .\" a comment
@@ -139,27 +139,24 @@ def test_catalogue_documents_have_a_sensible_length_and_no_originals() -> None:
     assert all(3500 < len(document) < 5000 for document in documents[:-1])
 
 
-@pytest.mark.parametrize(
-    ("name", "language"),
-    [
+def test_catalogue_languages() -> None:
+    for name, language in [
         ("locale/pt_BR/LC_MESSAGES/x.mo", "pt"), ("packages/a/locale/sr@latin/LC_MESSAGES/a.mo", "sr"),
         ("packages/a/po/de.po", "de"), ("packages/a/models.mo", None),
-    ],
-)  # fmt: skip
-def test_catalogue_languages(name: str, language: str | None) -> None:
-    assert catalogue_language(name) == language
+    ]:  # fmt: skip
+        assert catalogue_language(name) == language
 
 
-@pytest.mark.parametrize("module", [textwrap, statistics, json_module, inspect])
-def test_docstrings_are_those_that_the_parser_finds(module: object) -> None:
-    code = inspect.getsource(module)  # type: ignore[arg-type]
-    found = "\n\n\n".join(docstrings(code, "module"))
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    wanted = [ast.get_docstring(node) for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
-    long = [text for text in wanted if text and len(text) > 80 and "\\" not in text]
-    assert len(long) > 3
-    assert [text for text in long if text not in found] == []
-    assert "import " not in found.split("\n")
+def test_docstrings_are_those_that_the_parser_finds() -> None:
+    for module in [textwrap, statistics, json_module, inspect]:
+        code = inspect.getsource(module)  # type: ignore[arg-type]
+        found = "\n\n\n".join(docstrings(code, "module"))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        wanted = [ast.get_docstring(node) for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
+        long = [text for text in wanted if text and len(text) > 80 and "\\" not in text]
+        assert len(long) > 3
+        assert [text for text in long if text not in found] == []
+        assert "import " not in found.split("\n")
 
 
 def test_a_description_is_name_summary_and_body() -> None:
@@ -180,18 +177,18 @@ def test_spreading_takes_one_of_each_group_in_turn() -> None:
     assert len(order) == len(files)
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_every_domain_has_text_with_python_and_its_packages_alone(domain: Domain) -> None:
-    found = list(islice(installed_documents(domain, "installed", 1, system=False), 60))
-    assert found == list(islice(installed_documents(domain, "installed", 1, system=False), 60))
-    assert sum(document.size for document in found) > 10_000
-    places = {document.url.split("/")[0] for document in found}
-    assert places <= {"packages", "stdlib", "problems"}
-    if domain in ("general", "code"):
-        assert len({tuple(document.url.split("/")[:2]) for document in found}) > 30
-    if domain == "multilingual":
-        assert len({document.language for document in found}) > 4
-        assert not {document.language for document in found} & {"en", None}
+def test_every_domain_has_text_with_python_and_its_packages_alone() -> None:
+    for domain in DOMAINS:
+        found = list(islice(installed_documents(domain, "installed", 1, system=False), 60))
+        assert found == list(islice(installed_documents(domain, "installed", 1, system=False), 60))
+        assert sum(document.size for document in found) > 10_000
+        places = {document.url.split("/")[0] for document in found}
+        assert places <= {"packages", "stdlib", "problems"}
+        if domain in ("general", "code"):
+            assert len({tuple(document.url.split("/")[:2]) for document in found}) > 30
+        if domain == "multilingual":
+            assert len({document.language for document in found}) > 4
+            assert not {document.language for document in found} & {"en", None}
 
 
 def test_distributions_are_named_with_their_versions() -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from llama3.data.language import detect, primary
 from llama3.data.words import words
 
@@ -31,9 +29,9 @@ FILES = "\n".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("language", "text"),
-    [
+def test_code_and_digests_hide_no_language() -> None:
+    """The first was Luxembourgish, the second Polish, the third Catalan."""
+    for language, text in [
         ("en", f"Ruby 3.2.4 has been released. Please check the release notes for further details.\n\n{FILES}"),
         ("und", "d28e00a8e7a3d1c4e2b1f5b6c9d8e7f6a5b4c3d2 v1.2.3 0x7fff5694 https://x.org/a_b\n" * 9),
         ("es", "Para crear una rama nueva ejecute `git branch prueba` y luego `git checkout prueba`. Con esto se mueve "
@@ -47,11 +45,8 @@ FILES = "\n".join(
         ("bg", "Командата извежда съдържанието на файла. Опцията -n номерира редовете, а -s премахва празни редове."),
         ("fa", "این فرمان محتوای پرونده را نشان می‌دهد. گزینهٔ -n سطرها را شماره‌گذاری می‌کند."),
         ("hy", "Հայերենը հնդեվրոպական լեզվաընտանիքի առանձին ճյուղ հանդիսացող լեզու է։"),
-    ],
-)  # fmt: skip
-def test_code_and_digests_hide_no_language(language: str, text: str) -> None:
-    """The first was Luxembourgish, the second Polish, the third Catalan."""
-    assert detect(text) == language
+    ]:  # fmt: skip
+        assert detect(text) == language
 
 
 def test_threads_share_one_model() -> None:

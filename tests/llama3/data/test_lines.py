@@ -196,6 +196,7 @@ TEXTS = st.lists(PIECES, max_size=25).map(lambda pieces: " ".join(pieces).replac
 
 
 @settings(max_examples=20)  # each one runs all sub-steps
+@settings(max_examples=10)
 @given(
     st.lists(TEXTS, min_size=1, max_size=16),
     st.integers(1, 5),

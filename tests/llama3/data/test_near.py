@@ -87,7 +87,12 @@ def joined(pairs: list[frozenset[str]]) -> dict[str, frozenset[str]]:
 
 @pytest.fixture(scope="module")
 def planted_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return ran(tmp_path_factory.mktemp("planted"), planted(1, 240), shards=2, parts=2)
+    return ran(tmp_path_factory.mktemp("planted"), planted(1, 120), shards=2, parts=2)
+
+
+@pytest.fixture(scope="module")
+def pairs(planted_job: Job) -> dict[frozenset[str], float]:
+    return true_pairs(planted_job)
 
 
 def apart(job: Job, pairs: dict[frozenset[str], float]) -> list[float]:
@@ -96,16 +101,16 @@ def apart(job: Job, pairs: dict[frozenset[str], float]) -> list[float]:
     return [jaccard for pair, jaccard in pairs.items() if len({found.get(one, (one,))[0] for one in pair}) == 2]
 
 
-def test_only_bands_lose_pairs(planted_job: Job) -> None:
+def test_only_bands_lose_pairs(planted_job: Job, pairs: dict[frozenset[str], float]) -> None:
     """A pair shares no band with probability (1 - J^rows)^bands; what follows loses none of the rest."""
-    alike = {pair: jaccard for pair, jaccard in true_pairs(planted_job).items() if jaccard >= 0.8}
-    assert len(alike) > 250
+    alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
+    assert len(alike) > 120
     expected = sum((1 - jaccard**8) ** 14 for jaccard in alike.values())
     assert len(apart(planted_job, alike)) <= expected + expected**0.5
 
 
 def test_recall_and_precision_with_more_bands(tmp_path: Path) -> None:
-    job = ran(tmp_path, planted(1, 240), bands=20, rows=6)
+    job = ran(tmp_path, planted(1, 120), bands=20, rows=6)
     pairs = true_pairs(job)
     alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
     assert len(apart(job, alike)) <= 0.005 * len(alike)
@@ -113,8 +118,7 @@ def test_recall_and_precision_with_more_bands(tmp_path: Path) -> None:
     assert sum(jaccard >= 0.7 for jaccard in chained) >= 0.97 * len(chained)
 
 
-def test_clusters_are_components_of_pairs_that_are_alike(planted_job: Job) -> None:
-    pairs = true_pairs(planted_job)
+def test_clusters_are_components_of_pairs_that_are_alike(planted_job: Job, pairs: dict[frozenset[str], float]) -> None:
     truth = joined([pair for pair, jaccard in pairs.items() if jaccard >= 0.8])
     for name, (cluster, jaccard, size) in clusters(planted_job).items():
         assert cluster in truth[name]
@@ -122,10 +126,10 @@ def test_clusters_are_components_of_pairs_that_are_alike(planted_job: Job) -> No
         assert jaccard in [value for pair, value in pairs.items() if name in pair and value >= 0.8]
 
 
-def test_every_edge_has_its_true_jaccard(planted_job: Job) -> None:
-    pairs, ids = true_pairs(planted_job), {row: one["id"] for row, one in attributes(planted_job).items()}
+def test_every_edge_has_its_true_jaccard(planted_job: Job, pairs: dict[frozenset[str], float]) -> None:
+    ids = {row: one["id"] for row, one in attributes(planted_job).items()}
     rows = [row for file in verdict_files(planted_job) for row in pq.read_table(file).to_pylist()]
-    assert len(rows) > 500
+    assert len(rows) > 250
     for row in rows:
         assert row["jaccard"] == pairs.get(frozenset((ids[row["centre"]], ids[row["row"]])), 0)
         assert row["alike"] == (row["jaccard"] >= 0.8)
@@ -143,9 +147,9 @@ def test_the_keep_rule_chooses_in_each_cluster(planted_job: Job) -> None:
         assert kept == min(members, key=lambda one: (-one["rank"], one["id"]))["id"]
 
 
-@pytest.mark.parametrize(("shards", "parts"), [(1, 1), (4, 3), (16, 1), (3, 7)])
+@pytest.mark.parametrize(("shards", "parts"), [(16, 1), (3, 7)])
 def test_equal_for_any_shards_parts_and_order(planted_job: Job, tmp_path: Path, shards: int, parts: int) -> None:
-    documents = planted(1, 240)
+    documents = planted(1, 120)
     random.Random(shards).shuffle(documents)
     job = ran(tmp_path, documents, shards, parts)
     assert clusters(job) == clusters(planted_job)
@@ -155,8 +159,8 @@ def test_equal_for_any_shards_parts_and_order(planted_job: Job, tmp_path: Path, 
 def test_rounds_are_cut_finer_where_there_is_much(
     planted_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stars, "PART_BYTES", 100_000)
-    job = make_job(tmp_path, planted(1, 240), shards=3, parts=2)
+    monkeypatch.setattr(stars, "PART_BYTES", 50_000)
+    job = make_job(tmp_path, planted(1, 120), shards=3, parts=2)
     near_duplicates(two_threads, job)
     assert len(job.files("near/00/verdicts")) > 5
     assert len(job.files("near/drop")) == 2

@@ -54,7 +54,7 @@ def test_kernels_equal_the_plain_reference(texts: list[str]) -> None:
 @pytest.mark.parametrize("path", ["general/html", "general/tldr-en", "multilingual/progit-ja", "code/js-express"])
 def test_kernels_equal_the_plain_reference_on_real_text(shared: Path, path: str) -> None:
     with gzip.open(shared / "corpora" / f"{path}.jsonl.gz", "rt") as file:
-        texts = [json.loads(line)["text"] for line, _ in zip(file, range(60), strict=False)]
+        texts = [json.loads(line)["text"] for line, _ in zip(file, range(20), strict=False)]
     assert document_statistics(pa.array(texts)).to_pylist() == [reference_statistics(text) for text in texts]
 
 
@@ -110,14 +110,14 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("language", PARALLEL)
-def test_repetition_measures_scripts_without_spaces_alike(language: str) -> None:
+def test_repetition_measures_scripts_without_spaces_alike() -> None:
     """With one character a word, a run of five words was five characters: a common verb ending."""
-    found = one(PARALLEL[language])
-    assert 15 <= found["words"] <= 40
-    assert found["duplicate_gram_5"] == 0
-    twice = one(f"{PARALLEL[language]} {PARALLEL[language]}")
-    assert twice["duplicate_gram_10"] > 0.3, "what repeats is still seen"
+    for language in PARALLEL:
+        found = one(PARALLEL[language])
+        assert 15 <= found["words"] <= 40
+        assert found["duplicate_gram_5"] == 0
+        twice = one(f"{PARALLEL[language]} {PARALLEL[language]}")
+        assert twice["duplicate_gram_10"] > 0.3, "what repeats is still seen"
 
 
 def test_most_frequent_gram_counts_blanks_and_needs_a_repetition() -> None:

@@ -123,7 +123,10 @@ def skipping(make_recipe: Make) -> Callable[[str], Recipe]:
     return lambda uri: make_recipe({"general": [{"uri": uri}]}, on_error="skip")
 
 
-@pytest.mark.parametrize("fault", [401, 403, 404, 429, 500, 503, "cut", "short", "reset"])
+@pytest.mark.parametrize(
+    "fault",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (401, 403, 404, 429, 500, 503, "short", "reset")), "cut"],
+)
 def test_the_hub_fails_at_any_request(
     hub: Hub, skipping: Callable[[str], Recipe], tmp_path: Path, fault: int | str
 ) -> None:
@@ -164,6 +167,7 @@ def test_a_hub_that_hangs_is_given_up(hub: Hub, skipping: Callable[[str], Recipe
             assert said in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("uri", "fault"),
     [
@@ -193,6 +197,7 @@ def test_a_bucket_fails_at_any_request(
             assert collected(recipe, tmp_path / "once") == whole
 
 
+@pytest.mark.slow
 def test_domains_do_not_become_empty_and_the_check_says_why(
     hub: Hub, proxy: FaultProxy, make_recipe: Make, tmp_path: Path
 ) -> None:

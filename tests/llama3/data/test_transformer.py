@@ -61,7 +61,9 @@ def plain_scores(transformers: Any, folder: Path, texts: list[str]) -> list[floa
     return [float(x.softmax(-1)[-1] if len(x) > 1 else x.sigmoid()[0]) for x in logits]
 
 
-@pytest.mark.parametrize("labels", [1, 2, 3])
+@pytest.mark.parametrize(
+    "labels", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_scores_equal_those_of_one_text_at_a_time(transformers: Any, tmp_path: Path, labels: int) -> None:
     scorer = TransformerScorer.load(make(transformers, tmp_path, labels), "cpu")
     given = [*texts(20), "", "花 unheard", *texts(2, 700)]
@@ -81,6 +83,7 @@ def test_a_score_does_not_depend_on_the_texts_beside_it(folder: Path) -> None:
     assert scorer.scores(pa.array([], pa.string())).shape == (0,)
 
 
+@pytest.mark.slow
 def test_padding_and_empty_rows_change_nothing_but_the_last_bits(folder: Path) -> None:
     """The batches of a GPU, here on the CPU."""
     alone, given = TransformerScorer.load(folder, "cpu"), ["", *texts(10), *texts(3, 900)]
@@ -132,6 +135,7 @@ def test_a_damaged_model_is_refused(transformers: Any, tmp_path: Path) -> None:
         TransformerScorer.load(tmp_path, "cpu")
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_load_the_package() -> None:
     code = "import sys, llama3.data.transformer; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

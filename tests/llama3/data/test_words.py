@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,9 +47,9 @@ def test_text_around_a_document_changes_nothing(text: str, before: str, after: s
     assert found(text, before, after) == found(text)
 
 
-@pytest.mark.parametrize("text", ["a b c", "a", "aé", "a中a中", "中文", "x y ", "_ _"])
-def test_as_many_words_as_there_is_room_for(text: str) -> None:
-    assert found(text)[0] == words(text)
+def test_as_many_words_as_there_is_room_for() -> None:
+    for text in ["a b c", "a", "aé", "a中a中", "中文", "x y ", "_ _"]:
+        assert found(text)[0] == words(text)
 
 
 def test_hashes_never_change() -> None:

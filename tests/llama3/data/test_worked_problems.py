@@ -8,7 +8,6 @@ from fractions import Fraction
 from itertools import pairwise
 from statistics import median
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,13 +165,13 @@ def test_every_kind_has_an_oracle() -> None:
     assert {kind.__name__ for kind in KINDS} == set(ORACLES)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(seed=SEEDS)
-def test_answers_follow_from_the_question_alone(kind: Callable[[Draws], Problem], seed: int) -> None:
-    found = kind(Draws("test", seed))
-    assert found.kind == kind.__name__
-    assert found.answer == str(ORACLES[found.kind](found.question)), found
-    assert found.number is None or str(found.number) == found.answer
+def test_answers_follow_from_the_question_alone(seed: int) -> None:
+    for kind in KINDS:
+        found = kind(Draws("test", seed))
+        assert found.kind == kind.__name__
+        assert found.answer == str(ORACLES[found.kind](found.question)), found
+        assert found.number is None or str(found.number) == found.answer
 
 
 @given(seed=SEEDS)

@@ -74,9 +74,9 @@ def test_chosen_scores_are_the_only_ones() -> None:
     assert {one.score for one in verdict.findings} == {"eval/bpb/math"}
 
 
-@pytest.mark.parametrize(("repeats", "documents", "sources"), [(2, 32, 1), (4, 64, 1), (3, 128, 3)])
-def test_two_controls_seldom_differ(repeats: int, documents: int, sources: int) -> None:
-    assert false_findings(100, repeats, documents, sources) <= 5
+def test_two_controls_seldom_differ() -> None:
+    for repeats, documents, sources in [(2, 32, 1), (4, 64, 1), (3, 128, 3)]:
+        assert false_findings(100, repeats, documents, sources) <= 5
 
 
 def test_a_control_that_is_missing_is_refused() -> None:

@@ -91,9 +91,8 @@ def test_a_later_study_is_added() -> None:
     assert "study mix-cpu 1a2b3c4d5e6f: " not in twice
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
+def test_what_cannot_be_applied_is_refused() -> None:
+    for changes, fault in [
         ([], "study mix-cpu: proposes no change, so there is nothing to apply"),
         (
             ["mix.base.math=30%"],
@@ -101,11 +100,9 @@ def test_a_later_study_is_added() -> None:
         ),
         (["stages.late.seq=3"], "there is no element 'late'"),
         (["mix"], "write field.subfield=value"),
-    ],
-)
-def test_what_cannot_be_applied_is_refused(changes: list[str], fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        apply_study(QUICKSTART, changes, "mix-cpu", DIGEST)
+    ]:
+        with pytest.raises(ValueError, match=fault):
+            apply_study(QUICKSTART, changes, "mix-cpu", DIGEST)
 
 
 def test_a_source_gets_its_judgement() -> None:

@@ -16,7 +16,7 @@ from llama3.scaling.forecast import RUNS, Point, fit
 
 CHANCE, QUESTIONS = 0.25, 500
 LEVELS = 8
-FAMILIES = 200
+FAMILIES = 100
 
 
 def lasting(power: float) -> float:
@@ -89,6 +89,7 @@ def test_a_lasting_law_is_seldom_doubted_and_one_that_levels_off_mostly_is() -> 
     assert np.mean([test.bias for test in found]) > 0.05  # too good
 
 
+@pytest.mark.slow
 def test_without_the_luck_of_the_questions_intervals_would_be_too_narrow() -> None:
     """With hardly any scatter between runs the forecast is sure, and the measurement is not."""
     dice = np.random.default_rng(3)

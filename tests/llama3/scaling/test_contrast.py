@@ -85,8 +85,8 @@ def test_the_wider_of_an_arm_s_own_interval_and_the_pooled_one_counts() -> None:
     assert half[2] == pytest.approx(own[2])
 
 
-@pytest.mark.parametrize(("arms", "repeats"), [(4, 3), (8, 2), (4, 6)])
-@pytest.mark.parametrize("scatter", [1.0, 5.0])
+@pytest.mark.parametrize(("arms", "repeats"), [(4, 3), (8, 2), pytest.param(4, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scatter", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
 def test_an_arm_that_scatters_more_than_the_others_is_covered_too(arms: int, repeats: int, scatter: float) -> None:
     """With the pooled quantile on its own variance, 0.862 and 0.791 of the first two hold the truth."""
     assert coverage(arms, repeats, scatter) >= 0.935  # 3 standard errors of 2,000 below 0.95
@@ -103,8 +103,8 @@ def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
     assert [one.unit for one in found.values()] == ["bpb", "accuracy"]
 
 
-@pytest.mark.parametrize("repeats", [2, 3, 5])
-@pytest.mark.parametrize("luck", [0.0, 0.02])
+@pytest.mark.parametrize("repeats", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("luck", [pytest.param(0.0, marks=pytest.mark.slow), 0.02])
 def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
     truth = dataclasses.replace(TRUTH, questions={}, repeats=repeats, luck=luck)
     effects = {f"eval/bpb/{name}": truth.effects["gsm"].get(name, 0.0) for name in DOMAINS}
@@ -131,6 +131,7 @@ def test_what_is_there_is_found() -> None:
     assert np.mean([one["eval/bpb/code"] == HURTS for one in said]) > 0.9
 
 
+@pytest.mark.slow
 def test_three_standard_errors_are_mostly_found() -> None:
     """Five repeats, one score, noise of documents and of repeats alike."""
     truth = dataclasses.replace(TRUTH, questions={}, effects={"base": {}, "arm": {"math": 1e-9}}, repeats=5)
@@ -205,18 +206,15 @@ def test_a_score_without_samples_is_compared_more_cautiously() -> None:
     assert apart.documents > paired.documents
 
 
-@pytest.mark.parametrize(
-    ("control", "arms", "words"),
-    [
+def test_no_arms_to_compare_are_refused() -> None:
+    for control, arms, words in [
         ("nobody", ["gsm"], "control: 'nobody' has no finished run"),
         ("base", ["absent"], "absent: has no finished run"),
         ("base", [], "at least one other arm"),
         ("base", ["base"], "at least one other arm"),
-    ],
-)
-def test_no_arms_to_compare_are_refused(control: str, arms: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        comparable(outcomes(TRUTH, 0), control, arms)
+    ]:
+        with pytest.raises(ValueError, match=words):
+            comparable(outcomes(TRUTH, 0), control, arms)
 
 
 def test_unequal_tokens_are_refused_with_both_numbers() -> None:

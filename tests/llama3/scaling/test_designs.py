@@ -34,16 +34,16 @@ bases = st.lists(st.integers(3, 60), min_size=4, max_size=4).map(
 )
 
 
-@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.kind)
 @given(base=bases)
-def test_shares_are_whole_and_sum_to_one(design: Design, base: dict[Domain, Fraction]) -> None:
-    mixes = designed(design, base)
-    assert mixes == designed(design, base)
-    assert whole(base) not in mixes.values()
-    for mix in mixes.values():
-        assert sum(mix.values()) == 1
-        assert all(share >= 0 and (share * PARTS).denominator == 1 for share in mix.values())
-        assert all(Share.parse(str(Share(share))) == share for share in mix.values())
+def test_shares_are_whole_and_sum_to_one(base: dict[Domain, Fraction]) -> None:
+    for design in DESIGNS:
+        mixes = designed(design, base)
+        assert mixes == designed(design, base)
+        assert whole(base) not in mixes.values()
+        for mix in mixes.values():
+            assert sum(mix.values()) == 1
+            assert all(share >= 0 and (share * PARTS).denominator == 1 for share in mix.values())
+            assert all(Share.parse(str(Share(share))) == share for share in mix.values())
 
 
 def test_around_moves_one_domain_and_keeps_the_others_in_proportion() -> None:

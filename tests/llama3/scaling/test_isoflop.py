@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.scaling import chinchilla
 from llama3.scaling.chinchilla import fit_chinchilla
 from llama3.scaling.isoflop import Ladder, NoLaw, Trial, fit_ladder
 from llama3.scaling.ladder_verdict import count, ladder_verdict, no_law
@@ -47,23 +48,24 @@ def noisy(trials: Sequence[Trial], seed: int, share: float = 0.002) -> list[Tria
     return [replace(one, loss=one.loss * (1 + share * dice.normal())) for one in trials]
 
 
-@pytest.mark.parametrize("sizes", [3, 4, 5, 7])
-@pytest.mark.parametrize("alpha", [0.4, 0.537])
-def test_an_exact_law_is_found_again(sizes: int, alpha: float) -> None:
-    law = fit_ladder(parabolic(sizes=sizes, alpha=alpha), BUDGETS).law
-    assert law.alpha.value == pytest.approx(alpha, abs=1e-4)
-    assert law.coefficient.value == pytest.approx(A, rel=1e-2)
-    best = law.at(1e14)
-    assert best.tokens.value == pytest.approx(A * 1e14**alpha, rel=1e-3)
-    assert best.parameters.value * best.tokens.value * 6 == pytest.approx(1e14, rel=1e-3)
-    assert best.beyond == pytest.approx(1e14 / BUDGETS[-1])
-    assert (law.least, law.most) == (BUDGETS[0], BUDGETS[-1])
+def test_an_exact_law_is_found_again() -> None:
+    for sizes in [3, 4, 5, 7]:
+        for alpha in [0.4, 0.537]:
+            law = fit_ladder(parabolic(sizes=sizes, alpha=alpha), BUDGETS).law
+            assert law.alpha.value == pytest.approx(alpha, abs=1e-4)
+            assert law.coefficient.value == pytest.approx(A, rel=1e-2)
+            best = law.at(1e14)
+            assert best.tokens.value == pytest.approx(A * 1e14**alpha, rel=1e-3)
+            assert best.parameters.value * best.tokens.value * 6 == pytest.approx(1e14, rel=1e-3)
+            assert best.beyond == pytest.approx(1e14 / BUDGETS[-1])
+            assert (law.least, law.most) == (BUDGETS[0], BUDGETS[-1])
 
 
 def test_alpha_lies_in_its_interval_in_93_of_100_ladders() -> None:
     assert recovery(100) >= 93
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0005, 0.005])
 @pytest.mark.parametrize(("budgets", "sizes"), [(BUDGETS, 5), (BUDGETS, 4), (BUDGETS[:3], 5), (CLUSTER, 7)])
 @pytest.mark.parametrize("truth", [Truth(), HOFFMANN])
@@ -88,7 +90,7 @@ def test_minima_of_budgets_lie_in_their_intervals() -> None:
     assert held >= 0.9 * 400
 
 
-@pytest.mark.parametrize("off", [0.0, 0.1])
+@pytest.mark.parametrize("off", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_the_law_weighs_minima_by_precision_only_where_noise_explains_their_scatter(off: float) -> None:
     """One budget bends five times as much: by precision alone, intervals hold alpha in 77 % where all are off."""
     dice, found = np.random.default_rng(5), []
@@ -167,22 +169,19 @@ def flags_of(trials: Sequence[Trial], budgets: Sequence[float] = BUDGETS) -> tup
     return ladder, "\n".join(ladder.flags)
 
 
-@pytest.mark.parametrize(
-    ("shift", "edge", "advice"),
-    [
+def test_a_minimum_outside_the_grid_does_not_enter_the_law() -> None:
+    for shift, edge, advice in [
         (0.9, "fewest tokens", "budget 8e+11: the best size is the largest; add a larger one"),
         (-0.9, "most tokens", "budget 8e+11: the best size is the smallest; add a smaller one"),
-    ],
-)
-def test_a_minimum_outside_the_grid_does_not_enter_the_law(shift: float, edge: str, advice: str) -> None:
-    trials = moved(noisy(parabolic(), 0), BUDGETS[1], shift=shift)
-    ladder, flags = flags_of(trials)
-    assert f"{advice}; it does not enter the law" in flags
-    found = ladder.parabolas[1]
-    assert (found.used, found.edge) == (False, edge)
-    without = fit_ladder([one for one in trials if one.flops != BUDGETS[1]], [*BUDGETS[:1], *BUDGETS[2:]])
-    # not to the last digit: its residuals still tell the size of the noise
-    assert ladder.law.alpha.value == pytest.approx(without.law.alpha.value, rel=1e-4)
+    ]:
+        trials = moved(noisy(parabolic(), 0), BUDGETS[1], shift=shift)
+        ladder, flags = flags_of(trials)
+        assert f"{advice}; it does not enter the law" in flags
+        found = ladder.parabolas[1]
+        assert (found.used, found.edge) == (False, edge)
+        without = fit_ladder([one for one in trials if one.flops != BUDGETS[1]], [*BUDGETS[:1], *BUDGETS[2:]])
+        # not to the last digit: its residuals still tell the size of the noise
+        assert ladder.law.alpha.value == pytest.approx(without.law.alpha.value, rel=1e-4)
 
 
 def test_a_minimum_just_inside_enters_and_is_flagged() -> None:
@@ -257,20 +256,21 @@ def test_runs_that_are_off_their_budget() -> None:
         fit_ladder([replace(trials[0], flops=4e11), *trials[1:]], BUDGETS)
 
 
-@pytest.mark.parametrize("fault", [{"loss": math.nan}, {"loss": math.inf}, {"tokens": 0}, {"flops": 0.0}])
-def test_what_is_no_measurement_is_refused(fault: dict[str, float]) -> None:
-    trials = parabolic()
-    with pytest.raises(ValueError, match=r"2e\+11-0.* is no measurement; run it again"):
-        fit_ladder([replace(trials[0], **fault), *trials[1:]], BUDGETS)  # type: ignore[arg-type]
+def test_what_is_no_measurement_is_refused() -> None:
+    for fault in [{"loss": math.nan}, {"loss": math.inf}, {"tokens": 0}, {"flops": 0.0}]:
+        trials = parabolic()
+        with pytest.raises(ValueError, match=r"2e\+11-0.* is no measurement; run it again"):
+            fit_ladder([replace(trials[0], **fault), *trials[1:]], BUDGETS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budgets", [[], [0.0, 1e12]])
-def test_budgets_must_be_numbers_above_zero(budgets: list[float]) -> None:
-    with pytest.raises(ValueError, match="give numbers of operations above 0"):
-        fit_ladder(parabolic(), budgets)
+def test_budgets_must_be_numbers_above_zero() -> None:
+    for budgets in [[], [0.0, 1e12]]:
+        with pytest.raises(ValueError, match="give numbers of operations above 0"):
+            fit_ladder(parabolic(), budgets)
 
 
-def test_the_verdict_names_range_interval_and_distance() -> None:
+def test_the_verdict_names_range_interval_and_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chinchilla, "DRAWS", 10)
     trials = made_up(Truth(), BUDGETS, 5, 0.002, 0)
     ladder, other = fit_ladder(trials, BUDGETS), fit_chinchilla(trials)
     said = ladder_verdict(ladder, 1.28e15, other).headline
@@ -315,11 +315,11 @@ def test_true_parabolas_are_seldom_called_lopsided() -> None:
     assert sum(any("one side" in flag for flag in one.flags) for one in ladders) <= 5
 
 
-@pytest.mark.parametrize(("number", "text"), [
+def test_counts_are_said_as_people_do() -> None:
+    for number, text in [
     (16.31e12, "16.3T"), (21e6, "21M"), (812_345, "812K"), (999_999, "1000K"), (7.0, "7"), (3e20, "3e+20"),
-])  # fmt: skip
-def test_counts_are_said_as_people_do(number: float, text: str) -> None:
-    assert count(number) == text
+]:  # fmt: skip
+        assert count(number) == text
 
 
 def test_flops_must_be_a_number_above_zero() -> None:
