@@ -13,6 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+import llama3.data.kernels  # noqa: F401  (one folder of machine code: without it, some processes compile these again)
+
 Ints = NDArray[np.int64]
 IGNORED = -100
 """Target of a token that has none; `torch.nn.functional.cross_entropy` ignores it by default."""

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.cluster.axes import AxisBytes, axis_traffic, crossing
@@ -15,7 +15,6 @@ from llama3.parallel.layout import Layout
 from tests.llama3.cluster.placement_samples import Job, jobs, small_fabric
 
 
-@settings(max_examples=10)  # each searches
 @given(jobs(), st.integers(0, 3))
 def test_never_worse_than_contiguous_order(job: Job, seed: int) -> None:
     found = minimum_cut(job.layout, job.world, job.fabric, job.sent, job.free, seed)

@@ -27,15 +27,11 @@ def posed(folder: Path, text: str) -> Posed:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_shipped_studies_can_be_run(path: Path) -> None:
+def test_shipped_studies_can_be_run_and_their_arms_share_data(path: Path) -> None:
     study = load_study(path)
     check_study(study)
     assert len({run.digest for run in study.runs}) == len(study.runs)
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_arms_share_their_data(path: Path) -> None:
-    assert len({data_digest(run.recipe) for run in load_study(path).runs}) == 1
+    assert len({data_digest(run.recipe) for run in study.runs}) == 1
 
 
 def test_a_ladder_spends_its_budgets() -> None:
