@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,10 +32,6 @@ from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.evaluate.task_samples import write_lines
 from tests.llama3.evaluate.tiny_data import WORDS, write_data
 
-pytest.importorskip("lm_eval", reason="needs the extra: pip install 'herd[crosscheck]'")
-from datasets import Dataset
-from lm_eval.tasks.hellaswag.utils import process_docs
-
 SPEC = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq=4096)
 QUESTIONS = 48
 STEPS = 100
@@ -45,6 +42,7 @@ from llama3.bench.peers.lm_eval_tasks import work
 found = work(Path(sys.argv[1]), Path(sys.argv[2]), model=sys.argv[3], batch=16)
 Path(sys.argv[4]).write_text(json.dumps(found["samples"]))
 """
+needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra crosscheck")
 Samples = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -156,8 +154,13 @@ def split_as_tokens(context: str, continuation: str) -> tuple[str, str]:
     return kept, context[len(kept) :] + continuation
 
 
+@needs_lm_eval
+@pytest.mark.slow
 def test_requests_and_answers_are_those_of_lm_eval_with_tags_and_white_space(tmp_path: Path) -> None:
     """HellaSwag after lm-eval's own preparation, PIQA with and without solved examples."""
+    from datasets import Dataset
+    from lm_eval.tasks.hellaswag.utils import process_docs
+
     raw = scenes(QUESTIONS)
     prepared = [dict(row) for row in process_docs(Dataset.from_list(raw))]
     hellaswag = {"doc_to_text": "{{query}}", "doc_to_target": "{{label}}", "doc_to_choice": "choices"}
@@ -211,6 +214,8 @@ def kinds(made: list[Pair]) -> set[tuple[str, str]]:
 ALL = {("choice", "characters"), ("choice", "none"), ("cloze", ""), ("bits", ""), ("generate", "")}
 
 
+@needs_lm_eval
+@pytest.mark.slow
 def test_made_up_questions(tmp_path: Path) -> None:
     made = pairs(write_data(tmp_path / "data"), QUESTIONS)
     assert kinds(made) == ALL
@@ -222,6 +227,8 @@ def test_made_up_questions(tmp_path: Path) -> None:
     assert any(len(sample["text"]) < 10 for sample in ours["gsm8k"].values()), "some end at a stop text"
 
 
+@needs_lm_eval
+@pytest.mark.slow
 def test_published_questions(tmp_path: Path, shared: Path) -> None:
     made = pairs(shared / "eval", QUESTIONS)
     if kinds(made) != ALL:

@@ -1,27 +1,26 @@
 import os
-import subprocess
-import sys
-import textwrap
 
-from llama3.model.rounding import MODE
+from tests.dist import run
+
+
+def product_moves() -> None:
+    """Multiply operands at every alignment, on one thread; MKL reads its mode at the first product of a process."""
+    import torch
+
+    from llama3.model.rounding import MODE, keep_rounding
+
+    os.environ.pop(MODE, None)
+    keep_rounding()
+    torch.manual_seed(0)
+    room = torch.empty(64 * 64 + 16)
+    for rows in (1, 3, 16):
+        for inner in (16, 32, 64):
+            left, right = torch.randn(rows, inner), torch.randn(64, inner)
+            for start in range(16):
+                moved = room[start : start + right.numel()].view(right.shape).copy_(right)
+                assert torch.equal(left @ moved.T, left @ right.T), (rows, inner, start)
 
 
 def test_a_product_has_the_same_bits_wherever_its_operands_lie() -> None:
     """On the processors where it does not by itself, which few are; in a process that has not multiplied yet."""
-    work = textwrap.dedent("""
-        import torch
-        from llama3.model.rounding import keep_rounding
-
-        torch.set_num_threads(1)
-        keep_rounding()
-        torch.manual_seed(0)
-        room = torch.empty(64 * 64 + 16)
-        for rows in (1, 3, 16):
-            for inner in (16, 32, 64):
-                left, right = torch.randn(rows, inner), torch.randn(64, inner)
-                for start in range(16):
-                    moved = room[start : start + right.numel()].view(right.shape).copy_(right)
-                    assert torch.equal(left @ moved.T, left @ right.T), (rows, inner, start)
-    """)
-    environment = {name: value for name, value in os.environ.items() if name != MODE}
-    subprocess.run([sys.executable, "-c", work], check=True, env=environment)
+    run(1, product_moves)

@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("pp", CASES)
+@pytest.mark.parametrize("pp", [2, *(pytest.param(pp, marks=pytest.mark.slow) for pp in (3, 4))])
 def test_every_schedule_gives_the_bits_of_one_process(pp: int) -> None:
     """Five micro-batches: no N but 1 and 5 divides them. Eight stages of six layers: the ends have none."""
     steps = [Step(sequences=5, micro_batch=1, documents=True)]

@@ -30,15 +30,15 @@ from tests.llama3.train.checkpoint_samples import (
 )
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 def test_what_is_saved_is_one_moment_for_any_number_of_processes(processes: int, tmp_path: Path) -> None:
-    """Four saves, the state changed right after each began; loaded on 1, 2 and 4 processes bit for bit."""
+    """Four saves, the state changed right after each began; loaded on 1, 2 and 3 processes bit for bit."""
     for done in run(processes, save_in_the_background, tmp_path, [5, 6, 7, 9]):
         assert done == [5, 6, 7, 9]
     files = sorted(path.name for path in (tmp_path / f"{9:018}").glob("*.safetensors"))
     assert {name[:5] for name in files} == {f"{rank:05}" for rank in range(processes)}
     assert any(name.endswith("-03.safetensors") for name in files), "four threads write four files"
-    for others in (1, 2, 4):
+    for others in (1, 2, 3):
         for position, skipped, arrays in run(others, resume, tmp_path):
             assert (position, skipped) == (9, ())
             assert_holds(arrays, 9)

@@ -53,22 +53,23 @@ def choice(path: Path) -> Choice:
     return Choice.model_validate_json((work(path) / "result" / FILE).read_text())
 
 
-@pytest.mark.parametrize("text", ["last 8", "polyak", "ema 0.99"])
-def test_an_average_is_written_as_it_is_read(text: str) -> None:
-    assert str(Average.parse(text)) == text
+def test_an_average_is_written_as_it_is_read_and_nothing_else_is_one() -> None:
+    for text in ("last 8", "polyak", "ema 0.99"):
+        assert str(Average.parse(text)) == text
     assert Average.parse(8) == Average.parse("last 8")
+    for wrong in ("last 1", "ema 1", "ema 0.0", "ema -0.5", "mean", "1", None, ""):
+        with pytest.raises(ValueError, match="is not an average: write 'last 8'"):
+            Average.parse(wrong)
 
 
-@pytest.mark.parametrize("text", ["last 1", "ema 1", "ema 0.0", "ema -0.5", "mean", "1", None, ""])
-def test_what_is_no_average_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="is not an average: write 'last 8'"):
-        Average.parse(text)
+@pytest.fixture(scope="module")
+def polyak(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("polyak"), "polyak")
 
 
-def test_polyak_is_the_mean_over_every_step(tmp_path: Path) -> None:
-    path = trained(tmp_path, "polyak")
-    every = parts(path)
-    for name, value in model(path).items():
+def test_polyak_is_the_mean_over_every_step(polyak: Path) -> None:
+    every = parts(polyak)
+    for name, value in model(polyak).items():
         torch.testing.assert_close(value, sum(part[name] for part in every) / STEPS, rtol=1e-13, atol=1e-18)
 
 
@@ -81,6 +82,7 @@ def test_an_exponential_average_forgets(tmp_path: Path) -> None:
         torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-18)
 
 
+@pytest.mark.slow
 def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     whole = trained(tmp_path, "ema 0.7")
     path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=2)
@@ -104,9 +106,12 @@ def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
     assert found.average is not None
     assert found.average != found.last
     assert str(found) in output(path)
+    averaged = [parts(path)[step - 1] for step in (2, 4, 5)]
+    for name, value in model(path).items():
+        torch.testing.assert_close(value, sum(part[name] for part in averaged) / 3, rtol=1e-14, atol=1e-18)
 
 
-def test_the_better_weights_are_kept(tmp_path: Path) -> None:
+def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
     """Early weights of a short stage are so bad that their mean is worse than the end."""
     path = trained(tmp_path, "polyak", keep="better")
     found = choice(path)
@@ -115,11 +120,11 @@ def test_the_better_weights_are_kept(tmp_path: Path) -> None:
     assert found.last < found.average
     assert found.kept == "last"
     assert all(torch.equal(value, parts(path)[-1][name]) for name, value in model(path).items())
-    kept = trained(tmp_path, "polyak", name="kept")
-    assert choice(kept).average == found.average
-    assert choice(kept).kept == "average"
+    assert choice(polyak).average == found.average
+    assert choice(polyak).kept == "average"
 
 
+@pytest.mark.slow
 def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
     alone = choice(trained(tmp_path, "last 3"))
     for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):

@@ -75,9 +75,15 @@ def skipped(path: Path) -> list[int]:
     return [r.position // STEP - 1 for r in records(path) if "train/skipped" in r.metrics]
 
 
-def test_not_finite_is_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
-    path = job(tmp_path, asked(non_finite="skip"))
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = job(tmp_path_factory.mktemp("skipping"), asked(non_finite="skip"))
     assert run(1, train_poisoned, path, [3, 9], NAN) == [0]
+    return path
+
+
+def test_not_finite_is_skipped_and_the_run_goes_on(skipping: Path) -> None:
+    path = skipping
     assert skipped(path) == [3, 9]
     assert [r.position for r in records(path)] == [STEP * (number + 1) for number in range(16)]
     assert records(path)[9].metrics["skip/tokens"] == 2 * STEP
@@ -89,16 +95,17 @@ def test_not_finite_is_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
     assert all(value.isfinite().all() for value in load_file(work(path) / "result/model/model.safetensors").values())
 
 
-def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
-    """The run is the one whose schedule and data go on, but whose weights never saw the batch."""
-    plain, path = job(tmp_path, asked(non_finite="skip"), name="plain"), job(tmp_path, asked(non_finite="skip"))
+def test_a_skipped_step_changes_nothing(skipping: Path, tmp_path: Path) -> None:
+    """The run is the one whose schedule and data go on, but whose weights never saw the batches."""
+    plain = job(tmp_path, asked(non_finite="skip"))
     work(plain).mkdir()
-    Skips((Skip(start=3 * STEP, end=4 * STEP, spike=3 * STEP, reason=""),)).write(work(plain))
+    skips = (Skip(start=n * STEP, end=(n + 1) * STEP, spike=n * STEP, reason="") for n in (3, 9))
+    Skips(tuple(skips)).write(work(plain))
     assert run(1, train, plain) == [0]
-    assert run(1, train_poisoned, path, [3], NAN) == [0]
-    assert weights(path) == weights(plain)
+    assert weights(skipping) == weights(plain)
 
 
+@pytest.mark.slow
 def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
     settings = {"non_finite": "skip", "spikes": {**ROLLBACK, "policy": "skip"}}
     plain, path = job(tmp_path, asked(**settings), name="plain"), job(tmp_path, asked(**settings))
@@ -115,7 +122,7 @@ def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
     ("settings", "factor", "words"),
     [
         ({}, NAN, "not finite; non_finite is stop"),
-        ({"spikes": {**ROLLBACK, "policy": "stop"}}, 1e6, "spikes.policy is stop"),
+        pytest.param({"spikes": {**ROLLBACK, "policy": "stop"}}, 1e6, "spikes.policy is stop", marks=pytest.mark.slow),
         ({"spikes": {**ROLLBACK, "policy": "skip", "most": 1}}, 1e6, "bad step 1 of stage main, spikes.most is 1"),
     ],
 )
@@ -165,13 +172,18 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        pytest.param("llama3.train.trainer:write_incident", True),
-        pytest.param("llama3.train.skips:Skips.write", False),
         ("llama3.train.skips:Skips.write", True),
-        ("llama3.train.checkpoint:Checkpoints._forget_after", True),
-        ("llama3.train.recorder:Recorder.rewind", False),
-        pytest.param("llama3.train.recorder:Recorder.pass_over", True),
-        pytest.param("llama3.train.trainer:commit_result", False),
+        *(
+            pytest.param(*moment, marks=pytest.mark.slow)
+            for moment in [
+                ("llama3.train.trainer:write_incident", True),
+                ("llama3.train.skips:Skips.write", False),
+                ("llama3.train.checkpoint:Checkpoints._forget_after", True),
+                ("llama3.train.recorder:Recorder.rewind", False),
+                ("llama3.train.recorder:Recorder.pass_over", True),
+                ("llama3.train.trainer:commit_result", False),
+            ]
+        ),
     ],
 )
 def test_a_rollback_killed_at_any_moment_gives_the_same_weights(

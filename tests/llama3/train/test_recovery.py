@@ -50,11 +50,34 @@ def assert_same(path: Path, undisturbed: Path) -> None:
     assert weights(path) == weights(undisturbed)
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stage that died in its eighth step, with checkpoints after three and six."""
+    path = job(tmp_path_factory.mktemp("interrupted"), averaging())
+    with pytest.raises(RuntimeError, match="died"):
+        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 8, True)
+    return path
+
+
+def copied(interrupted: Path, folder: Path) -> Path:
+    """Return a job in `folder` that goes on where `interrupted` died."""
+    path = job(folder, averaging())
+    shutil.copytree(work(interrupted), work(path))
+    return path
+
+
+def test_killed_in_a_step_gives_the_same_bits(undisturbed: Path, interrupted: Path, tmp_path: Path) -> None:
+    path = copied(interrupted, tmp_path)
+    assert run(1, train, path) == [0]
+    assert_same(path, undisturbed)
+    assert not list((work(path) / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "calls", "after"),
     [
         ("torch.optim:AdamW.step", 2, True),  # before any checkpoint
-        ("torch.optim:AdamW.step", 8, False),
         ("llama3.train.checkpoint:Checkpoints.begin", 2, False),
         ("llama3.train.checkpoint:Checkpoints.begin", 2, True),
         ("llama3.train.manifest:write_atomic", 2, False),
@@ -78,6 +101,7 @@ def test_killed_anywhere_gives_the_same_bits(
     assert not list((work(path) / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_killed_process_from_outside(undisturbed: Path, tmp_path: Path) -> None:
     """The real command, killed at a moment nobody chose, twice; each restart says what it cost."""
     path = job(tmp_path, averaging())
@@ -96,29 +120,18 @@ def test_killed_process_from_outside(undisturbed: Path, tmp_path: Path) -> None:
     assert len((work(path) / "attempts.jsonl").read_text().splitlines()) == 3
 
 
-def test_replay_is_compared_with_the_journal(undisturbed: Path, tmp_path: Path) -> None:
-    path = job(tmp_path, averaging())
-    with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.journal:Journal.add", 9, True)
+def test_replay_is_compared_with_the_journal(undisturbed: Path, interrupted: Path, tmp_path: Path) -> None:
+    path = copied(interrupted, tmp_path)
     journal = work(path) / "journal.jsonl"
-    lines = journal.read_text().splitlines()
-    record = json.loads(lines[7])
+    *before, last = journal.read_text().splitlines()
+    record = json.loads(last)
     record["metrics"]["train/loss"] += 0.25  # as if the machine had computed something else the first time
-    journal.write_text("\n".join([*lines[:7], json.dumps(record), lines[8], ""]))
+    journal.write_text("\n".join([*before, json.dumps(record), ""]))
     assert run(1, train, path) == [0]
-    values = records(path)[9].metrics
-    assert values["recovery/lost_tokens"] == 3 * STEP
+    values = records(path)[len(before) + 1].metrics
+    assert values["recovery/lost_tokens"] == (len(before) + 1 - 6) * STEP
     assert values["recovery/replay_max_abs_diff"] == pytest.approx(0.25)
     assert weights(path) == weights(undisturbed)
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stage that died in its eighth step, with checkpoints after three and six."""
-    path = job(tmp_path_factory.mktemp("interrupted"), averaging())
-    with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 8, True)
-    return path
 
 
 def flip(file: Path) -> None:
@@ -140,12 +153,11 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", ["flip", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGE)[1:])])
 def test_damaged_checkpoint_is_passed_over_by_name(
     damage: str, undisturbed: Path, interrupted: Path, tmp_path: Path
 ) -> None:
-    path = job(tmp_path, averaging())
-    shutil.copytree(work(interrupted), work(path))
+    path = copied(interrupted, tmp_path)
     newest = work(path) / "checkpoints" / f"{6 * STEP:018}"
     do, reason = DAMAGE[damage]
     do(next(newest.glob("*.safetensors")))
@@ -161,14 +173,12 @@ def test_damaged_checkpoint_is_passed_over_by_name(
 def test_a_stage_without_a_good_checkpoint_waits_to_be_told(
     undisturbed: Path, interrupted: Path, tmp_path: Path
 ) -> None:
-    path = job(tmp_path, averaging())
-    shutil.copytree(work(interrupted), work(path))
+    path = copied(interrupted, tmp_path)
     kept = sorted((work(path) / "checkpoints").iterdir())
     for folder in kept:
         flip(next(folder.glob("*.safetensors")))
     before = (work(path) / "journal.jsonl").read_bytes()
-    for _ in range(2):
-        assert run(1, train, path) == [2]
+    assert run(1, train, path) == [2]
     last = output(path).strip().rpartition("trainer: ")[2]
     assert all(f"{folder}/" in last for folder in kept)
     assert "--restart-damaged" in last
@@ -179,16 +189,17 @@ def test_a_stage_without_a_good_checkpoint_waits_to_be_told(
 
 
 def test_damaged_parent_is_refused(tmp_path: Path) -> None:
-    first = job(tmp_path, name="main")
+    asked = recipe(stages=[stages(1)[0], stages(1)[0] | {"name": "anneal", "lr": "linear to 0"}])
+    first = job(tmp_path, asked, name="main")
     assert run(1, train, first) == [0]
     state = work(first) / "result" / "state"
-    second = job(tmp_path, stage="anneal", name="anneal", parent=state)
+    second = job(tmp_path, asked, stage="anneal", name="anneal", parent=state)
     flip(next(state.glob("*.safetensors")))
     assert run(1, train, second) == [2]
     assert f"trainer: {state}" in output(second)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     asked = recipe(stages=[stages(8)[0] | {"average": 4}])
     plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="resharded")
@@ -205,6 +216,7 @@ def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path
         assert (value - kept[name]).abs().max() < 1e-9
 
 
+@pytest.mark.slow
 def test_two_processes_resume_bit_for_bit(tmp_path: Path) -> None:
     asked = recipe(compute="bf16", stages=stages(8))
     plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="killed")
@@ -254,40 +266,45 @@ def test_not_a_number_stops_before_the_weights(tmp_path: Path) -> None:
     assert int(newest.name) <= bad
 
 
-def test_the_future_may_change_while_a_stage_trains(tmp_path: Path) -> None:
-    """Six of twelve steps, then the stage is made longer: as if it had been so from the start."""
-    longer = recipe(compute="bf16", stages=stages(15))
-    plain, path = job(tmp_path, longer, name="plain"), job(tmp_path, short(), name="changed")
-    assert run(1, train, plain) == [0]
-    with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 9, True)
-    path = job(tmp_path, longer, name="changed")
-    assert run(1, train, path) == [0], output(path)
-    assert_same(path, plain)
-    left = [line for file in work(path).glob("abandoned-*.jsonl") for line in file.read_text().splitlines()]
-    assert [json.loads(line)["position"] for line in left] == [7 * STEP, 8 * STEP]
+SHORT, LONG = (recipe(compute="bf16", stages=stages(steps)) for steps in (8, 10))
 
 
-def test_the_past_may_not_and_the_first_differing_line_is_shown(tmp_path: Path) -> None:
-    path = job(tmp_path, short(), name="changed")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = job(tmp_path_factory.mktemp("plain"), LONG)
+    assert run(1, train, path) == [0]
+    return path
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stage of eight steps that died in its sixth, with a checkpoint after three."""
+    path = job(tmp_path_factory.mktemp("died"), SHORT)
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 9, True)
-    before = (work(path) / "journal.jsonl").read_bytes()
-    path = job(tmp_path, recipe(compute="fp32", stages=stages(12)), name="changed")
+        run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 6, True)
+    return path
+
+
+def test_the_past_may_not_change_and_the_first_differing_line_is_shown(died: Path) -> None:
+    before = (work(died) / "journal.jsonl").read_bytes()
+    path = job(died.parent, recipe(compute="fp32", stages=stages(8)))
     assert run(1, train, path) == [2]
     assert "- compute: bf16\n+ compute: fp32" in output(path)
     assert (work(path) / "journal.jsonl").read_bytes() == before
 
 
-def test_a_finished_stage_that_is_made_longer_goes_on(tmp_path: Path) -> None:
-    longer = recipe(compute="bf16", stages=stages(15))
-    plain, path = job(tmp_path, longer, name="plain"), job(tmp_path, short(), name="changed")
-    assert run(1, train, plain) == [0]
-    assert run(1, train, path) == [0]
-    path = job(tmp_path, longer, name="changed")
+def test_the_future_may_change_while_a_stage_trains(died: Path, plain: Path) -> None:
+    """The stage is made longer: as if it had been so from the start."""
+    path = job(died.parent, LONG)
     assert run(1, train, path) == [0], output(path)
     assert_same(path, plain)
+    left = [line for file in work(path).glob("abandoned-*.jsonl") for line in file.read_text().splitlines()]
+    assert [json.loads(line)["position"] for line in left] == [4 * STEP, 5 * STEP]
 
 
-def short() -> Recipe:
-    return recipe(compute="bf16", stages=stages(12))
+@pytest.mark.slow
+def test_a_finished_stage_that_is_made_longer_goes_on(plain: Path, tmp_path: Path) -> None:
+    assert run(1, train, job(tmp_path, SHORT)) == [0]
+    path = job(tmp_path, LONG)
+    assert run(1, train, path) == [0], output(path)
+    assert_same(path, plain)
