@@ -41,7 +41,7 @@ def test_many_documents_give_the_normal_interval() -> None:
     assert (low, high) == pytest.approx((found.value - Z * found.stderr, found.value + Z * found.stderr), rel=0.03)
 
 
-@pytest.mark.parametrize("count", [12, 32])
+@pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.slow)])
 def test_intervals_cover_the_truth_in_simulation(count: int) -> None:
     """A change of 0.02 bits per byte: each end misses it about 2.5 % of the time, also with few, uneven documents."""
     random = np.random.default_rng(7)

@@ -129,19 +129,24 @@ def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
     return Room(root, recipe, tokenizer)
 
 
+@pytest.fixture(scope="module")
+def facts(room: Room) -> dict[str, Any]:
+    """Evaluate a random model into the folder `random-scores`, which several tests read."""
+    return room.evaluate(room.model("random"), "random-scores")
+
+
 def rows_of(room: Room, folder: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pq.read_table(room.root / folder / "samples.parquet").to_pylist()
     return rows
 
 
-def test_scores_samples_and_facts_agree(room: Room) -> None:
-    facts = room.evaluate(room.model("random"), "first")
-    scores = read_scores(room.root / "first")
+def test_scores_samples_and_facts_agree(room: Room, facts: dict[str, Any]) -> None:
+    scores = read_scores(room.root / "random-scores")
     assert sorted(scores) == KEYS
     assert {key: facts[key] for key in KEYS} == {key: score.value for key, score in scores.items()}
     assert (facts["window"], facts["document_bytes"]) == (WINDOW, CUT)
     assert facts["documents"] == 2 * DOCUMENTS
-    rows = rows_of(room, "first")
+    rows = rows_of(room, "random-scores")
     for key in (key for key in KEYS if key not in ("eval/bpb", "eval/bpb_macro", "eval/core")):
         mine = [row for row in rows if row["key"] == key]
         assert scores[key].n == len(mine)
@@ -157,9 +162,9 @@ def test_scores_samples_and_facts_agree(room: Room) -> None:
     )
 
 
+@pytest.mark.usefixtures("facts")
 def test_means_are_those_that_the_recipe_and_chance_give(room: Room) -> None:
-    room.evaluate(room.model("random"), "means")
-    scores = read_scores(room.root / "means")
+    scores = read_scores(room.root / "random-scores")
     weights = {"math": 25 / 42, "code": 17 / 42}  # of the base mix, the two domains that have documents
     mean = sum(weight * scores[f"eval/bpb/{domain}"].value for domain, weight in weights.items())
     assert scores["eval/bpb"].value == pytest.approx(mean)
@@ -172,17 +177,20 @@ def test_means_are_those_that_the_recipe_and_chance_give(room: Room) -> None:
     assert scores["eval/core"].value == pytest.approx(sum(above) / 3)
 
 
-def test_equal_inputs_give_equal_bytes(room: Room) -> None:
-    model = room.model("random")
-    first, second = room.evaluate(model, "one"), room.evaluate(model, "two")
-    assert first == second
+def test_equal_inputs_give_equal_bytes(room: Room, facts: dict[str, Any]) -> None:
+    assert room.evaluate(room.model("random"), "again") == facts
     for name in ("scores.parquet", "samples.parquet", "generations.json"):
-        assert (room.root / "one" / name).read_bytes() == (room.root / "two" / name).read_bytes()
+        assert (room.root / "random-scores" / name).read_bytes() == (room.root / "again" / name).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def uniform(room: Room) -> None:
+    room.evaluate(room.model("uniform", uniform=True), "uniform-scores")
+
+
+@pytest.mark.usefixtures("uniform")
 def test_a_uniform_model_has_the_bits_of_its_vocabulary(room: Room) -> None:
     """Every token costs log2(rows) bits, so bits per byte is that times tokens over bytes, document by document."""
-    room.evaluate(room.model("uniform", uniform=True), "uniform-scores")
     rows = {row["id"]: row for row in rows_of(room, "uniform-scores") if row["key"].startswith("eval/bpb/")}
     sizes = []
     for domain in ("math", "code"):
@@ -211,9 +219,9 @@ def test_a_random_model_answers_at_chance(room: Room) -> None:
     assert pooled.low <= 0.25 <= pooled.high
 
 
+@pytest.mark.usefixtures("facts")
 def test_generations_show_each_domain_and_a_question(room: Room) -> None:
-    room.evaluate(room.model("random"), "shown")
-    shown = json.loads((room.root / "shown" / "generations.json").read_text())
+    shown = json.loads((room.root / "random-scores" / "generations.json").read_text())
     assert [item["of"] for item in shown] == ["code", "math", "eval/arithmetic"]
     assert shown[2]["prompt"].endswith("Answer:")
     assert all(item["text"] and "<|" not in item["text"] for item in shown)
@@ -229,25 +237,24 @@ def test_the_answer_has_the_fewest_nats_per_byte() -> None:
     assert (sample.picked, sample.numerator) == (0, 0.0)
 
 
+@pytest.mark.usefixtures("facts", "uniform")
 def test_a_champion_is_compared_sample_by_sample(room: Room) -> None:
     """Two models without knowledge differ little on any document: the paired interval is far narrower than theirs."""
-    room.evaluate(room.model("random"), "champion")
-    room.evaluate(room.model("uniform", uniform=True), "candidate")
-    champion, candidate = read_scores(room.root / "champion"), read_scores(room.root / "candidate")
-    differences = compare(room.recipe, room.root / "candidate", room.root / "champion")
+    random, uniform = room.root / "random-scores", room.root / "uniform-scores"
+    same = compare(room.recipe, random, random)
+    assert all(difference.value == 0 for difference in same.values())
+    differences, champion, candidate = compare(room.recipe, uniform, random), read_scores(random), read_scores(uniform)
     assert sorted(differences) == KEYS
     for key, difference in differences.items():
         assert difference.value == pytest.approx(candidate[key].value - champion[key].value, abs=1e-9)
         assert difference.low <= difference.value <= difference.high
     found = differences["eval/bpb"]
     assert found.high - found.low < 0.25 * 2 * Z * candidate["eval/bpb"].stderr
-    same = compare(room.recipe, room.root / "champion", room.root / "champion")
-    assert all(difference.value == 0 for difference in same.values())
 
 
+@pytest.mark.usefixtures("facts")
 def test_the_gate_reads_what_was_written(room: Room) -> None:
-    room.evaluate(room.model("random"), "gate-a")
-    scores = read_scores(room.root / "gate-a")
+    scores = read_scores(room.root / "random-scores")
     rules = {
         key: GateRule.parse(text) for key, text in {"eval/bpb": "no worse than 0.5%", "eval/core": "better"}.items()
     }

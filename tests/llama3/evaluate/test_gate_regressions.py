@@ -54,7 +54,7 @@ def test_better_overall_but_worse_code_is_refused() -> None:
 
 def test_a_candidate_as_good_as_the_champion_does_not_replace_it() -> None:
     none = dict.fromkeys(("general", "math", "code", "multilingual"), 0.0)
-    decisions = [evidence(seed, none).decide() for seed in range(200)]
+    decisions = [evidence(seed, none).decide() for seed in range(100)]
     beaten = [next(row for row in decision.rows if row.metric == "eval/bpb").passed for decision in decisions]
     assert np.mean(beaten) <= 0.05, "goal E6"
 
@@ -62,8 +62,8 @@ def test_a_candidate_as_good_as_the_champion_does_not_replace_it() -> None:
 def test_accuracies_veto_a_large_drop_and_no_noise() -> None:
     vetoed = [failed(evidence(seed, drops={"piqa": 0.06}).decide()) for seed in SEEDS]
     assert all("eval/piqa" in rows for rows in vetoed)
-    noise = [set(failed(evidence(seed).decide())) & {f"eval/{task}" for task in TASKS} for seed in range(200)]
-    assert sum(map(bool, noise)) / 200 <= 0.05
+    noise = [set(failed(evidence(seed).decide())) & {f"eval/{task}" for task in TASKS} for seed in range(100)]
+    assert sum(map(bool, noise)) / 100 <= 0.05
 
 
 def test_a_drop_within_noise_does_not_pass_where_questions_are_few() -> None:
@@ -198,13 +198,13 @@ def test_facts_come_first_and_refuse_too() -> None:
     assert not decision.accepted
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_stored_decision_is_replayed_from_its_document(seed: int) -> None:
+def test_a_stored_decision_is_replayed_from_its_document() -> None:
     """Goal P1."""
-    given = evidence(seed, {"code": 0.004 * (seed % 4)})
-    stored = given.model_dump_json()
-    again = Evidence.model_validate_json(stored)
-    assert again == given
-    assert again.decide() == given.decide()
-    assert Decision.model_validate_json(given.decide().model_dump_json()) == given.decide()
-    assert len(stored) < 6000
+    for seed in range(8):
+        given = evidence(seed, {"code": 0.004 * (seed % 4)})
+        stored = given.model_dump_json()
+        again = Evidence.model_validate_json(stored)
+        assert again == given
+        assert again.decide() == given.decide()
+        assert Decision.model_validate_json(given.decide().model_dump_json()) == given.decide()
+        assert len(stored) < 6000

@@ -211,6 +211,7 @@ def test_suites_that_cannot_be_resolved_are_refused(checkout: Path, room: Path, 
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_published_sets_are_asked_as_published(shared: Path) -> None:
     """MMLU has five solved questions of the subject before each, GSM8K eight with their steps."""
     made = {

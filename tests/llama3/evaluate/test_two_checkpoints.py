@@ -27,6 +27,9 @@ CHECKPOINTS = (60, 100)
 """Optimizer steps."""
 
 
+pytestmark = pytest.mark.slow
+
+
 class Room:
     def __init__(self, root: Path, recipe: Recipe) -> None:
         self.root, self.recipe = root, recipe

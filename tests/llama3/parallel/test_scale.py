@@ -75,6 +75,7 @@ def test_a_line_says_where_the_memory_goes() -> None:
     assert f"activations {need.activations / 2**30:.1f}" in line
 
 
+@pytest.mark.slow
 def test_a_fresh_process_checks_table_4_in_little_memory() -> None:
     seconds, peak = measure_layout()
     assert seconds > 0

@@ -38,13 +38,19 @@ CONTEXT, ZERO_3 = case(4, cp=2), case(4, zero=3)
 FP32, EXACT = case(2, load=Load(seq=64, compute="fp32")), case(4, load=Load(seq=64, exact=True))
 STAGES = case(8, 2, pp=2, virtual=2, tp=2)  # pipeline rank 1 of dp 0
 ONLY_TP = case(2, load=Load(seq=64), tp=2)
-TINY = [PLAIN, CUT, PIPED, REPLICAS, SELECTIVE, FULL, CONTEXT, ZERO_3, FP32, EXACT, STAGES, ONLY_TP]
+TINY = [PLAIN, CUT, PIPED, REPLICAS, ZERO_3, STAGES]
+MORE = [SELECTIVE, FULL, CONTEXT, FP32, EXACT, ONLY_TP]
+"""Only slow tests read them."""
 
 
 @cache
-def tiny_traces() -> dict[Case, RankTrace]:
-    """Trace all tiny cases in one process: most of the time of a case is what the first one imports."""
-    return dict(zip(TINY, several(SPEC, ROWS, TINY), strict=True))
+def traced_together(cases: tuple[Case, ...]) -> dict[Case, RankTrace]:
+    """Trace cases in one process: most of the time of a case is what the first one imports."""
+    return dict(zip(cases, several(SPEC, ROWS, list(cases)), strict=True))
+
+
+def tiny_trace(case: Case) -> RankTrace:
+    return traced_together(tuple(TINY if case in TINY else MORE))[case]
 
 
 @cache
@@ -60,7 +66,7 @@ def several(spec: Model, rows: int, cases: list[Case]) -> list[RankTrace]:
 
 
 def only(wanted: Case) -> StageTrace:
-    (stage,) = tiny_traces()[wanted].stages
+    (stage,) = tiny_trace(wanted).stages
     return stage
 
 
@@ -88,7 +94,7 @@ def layer_elements(spec: Model, tp: int) -> int:
 
 @pytest.mark.parametrize("wanted", [PLAIN, CUT, PIPED, REPLICAS], ids=str)
 def test_tensor_parallel_traffic_is_ten_halves_of_an_all_reduce(wanted: Case) -> None:
-    for stage in tiny_traces()[wanted].stages:
+    for stage in tiny_trace(wanted).stages:
         assert sent(stage, "tp") == tensor_parallel(SPEC, LOAD, dict(wanted[3]).get("cp", 1), 2, "bfloat16")
 
 
@@ -96,7 +102,11 @@ def test_tensor_parallel_traffic_of_the_405b() -> None:
     assert sent(paper(), "tp") == tensor_parallel(LARGE, PAPER, 1, 2, "bfloat16")
 
 
-@pytest.mark.parametrize(("wanted", "size", "dtype"), [(PLAIN, 2, "bfloat16"), (FP32, 4, "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("wanted", "size", "dtype"),
+    [(PLAIN, 2, "bfloat16"), pytest.param(FP32, 4, "float32", marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_weights_are_gathered_in_the_compute_type_and_gradients_reduced_in_fp32(
     wanted: Case, size: int, dtype: str
 ) -> None:
@@ -119,6 +129,7 @@ def test_weights_of_the_405b_are_gathered_once_a_step() -> None:
     assert {(c.kind, c.bytes) for c in ends} == {("all-gather", 4 * elements), ("reduce-scatter", 4 * elements)}
 
 
+@pytest.mark.slow
 def test_exact_gradients_are_reduced_in_fp64() -> None:
     reduced = layer_elements(SPEC, 1) * 8
     assert ("last", "backward", "reduce-scatter", reduced, "float64") in sent(only(EXACT), "fsdp")
@@ -136,7 +147,7 @@ def test_zero_3_gathers_weights_for_the_backward_pass_of_every_micro_batch() -> 
     }
 
 
-@pytest.mark.parametrize(("wanted", "tp"), [(CONTEXT, 1), (CUT, 4)], ids=str)
+@pytest.mark.parametrize(("wanted", "tp"), [pytest.param(CONTEXT, 1, marks=pytest.mark.slow), (CUT, 4)], ids=str)
 def test_context_parallel_traffic_is_keys_and_values(wanted: Case, tp: int) -> None:
     spec = SPEC
     both = 2 * LOAD.micro_batch * LOAD.seq * spec.kv_heads * (spec.dim // spec.heads) // tp * 2
@@ -147,6 +158,7 @@ def test_context_parallel_traffic_is_keys_and_values(wanted: Case, tp: int) -> N
     }
 
 
+@pytest.mark.slow
 def test_recomputation_gathers_no_more_than_is_gathered_without() -> None:
     """Full recomputation sums the attention half once more; the feed-forward half ends before its sum."""
     plain = sent(only(PLAIN), "tp")
@@ -172,19 +184,20 @@ def test_a_stage_sends_once_for_every_action_that_another_waits_for(virtual: int
 
 
 def test_transfers_are_part_of_the_trace_of_each_stage() -> None:
-    found = tiny_traces()[STAGES]
+    found = tiny_trace(STAGES)
     assert [(stage.stage, stage.layers) for stage in found.stages] == [(1, 1), (3, 0)]
     sends = [[c.phase for c in stage.collectives if c.axis == "pp"] for stage in found.stages]
     assert sends == [["forward", "backward"], ["backward"]]
 
 
+@pytest.mark.slow
 def test_only_an_axis_of_several_processes_sends() -> None:
     assert {c.axis for c in only(ONLY_TP).collectives} == {"tp"}
     assert {c.axis for c in only(EXACT).collectives} == {"fsdp"}
 
 
 def test_bytes_of_a_step_count_each_micro_batch() -> None:
-    found = tiny_traces()[PLAIN]
+    found = tiny_trace(PLAIN)
     assert found.step_bytes(5)["tp"] == 5 * found.step_bytes(1)["tp"]
     assert found.step_bytes(5)["fsdp"] == found.step_bytes(1)["fsdp"]
 
@@ -195,6 +208,6 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
 
 
 def test_traces_are_json_both_ways() -> None:
-    for found in tiny_traces().values():
+    for found in map(tiny_trace, TINY):
         assert RankTrace.from_json(found.as_json()) == found
     assert all(isinstance(value, str | int | float) for value in asdict(paper().collectives[0]).values())

@@ -30,7 +30,7 @@ def asked(average: str, **more: Any) -> Recipe:
 
 
 def trained(folder: Path, average: str, held: bool = True, name: str = "work", size: int = 1, **more: Any) -> Path:
-    path = job(folder, asked(average, **more), name=name, micro_batch=2)
+    path = job(folder, asked(average, **more), name=name, micro_batch=4)
     if held:
         work(path).mkdir(exist_ok=True)
         pack(documents(), Bytes(), SEQ).write(work(path))
@@ -85,7 +85,7 @@ def test_an_exponential_average_forgets(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     whole = trained(tmp_path, "ema 0.7")
-    path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=2)
+    path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=4)
     work(path).mkdir()
     pack(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
@@ -128,7 +128,7 @@ def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
 def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
     alone = choice(trained(tmp_path, "last 3"))
     for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):
-        path = job(tmp_path, asked("last 3"), name=name, micro_batch=2, layout=layout)
+        path = job(tmp_path, asked("last 3"), name=name, micro_batch=4, layout=layout)
         work(path).mkdir()
         pack(documents(), Bytes(), SEQ).write(work(path))
         assert run(size, train, path) == [0] * size, output(path)

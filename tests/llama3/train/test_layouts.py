@@ -38,7 +38,7 @@ MORE = [
 
 def asked(**changes: Any) -> Recipe:
     """Two stages, an average in each, nothing tied."""
-    both = [stages(4)[0] | {"average": 2}, stages(3)[0] | {"name": "anneal", "lr": "linear to 0", "average": 2}]
+    both = [stages(3)[0] | {"average": 2}, stages(2)[0] | {"name": "anneal", "lr": "linear to 0", "average": 2}]
     return recipe(model=MODEL, stages=both, **changes)
 
 
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def first(name: str) -> Path:
         size, layout = LAYOUTS[name]
-        path = job(folder, asked(), name=name, layout=layout, micro_batch=2)
+        path = job(folder, asked(), name=name, layout=layout, micro_batch=4)
         assert run(size, train, path) == [0] * size, output(path)
         return path
 
@@ -65,7 +65,7 @@ def expected(saved: Callable[[str], Path]) -> Path:
 
 def second(folder: Path, first: Path, name: str, size: int, layout: dict[str, Any]) -> Path:
     parent = work(first) / "result" / "state"
-    path = job(folder, asked(), "anneal", name, parent=parent, layout=layout, micro_batch=2)
+    path = job(folder, asked(), "anneal", name, parent=parent, layout=layout, micro_batch=4)
     assert run(size, train, path) == [0] * size, output(path)
     return path
 

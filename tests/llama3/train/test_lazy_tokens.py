@@ -7,13 +7,14 @@ from pathlib import Path
 from storage.digests import PAGE
 from storage.lazy import make_lazy
 from tests.dist import run
-from tests.llama3.train.train_samples import job, losses, output, recipe, train, weights, work
+from tests.llama3.train.train_samples import job, losses, output, recipe, stages, train, weights, work
 from tests.storage.lazy_samples import described, lazily
 
 
 def test_two_processes_train_from_one_cache(tmp_path: Path) -> None:
-    plain = job(tmp_path, recipe(), name="plain")
-    path = job(tmp_path, recipe(), name="other", tokens=lazily(tmp_path / "cache", tmp_path / "tokens", 4))
+    asked = recipe(stages=stages(4))
+    plain = job(tmp_path, asked, name="plain")
+    path = job(tmp_path, asked, name="other", tokens=lazily(tmp_path / "cache", tmp_path / "tokens", 4))
     assert run(2, train, plain) == [0, 0]
     assert run(2, train, path) == [0, 0], output(path)
     assert losses(path) == losses(plain)

@@ -81,7 +81,7 @@ def job(folder: Path, asked: Recipe | None = None, stage: str = "main", name: st
     (folder / f"{name}.yaml").write_text(to_yaml(asked))
     path = folder / f"{name}.json"
     fields = {"recipe": folder / f"{name}.yaml", "stage": stage, "tokens": tokens, "work": folder / name}
-    path.write_text(TrainJob(**{"micro_batch": 3, "device": "cpu", **fields, **more}).model_dump_json())
+    path.write_text(TrainJob(**{"micro_batch": 6, "device": "cpu", **fields, **more}).model_dump_json())
     return path
 
 
