@@ -13,16 +13,16 @@ from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
 from llama3.tokens.vocabulary import PATTERN
 from tests.llama3.export.export_samples import tokenizer
 
-STRINGS = 108_000
 
-
-@pytest.mark.parametrize("vocabulary", ["trained", "published"])
-def test_no_fuzz_string_differs(vocabulary: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "count"), [("trained", 32_000), pytest.param("published", 108_000, marks=pytest.mark.slow)]
+)
+def test_no_fuzz_string_differs(vocabulary: str, count: int, request: pytest.FixtureRequest) -> None:
     coder = tokenizer() if vocabulary == "trained" else published(request.getfixturevalue("shared"))
     theirs = HuggingFaceTokenizer.from_str(hugging_face_json(coder.base, coder.specials, PATTERN))
     # a special token that a text spells is text to us and a token to Hugging Face: the data path never uses theirs
-    texts = [text for text in hostile(STRINGS) if "<|" not in text]
-    assert len(texts) > 100_000
+    texts = [text for text in hostile(count) if "<|" not in text]
+    assert len(texts) > 0.9 * count
     found = [encoding.ids for encoding in theirs.encode_batch_fast(texts, add_special_tokens=False)]
     different = [text for text, ids in zip(texts, found, strict=True) if coder.encode(text) != ids]
     assert different == []

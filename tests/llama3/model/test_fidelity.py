@@ -77,8 +77,14 @@ def error(transformers: Any, model: Transformer, seq: int, **other: Any) -> floa
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("seq", [7, 300, 1500])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "seq"),
+    [
+        *((case, 300) for case in CASES),
+        ("scaled", 1500),
+        *(pytest.param(case, seq, marks=pytest.mark.slow) for case in CASES for seq in (7, 1500)),
+    ],
+)
 def test_logits_are_equal(transformers: Any, case: str, seq: int) -> None:
     model = ours(Model(**{**SHAPE, **CASES[case]}), spread=0.7)
     assert error(transformers, model, seq) < 1e-5
@@ -100,7 +106,9 @@ def test_a_wrong_setting_is_seen(transformers: Any, case: str, other: dict[str, 
     assert error(transformers, model, 300, **other) > 0.1
 
 
-@pytest.mark.parametrize("case", ["grouped", "grouped-tied", "scaled"])
+@pytest.mark.parametrize(
+    "case", ["scaled", *(pytest.param(case, marks=pytest.mark.slow) for case in ("grouped", "grouped-tied"))]
+)
 def test_losses_of_20_training_steps_are_equal(transformers: Any, case: str) -> None:
     model = ours(Model(**{**SHAPE, **CASES[case]}))
     other = theirs(transformers, model).train()

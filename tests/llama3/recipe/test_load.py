@@ -24,53 +24,53 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
     assert digest(resolved(again)) == digest(resolved(recipe))
 
 
-@pytest.mark.parametrize(
-    ("override", "fault"),
-    [
-        ("curate.dedup.jacard=0.7", r"curate\.dedup\.jacard: unknown key; did you mean 'jaccard'"),
-        ("stages.main.sequence=512", r"stages\.2\.sequence: unknown key; did you mean 'seq'"),
-        ("seeds=1", "seeds: unknown key; did you mean 'seed'"),
-        ("mix.base.math=20%", "shares of base sum to 95%; change them"),
-        ("stages.main.seq=4096", "seq: 4096 is longer than model.max_seq 2048 of preset '3m'; shorten"),
-        ("stages.main.batch=10000 tokens", "batch: 10K is not a multiple of sequence 512; write 10Ki"),
-        ("stages.main.until=100K", "until: 100K is not after 300K.*order of their positions"),
-        ("stages.main.mix=late", "mix: 'late' is not under mix"),
-        ("stages.ramp-2.name=ramp-1", "name 'ramp-1' stands twice"),
-        ("stages.ramp-1.batch=null", "the first stage needs one"),
-        ("model.preset=9b", "preset '9b' is unknown; the presets are 8b, 70b"),
-        ("model.heads=5", "must be an even multiple of heads 5"),
-        ("tokens.dtype=float", "tokens.dtype: 'float'"),
-        ("tokenizer.use=x", "write either train"),
-        ("evaluate.after=[late]", "'late' is not a stage"),
-        ("sources.math=[]", "mix.base.math: 25% of the tokens, but sources.math is empty"),
-        ("promote.to=previous", "promote.to: 'previous' is given by the promotion log itself"),
-        ("promote.when={eval/bpb: nice}", "'nice' is not a rule"),
-        ("lr.warmup=20", "write 8000 steps"),
-        ("name=Quick Start", "name: 'Quick Start'"),
-        ("stages.late.seq=3", "there is no element 'late'"),
-        ("stages.main.advance=[neddle]", "'neddle' is not a gate; the gates are short-context, needle"),
-        ("stages.main.advance={needle: better}", "needle: 'better' is not a rule of this gate; write 'at least 0.9'"),
-        ("stages.main.advance={short-context: at least 1}", "not a rule of this gate; write 'no worse than 1%'"),
-        ("stages.ramp-1.advance=[short-context]", "ramp-1.advance: short-context compares with the stage before"),
-        ("stages.anneal={name: anneal, for: 1M, seq: [64, 128], mix: base, average: 2, advance: needle}",
-         "average cannot go over several sequence lengths with gates"),
-        ("stages.anneal={name: x, for: [1M, 2M], seq: [64, 128, 256], mix: base}", "for: has 2 lengths and seq: 3"),
-        ("stages.anneal={name: x, for: 1M, seq: [64, 64], mix: base, advance: needle}", "two steps are called 'x-64'"),
-        ("lr.linear={to: 0, over: 1M}", r"write exactly one of cosine, linear and wsd .* not \['cosine', 'linear'\]"),
-        ("lr.cosine=null", "write exactly one of cosine, linear and wsd after the warm-up, not none"),
-        ("lr.cosine.over=80 steps", "cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
-        ("lr.cosine.over=0 steps", "cosine.over: 0 steps is no length"),
-        ("start={from: x}", "start: weights from x read the ids of their own tokenizer; write tokenizer: {use"),
-        ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta', 'herd' or 'checkpoint'"),
-        ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
-        ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
-        ("compute=fp16", "compute: 'fp16'"),
-        ("seed", "write field.subfield=value"),
-    ],
-)  # fmt: skip
-def test_a_mistake_names_field_value_and_remedy(override: str, fault: str) -> None:
-    with pytest.raises(RecipeError, match=fault):
-        load_recipe(QUICKSTART, [override])
+MISTAKES = [
+    ("curate.dedup.jacard=0.7", r"curate\.dedup\.jacard: unknown key; did you mean 'jaccard'"),
+    ("stages.main.sequence=512", r"stages\.2\.sequence: unknown key; did you mean 'seq'"),
+    ("seeds=1", "seeds: unknown key; did you mean 'seed'"),
+    ("mix.base.math=20%", "shares of base sum to 95%; change them"),
+    ("stages.main.seq=4096", "seq: 4096 is longer than model.max_seq 2048 of preset '3m'; shorten"),
+    ("stages.main.batch=10000 tokens", "batch: 10K is not a multiple of sequence 512; write 10Ki"),
+    ("stages.main.until=100K", "until: 100K is not after 300K.*order of their positions"),
+    ("stages.main.mix=late", "mix: 'late' is not under mix"),
+    ("stages.ramp-2.name=ramp-1", "name 'ramp-1' stands twice"),
+    ("stages.ramp-1.batch=null", "the first stage needs one"),
+    ("model.preset=9b", "preset '9b' is unknown; the presets are 8b, 70b"),
+    ("model.heads=5", "must be an even multiple of heads 5"),
+    ("tokens.dtype=float", "tokens.dtype: 'float'"),
+    ("tokenizer.use=x", "write either train"),
+    ("evaluate.after=[late]", "'late' is not a stage"),
+    ("sources.math=[]", "mix.base.math: 25% of the tokens, but sources.math is empty"),
+    ("promote.to=previous", "promote.to: 'previous' is given by the promotion log itself"),
+    ("promote.when={eval/bpb: nice}", "'nice' is not a rule"),
+    ("lr.warmup=20", "write 8000 steps"),
+    ("name=Quick Start", "name: 'Quick Start'"),
+    ("stages.late.seq=3", "there is no element 'late'"),
+    ("stages.main.advance=[neddle]", "'neddle' is not a gate; the gates are short-context, needle"),
+    ("stages.main.advance={needle: better}", "needle: 'better' is not a rule of this gate; write 'at least 0.9'"),
+    ("stages.main.advance={short-context: at least 1}", "not a rule of this gate; write 'no worse than 1%'"),
+    ("stages.ramp-1.advance=[short-context]", "ramp-1.advance: short-context compares with the stage before"),
+    ("stages.anneal={name: anneal, for: 1M, seq: [64, 128], mix: base, average: 2, advance: needle}",
+     "average cannot go over several sequence lengths with gates"),
+    ("stages.anneal={name: x, for: [1M, 2M], seq: [64, 128, 256], mix: base}", "for: has 2 lengths and seq: 3"),
+    ("stages.anneal={name: x, for: 1M, seq: [64, 64], mix: base, advance: needle}", "two steps are called 'x-64'"),
+    ("lr.linear={to: 0, over: 1M}", r"write exactly one of cosine, linear and wsd .* not \['cosine', 'linear'\]"),
+    ("lr.cosine=null", "write exactly one of cosine, linear and wsd after the warm-up, not none"),
+    ("lr.cosine.over=80 steps", "cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
+    ("lr.cosine.over=0 steps", "cosine.over: 0 steps is no length"),
+    ("start={from: x}", "start: weights from x read the ids of their own tokenizer; write tokenizer: {use"),
+    ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta', 'herd' or 'checkpoint'"),
+    ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
+    ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
+    ("compute=fp16", "compute: 'fp16'"),
+    ("seed", "write field.subfield=value"),
+]  # fmt: skip
+
+
+def test_a_mistake_names_field_value_and_remedy() -> None:
+    for override, fault in MISTAKES:
+        with pytest.raises(RecipeError, match=fault):
+            load_recipe(QUICKSTART, [override])
 
 
 def test_a_vocabulary_above_the_token_type_is_refused() -> None:

@@ -34,6 +34,7 @@ def test_what_was_saved_is_read_again(small: Tokenizer, tmp_path: Path) -> None:
     assert use_tokenizer(tmp_path / "tokenizer.json").digest == small.digest
 
 
+@pytest.mark.slow
 def test_the_published_vocabulary_makes_the_round_trip(shared: Path) -> None:
     published = use_tokenizer(shared / "tokenizer" / "tokenizer.model")
     document = hugging_face_json(published.base, special_tokens(), PATTERN)

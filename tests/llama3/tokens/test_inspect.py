@@ -14,6 +14,8 @@ from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_documents, write_shards
 
+pytestmark = pytest.mark.usefixtures("few")
+
 ASKED = recipe([stage("a", 400), stage("b", 600, mix="anneal")], weights={"code": [2, 1]})
 
 

@@ -112,15 +112,11 @@ def test_the_library_passes(small: Tokenizer) -> None:
         assert isinstance(encoder_for(small, TEXTS), GigatokenEncoder)
 
 
+@pytest.mark.slow
 def test_the_library_passes_with_the_published_vocabulary(shared: Path) -> None:
     pytest.importorskip("gigatoken")
     published = use_tokenizer(shared / "tokenizer" / "tokenizer.model")
     assert first_difference(GigatokenEncoder(published.base), TiktokenEncoder(published.base)) is None
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama3.tokens.parity.hostile", lambda: iter(["", "ſ", "1234 a's"]))
 
 
 @pytest.mark.usefixtures("few")
@@ -141,6 +137,7 @@ def test_a_verdict_is_kept(small: Tokenizer, cache: Path) -> None:
     assert Counting.batches == 9
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("fast", "reason"),
     [

@@ -20,6 +20,7 @@ from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import Tokenizer, make_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents, write_shards
 
+pytestmark = pytest.mark.usefixtures("few")
 POOLED: list[dict[str, Any]] = [{"uri": "x"}, {"uri": "new", "name": "gsm"}, {"uri": "y"}]
 WEIGHTED: list[dict[str, Any]] = [{"uri": "x", "weight": 2}, {"uri": "new", "name": "gsm"}, {"uri": "y", "weight": 1}]
 LONG = [[3, 11, 2, 8, 7, 5] * 80]

@@ -17,6 +17,8 @@ from llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenise
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
+pytestmark = pytest.mark.usefixtures("few")
+
 TEXTS = {
     "general": ["plain words", "hostile <|end_of_text|><|begin_of_text|> text", "third", "naïve — 東京 👩‍👩‍👧", ""],
     "math": ["2 + 2 = 4"] + [f"{number} squared is {number**2}" for number in range(600)],

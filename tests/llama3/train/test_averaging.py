@@ -75,9 +75,10 @@ def test_polyak_is_the_mean_over_every_step(polyak: Path) -> None:
 
 def test_an_exponential_average_forgets(tmp_path: Path) -> None:
     path = trained(tmp_path, "ema 0.7", size=2)
+    first, *later = parts(path)
     for name, value in model(path).items():
-        mean = parts(path)[0][name]
-        for part in parts(path)[1:]:
+        mean = first[name]
+        for part in later:
             mean = 0.7 * mean + 0.3 * part[name]
         torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-18)
 
@@ -106,7 +107,8 @@ def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
     assert found.average is not None
     assert found.average != found.last
     assert str(found) in output(path)
-    averaged = [parts(path)[step - 1] for step in (2, 4, 5)]
+    every = parts(path)
+    averaged = [every[step - 1] for step in (2, 4, 5)]
     for name, value in model(path).items():
         torch.testing.assert_close(value, sum(part[name] for part in averaged) / 3, rtol=1e-14, atol=1e-18)
 
@@ -119,7 +121,8 @@ def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
     assert found.last is not None
     assert found.last < found.average
     assert found.kept == "last"
-    assert all(torch.equal(value, parts(path)[-1][name]) for name, value in model(path).items())
+    last = parts(path)[-1]
+    assert all(torch.equal(value, last[name]) for name, value in model(path).items())
     assert choice(polyak).average == found.average
     assert choice(polyak).kept == "average"
 

@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def train_under(name: str) -> Path:
         size, layout = LAYOUTS.get(name, (1, {}))
-        path = job(folder, asked(), name=name, layout=layout, micro_batch=2)
+        path = job(folder, asked(), name=name, layout=layout, micro_batch=4)
         work(path).mkdir()
         if name != "without":
             pack(documents(), Bytes(), SEQ).write(work(path))

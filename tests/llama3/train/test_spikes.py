@@ -145,7 +145,7 @@ def test_plain_noise_is_judged_by_its_standard_deviation() -> None:
         guard = SpikeGuard(Spikes(), CPU)
         ((_, score),) = flags(guard, [*((float(loss), 1.0) for loss in window), (3.65, 1.0)])[-1:]
         ratios.append(score / ((3.65 - window.mean()) / window.std(ddof=1)))
-    assert np.quantile(ratios, 0.25) == pytest.approx(1.0)
+    assert np.quantile(ratios, 0.4) == pytest.approx(1.0)
     assert min(ratios) > 0.7
 
 
