@@ -1,13 +1,15 @@
-"""Artifacts for the fault tests, and a process that commits one and may be killed at any request."""
+"""Artifacts for the fault tests, and processes that commit or bring one and may be killed at any request."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from storage.artifact import Artifact, Design
+from storage.artifact import Artifact, Design, Store
+from storage.digests import PAGE
 from storage.objects import files_below
 from storage.remote_store import open_store
 from storage.root import Root
@@ -15,6 +17,8 @@ from tests.dist import forkserver
 
 FILES = {"weights.bin": os.urandom(2**20 + 7), "data/a.txt": b"a" * 1_000, "data/b.txt": b"b"}
 """One file of more than a page (1 MiB) and two small ones."""
+LARGE = bytes(range(256)) * (11 * PAGE // 256) + b"tail"
+"""11 MiB and 4 bytes: three parts of an upload (see `restless`), twelve pages."""
 AT_ONCE = -2.0
 """Age for the janitor that takes all for old; a server's clock counts whole seconds."""
 
@@ -40,20 +44,53 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in artifact.manifest.files}
 
 
-def committing(variables: dict[str, str], root: Root, intent: Design) -> tuple[ForkServerProcess, Event]:
-    """Start a process that commits once the event is set, with `variables` in its environment."""
-    go = forkserver().Event()
-    process = forkserver().Process(target=_commit, args=(variables, root.uri, str(root.local), intent, FILES, go))
+def build(root: Root, intent: Design, text: str = "hello", large: bytes = LARGE) -> Artifact:
+    """Commit a small file and a large one."""
+    store = open_store(root)
+    with store.staging() as folder:
+        (folder / "documents").mkdir()
+        (folder / "documents" / "a.txt").write_text(text)
+        (folder / "large.bin").write_bytes(large)
+        return store.commit(intent, folder, {"documents": 1}, "test-1", "abc", 0.1)
+
+
+def build_one(pipe: Connection, root: Root, intent: Design, text: str, large: bytes) -> None:
+    """In a process: commit when told, and send the manifest."""
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(build(root, intent, text, large).manifest)
+
+
+def bring(pipe: Connection, root: Root, label: str) -> None:
+    """In a process: bring an artifact when told."""
+    artifact = open_store(root).at(label)
+    pipe.send("ready")
+    pipe.recv()
+    artifact.verify()
+
+
+def stage_and_wait(pipe: Connection, folder: Path) -> None:
+    """In a process: stage a file, send the folder and wait."""
+    pipe.send("ready")
+    with Store(folder).staging() as staged:
+        (staged / "half").write_text("half")
+        pipe.send(str(staged))
+        pipe.recv()
+
+
+def started(work: Callable[..., None], *words: object) -> tuple[ForkServerProcess, Connection]:
+    """Start a process that calls `work(pipe, *words)`; return it and our end of the pipe, once it sent `ready`."""
+    ours, theirs = forkserver().Pipe()
+    process = forkserver().Process(target=_work, args=(dict(os.environ), work, theirs, words))
     process.start()
-    return process, go
+    theirs.close()
+    assert ours.recv() == "ready"
+    return process, ours
 
 
-def _commit(
-    variables: dict[str, str], uri: str, scratch: str, intent: Design, files: dict[str, bytes], go: Event
-) -> None:
-    os.environ.update(variables)
-    go.wait()
-    commit(Root.of(uri, scratch), intent, files)
+def _work(variables: dict[str, str], work: Callable[..., None], pipe: Connection, words: tuple[object, ...]) -> None:
+    os.environ.update(variables)  # the server was started with others
+    work(pipe, *words)
 
 
 def attempts(root: Root, intent: Design) -> set[str]:

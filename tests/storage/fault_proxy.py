@@ -87,6 +87,8 @@ class FaultProxy:
     """Passes requests on to `target`, except those that a rule is for; the first rule that applies counts."""
 
     target: str
+    uri: str
+    """A bucket of the server."""
     rules: list[Rule] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     """Each request as `PUT /bucket/key?query`, in the order of arrival, with the fault that happened to it."""
@@ -153,9 +155,9 @@ class FaultProxy:
 
 
 @contextlib.contextmanager
-def fault_proxy(target: str) -> Iterator[FaultProxy]:
+def fault_proxy(target: str, uri: str = "") -> Iterator[FaultProxy]:
     """Yield a proxy before the server at `target`, without rules."""
-    proxy, started, stop = FaultProxy(target), threading.Event(), asyncio.Event()
+    proxy, started, stop = FaultProxy(target, uri), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(proxy._serve(started, stop)), daemon=True)
     thread.start()

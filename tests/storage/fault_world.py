@@ -13,9 +13,9 @@ import pytest
 from storage.objects import children
 from tests.storage import s3
 from tests.storage.fault_proxy import Fault, FaultProxy, fault_proxy
-from tests.storage.s3_servers import BUCKET, Server, openstack_swift
+from tests.storage.s3_servers import Server, openstack_swift
 
-PATIENT, SHORT = 60.0, 3.0
+PATIENT, SHORT = 60.0, 1.0
 """Deadlines in seconds: of calls that should succeed in the end, and of those that cannot."""
 BUSY_S = 2.0
 """What a test allows beyond a deadline and its tenth, because other processes have the processor."""
@@ -34,7 +34,7 @@ class World:
         with s3.pointed_at(self.variables(seconds)):
             rules = self.proxy.rules[:]
             self.proxy.use()
-            _connect()
+            self._connect()
             self.proxy.use(*rules)
             yield
 
@@ -45,33 +45,41 @@ class World:
     def variables(self, seconds: float = PATIENT) -> dict[str, str]:
         return self.server.variables | {"AWS_ENDPOINT_URL": self.proxy.endpoint, "HERD_S3_DEADLINE_S": str(seconds)}
 
-
-def _connect() -> None:
-    """Make the client and its first connection, for which a busy machine may need longer than a short deadline."""
-    for _ in range(20):
-        with suppress(OSError):
-            children(f"s3://{BUCKET}/none")
-            return
+    def _connect(self) -> None:
+        """Make the client and its first connection, for which a busy machine may need longer than a short deadline."""
+        for _ in range(20):
+            with suppress(OSError):
+                children(f"s3://{self.server.bucket}/none")
+                return
 
 
 @contextmanager
-def faulty_moto(folder: Path) -> Iterator[FaultProxy]:
-    """Run moto behind a proxy and point this process there; yield the proxy."""
+def restless() -> Iterator[None]:
+    """Try again at once, as often as ever, where botocore waits for up to 2 s; send files above 10 MiB in parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
+        patch.setattr("s3fs.core.calculate_chunksize", lambda *_, **__: 5 * 2**20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
+    """A proxy before the run's moto, to which this process is pointed, with a bucket for the module at `proxy.uri`."""
     with (
-        s3.moto_server(folder) as endpoint,
-        fault_proxy(endpoint) as running,
+        s3.new_bucket(moto_endpoint) as name,
+        fault_proxy(moto_endpoint, f"s3://{name}") as running,
         s3.pointed_at(s3.environment(running.endpoint)),
+        restless(),
     ):
         yield running
 
 
-@contextmanager
-def started(folder: Path) -> Iterator[World]:
-    """Yield a running world. Skips the test, aloud, where Swift is not installed."""
-    with openstack_swift(folder) as server:
-        server.client.create_bucket(Bucket=BUCKET)
-        with fault_proxy(server.variables["AWS_ENDPOINT_URL"]) as proxy:
-            yield World(server, proxy)
+@pytest.fixture(scope="module")
+def world(swift_of_run: dict[str, str]) -> Iterator[World]:
+    """The run's Swift, with a bucket for the module, behind a proxy."""
+    server = openstack_swift(swift_of_run["endpoint"], Path(swift_of_run["folder"]))
+    with fault_proxy(swift_of_run["endpoint"], f"s3://{server.bucket}") as running, restless():
+        yield World(server, running)
 
 
 @contextmanager

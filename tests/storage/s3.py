@@ -1,8 +1,9 @@
-"""An S3 server for tests: moto as a process of its own on a free loopback port, with the bucket BUCKET.
+"""An S3 server for tests: moto as a process of its own on a free loopback port.
 
-A process rather than a thread of the test, because moto and s3fs in one process share Python's lock, and a test may
-kill it. Nothing is kept when it ends. It checks neither signatures nor digests, and answers 500 now and then when one
-key is overwritten under readers: use Swift (tests/storage/swift.py) for what depends on that.
+A process rather than a thread of the test, because moto and s3fs in one process share Python's lock. One serves the
+whole run (`moto_endpoint`), and what uses it makes a bucket and deletes it in the end, because moto keeps everything in
+memory. It checks neither signatures nor digests, and answers 500 now and then when one key is overwritten under
+readers: use Swift (tests/storage/swift.py) for what depends on that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +25,11 @@ import pytest
 
 from storage import filesystem
 from storage.processes import die_with_parent, free_port
+from tests.servers import one_of
 
 BUCKET = "herd"
+PAGE = 100
+"""Names in a page of a listing, where S3 has 1,000: what forgets to ask for the next page is found with few objects."""
 
 
 def environment(endpoint: str) -> dict[str, str]:
@@ -68,7 +73,7 @@ def moto_server(folder: Path) -> Iterator[str]:
             command,
             stdout=log,
             stderr=log,
-            env={**os.environ, **environment(endpoint)},
+            env={**os.environ, **environment(endpoint), "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)},
             preexec_fn=lambda: die_with_parent(signal.SIGKILL),
         )
     try:
@@ -81,15 +86,33 @@ def moto_server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def moto(folder: Path) -> Iterator[str]:
-    """Run the server and point this process and its children at it; yield `s3://BUCKET`. For a fixture:
+def new_bucket(endpoint: str) -> Iterator[str]:
+    """Yield the name of a bucket that is deleted in the end, with all that is in it."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    _request(f"{endpoint}/{name}", "PUT")
+    yield name
+    with pointed_at(environment(endpoint)):
+        filesystem.filesystem_of(f"s3://{name}").rm(f"s3://{name}", recursive=True)
 
-    @pytest.fixture(scope="module")
-    def bucket(tmp_path_factory): ...
-        with moto(tmp_path_factory.mktemp("moto")) as uri: yield uri
-    """
-    with moto_server(folder) as endpoint, pointed_at(environment(endpoint)):
-        yield f"s3://{BUCKET}"
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    """The server of the whole run: nobody may kill it."""
+
+    @contextmanager
+    def start(folder: Path) -> Iterator[dict[str, str]]:
+        with moto_server(folder) as endpoint:
+            yield {"endpoint": endpoint}
+
+    with one_of("moto", start) as found:
+        yield found["endpoint"]
+
+
+@pytest.fixture(scope="module")
+def bucket(moto_endpoint: str) -> Iterator[str]:
+    """A bucket for one module, as a URI; this process and its children are pointed at the server."""
+    with new_bucket(moto_endpoint) as name, pointed_at(environment(moto_endpoint)):
+        yield f"s3://{name}"
 
 
 def _wait(endpoint: str, process: subprocess.Popen[bytes]) -> None:

@@ -14,20 +14,20 @@ import boto3
 import pytest
 from botocore.config import Config
 
+from tests.servers import one_of
 from tests.storage import s3, swift
-
-BUCKET = "contract"
 
 
 @dataclass(frozen=True)
 class Server:
     name: str
     folder: Path
-    """Where its data and logs lie."""
+    """Where its data lie."""
     variables: dict[str, str]
     """The environment in which s3fs finds it."""
     page: int
     """Names in one page of a listing."""
+    bucket: str
     kill_and_start: Callable[[], None] | None = None
 
     @cached_property
@@ -42,29 +42,53 @@ class Server:
         return boto3.session.Session().client("s3", region, endpoint_url=endpoint, config=config, **names)
 
     def fresh(self) -> tuple[str, str]:
-        """Return a prefix in BUCKET that nothing is under, as a URI and as a key."""
+        """Return a prefix in the bucket that nothing is under, as a URI and as a key."""
         key = uuid.uuid4().hex[:8]
-        return f"s3://{BUCKET}/{key}", key
+        return f"s3://{self.bucket}/{key}", key
 
 
 @contextmanager
-def moto(folder: Path) -> Iterator[Server]:
-    with s3.moto_server(folder) as endpoint:
-        yield Server("moto", folder, s3.environment(endpoint), 1_000)
+def moto(endpoint: str) -> Iterator[Server]:
+    with s3.new_bucket(endpoint) as bucket:
+        yield Server("moto", Path(), s3.environment(endpoint), s3.PAGE, bucket)
 
 
-@contextmanager
-def openstack_swift(folder: Path) -> Iterator[Server]:
-    """Skips the test, aloud, where Swift is not installed."""
+def openstack_swift(endpoint: str, folder: Path, kill_and_start: Callable[[], None] | None = None) -> Server:
+    """Return the Swift at `endpoint` with a bucket that nobody else uses; it is on a disk, and stays."""
+    server = Server(
+        "swift", folder, swift.credentials(endpoint), swift.PAGE, f"test-{uuid.uuid4().hex[:12]}", kill_and_start
+    )
+    server.client.create_bucket(Bucket=server.bucket)
+    return server
+
+
+def swift_or_skip(folder: Path) -> AbstractContextManager[swift.Swift]:
+    """Start Swift. Skips the test, aloud, where it is not installed."""
     if not swift.available():
         pytest.skip("the package swift is not installed; it is in the dev extra")
-    with swift.swift_server(folder) as running:
+    return swift.swift_server(folder)
+
+
+@pytest.fixture(scope="session")
+def swift_of_run() -> Iterator[dict[str, str]]:
+    """The Swift of the whole run: nobody may kill it."""
+
+    @contextmanager
+    def start(folder: Path) -> Iterator[dict[str, str]]:
+        with swift_or_skip(folder) as running:
+            yield {"endpoint": running.endpoint, "folder": str(folder)}
+
+    with one_of("swift", start) as found:
+        yield found
+
+
+@contextmanager
+def mortal_swift(folder: Path) -> Iterator[Server]:
+    """A Swift that the test may kill."""
+    with swift_or_skip(folder) as running:
 
         def again() -> None:
             running.kill()
             running.start()
 
-        yield Server("swift", folder, swift.credentials(running.endpoint), swift.PAGE, again)
-
-
-STARTS: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {"moto": moto, "swift": openstack_swift}
+        yield openstack_swift(running.endpoint, folder, again)

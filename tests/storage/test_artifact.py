@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
@@ -18,9 +16,9 @@ from storage.artifact import Design, Store, flatten
 from storage.digests import FileDigest, digest_file, digest_json
 from storage.filesystem import glob, write_atomic
 from storage.manifest import DamagedArtifact, Manifest
+from storage.root import Root
 from storage.staging import clear_staging
-
-SPAWN = multiprocessing.get_context("spawn")
+from tests.storage.commit_samples import build_one, stage_and_wait, started
 
 
 def design(**parameters: object) -> Design:
@@ -264,43 +262,21 @@ def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
     assert store.explain(design(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
 
 
-def commit_when_told(text: str, go: Connection) -> None:
-    """Commit in each root that comes, until there is none."""
-    while root := go.recv():
-        build(Store(root), design(), text)
-        go.send((root / design().label / "documents" / "a.txt").read_text())
-
-
 def test_of_processes_that_commit_the_same_one_wins(tmp_path: Path) -> None:
-    pipes, processes = [], []
-    for n in range(4):
-        ours, theirs = SPAWN.Pipe()
-        processes.append(SPAWN.Process(target=commit_when_told, args=(f"text {n}", theirs)))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
     for number in range(5):
-        for pipe in pipes:
-            pipe.send(tmp_path / str(number))
-        assert len({pipe.recv() for pipe in pipes}) == 1
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join()
-        assert process.exitcode == 0
-
-
-def stage_and_wait(root: Path, ready: Connection) -> None:
-    with Store(root).staging() as folder:
-        (folder / "half").write_text("half")
-        ready.send(str(folder))
-        ready.recv()
+        root = Root.of(tmp_path / str(number))
+        writers = [started(build_one, root, design(), f"text {n}", b"") for n in range(4)]
+        for _, pipe in writers:
+            pipe.send("go")
+        assert len({pipe.recv().text() for _, pipe in writers}) == 1
+        for process, _ in writers:
+            process.join()
+            assert process.exitcode == 0
 
 
 def test_only_what_the_dead_left_in_staging_is_removed(tmp_path: Path) -> None:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=stage_and_wait, args=(tmp_path, theirs))
-    process.start()
-    half = Path(ours.recv()) / "half"
+    process, pipe = started(stage_and_wait, tmp_path)
+    half = Path(pipe.recv()) / "half"
     with Store(tmp_path).staging() as mine:
         Store(tmp_path).clear_staging()
         assert mine.is_dir()

@@ -1,4 +1,4 @@
-"""Artifacts in Swift behind a proxy that does what networks do, and writers that are killed at every request.
+"""Artifacts in Swift behind a proxy that does what networks do.
 
 After every fault an artifact is whole or absent, and the same commit without the fault succeeds. What is there is
 looked up at the server itself, past the proxy.
@@ -7,7 +7,6 @@ looked up at the server itself, past the proxy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,15 +16,13 @@ from storage.janitor import tidy
 from storage.manifest import DamagedArtifact
 from storage.remote_store import open_store
 from storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, committing, contents, design, in_scratch
+from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, contents, design, in_scratch
 from tests.storage.fault_proxy import Fault, Rule
-from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
+from tests.storage.fault_world import BURSTS, SHORT, World, fails_in_time
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with started(tmp_path_factory.mktemp("swift")) as running:
-        yield running
+SLOW = pytest.mark.slow
+"""What test_s3_faults.py shows of one object, or test_remote_store.py with a server that answers faster."""
+OTHERS: tuple[Fault, ...] = (*BURSTS, "reset-in-body", "flip")
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def root(world: World, tmp_path: Path) -> Root:
     return Root.of(world.server.fresh()[0], str(tmp_path / "scratch"))
 
 
-@pytest.mark.parametrize("fault", [*BURSTS, "flip-sent"])
+@pytest.mark.parametrize("fault", [*(pytest.param(fault, marks=SLOW) for fault in BURSTS), "flip-sent"])
 def test_a_commit_outlasts_a_burst(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     method = "PUT" if fault == "flip-sent" else ""
     (rule,) = world.proxy.use(Rule(fault, method, skip=1, times=4))
@@ -45,8 +42,8 @@ def test_a_commit_outlasts_a_burst(world: World, root: Root, fault: Fault, tmp_p
         assert_whole(in_scratch(root, tmp_path / "other"))
 
 
-@pytest.mark.parametrize("skip", [0, 4])
-@pytest.mark.parametrize("fault", ["error", "reset", "hang"])
+@pytest.mark.parametrize("skip", [pytest.param(0, marks=SLOW), 4])
+@pytest.mark.parametrize("fault", ["reset", *(pytest.param(fault, marks=SLOW) for fault in ("error", "hang"))])
 def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
     world: World, root: Root, fault: Fault, skip: int
 ) -> None:
@@ -61,6 +58,7 @@ def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
         assert_whole(root)
 
 
+@pytest.mark.slow
 def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, root: Root) -> None:
     (rule,) = world.proxy.use(Rule("drop-reply", "PUT", path=r"\.json$", skip=0))
     with world.faulty():
@@ -72,34 +70,7 @@ def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, r
         assert (found.uri, attempts(root, design())) == (made.uri, {made.uri.rsplit("/", 1)[1]})
 
 
-def test_kill_9_at_every_request_of_a_commit_leaves_all_or_nothing(world: World, root: Root, tmp_path: Path) -> None:
-    with world.faulty():
-        commit(root, design(kill="never"))
-    requests = world.proxy.log[:]
-    commits = next(k for k, request in enumerate(requests) if request.startswith("PUT") and request.endswith(".json"))
-    with world.direct():
-        found = [killed_at(world, root, tmp_path, k) for k in range(len(requests))]
-        assert found == [k > commits for k in range(len(requests))], requests
-        left = [attempts(root, design(kill=k)) for k in range(len(requests))]
-        assert len(left[commits]) == 2, "killed at its manifest: all files of the first attempt are there"
-        assert tidy(root, AT_ONCE).attempts == sum(len(names) - 1 for names in left)
-        assert all(len(attempts(root, design(kill=k))) == 1 for k in range(len(requests)))
-
-
-def killed_at(world: World, root: Root, folder: Path, k: int) -> bool:
-    """Kill a process at request `k` of its commit; return whether another machine then finds the artifact, whole."""
-    intent = design(kill=k)
-    process, go = committing(world.variables(), in_scratch(root, folder / f"killed-{k}"), intent)
-    (rule,) = world.proxy.use(Rule("kill", skip=k, pid=process.pid or 0))
-    go.set()
-    process.join(60)
-    assert (process.exitcode, rule.done) == (-9, 1), f"request {k}: {world.proxy.log}"
-    artifact = open_store(in_scratch(root, folder / f"reader-{k}")).find(intent)
-    assert artifact is None or contents(artifact) == FILES
-    assert contents(commit(in_scratch(root, folder / f"next-{k}"), intent)) == FILES
-    return artifact is not None
-
-
+@pytest.mark.slow
 def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, root: Root, tmp_path: Path) -> None:
     rules = world.proxy.use(
         Rule("slow-down", times=3, skip=5), Rule("drop-reply", "PUT", path=r"\.json$", times=2), Rule("reset", skip=9)
@@ -118,7 +89,7 @@ def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, 
 # Bringing
 
 
-@pytest.mark.parametrize("fault", [*BURSTS, *IN_BODIES, "flip"])
+@pytest.mark.parametrize("fault", ["truncate", *(pytest.param(fault, marks=SLOW) for fault in OTHERS)])
 def test_what_is_brought_is_what_was_committed(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     with world.faulty():
         commit(root, design())
@@ -127,6 +98,7 @@ def test_what_is_brought_is_what_was_committed(world: World, root: Root, fault: 
     assert rule.done == 2
 
 
+@pytest.mark.slow
 def test_a_manifest_that_comes_changed_is_read_again_and_stays(world: World, root: Root) -> None:
     for flips in (1, 2):
         with world.faulty():
@@ -138,19 +110,22 @@ def test_a_manifest_that_comes_changed_is_read_again_and_stays(world: World, roo
             assert open_store(root).find(design(flips=flips)) is not None
 
 
-@pytest.mark.parametrize("fault", ["flip", "truncate", "hang", "error"])
+@pytest.mark.parametrize(
+    "fault", ["flip", *(pytest.param(fault, marks=SLOW) for fault in ("truncate", "hang", "error"))]
+)
 def test_a_file_that_never_comes_right_is_never_there(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     other = in_scratch(root, tmp_path / "other")
-    with world.faulty(SHORT):
+    with world.direct():
         commit(root, design())
-        (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=None))
         artifact = open_store(other).find(design())
         assert artifact is not None
+    (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=None))
+    with world.faulty(SHORT):
         with fails_in_time(SHORT + 1, DamagedArtifact if fault == "flip" else OSError):
             artifact.path  # noqa: B018
         assert rule.done
         assert not (artifact.folder / "weights.bin").exists()
-        world.proxy.use()
+    with world.direct():
         assert contents(artifact) == FILES
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,9 @@ from storage.objects import files_below, put_bytes, remove
 from storage.remote_store import open_store
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE
-from tests.storage.s3 import moto
 
 NOTHING = Tidied(0, 0, 0, 0, 0)
 LATER = 3600
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with moto(tmp_path_factory.mktemp("moto")) as uri:
-        yield uri
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ import storage.pages
 from storage.digests import PAGE
 from storage.lazy import LazyFolder, brought, lazy_of, make_lazy
 from storage.verified import WrongBytes
+from tests.dist import forkserver
 from tests.storage.lazy_samples import (
     PAGES,
     SMALL,
@@ -25,8 +25,6 @@ from tests.storage.lazy_samples import (
     read_at_random,
     written,
 )
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def test_a_page_that_is_held_stays(source: Path, tmp_path: Path) -> None:
 
 def test_processes_share_and_drop_and_none_reads_a_hole(source: Path, tmp_path: Path) -> None:
     folder = lazily(tmp_path / "lazy", source, 3)
-    with SPAWN.Pool(3) as pool:
+    with forkserver().Pool(3) as pool:
         wrong = pool.starmap(read_at_random, [(folder, source, seed, 60) for seed in range(3)])
     assert wrong == [0, 0, 0]
     lazy = LazyFolder(folder)
@@ -109,7 +107,7 @@ def test_processes_share_and_drop_and_none_reads_a_hole(source: Path, tmp_path: 
 
 def test_who_dies_while_bringing_leaves_neither_locks_nor_marks(source: Path, tmp_path: Path) -> None:
     folder = lazily(tmp_path / "lazy", source, 4)
-    process = SPAWN.Process(target=die_while_bringing, args=(folder,))
+    process = forkserver().Process(target=die_while_bringing, args=(folder,))
     process.start()
     process.join(30)
     assert process.exitcode == -signal.SIGKILL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,18 @@ from storage.remote_store import open_store
 from storage.root import Root
 from storage.verified import WrongBytes
 from tests.storage.fault_proxy import FaultProxy, Rule
-from tests.storage.fault_world import faulty_moto
 from tests.storage.lazy_samples import PAGES, page_of, written
-from tests.storage.s3 import BUCKET
 
 DESIGN = Design("tokens", "web", 1, {}, {"curated": "a" * 64})
 
 
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    """A proxy before a server that holds one artifact."""
-    folder = tmp_path_factory.mktemp("moto")
-    with faulty_moto(folder) as proxy:
-        store = open_store(Root.of(f"s3://{BUCKET}/root", str(folder / "maker")))
-        with store.staging() as staged:
-            written(staged)
-            store.commit(DESIGN, staged, {}, "test", "abc", 0.1)
-        yield proxy
+@pytest.fixture(scope="module", autouse=True)
+def made(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The server holds one artifact."""
+    store = open_store(Root.of(f"{proxy.uri}/root", str(tmp_path_factory.mktemp("maker"))))
+    with store.staging() as staged:
+        written(staged)
+        store.commit(DESIGN, staged, {}, "test", "abc", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +36,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(proxy: FaultProxy, tmp_path: Path) -> Path:
     proxy.use()
-    artifact = open_store(Root.of(f"s3://{BUCKET}/root", str(tmp_path))).find(DESIGN)
+    artifact = open_store(Root.of(f"{proxy.uri}/root", str(tmp_path))).find(DESIGN)
     assert artifact is not None
     return lazy_folder(artifact, 4 * PAGE)
 
 
 def test_on_the_machine_that_made_it_there_is_nothing_to_bring(proxy: FaultProxy, tmp_path: Path) -> None:
-    root = Root.of(f"s3://{BUCKET}/root", str(tmp_path))
+    root = Root.of(f"{proxy.uri}/root", str(tmp_path))
     artifact = open_store(root).find(DESIGN)
     assert artifact is not None
     assert lazy_folder(artifact, PAGE) == root.file("lazy", artifact.label, artifact.manifest.attempt)

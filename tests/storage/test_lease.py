@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,47 +18,43 @@ from storage.beats import Watch
 from storage.holder import Holder
 from storage.lease import LeaseHeld, LeaseLost, Timing, folder_lease, holders, lease
 from storage.root import Root
-from tests.storage.fault_proxy import Rule
-from tests.storage.fault_world import faulty_moto
-from tests.storage.s3 import BUCKET, moto, pointed_at
+from tests.storage.commit_samples import started
+from tests.storage.fault_proxy import FaultProxy, Rule
+from tests.storage.s3 import pointed_at
 
 FAST = Timing(beat_s=0.2, silence_s=1.5, settle_s=0.05)
-SPAWN = multiprocessing.get_context("spawn")
-HOLD = """
-import json, sys
-from storage.lease import LeaseLost, Timing, lease
-from storage.root import Root
-root, name, timing = sys.argv[1], sys.argv[2], Timing(*map(float, sys.argv[3:6]))
-try:
-    with lease(Root.of(root), name, "quickstart-1", print, timing=timing) as held:
-        print("held", held.fence, flush=True)
-        for line in sys.stdin:
-            if line == "end\\n":
-                break
-            held.check()
-            print("ours", flush=True)
-    print("released", flush=True)
-except LeaseLost as error:
-    print("lost", error, flush=True)
-"""
+
+
+def hold(pipe: Connection, root: Root, name: str) -> None:
+    """In a process: hold a lease, and check it whenever told, until told `end`."""
+    pipe.send("ready")
+    try:
+        with lease(root, name, "quickstart-1", print, timing=FAST) as held:
+            pipe.send(f"held {held.fence}")
+            while pipe.recv() != "end":
+                held.check()
+                pipe.send("ours")
+        pipe.send("released")
+    except LeaseLost as error:
+        pipe.send(f"lost {error}")
 
 
 class Other:
     """Another process that holds a lease and does what it is told."""
 
     def __init__(self, root: Root, name: str) -> None:
-        words = [sys.executable, "-c", HOLD, root.uri, name, str(FAST.beat_s), str(FAST.silence_s), str(FAST.settle_s)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process, self.pipe = started(hold, root, name)
 
     def hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return str(self.pipe.recv())
 
     def told(self, word: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
+        self.pipe.send(word)
         return self.hears()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 @contextmanager
@@ -72,13 +65,7 @@ def other(root: Root, name: str) -> Iterator[Other]:
         yield made
     finally:
         made.process.kill()
-        made.process.wait()
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with moto(tmp_path_factory.mktemp("moto")) as uri:
-        yield uri
+        made.process.join()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -105,8 +92,8 @@ def test_the_holder_is_named_and_release_is_immediate(root: Root) -> None:
 def test_a_killed_holder_frees_it_at_once_on_its_own_machine(root: Root) -> None:
     with other(root, "checkpoint/x-1") as holder:
         assert holder.hears() == "held 1"
-        holder.process.send_signal(signal.SIGKILL)
-        holder.process.wait()
+        holder.process.kill()
+        holder.process.join()
         assert not holders(root, ["checkpoint/x-1"], FAST)
         with lease(root, "checkpoint/x-1", "mine", timing=FAST) as held:
             assert held.fence == 2
@@ -137,27 +124,30 @@ def test_a_name_that_leaves_the_root_is_refused(root: Root) -> None:
         pass
 
 
-def race(uri: str, scratch: str, number: int, barrier: Any, wins: Any) -> None:
-    """Try 50 leases, each together with the other process, and hold them until both have tried."""
-    root = Root.of(uri, scratch)
-    for turn in range(50):
-        barrier.wait(60)
+def race(pipe: Connection, root: Root, number: int) -> None:
+    """In a process: try a lease whenever told, say whether it is ours, and hold it until told to go on."""
+    pipe.send("ready")
+    while turn := pipe.recv():
         with suppress(LeaseHeld), lease(root, f"runs/race-{turn}", f"racer-{number}", timing=FAST):
-            wins[turn * 2 + number] = 1
-            barrier.wait(60)
+            pipe.send(True)
+            pipe.recv()
             continue
-        barrier.wait(60)
+        pipe.send(False)
+        pipe.recv()
 
 
 def test_two_racing_processes_have_one_winner(root: Root) -> None:
-    barrier, wins = SPAWN.Barrier(2), SPAWN.Array("i", 100)
-    racers = [SPAWN.Process(target=race, args=(root.uri, str(root.local), n, barrier, wins)) for n in range(2)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join(120)
-        assert racer.exitcode == 0
-    assert [wins[turn * 2] + wins[turn * 2 + 1] for turn in range(50)] == [1] * 50
+    racers = [started(race, root, number) for number in range(2)]
+    for turn in range(1, 21):
+        for _, pipe in racers:
+            pipe.send(turn)
+        assert sum(pipe.recv() for _, pipe in racers) == 1, f"turn {turn}"
+        for _, pipe in racers:
+            pipe.send("go on")
+    for process, pipe in racers:
+        pipe.send(0)
+        process.join()
+        assert process.exitcode == 0
 
 
 def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str, tmp_path: Path) -> None:
@@ -165,12 +155,12 @@ def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str
     with other(root, "checkpoint/x-1") as holder:
         assert holder.hears() == "held 1"
         assert holder.told("check") == "ours"
-        holder.process.send_signal(signal.SIGSTOP)
+        holder.signal(signal.SIGSTOP)
         began = time.monotonic()
         with lease(root, "checkpoint/x-1", "mine", lambda _: None, timing=FAST) as held:
             assert held.fence == 2
             assert time.monotonic() - began >= FAST.silence_s
-            holder.process.send_signal(signal.SIGCONT)
+            holder.signal(signal.SIGCONT)
             words = holder.told("check")
             assert words.startswith("lost lease")
             assert "mine" in words
@@ -239,10 +229,10 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
 
 @pytest.mark.parametrize("skip", [0, 1, 2])
 def test_a_bit_that_flips_on_the_way_neither_refuses_ourselves_nor_takes_a_live_lease(
-    tmp_path: Path, skip: int
+    proxy: FaultProxy, tmp_path: Path, skip: int
 ) -> None:
-    with faulty_moto(tmp_path) as proxy, pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
-        root = Root.of(f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path))
+    with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
+        root = Root.of(f"{proxy.uri}/{tmp_path.name}", str(tmp_path))
         (rule,) = proxy.use(Rule("flip", "GET", r"1\.json$", skip=skip))
         with lease(root, "runs/a-1", "mine", timing=Timing(60, 60, 0.05)) as held:
             for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,13 @@ from storage.objects import (
 from storage.s3 import StoreTimeout
 from storage.threads import each
 from tests.storage.fault_proxy import FaultProxy, Rule
-from tests.storage.fault_world import faulty_moto
-from tests.storage.s3 import BUCKET, environment, pointed_at
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    with faulty_moto(tmp_path_factory.mktemp("moto")) as running:
-        yield running
+from tests.storage.s3 import PAGE, environment, pointed_at
 
 
 @pytest.fixture
 def uri(proxy: FaultProxy, tmp_path: Path) -> str:
     proxy.use()
-    return f"s3://{BUCKET}/{tmp_path.name}"
+    return f"{proxy.uri}/{tmp_path.name}"
 
 
 def test_objects_come_and_go(uri: str, tmp_path: Path) -> None:
@@ -67,7 +60,7 @@ def test_objects_come_and_go(uri: str, tmp_path: Path) -> None:
 
 
 def test_listings_of_several_pages_are_whole(proxy: FaultProxy, uri: str) -> None:
-    names = [f"web-{number:08x}.json" for number in range(1010)]
+    names = [f"web-{number:08x}.json" for number in range(PAGE + 3)]
     filesystem_of(uri).pipe({f"{uri}/{name}": b"{}" for name in names})
     proxy.use()
     assert list(files_in(uri, "web-")) == names
@@ -155,8 +148,8 @@ CALLS: dict[str, Callable[[str, Path], object]] = {
 def test_a_server_that_never_answers_is_given_up(call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The deadline is below all other limits here; the test's own limit is what fails if nothing bounds the call."""
     (tmp_path / "file").write_bytes(b"1")
-    monkeypatch.setenv("HERD_S3_DEADLINE_S", "0.5")
-    message = r"s3://nowhere.* within 0\.5 s; see that it is up .*HERD_S3_DEADLINE_S"
+    monkeypatch.setenv("HERD_S3_DEADLINE_S", "0.2")
+    message = r"s3://nowhere.* within 0\.2 s; see that it is up .*HERD_S3_DEADLINE_S"
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pointed_at(environment(f"http://127.0.0.1:{silent.getsockname()[1]}")),

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from storage.artifact import Artifact, Design, Store
-from storage.digests import PAGE, digest_bytes, digest_pages
+from storage.artifact import Design, Store
+from storage.digests import digest_bytes, digest_pages
 from storage.janitor import tidy
 from storage.manifest import MANIFEST, DamagedArtifact
 from storage.objects import files_below, get_bytes, put_bytes, remove
 from storage.remote_artifact import BRINGING, PAGES
 from storage.remote_store import RemoteStore, open_store
 from storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, attempts, in_scratch
+from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, bring, build, build_one, in_scratch, started
 from tests.storage.fault_proxy import FaultProxy, Rule
-from tests.storage.fault_world import faulty_moto
-from tests.storage.s3 import BUCKET, pointed_at
-
-SPAWN = multiprocessing.get_context("spawn")
-LARGE = bytes(range(256)) * (11 * PAGE // 256) + b"tail"
-"""11 MiB and 4 bytes: three parts of an upload (see `proxy`), twelve pages."""
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    with faulty_moto(tmp_path_factory.mktemp("moto")) as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("s3fs.core.calculate_chunksize", lambda *_, **__: 5 * PAGE)
-        yield running
+from tests.storage.s3 import pointed_at
 
 
 @pytest.fixture
 def root(proxy: FaultProxy, tmp_path: Path) -> Root:
     proxy.use()
-    return Root.of(f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path / "here"))
+    return Root.of(f"{proxy.uri}/{tmp_path.name}", str(tmp_path / "here"))
 
 
 def elsewhere(root: Root, name: str = "there") -> Root:
@@ -49,15 +34,6 @@ def elsewhere(root: Root, name: str = "there") -> Root:
 
 def design(**parameters: object) -> Design:
     return Design("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
-
-
-def build(root: Root, intent: Design, text: str = "hello", large: bytes = LARGE) -> Artifact:
-    store = open_store(root)
-    with store.staging() as folder:
-        (folder / "documents").mkdir()
-        (folder / "documents" / "a.txt").write_text(text)
-        (folder / "large.bin").write_bytes(large)
-        return store.commit(intent, folder, {"documents": 1}, "test-1", "abc", 0.1)
 
 
 def test_what_one_machine_commits_another_finds_and_brings(root: Root, proxy: FaultProxy) -> None:
@@ -237,25 +213,9 @@ def test_a_manifest_cannot_name_files_outside(root: Root) -> None:
             open_store(root).at(made.label)
 
 
-def _bring(root: Root, label: str, go: Connection) -> None:
-    artifact = open_store(root).at(label)
-    go.send("ready")
-    go.recv()
-    artifact.verify()
-
-
-def _bringing(root: Root, label: str) -> tuple[multiprocessing.context.SpawnProcess, Connection]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_bring, args=(root, label, theirs))
-    process.start()
-    theirs.close()
-    assert ours.recv() == "ready"
-    return process, ours
-
-
 def test_processes_that_want_one_artifact_bring_it_once(root: Root, proxy: FaultProxy) -> None:
     build(root, design(), large=b"x" * 100)
-    bringers = [_bringing(elsewhere(root), design().label) for _ in range(2)]
+    bringers = [started(bring, elsewhere(root), design().label) for _ in range(2)]
     proxy.use()
     for _, pipe in bringers:
         pipe.send("go")
@@ -267,7 +227,7 @@ def test_processes_that_want_one_artifact_bring_it_once(root: Root, proxy: Fault
 
 def test_a_half_brought_copy_is_gone_on_with(root: Root, proxy: FaultProxy) -> None:
     build(root, design(), large=b"x" * 100)
-    process, pipe = _bringing(elsewhere(root), design().label)
+    process, pipe = started(bring, elsewhere(root), design().label)
     assert process.pid is not None
     (rule,) = proxy.use(Rule("kill", "GET", r"(a\.txt|large\.bin)$", skip=1, pid=process.pid))
     pipe.send("go")
@@ -279,28 +239,14 @@ def test_a_half_brought_copy_is_gone_on_with(root: Root, proxy: FaultProxy) -> N
     assert (found.folder / MANIFEST).exists()
 
 
-def _commit(root: Root, intent: Design, text: str, go: Connection) -> None:
-    go.send("ready")
-    go.recv()
-    large = LARGE if text == "hello" else b""
-    go.send(build(root, intent, text, large).manifest.attempt)
-
-
-def _started(root: Root, intent: Design, text: str) -> tuple[multiprocessing.context.SpawnProcess, Connection]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_commit, args=(root, intent, text, theirs))
-    process.start()
-    theirs.close()
-    assert ours.recv() == "ready"
-    return process, ours
-
-
 def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: FaultProxy) -> None:
     for number in range(2):
-        writers = [_started(elsewhere(root, f"w{n}"), design(number=number), f"text {n}") for n in range(3)]
+        writers = [
+            started(build_one, elsewhere(root, f"w{n}"), design(number=number), f"text {n}", b"") for n in range(3)
+        ]
         for _, pipe in writers:
             pipe.send("go")
-        [winner] = {pipe.recv() for _, pipe in writers}
+        [winner] = {pipe.recv().attempt for _, pipe in writers}
         for process, _ in writers:
             process.join()
         assert attempts(root, design(number=number)) == {winner}
@@ -310,7 +256,7 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
     whole, k, ended, left = 0, 0, False, [0]
     while not ended:
         intent = design(k=k)
-        process, pipe = _started(root, intent, "hello")
+        process, pipe = started(build_one, root, intent, "hello", LARGE)
         assert process.pid is not None
         (rule,) = proxy.use(Rule("kill", skip=k, pid=process.pid))
         pipe.send("go")

@@ -6,25 +6,15 @@ After every fault the result is whole or absent. What is there is looked up at t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file
-from storage.s3 import StoreTimeout
 from tests.storage.fault_proxy import Fault, Rule
-from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time, started
-from tests.storage.s3_servers import BUCKET
+from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time
 
-ENDLESS: tuple[Fault, ...] = ("slow-down", "unavailable", "error", "reset", "hang", "truncate")
 DATA = os.urandom(70_000)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with started(tmp_path_factory.mktemp("swift")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -52,7 +42,7 @@ def test_a_write_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
         assert get_bytes(f"{uri}/data") == DATA
 
 
-@pytest.mark.parametrize("fault", [fault for fault in ENDLESS if fault != "truncate"])
+@pytest.mark.parametrize("fault", ["unavailable", "reset", "hang"])
 def test_a_write_to_a_broken_server_ends_and_leaves_nothing(world: World, uri: str, fault: Fault) -> None:
     (rule,) = world.proxy.use(Rule(fault, "PUT", times=None))
     with world.faulty(SHORT), fails_in_time(SHORT):
@@ -62,27 +52,18 @@ def test_a_write_to_a_broken_server_ends_and_leaves_nothing(world: World, uri: s
         assert children(uri) == {}
 
 
-@pytest.mark.parametrize("fault", ENDLESS)
+@pytest.mark.parametrize("fault", ["slow-down", "error", "hang", "truncate"])
 def test_a_read_from_a_broken_server_ends(world: World, uri: str, fault: Fault) -> None:
-    with world.faulty(SHORT):
+    with world.direct():
         put_bytes(f"{uri}/data", DATA)
-        (rule,) = world.proxy.use(Rule(fault, "GET", times=None))
-        with fails_in_time(SHORT):
-            get_bytes(f"{uri}/data")
+    (rule,) = world.proxy.use(Rule(fault, "GET", times=None))
+    with world.faulty(SHORT), fails_in_time(SHORT):
+        get_bytes(f"{uri}/data")
     assert rule.done
 
 
-def test_a_server_that_hangs_is_named(world: World, uri: str) -> None:
-    (rule,) = world.proxy.use(Rule("hang", times=None))
-    with world.faulty(SHORT):
-        for call in (lambda: get_bytes(f"{uri}/x"), lambda: children(uri), lambda: create_bytes(f"{uri}/x", b"x")):
-            with fails_in_time(SHORT, StoreTimeout):
-                call()
-    assert rule.done >= 3
-
-
 def test_a_slow_server_is_waited_for(world: World, uri: str) -> None:
-    (rule,) = world.proxy.use(Rule("delay", "PUT", seconds=1.5))
+    (rule,) = world.proxy.use(Rule("delay", "PUT", seconds=0.5))
     with world.faulty():
         put_bytes(f"{uri}/data", DATA)
     assert rule.done == 1
@@ -109,8 +90,7 @@ def test_a_write_that_is_read_back_changed_is_no_success(world: World, uri: str)
 
 
 def test_a_file_in_parts_outlasts_a_reset_part_and_a_lost_completion(world: World, uri: str, tmp_path: Path) -> None:
-    block = os.urandom(2**20)
-    (tmp_path / "big").write_bytes(block * 101)  # s3fs sends in parts from 100 MiB on
+    (tmp_path / "big").write_bytes(os.urandom(2**20) * 11)  # in three parts: see `restless`
     part, complete = world.proxy.use(
         Rule("reset", "PUT", query="partNumber=2"), Rule("drop-reply", "POST", query="^uploadId")
     )
@@ -118,5 +98,5 @@ def test_a_file_in_parts_outlasts_a_reset_part_and_a_lost_completion(world: Worl
         put_file(tmp_path / "big", f"{uri}/big")
     assert (part.done, complete.done) == (1, 1)
     with world.direct():
-        assert children(uri) == {"big": 101 * 2**20}
-    assert not world.server.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+        assert children(uri) == {"big": 11 * 2**20}
+    assert not world.server.client.list_multipart_uploads(Bucket=world.server.bucket).get("Uploads")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -22,7 +21,6 @@ from tasks.retention import plan_retention
 from tasks.runs import DamagedRecord, Runs, now
 from tasks.studies import RECORD, Studies, StudyRecord
 from tests.llama3.train.checkpoint_samples import ALONE, State
-from tests.storage.s3 import moto
 from tests.storage.test_signing import key
 from tests.tasks.promotion_samples import add
 from tests.tasks.standing_root import begun, commit, tiny
@@ -157,12 +155,6 @@ def test_what_is_not_signed_is_named_left_in_place_and_signed_on_request(
     done = verify(root, sign=True)
     assert (done.damaged, done.signed) == ([], 6)
     assert verify(root).damaged == []
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with moto(tmp_path_factory.mktemp("moto")) as uri:
-        yield uri
 
 
 def test_objects_and_copies_are_read_too(bucket: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from storage.root import Root
 from storage.signing import SIGNING
 from tasks.promotion_log import FOLDER, PromotionLog, families, label_held, read_log
 from tasks.promotions import CHAMPION, PROMOTED, REFUSED, Log, Promotion, holders, reigning
-from tests.storage.s3 import moto
 from tests.storage.test_signing import key
 from tests.tasks.promotion_samples import FAMILY, add, judged_record
 
@@ -24,12 +22,6 @@ from tests.tasks.promotion_samples import FAMILY, add, judged_record
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
     return Root.of(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with moto(tmp_path_factory.mktemp("moto")) as uri:
-        yield uri
 
 
 def test_records_are_numbered_chained_and_read_back(root: Root) -> None:

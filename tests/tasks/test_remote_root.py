@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,7 @@ from tasks.console import TerminalConsole
 from tasks.retention import COPY, carry_out, plan_retention
 from tasks.runs import Runs
 from tasks.standing import IN_PROGRESS, standings
-from tests.storage.s3 import moto
 from tests.tasks.standing_root import begun, commit, tiny, train
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with moto(tmp_path_factory.mktemp("moto")) as uri:
-        yield uri
 
 
 def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(bucket: str, tmp_path: Path) -> None:

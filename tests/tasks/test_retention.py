@@ -27,7 +27,6 @@ from tasks.promotions import WAITS, Promotion
 from tasks.retention import COPY, Plan, carry_out, closure, plan_retention, retention_rows
 from tasks.runs import RunRecord, Runs, StepRecord
 from tasks.studies import Studies, StudyRecord
-from tests.storage.s3 import moto
 from tests.tasks.standing_root import commit
 
 LATER = 20 * 86400.0
@@ -203,48 +202,44 @@ def test_half_done_work_goes_after_a_month_unless_somebody_is_at_it(root: Root) 
     assert [path.name for path in (root.local / "work").iterdir()] == ["curate-5e6f7a8b"]
 
 
-def test_checkpoints_of_given_up_work_leave_the_object_store(tmp_path: Path) -> None:
-    with moto(tmp_path) as bucket:
-        root = Root.of(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
-        for name in ("main-1a2b3c4d", "anneal-5e6f7a8b"):
-            put_bytes(root.join("in-progress", name, "4096", "weights.bin"), b"0" * 4096)
-        plan = plan_retention(root, 1, 0, [], now=time.time() + 31 * 86400)
-        assert {(item.label, item.bytes) for item in plan.doomed} == {
-            ("work/main-1a2b3c4d", 4096),
-            ("work/anneal-5e6f7a8b", 4096),
-        }
-        assert len(carry_out(root, plan)) == 2
-        assert files_below(root.join("in-progress")) == {}
+def test_checkpoints_of_given_up_work_leave_the_object_store(bucket: str, tmp_path: Path) -> None:
+    root = Root.of(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
+    for name in ("main-1a2b3c4d", "anneal-5e6f7a8b"):
+        put_bytes(root.join("in-progress", name, "4096", "weights.bin"), b"0" * 4096)
+    plan = plan_retention(root, 1, 0, [], now=time.time() + 31 * 86400)
+    assert {(item.label, item.bytes) for item in plan.doomed} == {
+        ("work/main-1a2b3c4d", 4096),
+        ("work/anneal-5e6f7a8b", 4096),
+    }
+    assert len(carry_out(root, plan)) == 2
+    assert files_below(root.join("in-progress")) == {}
 
 
-def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_listed(tmp_path: Path) -> None:
-    with moto(tmp_path) as bucket:
-        root = Root.of(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
-        used, lost = commit(root, "tokens", "tiny"), commit(root, "tokens", "other")
-        ended(root, 7, [used], "running")
-        caches = {artifact.label: root.file("lazy", artifact.label) for artifact in (used, lost)}
-        for artifact in (used, lost):
-            shard = caches[artifact.label] / artifact.manifest.attempt / "shard.bin"
-            write_atomic(shard, b"x")
-            os.truncate(shard, 2**30)
-        others = [
-            root.file(*names) for names in (("comparisons", "a-b.html"), ("work", "main-1a2b3c4d", "manifest.json"))
-        ]
-        for path in others:
-            write_atomic(path, "x")
-        plan = planned(root)
-        why = {item.copy: item.why for item in plan.items if item.kind == COPY}
-        assert why == {
-            used.folder: "a run needs it",
-            caches[used.label]: "a run needs it",
-            lost.folder: "",
-            caches[lost.label]: "",
-        }
-        assert {item.label for item in plan.items if item.kind == COPY} == {used.label, lost.label}
-        assert plan.freed < 2**20  # holes take no space
-        assert {item.label for item in carry_out(root, plan)} == {lost.label}
-        assert {path for path in why if path and path.exists()} == {used.folder, caches[used.label]}
-        assert all(path.exists() for path in others)
+def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_listed(bucket: str, tmp_path: Path) -> None:
+    root = Root.of(f"{bucket}/caches", scratch=str(tmp_path / "scratch"))
+    used, lost = commit(root, "tokens", "tiny"), commit(root, "tokens", "other")
+    ended(root, 7, [used], "running")
+    caches = {artifact.label: root.file("lazy", artifact.label) for artifact in (used, lost)}
+    for artifact in (used, lost):
+        shard = caches[artifact.label] / artifact.manifest.attempt / "shard.bin"
+        write_atomic(shard, b"x")
+        os.truncate(shard, 2**30)
+    others = [root.file(*names) for names in (("comparisons", "a-b.html"), ("work", "main-1a2b3c4d", "manifest.json"))]
+    for path in others:
+        write_atomic(path, "x")
+    plan = planned(root)
+    why = {item.copy: item.why for item in plan.items if item.kind == COPY}
+    assert why == {
+        used.folder: "a run needs it",
+        caches[used.label]: "a run needs it",
+        lost.folder: "",
+        caches[lost.label]: "",
+    }
+    assert {item.label for item in plan.items if item.kind == COPY} == {used.label, lost.label}
+    assert plan.freed < 2**20  # holes take no space
+    assert {item.label for item in carry_out(root, plan)} == {lost.label}
+    assert {path for path in why if path and path.exists()} == {used.folder, caches[used.label]}
+    assert all(path.exists() for path in others)
 
 
 def test_bytes_are_reported_by_kind_and_a_dry_run_deletes_nothing(root: Root) -> None:
