@@ -34,5 +34,22 @@ def on_dask(recipe_path: Path, folder: Path) -> None:
     curate_on_dask(recipe_path, folder)
 
 
+def write(folder: Path, item: int) -> None:
+    """Write the file of an item, which must not be there."""
+    (folder / str(item)).touch(exist_ok=False)
+
+
+@task
+def on_one_worker(folder: Path, items: range) -> None:
+    with data_runner(Cluster(data="dask", data_workers=1)) as runner:
+        runner(folder, "write", write, items)  # type: ignore[arg-type]
+
+
+@flow
+def write_on_dask(folder: Path, items: range) -> None:
+    """Write the files of `items` on a Dask cluster of one worker."""
+    on_one_worker(folder, items)
+
+
 if __name__ == "__main__":
     on_dask(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""An MLflow server of a test's own, which can be killed, stopped and started again on the same database."""
+"""MLflow servers: one for the whole run, and those that a test may kill and start again on the same database."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import pytest
 
 from flows.children import await_answer
 from storage.processes import die_with_parent, free_port
+from storage.root import Root
+from tasks.mlflow_database import prepare_database
+from tasks.tracking_uri import database_uri
+from tests.servers import one_of
 
 
 class MlflowServer:
@@ -66,6 +70,26 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
         yield server
     finally:
         server.kill()
+
+
+def empty_database(folder: Path) -> str:
+    """Return the URI of a database without runs, made as a root's is."""
+    folder.mkdir()
+    prepare_database(Root.of(folder))
+    return database_uri(Root.of(folder))
+
+
+@pytest.fixture(scope="session")
+def mlflow_uri() -> Iterator[str]:
+    """The MLflow server of the whole run: nobody may kill it, and experiments on it have names of their own."""
+
+    @contextmanager
+    def start(folder: Path) -> Iterator[dict[str, str]]:
+        with mlflow_server(folder) as server:
+            yield {"uri": server.uri}
+
+    with one_of("mlflow", start) as found:
+        yield found["uri"]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:

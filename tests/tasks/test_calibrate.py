@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from llama3.cluster.calibrate import calibrate
 from llama3.cluster.calibration import ELEMENTWISE, GEMM, Calibration
+from storage.artifact import Artifact
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.calibrate import measure_and_store, metric_points, show_calibration
@@ -31,8 +31,16 @@ from tasks.tracking import Tracker
 
 
 @pytest.fixture(scope="module")
-def found() -> Calibration:
-    return calibrate("cpu", 0.01)
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, Calibration, Artifact, str]:
+    """A root with a measurement of this machine, and what was said of it."""
+    root, text = Root.of(tmp_path_factory.mktemp("measured")), StringIO()
+    found, artifact = measure_and_store(root, TerminalConsole(RichConsole(file=text, width=120)), "cpu", 0.01)
+    return root, found, artifact, text.getvalue()
+
+
+@pytest.fixture
+def found(measured: tuple[Root, Calibration, Artifact, str]) -> Calibration:
+    return measured[1]
 
 
 def on(found: Calibration, device: str, half: float) -> Calibration:
@@ -72,13 +80,11 @@ def test_a_damaged_one_gives_way_to_an_older_one(tmp_path: Path, found: Calibrat
     assert curves.gemm.half == 1.0
 
 
-def test_measuring_stores_and_shows(tmp_path: Path) -> None:
-    root, text = Root.of(tmp_path), StringIO()
-    console = TerminalConsole(RichConsole(file=text, width=120))
-    found, artifact = measure_and_store(root, console, "cpu", 0.01)
+def test_measuring_stores_and_shows(measured: tuple[Root, Calibration, Artifact, str]) -> None:
+    root, found, artifact, text = measured
     assert load_calibration(root, found.curves.device) == found.curves
     assert artifact.label.startswith(f"calibration/{slug(found.curves.device)}-")
-    assert text.getvalue().split() == ["measures", "products", "measures", "attention", "measures", "elementwise"]
+    assert text.split() == ["measures", "products", "measures", "attention", "measures", "elementwise"]
     tracker = Tracker(root, "calibration")
     (run,) = tracker.client.search_runs([tracker.experiment])
     assert (run.info.status, run.data.params["artifact"]) == ("FINISHED", artifact.label)

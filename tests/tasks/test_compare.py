@@ -18,7 +18,7 @@ from storage.processes import free_port
 from storage.root import Root
 from tasks import compare
 from tasks.compare_view import TAG, view_key, view_tag
-from tests.tasks.mlflow_server import mlflow_server, use
+from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs
 
 CHROMIUM = shutil.which("chromium")
@@ -91,28 +91,38 @@ def test_the_installed_mlflow_still_reads_such_a_view() -> None:
         assert word in text, word
 
 
-def test_the_page_of_a_real_server_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mlflow_server(tmp_path / "mlflow") as server:
-        use(monkeypatch, server.uri)
-        root = Root.of(tmp_path / "root")
-        runs = [TrackedRun(root, better=better).all() for better in (0.0, 0.5)]
-        other = TrackedRun(root, name="other").all()
-        names = [run.context.record.name for run in runs]
-        url = compare.comparison_url(root, compare.comparison(root, names))
-        key = url.rpartition("viewStateShareKey=")[2]
-        experiment = runs[0].context.tracker.client.get_experiment(runs[0].context.record.mlflow_experiment)
-        assert url.startswith(f"{server.uri}/#/experiments/{experiment.experiment_id}/runs?")
-        assert unpack(experiment.tags[TAG + key])["compareRunCharts"]
-        assert compare.comparison_url(root, compare.comparison(root, names)) == url
-        several = compare.comparison(root, ["tiny-1", other.context.record.name])
-        plain = compare.comparison_url(root, several)
-        assert plain.startswith(f"{server.uri}/#/compare-runs?runs=")
-        if CHROMIUM is not None:
-            command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={tmp_path / 'browser'}", url]
-            page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-            for title in ("Loss by domain", "Schedule", "Throughput", "Evaluations", "What differs"):
-                assert title in page
-            assert "does not exist" not in page
+def two_compared(root: Root, name: str) -> tuple[list[TrackedRun], str]:
+    """Return two runs of one family and the page that compares them."""
+    runs = [TrackedRun(root, better=better, name=name).all() for better in (0.0, 0.5)]
+    return runs, compare.comparison_url(root, compare.comparison(root, [f"{name}-1", f"{name}-2"]))
+
+
+def test_the_page_of_a_real_server_is_prepared(
+    mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, mlflow_uri)
+    root = Root.of(tmp_path)
+    runs, url = two_compared(root, "compared")
+    other = TrackedRun(root, name="compared-too").all()
+    key = url.rpartition("viewStateShareKey=")[2]
+    experiment = runs[0].context.tracker.client.get_experiment(runs[0].context.record.mlflow_experiment)
+    assert url.startswith(f"{mlflow_uri}/#/experiments/{experiment.experiment_id}/runs?")
+    assert unpack(experiment.tags[TAG + key])["compareRunCharts"]
+    assert compare.comparison_url(root, compare.comparison(root, ["compared-1", "compared-2"])) == url
+    several = compare.comparison(root, ["compared-1", other.context.record.name])
+    assert compare.comparison_url(root, several).startswith(f"{mlflow_uri}/#/compare-runs?runs=")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_shows_the_prepared_page(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, mlflow_uri)
+    _, url = two_compared(Root.of(tmp_path / "root"), "looked-at")
+    command = [str(CHROMIUM), *FLAGS.split(), f"--user-data-dir={tmp_path / 'browser'}", url]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    for title in ("Loss by domain", "Schedule", "Throughput", "Evaluations", "What differs"):
+        assert title in page
+    assert "does not exist" not in page
 
 
 def unpack(tag: str) -> dict[str, Any]:

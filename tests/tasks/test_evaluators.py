@@ -38,7 +38,7 @@ def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None
         assert (room / "1" / name).read_bytes() == (room / "2" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("evaluators", [1, 2])
+@pytest.mark.parametrize("evaluators", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_path: Path, evaluators: int) -> None:
     shutil.copytree(room / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")

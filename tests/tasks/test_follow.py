@@ -40,7 +40,7 @@ def context(tmp_path: Path) -> Context:
     return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), ["main"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     with LocalLauncher(Cluster()) as made:
         yield made
@@ -98,13 +98,13 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
     assert not hung[0].is_running()
 
 
-def test_a_trainer_that_is_busy_and_never_begins_is_stopped(
-    context: Context, launcher: LocalLauncher, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tmp_path: Path) -> None:
     path = job(tmp_path, ASKED, timeout_s=1)
-    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
     follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
-    ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
+    with LocalLauncher(Cluster()) as launcher:  # an agent that begins now
+        launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+        ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
     assert ended == Outcome(status=HUNG, words="no step and no line of log for 0 s; it was stopped")
 
 

@@ -19,7 +19,6 @@ from tasks.evaluate import evaluate_model
 from tasks.judge import CHAMPION, Asked, Judge
 from tasks.promotion_log import PromotionLog
 from tasks.promotions import PROMOTED, REFUSED, WAITS, Log, Promotion
-from tasks.serving import smoke
 from tasks.vetting import vet
 from tests.llama3.export.export_samples import TEXTS
 from tests.tasks.mlflow_server import use
@@ -32,7 +31,7 @@ CHECKS = ["integrity/files", "integrity/reload", "integrity/export", "integrity/
 def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score without a flow around it, and with MLflow away: no judgement needs either.
 
-    Serving takes ten seconds, so it is for real in the one test that says so.
+    Serving takes a process that loads MLflow: test_serving.py has it.
     """
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(judge, "evaluate_model", evaluate_model.fn)
@@ -53,10 +52,7 @@ def failed(record: Promotion) -> list[str]:
     return [row.metric for row in record.decision.rows if not row.passed]
 
 
-def test_a_whole_candidate_is_served_and_promoted_where_there_is_no_champion(
-    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vetting, "smoke", smoke)
+def test_a_whole_candidate_is_promoted_where_there_is_no_champion(room: PromotionRoom) -> None:
     record = judge_of(room, room.checkpoint())([])
     assert (record.kind, record.champion, record.by) == (PROMOTED, "", "")
     assert [row.metric for row in record.decision.rows] == [*CHECKS, "integrity/finite", "eval/bpb"]

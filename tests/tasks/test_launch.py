@@ -39,7 +39,7 @@ def launcher() -> Iterator[LocalLauncher]:
 @pytest.fixture(scope="module")
 def undisturbed(launcher: LocalLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    path = job(folder, ASKED)
+    path = job(folder, ASKED, threads=2)
     assert outcome(launcher, path, 2).status == 0
     return path
 
@@ -74,7 +74,7 @@ def started_rank(rank: int) -> psutil.Process:
 def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     launcher: LocalLauncher, undisturbed: Path, tmp_path: Path
 ) -> None:
-    path = job(tmp_path, ASKED)
+    path = job(tmp_path, ASKED, threads=2)
     launch = launcher.start(path, 2, tmp_path / "logs" / "1")
     wait_for(lambda: len(records(path)) >= 5)
     rank_process(1).kill()
@@ -90,12 +90,13 @@ def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     assert losses(path) == losses(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 4])
 def test_hung_rank_is_noticed_by_the_timeout(
     steps: int, launcher: LocalLauncher, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Stopped as it starts, and in the middle: its peer's wait ends, and what is left is killed."""
-    path = job(tmp_path, ASKED, timeout_s=3)
+    path = job(tmp_path, ASKED, timeout_s=3, threads=2)
     launch = launcher.start(path, 2, tmp_path / "logs" / "1")
     hung = started_rank(1)
     wait_for(lambda: len(records(path)) >= steps)
@@ -110,6 +111,7 @@ def test_hung_rank_is_noticed_by_the_timeout(
     assert weights(path) == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_inside_a_tensor_parallel_group_is_noticed_too(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_process_that_was_promised_a_gpu_and_sees_none_is_refused(
     assert "Traceback" not in ended.words
 
 
+@pytest.mark.slow
 def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
     """Four ranks; after a death only three processes are there, of which two can split the batch."""
     path, cluster = job(tmp_path, ASKED), Cluster(processes=4, threads=4)
@@ -157,10 +160,9 @@ def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed
         assert other[position] == pytest.approx(values, rel=1e-4)
 
 
-def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
     """With two threads each: a fork must not hang them."""
-    undisturbed, path = (job(tmp_path / name, ASKED, threads=2) for name in ("undisturbed", "stopped"))
-    assert outcome(launcher, undisturbed, 2).status == 0
+    path = job(tmp_path, ASKED, threads=2)
     launch = launcher.start(path, 2, path.parent / "logs" / "1")
     wait_for(lambda: len(records(path)) >= 2)
     launch.stop()
@@ -183,6 +185,7 @@ os.fsync = slow
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [0, 1])
 def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first save takes longer than the usual grace, or a second one does that comes after one as slow."""
@@ -207,6 +210,7 @@ def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPat
         assert Pace.read(work(path)).save_s > GRACE_S
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     path = job(tmp_path, recipe(stages=stages(4000)))
     supervisor = textwrap.dedent(f"""
@@ -235,6 +239,7 @@ def test_words_of_a_rank_that_fails(launcher: LocalLauncher, tmp_path: Path) -> 
     assert "trainer: stage: 'middle' is not in the recipe" in ended.words
 
 
+@pytest.mark.slow
 def test_killed_agent_takes_its_ranks_along(launcher: LocalLauncher, tmp_path: Path) -> None:
     path = job(tmp_path, recipe(stages=stages(4000)))
     launch = launcher.start(path, 2, tmp_path / "logs" / "1")
@@ -249,6 +254,7 @@ def test_killed_agent_takes_its_ranks_along(launcher: LocalLauncher, tmp_path: P
     assert not alive
 
 
+@pytest.mark.slow
 def test_restart_is_measured(tmp_path: Path) -> None:
     path = job(tmp_path, recipe(stages=stages(4000)))
     restart = measure_restart(path, 2, tmp_path / "logs")

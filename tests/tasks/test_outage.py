@@ -25,6 +25,7 @@ from tasks.tracking import Tracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points
 
+pytestmark = pytest.mark.slow  # test_republish.py has a run whose server never answered
 WRITER = """
 import sys, time, pathlib
 from llama3.train import metrics

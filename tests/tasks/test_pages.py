@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.children import await_answer, child, prefect_command
 from llama3.train import metrics
@@ -20,134 +20,67 @@ from llama3.train.journal import Record
 from storage.processes import free_port
 from tasks.pages import Outbox, StagePage, page_key
 from tasks.words import clock
-
-FLOW = """
-import json, sys, time
-from prefect import flow, get_client, task
-from prefect.client.schemas.filters import ArtifactFilter
-from llama3.train.journal import Record
-from tasks import pages
-from tasks.events import emit
-
-@task
-def train() -> float:
-    page = pages.StagePage("tiny.x-1", "main", 100, 1000, interval_s=0.0)
-    began = time.monotonic()
-    for position in range(200, 1200, 100):
-        page.see(Record(0.0, position, {"train/loss": 5.0, "throughput/tokens_per_s": 2e4, "time/remaining_s": 187.0}))
-        emit("herd.alert.disk", "herd.run.tiny.x-1", "tiny.x-1", {"run": "tiny.x-1"})
-    return time.monotonic() - began
-
-@flow
-def shown() -> float:
-    pages.markdown("plan", "# Plan", "Plan of tiny.x-1")
-    pages.table("tiny.x-1-results", [{"stage": "main", "loss": 5.0}], "Results")
-    pages.link("mlflow-run", "http://127.0.0.1:5000/#/run", "MLflow run")
-    spent = train()
-    began = time.monotonic()
-    done = pages.flush()
-    if not done:
-        print(json.dumps({"spent": spent, "flush": time.monotonic() - began, "done": done}), flush=True)
-        return spent
-    with get_client(sync_client=True) as client:
-        found = client.read_artifacts()
-    rows = {a.key: [a.type, a.data, a.description] for a in found}
-    print(json.dumps({"spent": spent, "flush": time.monotonic() - began, "done": done, "pages": rows}), flush=True)
-    return spent
-
-@flow
-def deserted() -> float:
-    pages.markdown("plan", "# Plan")
-    pages.flush()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    return shown.fn()
-
-if __name__ == "__main__":
-    {"shown": shown, "deserted": deserted}[sys.argv[1]]()
-"""
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "flow.py").write_text(FLOW)
-    return folder
-
-
-@pytest.fixture
-def server(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = free_port()
-    with child("prefect", prefect_command(port), home, {**os.environ, "PREFECT_HOME": str(home)}) as process:
-        await_answer(f"http://127.0.0.1:{port}/api/health", process)
-        yield f"http://127.0.0.1:{port}/api", process
+from tests.tasks.page_flow import RUN, pages_of_run, shown
 
 
 def events_on(api: str, name: str) -> list[dict[str, Any]]:
-    """Return the events of that name, once all ten have arrived; the server takes a moment."""
+    """Return the events of that name about the run, once all ten have arrived; the server takes a moment."""
+    about = {"event": {"name": [name]}, "resource": {"id": [f"herd.run.{RUN}"]}}
     found: list[dict[str, Any]] = []
-    for _ in range(40):
-        answer = httpx.post(f"{api}/events/filter", json={"filter": {"event": {"name": [name]}}}).raise_for_status()
-        found = answer.json()["events"]
+    for _ in range(200):
+        found = httpx.post(f"{api}/events/filter", json={"filter": about}).raise_for_status().json()["events"]
         if len(found) == 10:
             break
-        time.sleep(0.5)
+        time.sleep(0.1)
     return found
 
 
-def started(home: Path, api: str, which: str) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PREFECT_HOME": str(home),
-        "PREFECT_API_URL": api,
-        "PREFECT_LOGGING_LEVEL": "CRITICAL",
-        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ["PYTHONPATH"]]),
-    }
-    return subprocess.Popen(
-        [sys.executable, str(home / "flow.py"), which],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
-def test_plan_table_link_and_progress_are_on_the_page(home: Path, server: tuple[str, subprocess.Popen[bytes]]) -> None:
-    printed, _ = started(home, server[0], "shown").communicate(timeout=120)
-    found = json.loads(printed.splitlines()[-1])
-    assert found["done"]
-    shown = found["pages"]
-    assert shown["plan"] == ["markdown", "# Plan", "Plan of tiny.x-1"]
-    assert json.loads(shown["tiny-x-1-results"][1]) == [{"stage": "main", "loss": 5.0}]
-    assert shown["mlflow-run"][1] == "[MLflow run](http://127.0.0.1:5000/#/run)"
-    events = events_on(server[0], "herd.alert.disk")
-    assert [event["resource"]["prefect.resource.id"] for event in events] == ["herd.run.tiny.x-1"] * 10
-    assert events[0]["payload"] == {"run": "tiny.x-1"}
+def test_plan_table_link_and_progress_are_on_the_page(prefect_server: dict[str, str]) -> None:
+    api = prefect_server["api"]
+    with temporary_settings({PREFECT_API_URL: api}):
+        _, _, done = shown()
+        found = pages_of_run()
+    assert done
+    assert found["plan"] == ("markdown", "# Plan", f"Plan of {RUN}")
+    assert json.loads(found["results"][1]) == [{"stage": "main", "loss": 5.0}]
+    assert found["mlflow"][1] == "[MLflow run](http://127.0.0.1:5000/#/run)"
+    events = events_on(api, "herd.alert.disk")
+    assert [event["resource"]["prefect.resource.id"] for event in events] == [f"herd.run.{RUN}"] * 10
+    assert events[0]["payload"] == {"run": RUN}
     assert "prefect.flow-run" in str(events[0]["related"])  # so that an automation may go by the flow run's tags
-    kind, percent, words = shown["tiny-x-1-main"]
+    kind, percent, words = found["main"]
     assert (kind, float(percent)) == ("progress", 100.0)
     assert words == "stage **main**: 1K of 1K tokens, mean loss 5.000, 20K tokens/s, 3:07 min left"
 
 
-def test_a_server_that_dies_neither_stalls_nor_fails_what_shows_pages(
-    home: Path, server: tuple[str, subprocess.Popen[bytes]]
-) -> None:
-    api, process = server
-    flow = started(home, api, "deserted")
-    assert flow.stdout is not None
-    assert flow.stdout.readline() == "ready\n"
-    os.killpg(process.pid, 9)
-    process.wait()
-    assert flow.stdin is not None
-    flow.stdin.write("\n")
-    flow.stdin.flush()
-    found = json.loads(flow.stdout.readline())
-    os.killpg(flow.pid, 9)
-    flow.wait()
-    assert not found["done"]
-    assert found["spent"] < 5.0
-    assert found["flush"] < 4.0
+@pytest.mark.slow
+def test_a_server_that_dies_neither_stalls_nor_fails_what_shows_pages(tmp_path: Path) -> None:
+    port = free_port()
+    variables = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    with child("prefect", prefect_command(port), tmp_path, variables) as server:
+        await_answer(f"http://127.0.0.1:{port}/api/health", server)
+        variables |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "PREFECT_LOGGING_LEVEL": "CRITICAL"}
+        flow = subprocess.Popen(
+            [sys.executable, "-m", "tests.tasks.page_flow"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=variables,
+            start_new_session=True,
+        )
+        assert flow.stdout is not None
+        assert flow.stdout.readline() == "ready\n"
+        os.killpg(server.pid, 9)
+        server.wait()
+        assert flow.stdin is not None
+        flow.stdin.write("\n")
+        flow.stdin.flush()
+        spent, flushed, done = flow.stdout.readline().split()
+        os.killpg(flow.pid, 9)
+        flow.wait()
+    assert done == "False"
+    assert float(spent) < 5.0
+    assert float(flushed) < 4.0
 
 
 def test_a_newer_job_takes_the_place_of_a_waiting_one() -> None:

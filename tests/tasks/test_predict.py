@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from llama3.cluster.curves import Curves
 from llama3.cluster.layout import RESERVE
@@ -13,15 +14,15 @@ from llama3.cluster.projection import project
 from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
+from llama3.train.peaks import device_name
 from storage.root import Root
 from tasks import predict as module
-from tasks.calibrate import measure_and_store
-from tasks.calibrations import load_calibration
+from tasks.calibrations import load_calibration, store_calibration
 from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
 from tasks.plan_options import curves_of, places_of
 from tasks.predict import Device, device_of, memory_faults, needs, predict, remedy
 from tests.llama3.cluster.plan_samples import ROWS, cluster_file, fabric, recipe
+from tests.llama3.cluster.test_calibration import calibration, points
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""
@@ -164,7 +165,7 @@ def test_one_process_of_a_measured_machine_is_predicted_and_several_are_not(
 ) -> None:
     """What messages between processes take here, nobody measured."""
     asked: list[str] = []
-    measure_and_store(Root.of(tmp_path), TerminalConsole(), "cpu", 0.01)
+    store_calibration(Root.of(tmp_path), calibration(points(1e11), device_name(torch.device("cpu"))), 1.0, "abc")
 
     def load(root: Root, device: str) -> Curves | None:
         asked.append(device)

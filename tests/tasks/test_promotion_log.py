@@ -112,8 +112,8 @@ def judge(model: int, round_: int, records: Log) -> Promotion:
     return judged_record(model, kind, records, position=round_)
 
 
-def test_sixteen_promoters_leave_one_winner_a_round_and_every_record(root: Root) -> None:
-    race(root, promoters=16, rounds=100)
+def test_promoters_leave_one_winner_a_round_and_every_record(root: Root) -> None:
+    race(root, promoters=8, rounds=10)
 
 
 def test_promoters_on_an_object_store_leave_one_winner_a_round(bucket: str, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling, Completed, Failed, Pending, Running, Suspended
 from prefect.states import State as PrefectState
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.attempts import end_flow_run
 from llama3.recipe.load import load_recipe
@@ -28,14 +28,14 @@ from tasks.tracking import Tracker
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 
 
-@flow(name="pipeline")
+@flow(name="reconciled")
 def pipeline() -> None:
     """What flow runs of these tests are runs of; it never runs."""
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[SyncPrefectClient]:
-    with prefect_test_harness(server_startup_timeout=240), get_client(sync_client=True) as made:
+def client(prefect_server: dict[str, str]) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: prefect_server["api"]}), get_client(sync_client=True) as made:
         yield made
 
 
@@ -112,7 +112,7 @@ def study(root: Root) -> StudyRecord:
 
 
 def test_a_dead_study_is_settled_everywhere_and_once(client: SyncPrefectClient, root: Root, study: StudyRecord) -> None:
-    made = client.create_flow_run(pipeline, name="my study")
+    made = client.create_flow_run(pipeline, name="reconciled study")
     client.set_flow_run_state(made.id, Running(), force=True)
     study.prefect_run = str(made.id)
     Studies(root).save(study)

@@ -19,7 +19,7 @@ from tasks.project import Thinning
 from tasks.republish import republish
 from tasks.runs import Runs, StepRecord
 from tasks.tracking import Tracker
-from tests.tasks.mlflow_server import use
+from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 
 
@@ -39,7 +39,7 @@ def test_an_empty_database_shows_the_same_as_the_live_one(
         *(f"{run} {step}" for run in names for step in ("tokenise", "main", "anneal", "evaluate-anneal", "promote")),
         *names,
     }
-    use(monkeypatch, f"sqlite:///{tmp_path}/empty.db")
+    use(monkeypatch, empty_database(tmp_path / "empty"))
     for name in reversed(names):  # in any order
         done = republish(root, name)
         assert (done.runs, done.versions, done.gone, done.complete) == (6, 1, 0, True)
@@ -78,7 +78,7 @@ def test_a_decision_is_shown_though_another_evaluation_was_deleted(
     record = TrackedRun(root).all().context.record
     record.steps = {"evaluate-main": StepRecord(artifact="evaluation/tiny-main-0", outcome="made"), **record.steps}
     Runs(root).save(record)
-    use(monkeypatch, f"sqlite:///{tmp_path}/empty.db")
+    use(monkeypatch, empty_database(tmp_path / "empty"))
     done = republish(root, record.name)
     assert (done.versions, done.gone) == (1, 1)
 
@@ -112,7 +112,7 @@ def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
     assert Runs(root).find("tiny-1").mlflow_stale
     run.end()
     assert "mlflow_stale=True" in repr(Runs(root).find("tiny-1"))
-    use(monkeypatch, f"sqlite:///{tmp_path}/late.db")
+    use(monkeypatch, empty_database(tmp_path / "late"))
     republish(root, "tiny-1")
     record = Runs(root).find("tiny-1")
     assert not record.mlflow_stale

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from flows.cli import app
 from storage.artifact import Artifact
 from storage.processes import free_port
 from storage.remote_store import open_store
@@ -192,8 +194,8 @@ def test_the_command_loads_no_torch_and_tells_what_it_did(tmp_path: Path) -> Non
     assert said.startswith(f"tiny@champion: rolled back from {made[1].label} to {made[0].label}"), run.stderr
     assert torch == "False"
     words = ["promotions", FAMILY, "--root", str(tmp_path)]
-    run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
-    last = next(line for line in run.stdout.splitlines() if line.startswith("3 "))
+    shown = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    last = next(line for line in shown.output.splitlines() if line.startswith("3 "))
     assert "rolled back" in last
     assert "Ada" in last
     assert "it loops" in last

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
@@ -19,6 +20,7 @@ from llama3.data.job import in_turn
 from llama3.recipe.load import load_recipe
 from tasks.cluster import Cluster
 from tasks.runners import data_runner, item_memory
+from tests.tasks.dask_chain import write_on_dask
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -49,6 +51,7 @@ def write_recipe(folder: Path, checkout: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> None:
     recipe_path = write_recipe(tmp_path, checkout)
     environment = {
@@ -70,6 +73,16 @@ def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> 
     annotate(recipe, collected, annotated, in_turn)
     curate(recipe, collected, annotated, out, scratch, in_turn)
     assert contents(out) == contents(tmp_path / "dask" / "out")
+
+
+def test_a_dask_worker_does_every_item_once_and_passes_errors_on(
+    prefect_server: dict[str, str], tmp_path: Path
+) -> None:
+    with temporary_settings({PREFECT_API_URL: prefect_server["api"]}):
+        write_on_dask(tmp_path, range(3))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+        with pytest.raises(FileExistsError):
+            write_on_dask(tmp_path, range(2, 3))
 
 
 def test_threads_do_every_item_once_and_pass_errors_on() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.models import model_folder
 from tasks.runs import Runs
+from tests.dist import forkserver
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 
@@ -48,7 +48,7 @@ def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_two_machines_never_begin_the_same_run(tmp_path: Path) -> None:
-    with multiprocessing.get_context("forkserver").Pool(3) as pool:
+    with forkserver().Pool(3) as pool:
         names = pool.map(_begin, [tmp_path] * 9)
     assert sorted(names) == sorted({f"quickstart-{number}" for number in range(1, 10)})
     assert {record.name for record in Runs(Root.of(tmp_path)).all()} == set(names)

@@ -117,6 +117,7 @@ def killer(times: int) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_says_nothing_of_the_model(model: Path) -> None:
     with killer(1) as killed:
         assert smoke(model) is None
@@ -126,6 +127,7 @@ def test_a_process_that_is_killed_says_nothing_of_the_model(model: Path) -> None
     assert len(killed) == TRIES
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_or_has_no_memory_says_nothing_either(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def ask(uri: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         return error.code, json.loads(error.read())
 
 
+@pytest.mark.slow
 def test_a_server_serves_refuses_and_after_a_rollback_serves_the_earlier_model(tmp_path: Path, model: Path) -> None:
     """An alias is exported and served; to roll back, the alias is given back, exported, and served again (P4, P5)."""
     later = tmp_path / "later"

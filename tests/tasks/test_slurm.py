@@ -95,6 +95,7 @@ def cluster_of(processes: int) -> Cluster:
     return Cluster.model_validate({"processes": processes, "launcher": "slurm", "slurm": SETTINGS})
 
 
+@pytest.mark.slow
 def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: Path) -> None:
     """Two nodes; a rank is killed and a node goes down; the next attempt takes what is left, and the same data."""
     tmp_path = tmp_path / "with a blank"
@@ -122,6 +123,7 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
         assert other[position] == pytest.approx(values, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undisturbed: Path, tmp_path: Path) -> None:
     tmp_path = tmp_path / "with a blank"
     path, cluster = job(tmp_path, ASKED), cluster_of(1)
@@ -147,6 +149,7 @@ def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undi
     assert weights(path) == weights(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_says_why(running: None, tmp_path: Path) -> None:
     cluster = Cluster.model_validate(
         {"launcher": "slurm", "slurm": {**SETTINGS, "setup": ["echo no module cuda; exit 3"]}}
@@ -174,6 +177,7 @@ def in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
+@pytest.mark.slow
 def test_a_job_is_followed_although_sbatch_gave_up_waiting(
     running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +191,7 @@ def test_a_job_is_followed_although_sbatch_gave_up_waiting(
     assert launcher.live(path) is None
 
 
+@pytest.mark.slow
 def test_a_job_with_another_task_is_not_followed(running: None, tmp_path: Path) -> None:
     path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "before")
     launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
@@ -195,6 +200,7 @@ def test_a_job_with_another_task_is_not_followed(running: None, tmp_path: Path) 
     assert launch.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_job_is_submitted_leaves_none(
     running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from llama3.tokens.tokenizer import Tokenizer
 from storage.artifact import Artifact, Design
 from storage.remote_store import open_store
 from storage.root import Root
+from tasks import train
 from tasks.card import card_of
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
+from tasks.launch import LocalLauncher
 from tasks.plan import make_plan, stage_rows, summary_lines
 from tasks.preflight import check_place
 from tasks.runs import Runs, StepRecord
@@ -71,6 +75,14 @@ def asked(**changes: Any) -> Recipe:
 def going_on(origin: str, **changes: Any) -> Recipe:
     """Return the recipe that goes on behind `main`, under a name of its own so that nothing is found ready."""
     return asked(**{"name": "on", "start": {"from": origin, "format": "checkpoint", "after": "main"}, **changes})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_agent() -> Iterator[None]:
+    """All stages are trained by one launcher, since each takes seconds to import torch."""
+    with LocalLauncher(Cluster(threads=1)) as launcher, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "launcher_of", lambda *_: nullcontext(launcher))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from tasks.cluster import Cluster
 from tasks.runs import Runs
 from tasks.step import Context, Work, ensure, ensure_in_scratch, tracked
 from tasks.tracking import Tracker
+from tests.storage.commit_samples import started
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class Heard:
@@ -167,30 +167,30 @@ def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: Tracker) -
     assert "thing" not in run.record.steps
 
 
-def make_and_report(root: Root, started: Any, results: Any) -> None:
+def make_and_report(pipe: Connection, root: Root) -> None:
+    """In a process: make the thing when told, and send its label."""
     folder = root.local / "made"
     folder.mkdir(parents=True, exist_ok=True)
     store = open_store(root)
-    started.wait(30)
+    pipe.send("ready")
+    pipe.recv()
     with lease(root, "thing/x", "run", lambda _: None):
         found = store.find(design())
         if found is None:
             with store.staging() as staging:
                 (folder / str(time.time_ns())).touch()
                 found = store.commit(design(), staging, writes(staging, None), "run", "code", 0.0)
-    results.put(found.label)
+    pipe.send(found.label)
 
 
 def test_racing_processes_make_one(root: Root) -> None:
     """The order of `ensure` (find, lease, find again, make) with four processes at once."""
-    started, results = SPAWN.Event(), SPAWN.Queue()
-    racers = [SPAWN.Process(target=make_and_report, args=(root, started, results)) for _ in range(4)]
-    for racer in racers:
-        racer.start()
-    started.set()
-    labels = {results.get(timeout=30) for _ in racers}
-    for racer in racers:
-        racer.join(30)
+    racers = [started(make_and_report, root) for _ in range(4)]
+    for _, pipe in racers:
+        pipe.send("go")
+    labels = {pipe.recv() for _, pipe in racers}
+    for racer, _ in racers:
+        racer.join()
     assert len(labels) == 1
     assert len(list((root.local / "made").iterdir())) == 1
 

@@ -102,7 +102,9 @@ def killed(folder: Path, number: int, plain: bool) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["ours", "half-made by MLflow"])
-@pytest.mark.parametrize("number", [40, 150, 400])
+@pytest.mark.parametrize(
+    "number", [pytest.param(40, marks=pytest.mark.slow), 150, pytest.param(400, marks=pytest.mark.slow)]
+)
 def test_killed_while_the_database_is_first_made_the_next_process_records(
     tmp_path: Path, number: int, plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
