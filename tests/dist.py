@@ -1,21 +1,31 @@
-"""Runs a function on several gloo processes: `results = run(2, function, argument)`.
+"""Forks processes from a server that has imported the large libraries once: importing them costs 7 CPU s each time.
 
-Processes are forked from a server that has imported torch once, so a pair costs a fraction of a second; starting
-each anew takes 15 s. The function must be importable (a module's, not a test's own) and return plain values.
+`results = run(2, function, argument)` runs a function on several gloo processes. It must be importable (a module's,
+not a test's own) and return plain values. `Forked("flows.cli", "status")` does what `python -P -m flows.cli status`
+does.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver as server
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
-from storage.processes import free_port
+from storage.processes import die_with_parent, free_port
 
 PRELOADED = [
     "torch._dynamo",
@@ -33,6 +43,17 @@ PRELOADED = [
     "llama3.train.writer",
     "storage.remote_store",
     "storage.s3",
+    # not flows and tasks: some of their modules read or write the environment when they are imported
+    "jinja2",
+    "matplotlib.figure",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "prefect.client.orchestration",
+    "prefect.deployments.runner",
+    "prefect.main",
+    "regex",
+    "resiliparse.extract.html2text",
+    "rich.markdown",
+    "typer",
 ]
 TIMEOUT_S = 60
 
@@ -83,6 +104,134 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+class Forked:
+    """A process that does what `python -P -m module words...` does, with the methods of subprocess.Popen."""
+
+    def __init__(self, module: str, *words: str, environment: dict[str, str], folder: Path = Path()) -> None:
+        self.args = [module, *words]
+        out, their_out = os.pipe()
+        ready, tell = forkserver().Pipe(duplex=False)
+        with Connection(their_out, readable=False) as printed, tell:
+            # a daemon: the test process does not wait for it when it ends
+            self.process = forkserver().Process(
+                target=_command, args=(printed, tell, self.args, environment, str(folder.absolute())), daemon=True
+            )
+            self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        self.stdout = os.fdopen(out)
+        self._reader: threading.Thread | None = None
+        self._read: list[str] = []
+        with ready:
+            ready.recv()  # from now on it leads a process group
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Return what it prints to its end, standard error included."""
+        if self._reader is None:
+            self._reader = threading.Thread(target=lambda: self._read.append(self.stdout.read()), daemon=True)
+            self._reader.start()
+        self._reader.join(timeout)
+        if self._reader.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(timeout)
+        self.stdout.close()
+        return self._read[0], None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _command(
+    printed: Connection, ready: Connection, words: list[str], environment: dict[str, str], folder: str
+) -> None:
+    """Make this process what a new interpreter would be, and run a module in it as `python -m` does."""
+    os.setsid()
+    die_with_parent(signal.SIGTERM)
+    os.chdir(folder)
+    for descriptor in (1, 2):
+        os.dup2(printed.fileno(), descriptor)
+    printed.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    _forget_parent()
+    ready.send(None)
+    ready.close()
+    _renew_prefect()
+    sys.argv = words
+    status = 0
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        status = 1
+        if isinstance(error, KeyboardInterrupt):
+            status = -signal.SIGINT
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+def _forget_parent() -> None:
+    """Leave the test process's servers alone: they end with it, which this process must not prevent."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    os.close(server._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    server._forkserver = server.ForkServer()  # type: ignore[attr-defined]
+    for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+        setattr(server, name, getattr(server._forkserver, name))  # type: ignore[attr-defined]
+    os.close(resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+
+
+def _renew_prefect() -> None:
+    """Have Prefect read its settings from the environment of now, and again after herd has made it quiet there."""
+    import prefect.context
+    from prefect.logging.configuration import setup_logging
+
+    import flows.temporary
+
+    quiet = flows.temporary.quiet_prefect
+
+    def renew() -> None:
+        prefect.context.refresh_global_settings_context()
+        setup_logging()
+
+    def quiet_prefect() -> None:
+        quiet()
+        renew()
+
+    renew()
+    flows.temporary.quiet_prefect = quiet_prefect
 
 
 def _rank(
