@@ -97,6 +97,7 @@ def two_compared(root: Root, name: str) -> tuple[list[TrackedRun], str]:
     return runs, compare.comparison_url(root, compare.comparison(root, [f"{name}-1", f"{name}-2"]))
 
 
+@pytest.mark.slow
 def test_the_page_of_a_real_server_is_prepared(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def cluster(evaluators: int) -> Cluster:
     return Cluster(evaluators=evaluators, threads=evaluators, device="cpu")
 
 
+@pytest.mark.slow  # tests/llama3/evaluate/test_whole_suite.py has two ranks without torchrun
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
     one, two = (score(recipe, room / "model", room / "curated", room / str(n), cluster(n)) for n in (1, 2))
     assert one == two

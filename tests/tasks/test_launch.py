@@ -160,6 +160,7 @@ def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed
         assert other[position] == pytest.approx(values, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, undisturbed: Path, tmp_path: Path) -> None:
     """With two threads each: a fork must not hang them."""
     path = job(tmp_path, ASKED, threads=2)

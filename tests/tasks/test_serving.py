@@ -85,8 +85,12 @@ def test_it_loads_without_pickles_and_writes_our_text(
         assert caught.value.get_http_status_code() == 400
 
 
-def test_a_smoke_test_passes_and_says_what_is_wrong(tmp_path: Path, model: Path) -> None:
+def test_a_smoke_test_passes(model: Path) -> None:
     assert smoke(model) is None
+
+
+@pytest.mark.slow
+def test_a_smoke_test_says_what_is_wrong(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "tokenizer.model").unlink()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sqlite3
@@ -15,8 +14,7 @@ from storage.root import Root
 from tasks.mlflow_database import prepare_database
 from tasks.runs import Runs
 from tasks.tracking import Point, Tracker
-
-SPAWN = multiprocessing.get_context("spawn")
+from tests.dist import forkserver
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +93,7 @@ def die_at_statement(folder: Path, number: int, plain: bool) -> None:
 
 
 def killed(folder: Path, number: int, plain: bool) -> None:
-    process = SPAWN.Process(target=die_at_statement, args=(folder, number, plain))
+    process = forkserver().Process(target=die_at_statement, args=(folder, number, plain))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
