@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,12 +87,14 @@ def _stop(process: subprocess.Popen[bytes], patience_s: float) -> None:
 
 def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
     """Wait until `url` answers. Raises NoServer if the server ends or takes longer than START_TIMEOUT_S."""
+    from urllib.request import urlopen
+
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise NoServer(f"{url}: the server ended with status {process.returncode}; {_LOG}")
         try:
-            with urllib.request.urlopen(url, timeout=2):
+            with urlopen(url, timeout=2):
                 return
         except OSError:
             time.sleep(0.1)

@@ -11,26 +11,26 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.bench import bench
 from flows.evaluation import evaluate
 from flows.operations import add_operations
-from flows.parameters import DEFAULT_ROOT, PipelineParameters
 from flows.plan import planner
 from flows.promotion import add_promotions
 from flows.rendering import add_requests
 from flows.study import study
-from flows.temporary import quiet_prefect, start_temporary_server
 from flows.terminal import RootOption, exit_as_judged, mistakes, out, patiently
 from flows.use import add_uses
-from llama3.recipe.load import load_recipe
 from storage.processes import fix_import_path
-from storage.root import Root
+from storage.root import DEFAULT_ROOT, Root
 from storage.secrets import move_logins
-from tasks.cluster import Cluster, load_cluster
+
+if TYPE_CHECKING:
+    from flows.parameters import PipelineParameters
+    from tasks.cluster import Cluster
 
 app = typer.Typer(
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -38,6 +38,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"herd {version('herd')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(bench, name="bench")
 app.add_typer(planner, name="plan")
 app.add_typer(study, name="study")
@@ -67,6 +86,8 @@ def run(
     restart_damaged: RestartOption = False,
 ) -> None:
     """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
+    from flows.parameters import PipelineParameters
+
     with mistakes():
         where = _cluster(cluster, processes, threads)
     asked = {"new": new, "until": until, "restart_damaged": restart_damaged}
@@ -87,6 +108,8 @@ def rerun(
     restart_damaged: RestartOption = False,
 ) -> None:
     """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
+    from flows.parameters import PipelineParameters
+
     with mistakes():
         where = _cluster(cluster, processes, threads)
     asked = {"from_step": from_, "until": until, "restart_damaged": restart_damaged}
@@ -142,6 +165,8 @@ def reference(
 
 def _cluster(path: Path | None, processes: int, threads: int) -> Cluster:
     """Return the cluster of a file (or this machine), with what the options change."""
+    from tasks.cluster import Cluster, load_cluster
+
     changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
     return load_cluster(path, **changes) if path else Cluster(**changes)
 
@@ -154,6 +179,8 @@ def _given(path: Path | None, processes: int, threads: int) -> list[str]:
 
 
 def _run(config: PipelineParameters, given: Sequence[str]) -> None:
+    from flows.temporary import quiet_prefect, start_temporary_server
+
     with mistakes():
         check_quick(config)
         out.print("[dim]starting Prefect[/]")
@@ -194,6 +221,7 @@ def _finished_since(root: Root, began: str) -> str:
 
 def check_quick(config: PipelineParameters) -> None:
     """Refuse what can be refused within a second, before Prefect is started. Raises RecipeError."""
+    from llama3.recipe.load import load_recipe
     from tasks.preflight import check_place
     from tasks.runs import Runs
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, mistakes, out, problems
 from storage.filesystem import write_atomic
-from storage.root import Root
+from storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from llama3.evaluate.evaluate import Evaluated

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, mistakes, out
-from storage.root import Root
+from storage.root import DEFAULT_ROOT, Root
 
 RunsArgument = Annotated[list[str], typer.Argument(help="Two or more runs.")]
 

@@ -18,11 +18,10 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from flows.change import RecipeChange
-from storage.root import DEFAULT, Root
+from storage.root import DEFAULT_ROOT, Root
 from tasks.cluster import Cluster
 from tasks.runs import StudyPart
 
-DEFAULT_ROOT = DEFAULT
 LATEST = "latest"
 NOTHING = "nothing: reuse what is there"
 PRETRAIN, EVALUATE = "pretrain", "evaluate"

@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, mistakes, out, problems
+from storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from tasks.cluster import Cluster
@@ -83,7 +83,6 @@ def plan_recipe(
             if place is not None:
                 _print_memory(made, place)
             return
-        from storage.root import Root
         from tasks.plan_cluster import plan_on
         from tasks.plan_show import show
         from tasks.words import command
@@ -186,7 +185,6 @@ def fabrics(
 ) -> None:
     """Compare clusters for a recipe; each becomes an MLflow run with the metrics of a training run."""
     from llama3.recipe.load import load_recipe
-    from storage.root import Root
     from tasks.fabrics import compare_fabrics, fabrics_table
 
     with mistakes():
@@ -223,7 +221,6 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
 ) -> None:
     """Measure products, attention and elementwise work here; later runs are predicted with it (`plan/*`)."""
-    from storage.root import Root
     from tasks.calibrate import measure_and_store
     from tasks.calibrations import calibration_lines, calibration_table
     from tasks.console import TerminalConsole
@@ -251,7 +248,6 @@ def replay(
     json_: JsonOption = False,
 ) -> None:
     """Kill and hang ranks of a real run by a seeded trace; compare effective time with what the planner says."""
-    from storage.root import Root
     from tasks.cluster import Cluster
     from tasks.replay_failures import replay_failures
     from tasks.replay_result import Settings, replay_lines

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, exit_as_judged, mistakes, out, patiently
-from storage.root import Root
+from storage.root import DEFAULT_ROOT, Root
 
 ByOption = Annotated[str, typer.Option(help="Who decides; default: you.", show_default=False)]
 CommentOption = Annotated[str, typer.Option(help="Why; kept with the decision.")]

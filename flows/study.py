@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from flows.parameters import DEFAULT_ROOT
-from flows.study_parameters import StudyParameters
 from flows.terminal import RootOption, mistakes, out, patiently
-from llama3.scaling.checks import check_study
-from storage.root import Root
-from tasks.cluster import Cluster, load_cluster
-from tasks.words import command
+from storage.root import DEFAULT_ROOT, Root
+
+if TYPE_CHECKING:
+    from flows.study_parameters import StudyParameters
 
 study = typer.Typer(
     help="Experiments that choose the recipe: several runs, one question, one verdict.", no_args_is_help=True
@@ -36,6 +34,9 @@ def _asked(
     threads: int,
     at_once: int,
 ) -> StudyParameters:
+    from flows.study_parameters import StudyParameters
+    from tasks.cluster import Cluster, load_cluster
+
     changes = {"threads": threads} if threads else {}
     where = load_cluster(cluster, **changes) if cluster else Cluster(**changes)
     return StudyParameters(
@@ -53,6 +54,7 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")] = None,
 ) -> None:
     """Print the runs of a study, what they cost, and what is there already; runs nothing."""
+    from llama3.scaling.checks import check_study
     from tasks.study_plan import check_hours, plan_lines, plan_study, plan_table
 
     with mistakes():
@@ -80,6 +82,7 @@ def run(
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
 ) -> None:
     """Run what is missing of a study, then its verdict. Stopped or killed, the same command goes on."""
+    from llama3.scaling.checks import check_study
     from tasks.study_plan import check_hours, plan_study
 
     with mistakes():
@@ -99,6 +102,7 @@ def _run(config: StudyParameters) -> None:
     from flows.experiment import study as experiment
     from tasks.studies import PAGE, Studies
     from tasks.tracking_uri import preload
+    from tasks.words import command
 
     preload()  # while the server starts
     ready()

@@ -12,13 +12,7 @@ import typer
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
-from flows.children import NoServer
-from flows.server import ACCESS
-from llama3.evaluate.gate import Unfinished
-from storage.holder import LeaseHeld, LeaseLost
-from storage.manifest import DamagedArtifact
 from storage.root import Root
-from tasks.failures import HeldBack, StudyIncomplete, TrainingFailed
 
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder or s3://bucket/prefix for artifacts and runs.")
@@ -41,13 +35,12 @@ def mistakes() -> Iterator[None]:
     except KeyboardInterrupt:
         problems.print("[yellow]stopped[/]; the same command continues where it stopped")
         raise typer.Exit(INTERRUPTED) from None
-    except _server_gone() as error:
-        raise typer.Exit(_tell_of_server(error)) from None
-    except (ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, LeaseLost, NoServer) as error:
+    except _foreseen() as error:
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
-        usage = isinstance(error, ValueError) and not isinstance(error, DamagedArtifact)
-        raise typer.Exit(REFUSED if isinstance(error, HeldBack) else USAGE if usage else FAILED) from None
+        raise typer.Exit(_status(error)) from None
+    except _server_gone() as error:
+        raise typer.Exit(_tell_of_server(error)) from None
     except RuntimeError as error:
         if not _of_server(error):
             raise
@@ -80,6 +73,25 @@ def _server_gone() -> tuple[type[Exception], ...]:
     return TransportError, HTTPStatusError
 
 
+def _foreseen() -> tuple[type[Exception], ...]:
+    """Return what says in its message what a user can do; these, too, are imported only when something went wrong."""
+    from flows.children import NoServer
+    from llama3.evaluate.gate import Unfinished
+    from storage.holder import LeaseHeld, LeaseLost
+    from tasks.failures import StudyIncomplete, TrainingFailed
+
+    return ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, LeaseLost, NoServer
+
+
+def _status(error: Exception) -> int:
+    from storage.manifest import DamagedArtifact
+    from tasks.failures import HeldBack
+
+    if isinstance(error, HeldBack):
+        return REFUSED
+    return USAGE if isinstance(error, ValueError) and not isinstance(error, DamagedArtifact) else FAILED
+
+
 def patiently(call: Callable[[], T]) -> T:
     """Return what the flow `call` returns; call it again while Prefect's server has too much to do to let it begin."""
     from httpx import HTTPStatusError
@@ -109,6 +121,8 @@ def _tell_of_server(error: Exception) -> int:
 
     cause = error.__cause__ if _of_server(error) else error
     if isinstance(cause, HTTPStatusError) and cause.response.status_code == 401:
+        from flows.server import ACCESS
+
         where = escape(cause.request.url.netloc.decode())
         problems.print(f"[red]error[/]  PREFECT_API_AUTH_STRING: the Prefect server at {where} takes another password")
         problems.print(f"one of `herd up` has it in {ACCESS} of its root's folder; source that file")

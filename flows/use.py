@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flows.parameters import DEFAULT_ROOT
 from flows.terminal import RootOption, mistakes, out, problems
-from storage.root import Root
+from storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from tasks.models import Written

@@ -19,9 +19,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
-from fsspec.utils import glob_translate
-
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Calls of a store before its failure is final, and the seconds after the first; each later wait is twice as long."""
 Answer = TypeVar("Answer")
@@ -51,6 +48,8 @@ def filesystem_of(uri: str) -> Any:
 
 @cache
 def _filesystem(protocol: str, pid: int) -> Any:
+    import fsspec
+
     if protocol in ("s3", "s3a"):
         from storage.s3 import BoundedS3, options  # half a second to import, and most processes need none of it
 
@@ -186,6 +185,8 @@ def _local_info(path: str) -> dict[str, Any]:
 
 def _glob(path: str) -> tuple[str, re.Pattern[str], int | None]:
     """Return of a glob the folder above its first mark, the pattern of the names, and how deep they lie below it."""
+    from fsspec.utils import glob_translate
+
     mark = _MAGIC.search(path)
     assert mark is not None
     cut = path.rfind("/", 0, mark.start())

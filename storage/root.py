@@ -16,7 +16,7 @@ from storage.filesystem import is_local, local_path, write_atomic
 from storage.objects import children, create_bytes, get_bytes, put_bytes, remove_all
 from storage.secrets import refuse_secrets
 
-DEFAULT = "herd-data"
+DEFAULT_ROOT = "herd-data"
 """The root of a command that names none."""
 
 

@@ -15,11 +15,6 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.data.annotate import STEP as ATTRIBUTES
-from llama3.data.annotate import annotate, bounds_divergence
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.sources import fingerprint
 from llama3.recipe.curation import Curate
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
@@ -40,6 +35,9 @@ LABELS = ("name", "judged")
 @task(name="collect", cache_policy=NO_CACHE, persist_result=False)
 def collect_documents(context: Context) -> Artifact:
     """Return the documents of the recipe's sources as text shards."""
+    from llama3.data.collect import collect
+    from llama3.data.sources import fingerprint
+
     plain = resolved(context.recipe)
     design = Design(
         kind="collected",
@@ -68,6 +66,9 @@ def collect_documents(context: Context) -> Artifact:
 @task(name="annotate", cache_policy=NO_CACHE, persist_result=False)
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
+    from llama3.data.annotate import STEP as ATTRIBUTES
+    from llama3.data.annotate import annotate
+
     curation = context.recipe.curate
     design = Design(
         kind="annotated",
@@ -89,6 +90,8 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on."""
+    from llama3.data.curate import curate
+
     curation = context.recipe.curate
     design = Design(
         kind="curated",
@@ -129,6 +132,8 @@ def _apart(recipe: Recipe) -> dict[str, list[str]]:
 
 def measured(curation: Curate) -> dict[str, Any]:
     """Return what of the `curate` section decides attributes: everything but thresholds."""
+    from llama3.data.annotate import bounds_divergence
+
     dedup, lines, topics = curation.dedup, curation.lines, curation.topics
     return {
         "bands": {"shingle": dedup.shingle, "bands": dedup.bands, "rows": dedup.rows},

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from llama3.data.curate import FINDINGS
+from llama3.data.findings import FINDINGS
 from llama3.data.ledger import KEPT
 from llama3.data.outcomes import explain
 from llama3.recipe.section import DOMAINS

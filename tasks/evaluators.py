@@ -12,12 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llama3.evaluate.main import EvaluateJob, run
 from llama3.recipe.load import to_yaml
 from llama3.recipe.schema import Recipe
 from tasks.cluster import Cluster
+
+if TYPE_CHECKING:
+    from llama3.evaluate.main import EvaluateJob
 
 LAST_LINES = 12
 MISTAKE = "evaluate: "
@@ -29,6 +31,8 @@ def score(recipe: Recipe, model: Path, documents: Path, folder: Path, cluster: C
 
     Raises ValueError as `evaluate` does, and RuntimeError where processes of several failed.
     """
+    from llama3.evaluate.main import EvaluateJob, run  # torch
+
     with TemporaryDirectory(prefix="evaluate-") as temporary:
         place = Path(temporary)
         (place / "recipe.yaml").write_text(to_yaml(recipe))

@@ -22,7 +22,6 @@ from storage.artifact import Artifact, Store
 from storage.remote_store import open_store
 from storage.root import Root
 from storage.threads import READERS, each
-from tasks import forecast_plot
 from tasks.runs import RunRecord, Runs
 
 FURTHER = 10.0
@@ -167,6 +166,8 @@ def _row(made: Fit, key: str, of: str, flops: float, measured: float | None) -> 
 
 
 def _figure(made: Fit, key: str) -> tuple[str, str, str]:
+    from tasks import forecast_plot  # matplotlib
+
     name = key.removeprefix(PREFIX)
     note = (
         f"Left: nats per byte of the gold answer ({GOLD}/{name}) against training operations; the line is fitted to "

@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 from llama3.evaluate.held_out import Document, held_out, looked_at
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train.held_out import pack
 from storage.artifact import Artifact
 
 BYTES_PER_TOKEN = 8
@@ -38,6 +36,9 @@ def write_held_out(recipe: Recipe, curated: Path, tokenizer: Path, work: Path) -
 
     `curated` is the folder with the documents (see `held_out_folder`).
     """
+    from llama3.tokens.tokenizer import Tokenizer
+    from llama3.train.held_out import pack  # torch
+
     count, seq = recipe.evaluate.every_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:
         documents: list[Document] = held_out(curated, count, BYTES_PER_TOKEN * seq)

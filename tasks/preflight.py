@@ -7,13 +7,8 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llama3.data.benchmarks import check_benchmarks
-from llama3.data.filters import read_blocked
-from llama3.data.scores import check_seeds
-from llama3.data.sources import DomainSurvey, check_sources, survey
-from llama3.data.vocabulary import read_words
 from llama3.evaluate.policy import check_evaluation
 from llama3.model.flops import embedding_rows
 from llama3.recipe.checks import check_batches
@@ -31,6 +26,9 @@ from tasks.plan import MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
 from tasks.predict import memory_faults
 from tasks.runs import Runs
 from tasks.start_checkpoint import start_faults
+
+if TYPE_CHECKING:
+    from llama3.data.sources import DomainSurvey
 
 SYSTEMS = {"darwin": "macOS"}
 
@@ -59,6 +57,8 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
 
     What changes before the next arm begins, `collect` notices by the sources' fingerprint.
     """
+    from llama3.data.sources import check_sources, survey
+
     looked_at = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
     if _looked.get("at") != looked_at:
         faults = [*check_sources(recipe), *_curation_faults(recipe.curate)]
@@ -159,6 +159,11 @@ def _unknown_stages(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 def _curation_faults(curate: Curate) -> list[str]:
     """Return what is wrong with the files that curation names: seeds, block lists, dirty words, evaluation sets."""
+    from llama3.data.benchmarks import check_benchmarks
+    from llama3.data.filters import read_blocked
+    from llama3.data.scores import check_seeds
+    from llama3.data.vocabulary import read_words
+
     faults = check_seeds(curate)
     for check in (
         lambda: read_blocked(curate),

@@ -19,7 +19,7 @@ from llama3.recipe.units import tokens
 from llama3.train import metrics
 from storage.filesystem import write_atomic
 from storage.root import Root
-from tasks import data_plots, needle_plot, pages, plots
+from tasks import pages
 from tasks.data_page import DataPage
 from tasks.forecast import Section, forecast_section
 from tasks.report_data import ReportData, collect
@@ -58,6 +58,8 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     """Return (title, explanation, SVG) of every figure that the run has data for."""
     if not data.stages:
         return []
+    from tasks import needle_plot, plots  # matplotlib
+
     figures = [
         ("Loss", "Training loss in nats per token against tokens seen, all stages as one curve.", plots.loss(data)),
         ("Loss by domain", "The same, for the tokens of each domain.", plots.domain_loss(data)),
@@ -76,6 +78,8 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
 def _held_out(data: ReportData) -> list[tuple[str, str, str]]:
     if not data.series.get(metrics.HELD_OUT):
         return []
+    from tasks import plots
+
     what = "Bits per byte of a few held-out documents, scored by the trainer; all: weighted by the first stage's mix."
     return [("Held-out documents while training", what, plots.held_out(data))]
 
@@ -86,6 +90,8 @@ def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]], fo
 
 def render_data(page: DataPage) -> str:
     """Return the data page as HTML."""
+    from tasks import data_plots  # matplotlib
+
     note = "Documents by size, powers of two: filled those that are kept, in outline all that were read."
     figures = [("Lengths", "lengths", note, data_plots.lengths(page))] if page.lengths else []
     return _environment("data.html").get_template("data.html").render(page=page, figures=figures)

@@ -20,7 +20,6 @@ import warnings
 from pathlib import Path
 
 from llama3.evaluate.gate import Unfinished
-from llama3.export.vetting import is_of_the_machine
 from storage.filesystem import write_atomic
 
 SERVED = "served_model.py"
@@ -104,6 +103,8 @@ def _answer(folder: str, answer: Path) -> None:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        from llama3.export.vetting import is_of_the_machine
+
         if is_of_the_machine(error):
             raise
         words = (str(error).strip().splitlines() or [""])[-1]

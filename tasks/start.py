@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.export.start import import_weights
 from llama3.model.flops import parameter_count
 from llama3.recipe.load import RecipeError, resolved
-from llama3.tokens.tokenizer import Tokenizer
 from storage.artifact import Artifact, Design
 from storage.filesystem import state
 from tasks.start_checkpoint import find_start, start_faults, tokenizer_faults
 from tasks.step import Context, ensure
+
+if TYPE_CHECKING:
+    from llama3.tokens.tokenizer import Tokenizer
 
 VERSION = 1
 
@@ -26,6 +27,9 @@ def import_start(context: Context, tokenizer: Artifact) -> Artifact:
 
     Raises ValueError if they are not of the recipe's shape, or the checkpoint does not fit it otherwise.
     """
+    from llama3.export.start import import_weights
+    from llama3.tokens.tokenizer import Tokenizer
+
     recipe = context.recipe
     assert recipe.start is not None
     if recipe.start.is_checkpoint:

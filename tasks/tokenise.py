@@ -10,9 +10,6 @@ from prefect.cache_policies import NO_CACHE
 
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
-from llama3.tokens.shards import tokenise
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import make_tokenizer
 from storage.artifact import Artifact, Design, file_digest
 from storage.lazy import lazy_folder
 from tasks.runners import data_runner
@@ -25,6 +22,8 @@ TOKENS_VERSION = 2
 @task(name="tokenizer", cache_policy=NO_CACHE, persist_result=False)
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
+    from llama3.tokens.tokenizer import make_tokenizer
+
     recipe = context.recipe
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
@@ -36,6 +35,9 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 @task(name="tokenise", cache_policy=NO_CACHE, persist_result=False)
 def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards, and refuse a run that would repeat a domain more often than the recipe allows."""
+    from llama3.tokens.shards import tokenise
+    from llama3.tokens.stream import TokenStream
+
     recipe = context.recipe
     design = Design(
         kind="tokens",

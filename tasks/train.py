@@ -25,7 +25,6 @@ from llama3.model.files import weight_files
 from llama3.recipe.load import digest, resolved
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import Bytes
-from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.attempt import Outcome
 from llama3.train.averaging import FILE as AVERAGE
@@ -101,6 +100,8 @@ def _write_held_out(context: Context, span: StageSpan, curated: Artifact, tokeni
 
 def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Design:
     """Everything that decides the stage's result, and nothing of where it runs."""
+    from llama3.tokens.stream import TokenStream
+
     recipe = context.recipe
     plain = resolved(recipe)
     schedule = Schedule(recipe).rates(span.start, span.end)

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 
-from llama3.data.curate import FINDINGS
+from llama3.data.findings import FINDINGS
 from llama3.evaluate.gate import Check
-from llama3.export.vetting import TOKENIZER, checked, vet_model, vet_tokenizer
 from storage.artifact import Artifact, Store
 from storage.manifest import DamagedArtifact
 from tasks.runs import RunRecord
@@ -29,6 +28,8 @@ def vet(context: Context, checkpoint: Artifact, curated: Artifact) -> list[Check
 
     Raises Unfinished if one did not come to its end, and OSError without storage: nothing is decided then.
     """
+    from llama3.export.vetting import checked, vet_model  # torch
+
     try:
         folder = checkpoint.path / "model"
     except DamagedArtifact as error:  # nothing else of it is worth a look
@@ -55,6 +56,8 @@ def _serving(failed: str | None) -> str:
 
 def _tokenizer(context: Context, checkpoint: Artifact) -> Check:
     """Compare the tokenizer beside the model with the one that its tokens were made with."""
+    from llama3.export.vetting import TOKENIZER, vet_tokenizer
+
     try:
         tokens = _made_of(context.store, context.record, checkpoint, "tokens")
         tokenizer = _made_of(context.store, context.record, tokens, "tokenizer")

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from storage.root import DEFAULT, Root
+from storage.root import DEFAULT_ROOT, Root
 
 
 def command(root: Root, *words: str) -> str:
     """Return a command line of herd that works as printed: on this root, by the program that was started."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
-    place = [] if Root.of(os.environ.get("HERD_ROOT") or DEFAULT) == root else ["--root", root.uri]
+    place = [] if Root.of(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
     return shlex.join([program, *words, *place])
 
 

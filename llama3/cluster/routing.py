@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from llama3.cluster.clos import Bools, Clos, Ints, broken, rings, zone
-from llama3.cluster.flows import max_min
 from llama3.cluster.topology import Fabric, Routing
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 Floats = NDArray[np.float64]
 SEEDS = 20
@@ -88,6 +90,8 @@ def pair_rates(job: Job, seed: int) -> Floats:
 
     Raises ValueError as `slowdown`.
     """
+    from llama3.cluster.flows import max_min  # scipy
+
     rng = np.random.default_rng(seed)
     members = rings(job.clos, job.replica, job.taken, rng)
     out = broken(job.clos, job.failed, rng)
@@ -123,6 +127,8 @@ def bandwidth_share(fabric: Fabric) -> float:
 
 def _routed(job: Job, sources: Ints, targets: Ints, out: Bools, rng: np.random.Generator) -> sparse.csr_array:
     """Return the links of flows that each take one path, (links, flows)."""
+    from scipy import sparse
+
     clos = job.clos
     whole = _paths(clos, sources, targets, out)
     spines = targets % clos.uplinks if job.routing == "pinning" else _hashed(whole, rng)
@@ -137,6 +143,8 @@ def _routed(job: Job, sources: Ints, targets: Ints, out: Bools, rng: np.random.G
 
 def _sprayed(clos: Clos, sources: Ints, targets: Ints, out: Bools) -> sparse.csr_array:
     """Return the links of flows that are spread evenly over all whole paths, (links, flows)."""
+    from scipy import sparse
+
     whole = _paths(clos, sources, targets, out)
     whole[sources // clos.cards == targets // clos.cards] = False
     flows, spines = np.nonzero(whole)

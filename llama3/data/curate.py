@@ -16,7 +16,7 @@ from llama3.data.annotate import shards_in
 from llama3.data.copies import map_exact, map_url, reduce_exact, reduce_url
 from llama3.data.decontaminate import decontaminate
 from llama3.data.filters import filter_shard
-from llama3.data.findings import write_findings
+from llama3.data.findings import FINDINGS, write_findings
 from llama3.data.job import Job, Runner, Work, in_turn, run
 from llama3.data.ledger import check_something_kept, facts_of, write_ledger
 from llama3.data.lines import count_lines
@@ -27,8 +27,6 @@ from llama3.recipe.schema import Recipe
 
 PART_DOCUMENTS = 1_000_000
 """Documents whose hashes one reducer looks at: a few hundred megabytes."""
-FINDINGS = "report"
-"""Folder of the tables that the report page of a run is drawn from."""
 
 
 def curate(

@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 from llama3.data.job import Job, Runner, Shard, listed, quoted, run, write_table
 from llama3.data.ledger import KEPT, fates
 
+FINDINGS = "report"
+"""Folder of these tables in a curated artifact."""
 SAMPLES = "samples"
 LENGTHS = "lengths"
 EXAMPLES = 8

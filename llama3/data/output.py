@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llama3.data.job import Job, Runner, listed, replacing, run, write_table
-from llama3.data.lines import strip_lines
 from llama3.data.redact import redact
 from llama3.data.split import threshold
 from llama3.recipe.section import Domain
@@ -160,6 +159,8 @@ def _stripped(job: Job, domain: Domain, documents: pa.Table) -> tuple[Any, NDArr
     rules = job.recipe.curate.lines
     if domain not in rules.domains or (rules.max_copies is None and rules.max_repeated_grams is None):
         return documents["text"], np.zeros(len(documents), np.int64)
+    from llama3.data.lines import strip_lines  # numba
+
     stripped = strip_lines(job, *(documents[name] for name in ("text", "domain", "language", "id")))
     return stripped.texts, stripped.lines
 

@@ -24,7 +24,6 @@ from llama3.data.markup import plain_text
 from llama3.data.normalise import normalise
 from llama3.data.skips import Fault
 from llama3.data.sources import open_source
-from llama3.data.transformer import check_transformer, loaded_scorer, transformer_facts
 from llama3.recipe.curation import Curate, Score
 from llama3.recipe.data import Source
 from llama3.recipe.section import Domain
@@ -42,6 +41,8 @@ def check_seeds(curate: Curate) -> list[str]:
     for index, score in enumerate(curate.scores):
         try:
             if score.model:
+                from llama3.data.transformer import check_transformer
+
                 check_transformer(Path(score.model))
         except ValueError as error:
             faults.append(f"curate.scores.{index}.model: {error}")
@@ -83,6 +84,8 @@ def score_texts(curate: Curate, folder: Path, domain: Domain, texts: Any) -> dic
         if score.domains and domain not in score.domains:
             values = np.full(len(texts), np.nan)
         elif score.model:
+            from llama3.data.transformer import loaded_scorer
+
             values = loaded_scorer(Path(score.model)).scores(texts)
         else:
             values = _loaded(folder / "scores" / score.name).scores(texts, "good")
@@ -119,6 +122,8 @@ def _patterns(score: Score, index: int) -> list[tuple[str, str]]:
 
 def _prepared(score: Score, index: int, text_files: Mapping[Domain, Sequence[Path]], folder: Path) -> Facts:
     if score.model:
+        from llama3.data.transformer import transformer_facts  # torch
+
         return transformer_facts(Path(score.model))
     where, target = f"curate.scores.{index}.", folder / "scores" / score.name
     if (target / MODEL).exists():

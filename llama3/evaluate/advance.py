@@ -9,9 +9,7 @@ gives up: the model is read whole into one device, as for every evaluation.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from llama3.evaluate.held_out import Document, held_out
 from llama3.evaluate.needle import KEY as NEEDLE
@@ -19,14 +17,15 @@ from llama3.evaluate.needle import find_needles
 from llama3.evaluate.requests import from_documents
 from llama3.evaluate.samples import samples, score
 from llama3.evaluate.scores import Score, write_scores
-from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.statistics import Estimate
 from llama3.evaluate.suites import BPB, overall
 from llama3.evaluate.task import Request, Task, digest
 from llama3.model.files import load_model
-from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llama3.model.transformer import Transformer
+    from llama3.tokens.tokenizer import Tokenizer
 
 SHORT_CONTEXT = "eval/short-context"
 BYTES_PER_POSITION = 4
@@ -51,6 +50,10 @@ def measure(
     a score out. Texts are the held-out documents of the curated folder `documents`. Returns {key: value} of the
     scores, and of a haystack `text_tokens`. Raises ValueError if there are none, or no room for a needle.
     """
+    import torch
+
+    from llama3.tokens.tokenizer import Tokenizer
+
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     coder = Tokenizer.load(model)
     network = load_model(model, dtype=torch.float32, device=where)
@@ -74,6 +77,8 @@ def _short_context(
     recipe: Recipe, model: Transformer, coder: Tokenizer, documents: list[Document], window: int, device: str
 ) -> dict[str, Score]:
     """Return bits per byte by domain and their mean by the first stage's mix, documents read in windows."""
+    from llama3.evaluate.scoring import score_requests
+
     domains = sorted({document.domain for document in documents})
     parts: dict[str, Estimate] = {}
     asked: list[Request] = []

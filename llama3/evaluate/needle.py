@@ -21,14 +21,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from llama3.evaluate.haystack import CHOICES, Coder, Kind, Question, pool_of, questions
 from llama3.evaluate.likelihood import Likelihood
-from llama3.evaluate.ranks import Ranks
 from llama3.evaluate.samples import Sample
 from llama3.evaluate.scores import Score, Scores
-from llama3.evaluate.scoring import LanguageModel, score_sequences
 from llama3.evaluate.statistics import proportion
+
+if TYPE_CHECKING:  # a report draws a grid without torch
+    from llama3.evaluate.ranks import Ranks
+    from llama3.evaluate.scoring import LanguageModel
 
 KEY = "eval/needle"
 MAIN: Kind = "multi-key"
@@ -171,6 +174,8 @@ def _scored(
     model: LanguageModel, asked: Iterator[Question], length: int, device: str, ranks: Ranks | None
 ) -> Iterator[tuple[Question, list[Likelihood]]]:
     """Yield each question with the likelihoods of its sequences; some questions are scored at once."""
+    from llama3.evaluate.scoring import score_sequences
+
     for first in asked:
         more = max(1, POSITIONS // (length * CHOICES * len(first.asks))) - 1
         some = [first, *islice(asked, more)]

@@ -13,18 +13,19 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from llama3.model.initial import empty
-from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Model
 from storage.filesystem import sync_folder, write_atomic
+
+if TYPE_CHECKING:  # who reads a shape needs no torch
+    import torch
+    from torch import Tensor
+
+    from llama3.model.transformer import Transformer
 
 WEIGHTS = "model.safetensors"
 INDEX = ".index.json"
@@ -32,7 +33,7 @@ INDEX = ".index.json"
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9
 
-Named = Iterable[tuple[str, Tensor]]
+Named = Iterable[tuple[str, "Tensor"]]
 
 
 class Weights:
@@ -107,6 +108,8 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     Raises ValueError if the files do not describe one model.
     """
+    from llama3.model.initial import empty
+
     stored = open_model(folder)
     model = empty(stored.spec, stored.rows)
     state = {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in stored}
@@ -126,6 +129,8 @@ def read_config(folder: Path) -> tuple[Model, int]:
 
 def parameter_shapes(spec: Model, rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a model."""
+    from llama3.model.initial import empty
+
     return {name: tuple(parameter.shape) for name, parameter in empty(spec, rows).named_parameters()}
 
 
@@ -140,6 +145,8 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
 
     Files of the same name from before are replaced. `metadata` goes into the header of each file.
     """
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     stem = whole.removesuffix(".safetensors")
     for left in folder.glob(f".{stem}-*.part"):

@@ -8,16 +8,17 @@ up: a few documents decide, without an interval; the evaluation after the stage 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from llama3.recipe.schedule import StageSpan
 from llama3.train import metrics
-from llama3.train.held_out import HeldOutScores, Nats
 from llama3.train.journal import Record
-from llama3.train.state import TrainState
+
+if TYPE_CHECKING:  # a report reads a choice without torch
+    from llama3.train.held_out import HeldOutScores, Nats
+    from llama3.train.state import TrainState
 
 FILE = "average.json"
 Kept = Literal["average", "last"]
@@ -80,6 +81,8 @@ def choose(state: TrainState, span: StageSpan, held: HeldOutScores | None, nats:
 
     None for a stage without an average. The parts are the caller's to fill in (see `parts_of`).
     """
+    import torch
+
     rule = span.stage.average
     if rule is None or not state.averaged:
         return None
