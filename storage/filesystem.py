@@ -30,6 +30,11 @@ class StoreError(OSError):
     """A store that did not answer, or refused; says nothing about what is stored there."""
 
 
+def cache_folder() -> Path:
+    """Return the user's folder of what herd can make again; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "herd"
+
+
 def is_local(uri: str) -> bool:
     """Return whether `uri` is a plain path or a `file://` URI."""
     return "://" not in uri or uri.startswith("file://")

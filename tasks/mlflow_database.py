@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sqlite3
 import time
 import uuid
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage.artifact import DAMAGED
+from storage.filesystem import cache_folder, write_atomic
 from storage.root import Root
 from storage.staging import locked, staged
 from storage.verification import Facts
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
 NAME = "mlflow.db"
 SIDES = ("", "-journal", "-wal", "-shm")
@@ -91,30 +98,65 @@ def _wait_until_steady(path: Path) -> None:
 
 def _make(root: Root, path: Path, version: str) -> None:
     """Make an empty database, or migrate a copy of the one of an earlier `version`, and put it in its place."""
-    import sqlalchemy
     from mlflow.store.db import utils
-    from sqlalchemy.pool import NullPool
 
     with staged(root.local) as folder:
         made = folder / NAME
         if version:
             with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(made)) as target:
                 source.backup(target)
-        engine = sqlalchemy.create_engine(f"sqlite:///{made}", poolclass=NullPool)
-        if version:
-            utils._upgrade_db(engine)
+            with _engine(made) as engine:
+                utils._upgrade_db(engine)
             kept = root.local / f"mlflow-{version}.db"
             kept.unlink(missing_ok=True)
             os.link(path, kept)
             log.warning("MLflow's database was migrated; what it was before is %s", kept)
         else:
-            utils._initialize_tables(engine)
-        engine.dispose()
+            _begin(made)
         with made.open("rb") as file:
             os.fsync(file.fileno())
         for side in SIDES[1:]:  # SQLite would take them for those of the new file
             Path(f"{path}{side}").unlink(missing_ok=True)
         made.rename(path)
+
+
+def _begin(made: Path) -> None:
+    """Make an empty database: a copy of the one in the user's cache, or what becomes that; its migrations take 1 s."""
+    from mlflow.store.db import utils
+    from mlflow.version import VERSION
+
+    kept = cache_folder() / f"mlflow-{VERSION}.db"
+    with suppress(OSError):
+        shutil.copyfile(kept, made)
+    if _is_whole(made):
+        return
+    made.unlink(missing_ok=True)
+    with _engine(made) as engine:
+        utils._initialize_tables(engine)
+    with suppress(OSError):
+        write_atomic(kept, made.read_bytes())
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the database is one of this MLflow, every page of it."""
+    tables, version = _looked_at(path)
+    if not tables or version != _newest_version():
+        return False
+    with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as connection:
+        return connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+    return False
+
+
+@contextmanager
+def _engine(path: Path) -> Iterator[Engine]:
+    import sqlalchemy
+    from sqlalchemy.pool import NullPool
+
+    engine = sqlalchemy.create_engine(f"sqlite:///{path}", poolclass=NullPool)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
 
 
 def _newest_version() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from llama3.tokens.encoder import Encoder, GigatokenEncoder, TiktokenEncoder, text_array
 from llama3.tokens.hostile import hostile
-from storage.filesystem import write_atomic
+from storage.filesystem import cache_folder, write_atomic
 
 if TYPE_CHECKING:
     from llama3.tokens.tokenizer import Tokenizer
@@ -141,10 +140,8 @@ def _processor() -> str:
 
 
 def _path(subject: dict[str, Any]) -> Path:
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(cache_home) if cache_home else Path.home() / ".cache"
     key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
-    return folder / "herd" / "parity" / f"{key[:32]}.json"
+    return cache_folder() / "parity" / f"{key[:32]}.json"
 
 
 def _stored(subject: dict[str, Any]) -> dict[str, Any] | None:

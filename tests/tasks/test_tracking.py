@@ -4,12 +4,14 @@ import os
 import signal
 import sqlite3
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama3.recipe.load import load_recipe
+from storage.filesystem import cache_folder
 from storage.root import Root
 from tasks.mlflow_database import prepare_database
 from tasks.runs import Runs
@@ -89,6 +91,7 @@ def die_at_statement(folder: Path, number: int, plain: bool) -> None:
 
         MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
     else:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # without the empty database that others made
         Tracker(Root.of(folder), "family").experiment  # noqa: B018
 
 
@@ -108,6 +111,7 @@ def test_killed_while_the_database_is_first_made_the_next_process_records(
 ) -> None:
     monkeypatch.setattr("tasks.mlflow_database.STEADY_S", 0.3)
     killed(tmp_path, number, plain)
+    assert not (tmp_path / "cache").exists()
     again = Tracker(Root.of(tmp_path), "family")
     run = again.open_run("family-1", {"herd.run": "family-1"}, {})
     assert again.available()
@@ -131,6 +135,32 @@ def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
     assert root.names("open") == [record.name]
     assert len(list((tmp_path / ".damaged").glob("mlflow-*.db"))) == 1
     assert not prepare_database(root)
+
+
+@pytest.mark.parametrize("spoil", ["", "torn page", "another version"])
+def test_a_new_database_is_a_copy_of_one_that_is_whole(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = cache_folder() / f"mlflow-{version('mlflow')}.db"
+    prepare_database(Root.of(tmp_path / "first"))
+    mine = tmp_path / "cache" / "herd" / kept.name
+    mine.parent.mkdir(parents=True)
+    whole = kept.read_bytes()
+    mine.write_bytes(whole)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    if spoil == "torn page":
+        mine.write_bytes(whole[:8192] + bytes(4096) + whole[12288:])
+    if spoil == "another version":
+        with closing(sqlite3.connect(mine)) as connection:
+            connection.execute("update alembic_version set version_num = 'gone'")
+            connection.commit()
+    before = mine.stat().st_ino
+    prepare_database(Root.of(tmp_path / "second"))
+    assert Tracker(Root.of(tmp_path / "second"), "family").experiment
+    assert (mine.stat().st_ino == before) == (not spoil)  # made again only if it was spoiled
+    for path in (mine, tmp_path / "second" / "mlflow.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
 
 
 def test_a_database_of_an_earlier_mlflow_is_migrated_and_kept(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numba
 
+from storage.filesystem import cache_folder
+
 _HERE = Path(__file__).parent
 
 
@@ -21,7 +23,7 @@ def _cache_folder() -> Path:
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     cache = _HERE / "__pycache__"
     if not os.access(cache if cache.exists() else _HERE, os.W_OK):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "herd"
+        cache = cache_folder()
     return cache / f"kernels-{digest}"
 
 
