@@ -74,9 +74,11 @@ def plan_recipe(
     with mistakes():
         wanted = load_recipe(recipe, set_)
         made = make_plan(wanted, survey(wanted), survey_evaluation(wanted))
-        from tasks.plan_options import open_cluster
+        fabric, place = None, None
+        if cluster:
+            from tasks.plan_options import open_cluster
 
-        fabric, place = open_cluster(cluster, sparse) if cluster else (None, None)
+            fabric, place = open_cluster(cluster, sparse)
         if fabric is None:
             _refuse_unknown({"--gpus": gpus, "--html": html, "--write": write, "--json": json_})
             _print_plan(made)

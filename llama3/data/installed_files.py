@@ -65,6 +65,13 @@ def system_files() -> tuple[Found, ...]:
     return tuple(sorted(found, key=lambda file: file.name))
 
 
+@cache
+def installed_state() -> str:
+    """Return a digest of the names and sizes of all these files."""
+    files = "\0".join(f"{file.name} {file.size}" for file in (*package_files(), *system_files()))
+    return blake2b(files.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
 def distributions() -> list[str]:
     """Return `name-version` of every installed distribution, sorted."""
     tops = {file.name.split("/")[1] for file in package_files() if file.name.startswith("packages/")}

@@ -10,21 +10,26 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from llama3.data.document import Batch, Document, Gatherer
 from llama3.data.files import READ, File, source_files
 from llama3.data.installed import installed_documents, installed_fingerprint
+from llama3.data.installed_files import installed_state
 from llama3.data.records import BATCH, UNREAD, read_files
 from llama3.data.skips import OVER_LIMIT, Skips, SourceError
 from llama3.recipe.data import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import Domain
-from storage.filesystem import is_local, local_path
+from storage.filesystem import cache_folder, is_local, local_path, write_atomic
 
 INSTALLED = "installed"
 PASSED_OVER = 100
@@ -245,12 +250,39 @@ def _survey(domain: Domain, name: str, recipe: Recipe, remote: bool) -> DomainSu
             complete = False
             continue
         files += source_files(source) if source.uri != INSTALLED else []
-        read = 0
-        for document in open_source(source, domain, recipe.documents_seed, fail=recipe.curate.on_error == "fail"):
-            if read >= SURVEYED:
-                complete = False
-                break
-            documents, read = documents + 1, read + document.size
-            generated += document.size * document.generated
-        size += read
+        count = _count_installed if source.uri == INSTALLED else _count
+        found = count(source, domain, recipe.documents_seed, recipe.curate.on_error == "fail")
+        documents, size, generated = documents + found.documents, size + found.size, generated + found.generated
+        complete &= found.complete
     return DomainSurvey(domain, documents, size, generated, complete, name, left_out(files))
+
+
+class _Counted(NamedTuple):
+    documents: int
+    size: int
+    generated: int
+    complete: bool
+
+
+def _count(source: Source, domain: Domain, seed: int, fail: bool) -> _Counted:
+    documents, size, generated = 0, 0, 0
+    for document in open_source(source, domain, seed, fail=fail):
+        if size >= SURVEYED:
+            return _Counted(documents, size, generated, False)
+        documents, size = documents + 1, size + document.size
+        generated += document.size * document.generated
+    return _Counted(documents, size, generated, True)
+
+
+def _count_installed(source: Source, domain: Domain, seed: int, fail: bool) -> _Counted:
+    """Return the same from the user's cache, where nothing installed, and none of the code that reads it, changed."""
+    code = b"\0".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    subject = [installed_state(), sys.version, domain, seed, SURVEYED, source.model_dump(mode="json")]
+    key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode() + code).hexdigest()
+    kept = cache_folder() / "surveys" / f"{key[:32]}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return _Counted(**json.loads(kept.read_text()))
+    found = _count(source, domain, seed, fail)
+    with suppress(OSError):
+        write_atomic(kept, json.dumps(found._asdict()))
+    return found

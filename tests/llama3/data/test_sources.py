@@ -164,6 +164,22 @@ def test_a_survey_counts_text_and_says_what_it_left_out(
     assert (cut.documents, cut.complete) == (3, False)
 
 
+def test_what_is_installed_is_counted_once_until_it_changes(
+    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = make_recipe({"code": [{"uri": "installed", "limit": "100kB", "system": False}]})
+    counted = survey(recipe)
+    [kept] = (tmp_path / "herd" / "surveys").iterdir()
+    kept.write_text(kept.read_text().replace(f'"documents": {counted[0].documents}', '"documents": 7'))
+    assert survey(recipe)[0].documents == 7
+    kept.write_text("{torn")
+    assert survey(recipe) == counted
+    monkeypatch.setattr("llama3.data.sources.installed_state", lambda: "one more package")
+    assert survey(recipe) == counted
+    assert len([*kept.parent.iterdir()]) == 2
+
+
 def test_a_survey_counts_sources_that_stand_apart_by_themselves(write_jsonl: Write, make_recipe: Make) -> None:
     pooled, new = write_jsonl("a.jsonl", ["old"] * 10), write_jsonl("b.jsonl", ["fresh"] * 4)
     found = survey(make_recipe({"general": [{"uri": pooled}, {"uri": new, "name": "web"}], "math": [{"uri": pooled}]}))
