@@ -73,12 +73,13 @@ def test_the_full_local_store_is_one_that_stages_understand(tmp_path: Path) -> N
 
 
 def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HERD_S3_DEADLINE_S": "5"}
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HERD_S3_DEADLINE_S": "1"}
     ended = run("--only", "write", "--endpoint", "http://127.0.0.1:9", keys=keys)
     assert ended.returncode == 2, ended.stderr
     assert "--bucket: herd-bench cannot be used at http://127.0.0.1:9" in " ".join(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_every_row_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("moto.server")
     ended = run("--size", "tiny", "--json")

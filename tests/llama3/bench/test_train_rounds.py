@@ -51,6 +51,7 @@ def test_sides_take_turns_and_say_what_they_have(tmp_path: Path) -> None:
     assert found.losses["plain"][0] != found.losses["bf16"][0] == pytest.approx(found.losses["plain"][0], abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_ends_the_rounds(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken failed: KeyError: 'tokens'"):
         take_rounds({"broken": Side("train_loss")}, tmp_path / "none", {"rows": 32}, 1)

@@ -161,7 +161,7 @@ def test_a_hub_that_hangs_is_given_up(hub: Hub, skipping: Callable[[str], Recipe
     assert len(collected(recipe, tmp_path / "whole")) == 40
     requests = len(hub.log)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HERD_S3_DEADLINE_S", "1")
+        patch.setenv("HERD_S3_DEADLINE_S", "0.5")
         for place, said in ((1, "cannot be listed"), (2, "cannot be listed"), (requests, "was not read to its end")):
             hub.use("hang", first=place, times=10**6)
             found = collected(recipe, tmp_path / "hang")

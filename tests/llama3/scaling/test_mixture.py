@@ -65,16 +65,16 @@ def test_without_noise_the_form_is_found_again() -> None:
     assert made.rank_correlation == pytest.approx(1.0)
 
 
-def test_the_gain_of_any_mix_lies_in_its_interval_in_95_of_100_searches() -> None:
+def test_the_gain_of_any_mix_lies_in_its_interval_in_57_of_60_searches() -> None:
     """Also of the mix that was chosen by looking."""
     held = 0
-    for seed in range(100):
+    for seed in range(60):
         made = fitted(seed, SLOPES)
         found = propose(made, ROW, {})
         shares = np.array([one.value for one in found.shares.values()])
         truth = sum(WEIGHTS[d] * SLOPES[d] * (np.log(ROW[i]) - np.log(shares[i])) for i, d in enumerate(DOMAINS))
         held += found.gain.low <= truth <= found.gain.high
-    assert held >= 95
+    assert held >= 57
 
 
 def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
@@ -91,8 +91,8 @@ def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
     assert found >= 18
 
 
-def test_where_no_mix_matters_none_is_proposed_in_95_of_100_searches() -> None:
-    assert sum(propose(fitted(seed, FLAT), ROW, {}).significant for seed in range(100)) <= 5
+def test_where_no_mix_matters_none_is_proposed_in_57_of_60_searches() -> None:
+    assert sum(propose(fitted(seed, FLAT), ROW, {}).significant for seed in range(60)) <= 3
 
 
 def test_a_proposal_stays_among_what_was_tried_and_within_the_bounds() -> None:
