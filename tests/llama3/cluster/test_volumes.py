@@ -39,7 +39,8 @@ CASES: dict[str, Case] = {
 
 EACH_AXIS = ("cp", "virtual stages", "zero 3", "copies")
 """Names of cases in which all axes send."""
-SOME_OR_ALL = [pytest.param(EACH_AXIS, id="each axis"), pytest.param((*CASES,), id="all", marks=pytest.mark.slow)]
+OTHERS = [name for name in CASES if name not in EACH_AXIS]
+GROUPS = [EACH_AXIS, *(pytest.param(tuple(names), marks=pytest.mark.slow) for names in (OTHERS[:5], OTHERS[5:]))]
 
 
 @cache
@@ -59,7 +60,7 @@ def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
     return +total
 
 
-@pytest.mark.parametrize("names", SOME_OR_ALL)
+@pytest.mark.parametrize("names", GROUPS, ids=",".join)
 def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
@@ -68,7 +69,7 @@ def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
             assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives), name
 
 
-@pytest.mark.parametrize("names", SOME_OR_ALL)
+@pytest.mark.parametrize("names", GROUPS, ids=",".join)
 def test_bytes_of_a_step_are_the_traces(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
