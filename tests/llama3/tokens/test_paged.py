@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,11 @@ from llama3.tokens.paged import Runs
 from llama3.tokens.stream import TokenStream
 from storage.digests import PAGE
 from storage.lazy import lazy_of
+from tests.dist import run
 from tests.llama3.tokens.token_samples import recipe, stage, synthetic_shards
 from tests.storage.lazy_samples import lazily
 
 TOKENS = 2**22
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def asked() -> Recipe:
@@ -47,6 +47,11 @@ def check(folder: Path, plain: Path, start: int, stop: int) -> bool:
     )
 
 
+def check_mine(folder: Path, plain: Path, starts: tuple[int, ...]) -> bool:
+    start = starts[int(os.environ["RANK"])]
+    return check(folder, plain, start, start + 400_000)
+
+
 @given(start=st.integers(0, TOKENS - 1), size=st.integers(1, 100_000), pages=st.sampled_from([1, 3, 8, 500]))
 def test_any_range_is_the_same_within_any_limit(
     plain: Path, expected: TokenStream, tmp_path_factory: pytest.TempPathFactory, start: int, size: int, pages: int
@@ -61,9 +66,7 @@ def test_any_range_is_the_same_within_any_limit(
 
 def test_processes_that_share_a_cache_read_the_same(plain: Path, tmp_path: Path) -> None:
     folder = lazily(tmp_path / "lazy", plain, 3)
-    spans = [(folder, plain, start, start + 400_000) for start in (0, 0, 1_000_000)]
-    with SPAWN.Pool(3) as pool:
-        assert pool.starmap(check, spans) == [True] * 3
+    assert run(3, check_mine, folder, plain, (0, 0, 1_000_000)) == [True] * 3
     assert sum(path.stat().st_blocks * 512 for path in folder.rglob("*.bin")) <= (3 + 3) * PAGE
 
 

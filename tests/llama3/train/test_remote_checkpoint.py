@@ -15,13 +15,13 @@ from storage.processes import free_port
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import State, assert_holds, opened, resume_with, save_with
 
-moto = pytest.importorskip("moto.server")
 BUCKET = "checkpoints"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[dict[str, str]]:
     """The environment in which s3fs finds the server."""
+    moto = pytest.importorskip("moto.server")
     port = free_port()
     running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=port)
     running.start()
