@@ -107,6 +107,7 @@ def test_equal_inputs_give_equal_bytes(room: Room) -> None:
         assert (room.root / "first" / name).read_bytes() == (room.root / "second" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_report(room: Room, checkout: Path) -> None:
     """The number of processes is no input: every file has the same bytes."""
     first, second = run(2, evaluated_together, room.root, checkout, "together")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from storage.digests import PAGE
 from storage.lazy import make_lazy
 from tests.dist import run
@@ -11,6 +13,7 @@ from tests.llama3.train.train_samples import job, losses, output, recipe, stages
 from tests.storage.lazy_samples import described, lazily
 
 
+@pytest.mark.slow
 def test_two_processes_train_from_one_cache(tmp_path: Path) -> None:
     asked = recipe(stages=stages(4))
     plain = job(tmp_path, asked, name="plain")

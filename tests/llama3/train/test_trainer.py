@@ -127,7 +127,8 @@ def test_micro_batches_do_not_matter(chain: tuple[Path, Path], tmp_path: Path) -
         assert losses(path)[position] == pytest.approx(values, rel=1e-11)
 
 
-@pytest.mark.parametrize(("compute", "bound"), [("fp64", 1e-12), pytest.param("fp32", 1e-6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
 def test_two_processes_equal_one(tmp_path: Path, compute: str, bound: float) -> None:
     asked = recipe(compute=compute, stages=stages(6))
     alone, pair = job(tmp_path, asked, name="alone"), job(tmp_path, asked, name="pair")
