@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.artifact import Design, Store
-from storage.digests import digest_bytes, digest_pages
+from storage.digests import PAGE, digest_bytes, digest_pages
 from storage.janitor import tidy
 from storage.manifest import MANIFEST, DamagedArtifact
 from storage.objects import files_below, get_bytes, put_bytes, remove
@@ -254,9 +254,10 @@ def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: Faul
 
 def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: FaultProxy) -> None:
     whole, k, ended, left = 0, 0, False, [0]
+    two_pages = LARGE[: PAGE + 1]
     while not ended:
         intent = design(k=k)
-        process, pipe = started(build_one, root, intent, "hello", LARGE)
+        process, pipe = started(build_one, root, intent, "hello", two_pages)
         assert process.pid is not None
         (rule,) = proxy.use(Rule("kill", skip=k, pid=process.pid))
         pipe.send("go")
@@ -269,7 +270,7 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
             found.verify()
             whole += 1
         shutil.rmtree(elsewhere(root).local, ignore_errors=True)
-        build(root, intent, large=LARGE if ended else b"").verify()
+        build(root, intent, large=two_pages if ended else b"").verify()
         assert len(list((root.local / ".staging").iterdir())) == (0 if ended else 1)
         there = len(attempts(root, intent))
         left.extend([there - 1] if found is None else [])
