@@ -137,6 +137,9 @@ def trainer_environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
+        # torch keeps 1,024 products of bf16 by their shapes, and documents have ever new ones: 0.7 GiB on a CPU
+        "LRU_CACHE_CAPACITY": "128",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "OPENBLAS_NUM_THREADS": "1",  # numpy's would start in the agent, before the fork
         "PYTHONUNBUFFERED": "1",
     }

@@ -8,9 +8,10 @@ from pages that are shared no more.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -53,6 +54,15 @@ def peak_memory() -> Iterator[Peak]:
     finally:
         stop.set()
         thread.join()
+
+
+def give_back() -> None:
+    """Return to the system what a step used: else Arrow and the C library keep it while the trainer needs it."""
+    import pyarrow
+
+    pyarrow.default_memory_pool().release_unused()
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes(look: Callable[[], Any]) -> int:

@@ -30,6 +30,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
 from tasks.events import artifact_committed
+from tasks.memory import give_back
 from tasks.project import Shown, child_tags, project_step
 from tasks.runs import RunRecord, Runs, StepRecord
 from tasks.tracking import Tracker
@@ -148,7 +149,10 @@ def ensure_in_scratch(
 
     def in_scratch(folder: Path, _: str) -> dict[str, Any]:
         scratch.mkdir(parents=True, exist_ok=True)
-        return build(folder, scratch)
+        try:
+            return build(folder, scratch)
+        finally:
+            give_back()
 
     artifact = ensure(context, step, design, in_scratch, work)
     if scratch.exists():  # of a process that was killed between the commit and the removal

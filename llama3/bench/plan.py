@@ -1,7 +1,8 @@
 """What a plan costs: layouts per CPU second, and the CPU time of the commands as a user gives them, in a fresh process.
 
 CPU time and not wall time, since the machine may be shared; a plan is one thread, so that on a quiet core the two are
-nearly equal. Given up: the first search of a process, which fills caches, is counted with the second.
+nearly equal. `start` is what a command takes before it does anything. Given up: the first search of a process, which
+fills caches, is counted with the second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from llama3.cluster.layout import search
 from llama3.cluster.published import llama3_model, wanted
 
 ROWS_OF_TABLE_4 = range(3)
+USAGE = 2
+"""Exit status of a command that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class PlanSession:
 
 def plan_rows(session: PlanSession) -> Iterator[Row]:
     """Yield the rows of `herd bench plan`. Raises ValueError as `rows_of`."""
-    return rows_of(session, PLAN_TARGETS, {"search/rate": _search, "recipe/cpu": _command, "verify/cpu": _command})
+    commands = dict.fromkeys(PLAN_TARGETS, _command)
+    return rows_of(session, PLAN_TARGETS, {**commands, "search/rate": _search})
 
 
 def _search(session: PlanSession, name: str) -> Row:
@@ -56,12 +60,20 @@ def _search(session: PlanSession, name: str) -> Row:
 def _command(session: PlanSession, name: str) -> Row:
     """Run a command in a process of its own."""
     settings = session.settings
-    words = {"recipe/cpu": ("plan", settings.recipe, "--cluster", "roce-24k"), "verify/cpu": ("plan", "verify")}[name]
-    command = [*settings.herd, *words]
+    words = {
+        "recipe/cpu": ("plan", settings.recipe, "--cluster", "roce-24k"),
+        "verify/cpu": ("plan", "verify"),
+        "start/help": ("--help",),
+        "start/usage": ("no-such-command",),
+        "start/status": ("status",),
+        "start/plan": ("plan", settings.recipe),
+        "start/engine": ("-c", "import flows.pipeline"),
+    }[name]
+    command = [*(settings.herd[:1] if name == "start/engine" else settings.herd), *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
+    if done.returncode != (USAGE if name == "start/usage" else 0):
         raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return measured(name, spent, " ".join(("herd", *words)))
+    return measured(name, spent, " ".join(("python" if name == "start/engine" else "herd", *words)))

@@ -150,6 +150,11 @@ PLAN_TARGETS: Mapping[str, Target] = {
     "search/rate": Target(1000, "layouts per CPU s"),
     "recipe/cpu": Target(5, "CPU s", "at most"),
     "verify/cpu": Target(None, "CPU s"),
+    "start/help": Target(0.5, "CPU s", "at most"),
+    "start/usage": Target(0.5, "CPU s", "at most"),
+    "start/status": Target(1, "CPU s", "at most"),
+    "start/plan": Target(1, "CPU s", "at most"),
+    "start/engine": Target(3, "CPU s", "at most"),
 }
 """Every row of `herd bench plan`, in order."""
 
