@@ -30,8 +30,10 @@ from storage.processes import die_with_parent
 from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import RunRecord, Runs
+from tests.dist import Forked
 
 Found = TypeVar("Found")
+Started = Forked | subprocess.Popen[str]
 
 TINY = Path("tests/e2e/tiny.yaml")
 """The tiny recipe on text found on the machine."""
@@ -48,7 +50,7 @@ class Herd:
     """The tiny recipe on the session's files."""
     printed: str = ""
     """What the first run of the session's root printed."""
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     """More environment: an object store's address, its root."""
     folder: Path = Path()
@@ -66,25 +68,28 @@ class Herd:
             **self.variables,
         }
 
-    def start(self, *words: str, server: bool = True) -> subprocess.Popen[str]:
-        """Start `herd words...` in a process group of its own."""
-        api = {"PREFECT_API_URL": self.api} if server else {}
+    def start(self, *words: str, server: bool = True, forked: bool = True) -> Started:
+        """Start `herd words...` in a process group of its own; without `forked` in an interpreter of its own, too."""
+        environment = {**self.environment, **({"PREFECT_API_URL": self.api} if server else {})}
+        if forked:
+            self.started.append(Forked("flows.cli", *words, environment=environment, folder=self.folder))
+            return self.started[-1]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**self.environment, **api},
+            env=environment,
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
         self.started.append(process)
         return process
 
-    def __call__(self, *words: str, status: int = 0, server: bool = True) -> str:
+    def __call__(self, *words: str, status: int = 0, server: bool = True, forked: bool = True) -> str:
         """Run `herd words...` to its end, check its exit status and return what it printed."""
-        process = self.start(*words, server=server)
+        process = self.start(*words, server=server, forked=forked)
         printed, _ = process.communicate(timeout=280)
         assert process.returncode == status, printed
         return printed
@@ -143,7 +148,7 @@ def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[NewH
 def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: NewHerd) -> Herd:
     """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`; only test_chain.py runs more on it."""
     made = new_herd(tmp_path_factory.mktemp("root"))
-    made.printed = made("run", made.recipe)
+    made.printed = made("run", made.recipe, forked=False)
     return made
 
 
@@ -160,7 +165,7 @@ def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
             shutil.copytree(path, root / path.relative_to(herd.root))
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until(process: Started, text: str) -> str:
     """Return what `process` prints up to the line that holds `text`."""
     assert process.stdout is not None
     printed = ""
