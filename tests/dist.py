@@ -107,10 +107,13 @@ def forkserver() -> ForkServerContext:
 
 
 class Forked:
-    """A process that does what `python -P -m module words...` does, with the methods of subprocess.Popen."""
+    """A process that does what `python -P -m module words...` does, with the methods of subprocess.Popen.
 
-    def __init__(self, module: str, *words: str, environment: dict[str, str], folder: Path = Path()) -> None:
-        self.args = [module, *words]
+    Instead of a module there may be `-c` and code.
+    """
+
+    def __init__(self, *words: str, environment: dict[str, str], folder: Path = Path()) -> None:
+        self.args = list(words)
         out, their_out = os.pipe()
         ready, tell = forkserver().Pipe(duplex=False)
         with Connection(their_out, readable=False) as printed, tell:
@@ -166,7 +169,7 @@ class Forked:
 def _command(
     printed: Connection, ready: Connection, words: list[str], environment: dict[str, str], folder: str
 ) -> None:
-    """Make this process what a new interpreter would be, and run a module in it as `python -m` does."""
+    """Make this process what a new interpreter would be, and do in it what `python -m` or `python -c` does."""
     os.setsid()
     die_with_parent(signal.SIGTERM)
     os.chdir(folder)
@@ -182,7 +185,11 @@ def _command(
     sys.argv = words
     status = 0
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         if isinstance(ended.code, str):

@@ -1,7 +1,7 @@
 """Run `herd` as a user does: a process of its own, its own root, its own Prefect home.
 
-One Prefect server serves the session, because starting a temporary one for each run takes seconds; a test that wants
-the newcomer's way passes `server=False`.
+One Prefect server serves the session, because starting a temporary one for each run takes seconds; processes are forked
+from one that has imported the libraries. The newcomer's way is `server=False, forked=False`.
 """
 
 from __future__ import annotations
@@ -146,9 +146,12 @@ def new_herd(prefect_home: Path, prefect_api: str, recipe: str) -> Iterator[NewH
 
 @pytest.fixture(scope="session")
 def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: NewHerd) -> Herd:
-    """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`; only test_chain.py runs more on it."""
+    """A root on which the tiny recipe has run once, undisturbed, as `tiny-1`; only test_chain.py runs more on it.
+
+    It is run as a newcomer does: by a new interpreter, which starts a temporary Prefect server.
+    """
     made = new_herd(tmp_path_factory.mktemp("root"))
-    made.printed = made("run", made.recipe, forked=False)
+    made.printed = made("run", made.recipe, server=False, forked=False)
     return made
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from uuid import UUID
 
@@ -22,8 +20,10 @@ from tasks.promotions import APPROVAL, CHALLENGER, PROMOTED, WAITS, Promotion, h
 from tasks.registry import Registry
 from tasks.runs import Runs
 from tasks.tracking import Tracker
+from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 
+pytestmark = pytest.mark.slow  # test_up.py has one approval by the form
 ASKED = "promote.approval=person"
 
 
@@ -59,11 +59,10 @@ def holder(herd: Herd, alias: str) -> str:
 
 def execute(herd: Herd, client: SyncPrefectClient, flow_run: UUID) -> State:
     """Do what a worker does with a flow run, and return the state in which it leaves it."""
-    command = [sys.executable, "-m", "prefect", "flow-run", "execute", str(flow_run)]
     environment = {**herd.environment, "PREFECT_API_URL": herd.api}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    printed, _ = Forked("prefect", "flow-run", "execute", str(flow_run), environment=environment).communicate(280)
     state = client.read_flow_run(flow_run).state
-    assert state is not None, done.stdout + done.stderr
+    assert state is not None, printed
     return state
 
 

@@ -121,6 +121,7 @@ def test_inspect_names_the_documents_behind_tokens(herd: Herd) -> None:
     assert "--tokens: '5' is no span" in herd("inspect", "tiny-1", "--tokens", "5", status=2)
 
 
+@pytest.mark.slow
 def test_a_second_run_reuses_everything(herd: Herd) -> None:
     printed = herd("run", herd.recipe, server=False)
     second = record(herd, "tiny-2")
@@ -130,6 +131,7 @@ def test_a_second_run_reuses_everything(herd: Herd) -> None:
     assert len(client(herd).get_metric_history(second.mlflow_run, "train/loss")) == 56
 
 
+@pytest.mark.slow
 def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
     printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
     steps = record(herd, "tiny-3").steps
@@ -137,6 +139,7 @@ def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
     assert 'anneal            new: average "last 2" -> "last 3"' in printed
 
 
+@pytest.mark.slow
 def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
     herd("rerun", "tiny-1", "--from", "main")
     first, again = record(herd, "tiny-1"), record(herd, "tiny-4")
@@ -151,6 +154,7 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
         assert old == new, "the same recipe trains to the same bytes"
 
 
+@pytest.mark.slow
 def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
     worse = ("--set", "stages.main.until=20Ki", "--set", "lr.peak=1e-5", "--set", "lr.cosine.to=0")
     printed = herd("run", herd.recipe, *worse, status=3)
@@ -172,6 +176,7 @@ def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> 
     assert champion.tags["herd.run"] != "tiny-5"
 
 
+@pytest.mark.slow
 def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
     printed = herd("compare", "tiny-1", "tiny-5", "--no-browser")
     assert "stages.main.until" in printed
@@ -182,34 +187,41 @@ def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
     assert herd("report", "tiny-1").strip().endswith("report.html")
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["run", "none.yaml"], "none.yaml: cannot be read"),
-        (["rerun", "tiny-99"], "run 'tiny-99' does not exist"),
-        (["rerun", "tiny-1", "--from", "later"], "from_step: 'later' is not a step"),
-        (["run", "RECIPE", "--processes", "3"], "data-parallel size 3"),
-        (["run", "RECIPE", "--root", "/proc/herd"], "root: /proc/herd cannot be written"),
-        (["run", "RECIPE", "--root", "s3://user:secret@bucket/herd"], "root"),
-        (["run", "RECIPE", "--set", "tokenizer={use: none.model}"], "tokenizer.use: 'none.model' is not a file"),
-        (["run", "RECIPE", "--set", "sources.math=[{uri: none/*.txt}]"], "sources.math.0.uri: 'none/*.txt'"),
-        (["compare", "tiny-1"], "name at least two"),
-    ],
-)
-def test_a_mistake_is_refused_before_any_work(herd: Herd, words: list[str], fault: str) -> None:
+def refused(herd: Herd, faults: dict[str, str]) -> None:
+    """Check that each command is refused with that fault, before any run is begun."""
     before = len(Runs(Root.of(herd.root)).all())
-    printed = herd(*(herd.recipe if word == "RECIPE" else word for word in words), status=2)
-    assert fault in printed
-    assert "Traceback" not in printed
+    for command, fault in faults.items():
+        words = (herd.recipe if word == "RECIPE" else word for word in command.split("|"))
+        printed = herd(*words, status=2)
+        assert fault in printed, command
+        assert "Traceback" not in printed, command
     assert len(Runs(Root.of(herd.root)).all()) == before
 
 
-def test_too_little_text_is_refused(herd: Herd) -> None:
-    printed = herd("run", herd.recipe, "--set", "stages.main.until=900M", status=2)
-    assert "sources.multilingual" in printed
-    assert "add text, lower the share" in printed
+def test_a_mistake_is_refused_before_any_work(herd: Herd) -> None:
+    faults = {
+        "run|none.yaml": "none.yaml: cannot be read",
+        "rerun|tiny-99": "run 'tiny-99' does not exist",
+        "run|RECIPE|--processes|3": "data-parallel size 3",
+        "run|RECIPE|--root|/proc/herd": "root: /proc/herd cannot be written",
+        "run|RECIPE|--root|s3://user:secret@bucket/herd": "root",
+        "run|RECIPE|--set|tokenizer={use: none.model}": "tokenizer.use: 'none.model' is not a file",
+        "compare|tiny-1": "name at least two",
+    }
+    refused(herd, faults)
 
 
+@pytest.mark.slow
+def test_what_only_the_flow_can_see_is_refused_before_any_work(herd: Herd) -> None:
+    faults = {
+        "rerun|tiny-1|--from|later": "from_step: 'later' is not a step",
+        "run|RECIPE|--set|sources.math=[{uri: none/*.txt}]": "sources.math.0.uri: 'none/*.txt'",
+        "run|RECIPE|--set|stages.main.until=900M": "sources.multilingual",
+    }
+    refused(herd, faults)
+
+
+@pytest.mark.slow
 def test_a_damaged_artifact_is_made_again(herd: Herd) -> None:
     steps = record(herd, "tiny-1").steps
     next(Path(Store(herd.root).at(steps["tokenizer"].artifact).path).glob("tokenizer.json")).unlink()

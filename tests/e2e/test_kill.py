@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from storage.artifact import Store
+from storage.remote_store import open_store
 from storage.root import Root
 from tasks.runs import Runs
 from tests.e2e.conftest import (
@@ -27,6 +28,26 @@ from tests.e2e.conftest import (
 )
 
 
+def test_killed_while_it_trains_it_goes_on_to_the_same_bytes(
+    herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path
+) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
+    process = again.start("run", again.recipe, "--until", "main")
+    # some steps after its first checkpoint, some before its next
+    wait_for(lambda: any((again.root / "work").glob("main-*/checkpoints/*/manifest.json")), "a checkpoint")
+    kill_all(process.pid)
+    reached = journal_lines(again.root, "main")
+    assert 0 < reached < 32
+    printed = again("run", again.recipe, "--until", "main")
+    assert "continuing tiny-1, which did not finish" in printed
+    ended = record(again, "tiny-1")
+    assert ended.attempts == 2
+    assert ended.steps["main"].outcome.startswith("resumed at ")
+    assert open_store(Root.of(again.root)).at(ended.steps["main"].artifact).facts["model_sha256"] == undisturbed["main"]
+
+
+@pytest.mark.slow
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [
@@ -49,6 +70,7 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
     assert bytes_made(Root.of(again.root), "tiny-1") == undisturbed
 
 
+@pytest.mark.slow
 def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
@@ -65,6 +87,7 @@ def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: New
     assert bytes_made(Root.of(again.root), "tiny-1") == undisturbed
 
 
+@pytest.mark.slow
 def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root)
@@ -78,6 +101,7 @@ def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_p
     assert not alive
 
 
+@pytest.mark.slow
 def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
@@ -90,6 +114,7 @@ def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path:
     assert record(again, "tiny-1").state == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(new_herd: NewHerd, tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()

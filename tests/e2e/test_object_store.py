@@ -19,6 +19,7 @@ from tests.e2e.conftest import Herd, NewHerd, bytes_made, kill_all, wait_for
 from tests.e2e.test_study import write_study
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
 
+pytestmark = pytest.mark.slow
 URI = f"s3://{BUCKET}/team"
 
 
@@ -86,7 +87,6 @@ def test_a_store_that_cannot_be_reached_is_refused(machine: Callable[[str], Herd
     assert time.monotonic() - began < 120
 
 
-@pytest.mark.slow
 def test_a_study_that_was_killed_here_goes_on_there(machine: Callable[[str], Herd], tmp_path: Path) -> None:
     one, other, third = machine("one"), machine("other"), machine("third")
     study = write_study(tmp_path, one.recipe, "seeds: [1]\ncompare: {control: five, varies: [lr.warmup], arms: "

@@ -21,6 +21,7 @@ from tasks.runs import Runs
 from tasks.tracking import Tracker
 from tests.tasks.trained_run import TrainedRun
 
+pytestmark = pytest.mark.slow
 SETTINGS = Settings(seed=1029, seconds=40, mtti_s=13, save_every_s=3, timeout_s=4)
 CLUSTER = Cluster(processes=2, threads=2, device="cpu")
 NEAR = 0.12

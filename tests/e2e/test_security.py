@@ -94,12 +94,13 @@ def surrounded(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> S
     with mlflow_server(folder / "mlflow") as server:
         address = server.uri.replace("//", f"//herd:{CANARY}-address@")
         made.variables = {**SECRETS, "MLFLOW_TRACKING_URI": address, "PREFECT_UI_URL": address}
-        printed = made("run", made.recipe, server=False)
-        printed += made("status", "tiny-1", server=False)
+        printed = made("run", made.recipe, server=False, forked=False)
+        printed += made("status", "tiny-1", server=False, forked=False)
     assert "promoted" in printed
     return Surrounded(folder, printed, server.uri, log)
 
 
+@pytest.mark.slow
 def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surrounded) -> None:
     assert f"{surrounded.mlflow}/#/experiments/" in surrounded.printed
     assert f"{surrounded.mlflow}/runs/flow-run/" in surrounded.printed
@@ -110,6 +111,7 @@ def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surround
     assert leaks(surrounded.folder) == []
 
 
+@pytest.mark.slow
 def test_no_process_of_a_run_imports_from_the_current_folder(surrounded: Surrounded) -> None:
     """Agents, ranks, the witness, the check that serves a model, evaluators: `python -m` looks there first."""
     assert surrounded.strange.read_text() == ""
@@ -136,24 +138,24 @@ def test_a_password_in_an_address_is_refused_before_anything_is_written(new_herd
     assert leaks(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        f"s3://key:{CANARY}@bucket/text",
-        f"https://user:{CANARY}@host:8080/x.jsonl",
-        f"https://host/x.jsonl?X-Amz-Signature={CANARY}",
-        f"abfs://host/x?sv=1&sig={CANARY}",
-        f"http://:{CANARY}@host/x",
-    ],
-)
-def test_addresses_with_a_password_or_signature_are_known(address: str) -> None:
-    assert holds_secret(address)
+ADDRESSES_WITH_A_SECRET = [
+    f"s3://key:{CANARY}@bucket/text",
+    f"https://user:{CANARY}@host:8080/x.jsonl",
+    f"https://host/x.jsonl?X-Amz-Signature={CANARY}",
+    f"abfs://host/x?sv=1&sig={CANARY}",
+    f"http://:{CANARY}@host/x",
+]
+
+
+def test_addresses_with_a_password_or_signature_are_known() -> None:
     data = yaml.safe_load(TINY.read_text())
-    data["sources"]["math"] = [{"uri": address}]
-    with pytest.raises(RecipeError) as refused:
-        parse_recipe(data, "tiny")
-    assert "tiny.sources.math.0.uri" in str(refused.value)
-    assert CANARY not in str(refused.value)
+    for address in ADDRESSES_WITH_A_SECRET:
+        assert holds_secret(address), address
+        data["sources"]["math"] = [{"uri": address}]
+        with pytest.raises(RecipeError) as refused:
+            parse_recipe(data, "tiny")
+        assert "tiny.sources.math.0.uri" in str(refused.value), address
+        assert CANARY not in str(refused.value), address
 
 
 def test_a_login_in_the_address_of_a_server_moves_to_the_variables_for_it(
@@ -181,19 +183,18 @@ def test_a_password_in_an_address_that_has_no_variable_for_it_is_refused(
     assert CANARY not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "s3://bucket/a:b/c@d.jsonl",
-        "hf://datasets/user/set@main/x.parquet",
-        "data/*.jsonl",
-        "https://host:8080/x?page=2",
-        "https://user@host/x",
-        "file:///a/b:c@d",
-    ],
-)
-def test_other_addresses_are_taken(address: str) -> None:
-    assert not holds_secret(address)
+PLAIN_ADDRESSES = [
+    "s3://bucket/a:b/c@d.jsonl",
+    "hf://datasets/user/set@main/x.parquet",
+    "data/*.jsonl",
+    "https://host:8080/x?page=2",
+    "https://user@host/x",
+    "file:///a/b:c@d",
+]
+
+
+def test_other_addresses_are_taken() -> None:
+    assert [address for address in PLAIN_ADDRESSES if holds_secret(address)] == []
 
 
 OUTSIDE = ["../outside", "a/../../outside", "/etc/passwd", "..", "a\\..\\b", "", "nul\0"]

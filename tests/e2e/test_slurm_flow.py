@@ -45,6 +45,7 @@ def last_position(root: Path) -> int:
     return max((record.position for journal in journals for record in read_journal(journal)), default=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a minute and a half on a machine that does nothing else
 def test_job_outlives_its_engine_is_adopted_and_cancelled(
     cluster: str, herd: Herd, new_herd: NewHerd, tmp_path: Path

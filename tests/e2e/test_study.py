@@ -66,6 +66,7 @@ def done(herd: Herd) -> list[str]:
     return [record.name for record in Runs(Root.of(herd.root)).all() if record.state == "finished"]
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
     assert done(asked) == ["warm-1", "warm-2", "warm-3", "warm-4"]
     assert "reused: warm-1" in asked.printed
@@ -76,6 +77,7 @@ def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
     assert record.verdict.headline
 
 
+@pytest.mark.slow
 def test_arms_share_curation_and_tokens(asked: Herd) -> None:
     root = Root.of(asked.root)
     posed = Studies(root).posed("warm")
@@ -86,6 +88,7 @@ def test_arms_share_curation_and_tokens(asked: Herd) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_parent_in_one_experiment_holds_the_runs(asked: Herd) -> None:
     root = Root.of(asked.root)
     client = MlflowClient(tracking_uri(root))
@@ -102,6 +105,7 @@ def test_one_parent_in_one_experiment_holds_the_runs(asked: Herd) -> None:
     assert parent.data.tags["verdict"]
 
 
+@pytest.mark.slow
 def test_asked_again_nothing_is_trained(asked: Herd) -> None:
     study = asked.root.parent / "warm.yaml"
     printed = asked("study", "run", str(study))
@@ -114,6 +118,7 @@ def test_asked_again_nothing_is_trained(asked: Herd) -> None:
     assert "warm" in asked("study", "list")
 
 
+@pytest.mark.slow
 def test_a_study_that_found_nothing_changes_nothing(asked: Herd) -> None:
     verdict = Studies(Root.of(asked.root)).find("warm").verdict
     assert verdict is not None
@@ -131,6 +136,7 @@ print(study(StudyParameters(study=sys.argv[1], only=["five"], root="root", at_on
 """What a worker does: Prefect's logger is the console, and the root may be relative to where it works."""
 
 
+@pytest.mark.slow
 def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     other = new_herd(tmp_path / "root")
     copy_artifacts(asked, other.root)
@@ -143,6 +149,7 @@ def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, t
     assert models == {name: alone[name] for name in ("five 1", "five 2")}
 
 
+@pytest.mark.slow
 def test_stopped_by_hand_side_by_side_all_runs_stop(asked: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     other = new_herd(tmp_path / "root")
     copy_artifacts(asked, other.root)
@@ -173,6 +180,7 @@ def models_of(herd: Herd) -> dict[str, str]:
     return {name: store.at(run.steps["main"].artifact).facts["model_sha256"] for name, run in answers.items()}
 
 
+@pytest.mark.slow
 def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
     arms = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
     text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], arms: {arms}}}"
@@ -183,15 +191,17 @@ def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> 
     assert Studies(Root.of(asked.root)).find("partly").state == "failed"
 
 
-def test_a_bad_study_is_told_in_lines(asked: Herd, tmp_path: Path) -> None:
+def test_a_bad_study_is_told_in_lines(new_herd: NewHerd, tmp_path: Path) -> None:
+    herd = new_herd(tmp_path / "root")
     text = "compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.peak=1e-3]}}"
-    printed = asked("study", "plan", str(write_study(tmp_path, asked.recipe, text, "bad")), status=2)
+    printed = herd("study", "plan", str(write_study(tmp_path, herd.recipe, text, "bad")), status=2)
     assert "differs from five in lr.peak too" in printed
     assert "Traceback" not in printed
-    assert "does not exist" in asked("study", "report", "nothing", status=2)
-    assert "cannot be read" in asked("study", "run", str(tmp_path / "no.yaml"), status=2)
+    assert "does not exist" in herd("study", "report", "nothing", status=2)
+    assert "cannot be read" in herd("study", "run", str(tmp_path / "no.yaml"), status=2)
 
 
+@pytest.mark.slow
 def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> None:
     with lease(Root.of(asked.root), "studies/warm", "somebody"):
         for words in (("report", "warm"), ("run", str(asked.root.parent / "warm.yaml"))):
@@ -200,6 +210,7 @@ def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> No
             assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
     """Its recipe alone makes it again: nothing but reuse."""
     recipe = asked.root / "studies" / "warm" / "arms" / "ten-2.yaml"

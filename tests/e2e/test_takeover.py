@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,14 +24,16 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 
-from flows.children import POOL, worker_command
+from flows.children import POOL, await_answer, child, prefect_command, worker_command
 from flows.resume import AUTO_RESUME
 from flows.setup import WATCHED, setup
+from storage.processes import free_port
 from storage.root import Root
 from tasks.reconcile import reconcile
 from tasks.runs import RunRecord, Runs
 from tasks.studies import Studies
 from tasks.tracking import Tracker
+from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
 from tests.e2e.test_study import WARM, write_study
 
@@ -153,25 +154,41 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def client(
-    prefect_api: str, prefect_home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SyncPrefectClient]:
-    """The session's server with work pool, automations, and the pipeline and the study as deployments."""
-    setup(Root.of(tmp_path_factory.mktemp("results")), prefect_api)
-    environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(prefect_home)}
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """Home and address of a Prefect server of this module's own: its automations would act on the runs of others."""
+    home, port = tmp_path_factory.mktemp("prefect"), free_port()
+    with child("prefect", prefect_command(port), home, {**os.environ, "PREFECT_HOME": str(home)}) as server:
+        await_answer(f"http://127.0.0.1:{port}/api/health", server)
+        yield home, f"http://127.0.0.1:{port}/api"
+
+
+@pytest.fixture(scope="module")
+def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+    """The server with work pool, automations, and the pipeline and the study as deployments."""
+    home, api = own
+    setup(Root.of(tmp_path_factory.mktemp("results")), api)
+    environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
     for entrypoint in ("flows/pipeline.py:pipeline", "flows/experiment.py:study"):
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
         words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
-        command = [sys.executable, "-m", "prefect", "--no-prompt", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-    with temporary_settings({PREFECT_API_URL: prefect_api}), get_client(sync_client=True) as made:
+        process = Forked("prefect", "--no-prompt", *words, environment=environment)
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as made:
         yield made
 
 
 @pytest.fixture
-def place(herd: Herd, new_herd: NewHerd, client: SyncPrefectClient, tmp_path: Path) -> Iterator[Place]:
-    made = Place(new_herd(tmp_path / "root"), client)
+def here(new_herd: NewHerd, own: tuple[Path, str], tmp_path: Path) -> Herd:
+    """A root of the test's own, served by this module's server."""
+    made = new_herd(tmp_path / "root")
+    made.home, made.api = own
+    return made
+
+
+@pytest.fixture
+def place(herd: Herd, here: Herd, client: SyncPrefectClient) -> Iterator[Place]:
+    made = Place(here, client)
     copy_artifacts(herd, made.herd.root, "checkpoint/tiny-ramp-*")
     try:
         yield made
@@ -254,9 +271,9 @@ def test_cancel_and_retry(place: Place, undisturbed: dict[str, str]) -> None:
     ends(place, undisturbed)
 
 
-def test_the_engine_of_a_study_dies(herd: Herd, new_herd: NewHerd, client: SyncPrefectClient, tmp_path: Path) -> None:
+def test_the_engine_of_a_study_dies(herd: Herd, here: Herd, client: SyncPrefectClient) -> None:
     """In its second run: that one goes on from its checkpoint, the first is reused, and the verdict comes by itself."""
-    place = StudyPlace(new_herd(tmp_path / "root"), client)
+    place = StudyPlace(here, client)
     copy_artifacts(herd, place.herd.root)
     place.start_worker()
     try:

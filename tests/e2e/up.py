@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from flows.server import ACCESS, PASSWORD
 from storage.processes import free_ports
 from storage.root import Root
 from tasks.runs import RunRecord, Runs
-from tests.e2e.conftest import Found, Herd, read_until, trainers, wait_for
+from tests.e2e.conftest import Found, Herd, Started, read_until, trainers, wait_for
 
 QUESTION = '{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n'
 """A file of `evaluate.tasks`."""
@@ -34,7 +33,7 @@ EVALUATES = "herd: evaluate new checkpoints"
 class Up:
     """A running `herd up`."""
 
-    process: subprocess.Popen[str]
+    process: Started
     ports: tuple[int, int]
     herd: Herd
     client: SyncPrefectClient
@@ -43,8 +42,12 @@ class Up:
     """Address that opens Prefect's pages."""
 
     @property
+    def root(self) -> Root:
+        return Root.of(self.herd.root)
+
+    @property
     def runs(self) -> Runs:
-        return Runs(Root.of(self.herd.root))
+        return Runs(self.root)
 
     def start(self, deployment: str, **config: Any) -> FlowRun:
         """Do what the button Run does, with a form in which `config` was filled in."""

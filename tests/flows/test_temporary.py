@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.children import await_answer, child
@@ -21,6 +19,7 @@ from flows.server import server_command
 from flows.temporary import is_temporary, start_temporary_server
 from storage.processes import free_port
 from storage.root import Root
+from tests.dist import Forked
 
 BEGIN = """
 import sys, time
@@ -74,19 +73,14 @@ def test_a_busy_server_is_told_in_a_line_and_asked_again(tmp_path: Path) -> None
         url = f"http://127.0.0.1:{server.server_port}/api"
         program = "import flows.terminal as t; t.PAUSES_S = (0.1, 0.1); import flows.cli as c; c.main()"
         words = ["run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            env=surroundings(tmp_path, PREFECT_API_URL=url),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
-        )
+        known = surroundings(tmp_path, PREFECT_API_URL=url)
+        process = Forked("-c", program, *words, environment=known)
+        printed, _ = process.communicate(timeout=400)
         server.shutdown()
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stderr.count("Prefect is busy (503)") == 2
-    assert "the Prefect server does not answer as it should" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 1, printed
+    assert printed.count("Prefect is busy (503)") == 2
+    assert "the Prefect server does not answer as it should" in printed
+    assert "Traceback" not in printed
 
 
 def status(api: str, path: str, password: str = "", **headers: str) -> int:
@@ -94,12 +88,12 @@ def status(api: str, path: str, password: str = "", **headers: str) -> int:
     return httpx.get(f"{api}/{path}", headers=headers, auth=auth, timeout=30).status_code
 
 
+@pytest.mark.slow
 def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BEGIN, str(tmp_path / "root")]
     environment = surroundings(tmp_path, PREFECT_API_AUTH_STRING="of:another server", HOME=str(tmp_path))
     del environment["PREFECT_HOME"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    process = Forked("-c", BEGIN, str(tmp_path / "root"), environment=environment)
+    try:
         api, password = process.stdout.readline().split()
         health = f"{api}/health"
         assert answers(health)
@@ -114,24 +108,28 @@ def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
         assert password not in str(psutil.Process(process.pid).children()[0].cmdline())
         assert (tmp_path / "root" / "prefect.db").stat().st_size > 0
         assert not list(tmp_path.rglob(".prefect/prefect.db"))
-        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
     deadline = time.monotonic() + 30
     while answers(health):
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_start_is_told_in_a_line(tmp_path: Path) -> None:
     broken = surroundings(tmp_path, PREFECT_API_DATABASE_CONNECTION_URL="sqlite+aiosqlite:////proc/none/prefect.db")
-    command = [sys.executable, "-m", "flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
-    done = subprocess.run(command, env=broken, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "the server ended with status" in done.stderr
-    assert "logs" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+    process = Forked(*words, environment=broken)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, printed
+    assert "the server ended with status" in printed
+    assert "logs" in printed
+    assert "Traceback" not in printed
     assert (tmp_path / "root" / "logs" / "prefect.log").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
     """By a shell that knows the server's address alone."""
     port = free_port()
@@ -139,8 +137,9 @@ def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
     with child("prefect", server_command("--host", "127.0.0.1", "--port", str(port)), tmp_path, server) as process:
         await_answer(f"http://127.0.0.1:{port}/api/health", process)
         known = surroundings(tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
-        command = [sys.executable, "-m", "flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
-        done = subprocess.run(command, env=known, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"PREFECT_API_AUTH_STRING: the Prefect server at 127.0.0.1:{port} takes another password" in done.stderr
-    assert "Traceback" not in done.stderr
+        words = ["flows.cli", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+        herd = Forked(*words, environment=known)
+        printed, _ = herd.communicate(timeout=200)
+    assert herd.returncode == 2, printed
+    assert f"PREFECT_API_AUTH_STRING: the Prefect server at 127.0.0.1:{port} takes another password" in printed
+    assert "Traceback" not in printed

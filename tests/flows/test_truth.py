@@ -96,6 +96,7 @@ def test_a_late_hook_does_not_touch_a_run_that_was_taken_up_again(root: Root, ru
     assert Runs(root).find(run.name).state == "running"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]
     return process, witness
 
 
+@pytest.mark.slow
 def test_hook_and_witness_say_how_a_study_ended(root: Root) -> None:
     record = StudyRecord(name="warm", digest="d", kind="compare", recipe="r.yaml", started=now(), code="abc")
     record.prefect_run = str(uuid4())

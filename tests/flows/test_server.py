@@ -1,0 +1,324 @@
+"""What herd sets up on a Prefect server, who goes first where schedules fire too fast, and what becomes of a crash.
+
+The tests are in this order because each part changes what the next finds on the one real server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+from prefect import flow, get_client
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.filesystems import RemoteFileSystem
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
+
+from flows.attempts import RESUMED, was_resumed
+from flows.children import POOL
+from flows.resume import AUTO_RESUME, FIRST_REPORT, resume, resume_all, resume_soon
+from flows.setup import QUEUES, RESULTS, crash_zombies, resume_crashed, setup
+from flows.waiting import steps_back, thin_out
+from llama3.recipe.load import load_recipe
+from storage.lease import lease
+from storage.root import Root
+from tasks.runs import Runs
+from tests.dist import Forked
+
+QUEUE = "training"
+BEGAN = timedelta(minutes=10)
+
+
+@flow(name="pipeline")
+def pipeline() -> None:
+    """What flow runs of these tests are runs of; it never runs."""
+
+
+@pytest.fixture
+def api(prefect_server: dict[str, str]) -> str:
+    """The server of the whole run: others have flow runs there, but neither work pools nor automations."""
+    return prefect_server["api"]
+
+
+@pytest.fixture
+def client(api: str) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+        yield client
+
+
+def ids(client: SyncPrefectClient) -> dict[str, str]:
+    """Return the id of everything that `setup` makes."""
+    queues = client.read_work_queues(work_pool_name=POOL)
+    blocks = client.read_block_documents()
+    return {
+        POOL: str(client.read_work_pool(POOL).id),
+        **{f"queue {queue.name}": str(queue.id) for queue in queues},
+        **{f"block {block.name}": str(block.id) for block in blocks},
+        **{automation.name: str(automation.id) for automation in client.read_automations()},
+    }
+
+
+def test_a_second_time_changes_nothing(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
+    made = setup(Root.of(tmp_path), api)
+    before = ids(client)
+    again = setup(Root.of(tmp_path), api)
+
+    assert ids(client) == before
+    assert {line.rsplit(": ", 1)[1] for line in again} == {"is there"}
+    assert [line.rsplit(": ", 1)[0] for line in made] == [line.rsplit(": ", 1)[0] for line in again]
+    assert {f"block {RESULTS}", "herd: crash zombie runs", "herd: resume crashed runs"} < set(before)
+
+
+def test_heavy_queues_run_one_at_a_time_and_a_new_pool_has_the_template_of_its_worker(
+    client: SyncPrefectClient, api: str, tmp_path: Path
+) -> None:
+    setup(Root.of(tmp_path), api)
+    limits = {queue.name: queue.concurrency_limit for queue in client.read_work_queues(work_pool_name=POOL)}
+    assert limits == QUEUES
+    assert "command" in client.read_work_pool(POOL).base_job_template["variables"]["properties"]
+
+
+def test_what_somebody_changed_stays(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
+    setup(Root.of(tmp_path), api)
+    (alerts,) = client.read_automations_by_name("herd: alerts (example)")
+    client.pause_automation(alerts.id)
+    setup(Root.of(tmp_path), api)
+    assert not client.read_automations_by_name("herd: alerts (example)")[0].enabled
+
+
+def test_a_crashed_run_is_resumed_with_words_that_tell_it_from_a_retry_by_a_person(
+    client: SyncPrefectClient, api: str, tmp_path: Path
+) -> None:
+    setup(Root.of(tmp_path), api)
+    (resume,) = client.read_automations_by_name("herd: resume crashed runs")
+    assert [action.message for action in resume.actions] == [RESUMED]  # type: ignore[union-attr]
+
+
+def test_results_of_a_remote_root_lie_below_it_without_a_secret(
+    client: SyncPrefectClient, api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    setup(Root.of("s3://bucket/herd", scratch=str(tmp_path)), api)
+    block = RemoteFileSystem.load(RESULTS)
+    assert isinstance(block, RemoteFileSystem)
+    assert block.basepath == "s3://bucket/herd/prefect-results"
+    stored = client.request("POST", "/block_documents/filter", json={"include_secrets": True}).text
+    assert RESULTS in stored
+    assert "canary" not in stored
+
+
+def test_without_a_server_it_says_which_one_it_needs(tmp_path: Path) -> None:
+    with temporary_settings({PREFECT_API_URL: None}), pytest.raises(ValueError, match="PREFECT_API_URL: is not set"):
+        setup(Root.of(tmp_path))
+
+
+@pytest.fixture
+def quiet(client: SyncPrefectClient, api: str, tmp_path: Path) -> Iterator[SyncPrefectClient]:
+    """The server with nothing in its work pool that waits."""
+    setup(Root.of(tmp_path), api)
+    yield client
+    for each in runs_of_pool(client):
+        client.delete_flow_run(each.id)
+
+
+def runs_of_pool(client: SyncPrefectClient) -> list[FlowRun]:
+    return client.read_flow_runs(work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])))
+
+
+def deployment(client: SyncPrefectClient, every: timedelta | None = None) -> UUID:
+    """Return a deployment; with a schedule it has fired for ten minutes while its queue had no room."""
+    schedules = [(IntervalSchedule(interval=every), True)] if every else None
+    made = client.create_deployment(
+        client.create_flow(pipeline),
+        name=f"often-{uuid4().hex[:8]}",
+        work_pool_name=POOL,
+        work_queue_name=QUEUE,
+        schedules=[{"schedule": schedule, "active": active} for schedule, active in schedules or []],  # type: ignore[misc]
+    )
+    if every:
+        now = datetime.now(UTC)
+        span = {"start_time": str(now - BEGAN), "end_time": str(now), "max_runs": 5, "min_runs": 5}
+        client.request("POST", "/deployments/{id}/schedule", path_params={"id": made}, json=span).raise_for_status()
+    return made
+
+
+def next_ones(client: SyncPrefectClient) -> list[FlowRun]:
+    """Return what a worker would begin now, in its order; room is made for all."""
+    queue = client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
+    client.update_work_queue(queue.id, concurrency_limit=50)
+    found = client.get_scheduled_flow_runs_for_work_pool(POOL, [QUEUE], datetime.now(UTC) + timedelta(seconds=5))
+    client.update_work_queue(queue.id, concurrency_limit=1)
+    return [each.flow_run for each in found]
+
+
+def begun(client: SyncPrefectClient) -> FlowRun:
+    """Let the next one begin, as a worker does."""
+    first = next_ones(client)[0]
+    client.set_flow_run_state(first.id, Running(), force=True)
+    return client.read_flow_run(first.id)
+
+
+def test_the_first_of_a_schedule_that_begins_cancels_those_behind_it(quiet: SyncPrefectClient) -> None:
+    often, other = deployment(quiet, timedelta(minutes=2)), deployment(quiet, timedelta(minutes=2))
+    waiting = next_ones(quiet)
+    assert [sum(each.deployment_id == made for each in waiting) for made in (often, other)] == [5, 5]
+    own = begun(quiet)
+    assert not steps_back(quiet, own)
+    left = next_ones(quiet)
+    assert {each.deployment_id for each in left} == {often, other} - {own.deployment_id}
+    assert len(left) == 5
+    cancelled = [each for each in runs_of_pool(quiet) if each.state is not None and each.state.is_cancelled()]
+    assert len(cancelled) == 4
+    assert all(own.name in str(each.state and each.state.message) for each in cancelled)
+
+
+def test_a_person_goes_first_and_once(quiet: SyncPrefectClient) -> None:
+    deployment(quiet, timedelta(minutes=2))
+    by_hand = quiet.create_flow_run_from_deployment(deployment(quiet))
+    assert next_ones(quiet)[-1].id == by_hand.id  # five are before it
+    own = begun(quiet)
+    assert steps_back(quiet, own)
+    again = quiet.read_flow_run(own.id)
+    assert again.state is not None
+    assert again.state.is_scheduled()
+    assert again.next_scheduled_start_time is not None
+    assert by_hand.next_scheduled_start_time is not None
+    assert again.next_scheduled_start_time > by_hand.next_scheduled_start_time
+    assert begun(quiet).id == by_hand.id
+    assert not steps_back(quiet, quiet.read_flow_run(by_hand.id))
+    waiting = [each for each in runs_of_pool(quiet) if each.state is not None and each.state.is_scheduled()]
+    assert [each.id for each in waiting if each.next_scheduled_start_time < datetime.now(UTC)] in ([], [own.id])  # type: ignore[operator]
+
+
+def test_what_people_started_is_never_cancelled_and_of_a_schedule_one_is_left(quiet: SyncPrefectClient) -> None:
+    plain = deployment(quiet)
+    by_hand = [quiet.create_flow_run_from_deployment(plain).id for _ in range(3)]
+    deployment(quiet, timedelta(minutes=2))
+    assert len(list(thin_out(quiet))) == 4
+    assert [each.id for each in next_ones(quiet)][1:] == by_hand
+    assert list(thin_out(quiet)) == []
+
+
+@pytest.fixture
+def deaf(client: SyncPrefectClient) -> SyncPrefectClient:
+    """The server, whose automation misses every crash."""
+    for rule in client.read_automations_by_name(resume_crashed().name):
+        client.delete_automation(rule.id)
+    rule = resume_crashed()
+    rule.trigger.expect = {"nothing.at.all"}  # type: ignore[union-attr]
+    client.create_automation(rule)
+    return client
+
+
+def crashed(client: SyncPrefectClient, message: str, tags: tuple[str, ...] = (AUTO_RESUME,)) -> UUID:
+    """Return a flow run of a deployment whose first attempt crashed."""
+    deployment = client.create_deployment(client.create_flow(pipeline), name="tests", tags=list(tags))
+    made = client.create_flow_run_from_deployment(deployment).id
+    client.set_flow_run_state(made, Running(), force=True)
+    client.set_flow_run_state(made, Crashed(message=message), force=True)
+    return made
+
+
+def state(client: SyncPrefectClient, flow_run: UUID) -> State[None]:
+    found = client.read_flow_run(flow_run).state
+    assert found is not None
+    return found
+
+
+def test_a_first_report_is_answered_with_a_start_some_seconds_ahead(deaf: SyncPrefectClient) -> None:
+    flow_run = crashed(deaf, f"{FIRST_REPORT}: -9")
+    assert resume_soon(deaf, flow_run, attempt=1)
+    now = state(deaf, flow_run)
+    assert (now.name, now.message) == ("AwaitingRetry", RESUMED)
+    assert now.state_details.scheduled_time is not None
+    assert now.state_details.scheduled_time > datetime.now(UTC) + timedelta(seconds=20)
+    assert was_resumed(deaf.read_flow_run_states(flow_run))
+    assert not resume_soon(deaf, flow_run, attempt=1)
+
+
+def test_other_crashes_are_left_to_the_automation_and_taken_up_if_it_does_not(deaf: SyncPrefectClient) -> None:
+    flow_run = crashed(deaf, "its process is gone")
+    assert not resume_soon(deaf, flow_run, attempt=1)
+    assert state(deaf, flow_run).is_crashed()
+    assert resume(deaf, flow_run, attempt=1, wait_s=0)
+    assert (state(deaf, flow_run).name, state(deaf, flow_run).message) == ("AwaitingRetry", RESUMED)
+    assert not resume(deaf, flow_run, attempt=1, wait_s=0)
+
+
+def test_what_nobody_asked_to_resume_stays(deaf: SyncPrefectClient) -> None:
+    untagged = crashed(deaf, "its process is gone", tags=("herd",))
+    assert not resume(deaf, untagged, attempt=1, wait_s=0)
+    later = crashed(deaf, "its process is gone")
+    assert not resume(deaf, later, attempt=0, wait_s=0)  # another attempt has begun since
+    deaf.set_flow_run_state(later, Cancelled(), force=True)
+    assert not resume(deaf, later, attempt=1, wait_s=0)
+
+
+def test_the_hourly_pass_finds_what_was_overlooked_but_not_what_crashed_just_now(deaf: SyncPrefectClient) -> None:
+    flow_run = crashed(deaf, "no heartbeat")
+    assert flow_run not in {each.id for each in resume_all(deaf, grace_s=60)}
+    assert flow_run in {each.id for each in resume_all(deaf, grace_s=0)}
+    assert state(deaf, flow_run).name == "AwaitingRetry"
+
+
+def test_where_the_automation_is_switched_off_nothing_is_resumed(deaf: SyncPrefectClient) -> None:
+    (rule,) = deaf.read_automations_by_name(resume_crashed().name)
+    deaf.pause_automation(rule.id)
+    flow_run = crashed(deaf, f"{FIRST_REPORT}: -9")
+    try:
+        assert not resume_soon(deaf, flow_run, attempt=1)
+        assert not resume(deaf, flow_run, attempt=1, wait_s=0)
+        assert not list(resume_all(deaf, grace_s=0))
+    finally:
+        deaf.resume_automation(rule.id)
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+import flows.attempts
+import flows.claim
+from flows.parameters import PipelineParameters
+from llama3.recipe.load import load_recipe
+from storage.root import Root
+from tasks.console import TerminalConsole
+from tasks.runs import Runs
+flows.attempts.LEAVE_S = 1.0
+config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
+with flows.claim.claimed(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
+    print("works on", record.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("by_machine", [True, False])
+def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it(
+    deaf: SyncPrefectClient, tmp_path: Path, by_machine: bool
+) -> None:
+    """A late report of the first death begins another attempt beside the one that works; a Retry waits for its end."""
+    flow_run, root = crashed(deaf, "its process is gone"), Root.of(tmp_path)
+    deaf.set_flow_run_state(flow_run, AwaitingRetry(message=RESUMED if by_machine else "retried"), force=True)
+    record = Runs(root).begin(load_recipe(Path("recipes/quickstart.yaml")), "code")
+    record.prefect_run = str(flow_run)
+    Runs(root).save(record)
+    surroundings = {**os.environ, "PREFECT_API_URL": str(deaf.api_url), "PREFECT__FLOW_RUN_ID": str(flow_run)}
+    with lease(root, f"runs/{record.name}", record.name):
+        process = Forked("-c", CLAIM, str(tmp_path), environment=surroundings)
+        said = process.stdout.readline()
+        if by_machine:
+            assert process.wait(120) == 0
+    said += process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    assert ("an earlier process of this flow run: this one leaves" in said) == by_machine
+    assert (f"works on {record.name}" in said) != by_machine
+    assert Runs(root).find(record.name).attempts == (1 if by_machine else 2)
+
+
+def test_no_event_is_taken_in_by_both_automations() -> None:
+    assert not crash_zombies().trigger.expect & resume_crashed().trigger.expect  # type: ignore[union-attr]
