@@ -109,6 +109,7 @@ def test_a_suite_is_scored_without_what_needs_a_run(room: Path) -> None:
     assert content["skipped"]["bits"].startswith("needs the held-out documents of a run")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
 def test_what_could_not_be_judged_is_shown(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (room / "herd", room / "code.yaml", "--data", room / "data")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from prefect.utilities.names import generate_slug
 
 from flows.names import is_made_up
@@ -11,6 +10,6 @@ def test_names_of_prefect_are_told_from_those_of_people() -> None:
     assert is_made_up("Licensed-Krait")  # what the form fills in
 
 
-@pytest.mark.parametrize("name", ["quickstart-7", "friday", "more-math", "otter", "", "calm-otter-2", "Calm-otter"])
-def test_what_a_person_types_stays(name: str) -> None:
-    assert not is_made_up(name)
+def test_what_a_person_types_stays() -> None:
+    typed = ["quickstart-7", "friday", "more-math", "otter", "", "calm-otter-2", "Calm-otter"]
+    assert not any(map(is_made_up, typed))

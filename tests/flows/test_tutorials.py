@@ -25,6 +25,7 @@ from llama3.recipe.data import Source
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
+from llama3.recipe.section import DOMAINS
 from llama3.recipe.stage import Stage
 from llama3.scaling.checks import check_study
 from llama3.scaling.posed import load_study
@@ -47,9 +48,12 @@ app({arguments!r})
 
 def test_a_system_that_is_not_linux_can_plan_and_is_refused_a_run_in_one_sentence(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HERD_ROOT": str(tmp_path / "root")}
+    (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')
+    sources = ", ".join(f"{domain}: [{{uri: {tmp_path}/text.jsonl}}]" for domain in DOMAINS)
+    words = ["tests/e2e/tiny.yaml", "--set", f"sources={{{sources}}}"]
     printed = {}
     for command, status in (("plan", 0), ("run", 2)):
-        script = ELSEWHERE.format(platform="darwin", arguments=[command, "tests/e2e/tiny.yaml"])
+        script = ELSEWHERE.format(platform="darwin", arguments=[command, *words])
         process = Forked("-c", script, environment=environment)
         printed[command], _ = process.communicate(300)
         assert process.returncode == status, printed[command]
