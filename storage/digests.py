@@ -16,6 +16,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from storage.filesystem import sync_folder
+
 THREADS = 4
 """Files read at the same time: hashing leaves Python's lock, and a disk answers several requests faster than one."""
 PAGE = 2**20
@@ -75,8 +77,15 @@ def wrong_page(data: bytes, digests: bytes) -> int | None:
 
 
 def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:
-    """Return the digest of every file under `folder` by its relative name, sorted. Raises OSError."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Return the digest of every file under `folder` by its relative name, sorted. Raises OSError.
+
+    With `sync`, put the files and the folders below `folder` on the disk too.
+    """
+    entries = sorted(folder.rglob("*"))
+    paths = [path for path in entries if path.is_file()]
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(lambda path: digest_file(path, sync), paths))
+    for path in entries if sync else ():
+        if path.is_dir():
+            sync_folder(path)
     return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, found, strict=True)}

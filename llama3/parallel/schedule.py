@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 
 ROUNDS = 2
-"""Rounds after which a schedule of equal rounds only repeats itself (see `held`)."""
+"""Rounds, of as many micro-batches as ranks, after which a schedule of equal ones only repeats itself (see `held`)."""
 Lists = list[list[Action]]
 """Actions of each rank, in order."""
 
@@ -129,13 +129,13 @@ def held(
 ) -> tuple[tuple[int, ...], ...]:
     """Return how many micro-batches each stage of `rank` holds at its fullest moments, those that no other exceeds.
 
-    Rounds of one length repeat the first ones: no more than `ROUNDS` are played through, and the cost does not grow
-    with the batch. Raises ValueError as `check`.
+    Rounds of one length repeat the first ones: only `ROUNDS` and those that shorter ones need to fill the pipeline are
+    played through, and the cost does not grow with the batch. Raises ValueError as `check`.
     """
     check(kind, pipeline, virtual, micro_batches, contiguous)
     rounds = _rounds(micro_batches, min(contiguous or pipeline, micro_batches))
     if len({len(batch) for batch in rounds}) == 1:
-        rounds = rounds[:ROUNDS]
+        rounds = rounds[: ROUNDS + (pipeline - 1) // len(rounds[0])]
     if kind == "zero-bubble":
         mine = _split([_one_rank(each, pipeline, virtual, rounds) for each in range(pipeline)])[rank]
     else:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from storage.artifact import Artifact, Design, Store
 from storage.digests import PAGE
@@ -101,3 +104,22 @@ def attempts(root: Root, intent: Design) -> set[str]:
 def in_scratch(root: Root, folder: Path) -> Root:
     """Return the same root as another machine sees it: with a working folder of its own."""
     return Root.of(root.uri, str(folder))
+
+
+def disk_calls(patch: pytest.MonkeyPatch) -> list[int | Path]:
+    """Return a list to which each fsync adds the inode and each rename the new path; both still happen."""
+    calls: list[int | Path] = []
+
+    def recorded(name: str, what: Callable[..., int | Path]) -> None:
+        real = getattr(os, name)
+
+        def call(*given: Any, **named: Any) -> None:
+            real(*given, **named)
+            calls.append(what(*given))
+
+        patch.setattr(os, name, call)
+
+    recorded("fsync", lambda handle: os.fstat(handle).st_ino)
+    for name in ("rename", "replace"):
+        recorded(name, lambda old, new: Path(new))
+    return calls

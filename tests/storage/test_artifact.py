@@ -18,7 +18,7 @@ from storage.filesystem import glob, write_atomic
 from storage.manifest import DamagedArtifact, Manifest
 from storage.root import Root
 from storage.staging import clear_staging
-from tests.storage.commit_samples import build_one, stage_and_wait, started
+from tests.storage.commit_samples import build_one, disk_calls, stage_and_wait, started
 
 
 def design(**parameters: object) -> Design:
@@ -328,3 +328,21 @@ def test_a_uri_names_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
     assert glob(f"file://{tmp_path}/*.txt") == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
     assert glob(str(tmp_path)) == [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt", f"{tmp_path}/c/d.md"]
     assert glob(f"{tmp_path}/none") == []
+
+
+def test_an_atomic_write_is_on_the_disk_before_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, path = disk_calls(monkeypatch), tmp_path / "file"
+    write_atomic(path, "text")
+    assert calls == [path.stat().st_ino, path, tmp_path.stat().st_ino]
+
+
+def test_an_artifact_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, store = disk_calls(monkeypatch), Store(tmp_path)
+    build(store, design())
+    artifact = store.find(design())
+    assert artifact is not None
+    visible = calls.index(artifact.folder)
+    assert {path.stat().st_ino for path in artifact.folder.rglob("*")} < set(calls[:visible])
+    assert artifact.folder.parent.stat().st_ino in calls[visible:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,12 @@ def test_a_local_root_has_only_staging_to_tidy(tmp_path: Path) -> None:
         assert tidy(root, LATER)[:4] == (0, 0, 1, 0)
         assert mine.exists()
     assert not left.exists()
+
+
+def test_an_attempt_is_as_old_as_its_newest_file(root: Root) -> None:
+    place = root.join("curated/gone-1a2b3c4d", "1" * 32)
+    put_bytes(f"{place}/first.bin", b"x")
+    time.sleep(4.2)  # the server's clock counts whole seconds
+    put_bytes(f"{place}/second.bin", b"x")
+    assert tidy(root, 3.0) == NOTHING
+    assert tidy(root, AT_ONCE) == Tidied(0, 1, 0, 0, 2)

@@ -184,3 +184,14 @@ def test_after_the_first_error_nothing_new_is_begun() -> None:
         each(work, range(100), 2)
     assert sorted(begun) == [0, 1]
     assert each(str, range(20), 3) == [str(item) for item in range(20)]
+
+
+def test_an_answer_with_a_flipped_bit_is_asked_for_again(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:
+    """Checksums that come with an answer are checked, and the caller sees nothing of it."""
+    put_bytes(f"{uri}/bytes", b"12345")
+    (flipped,) = proxy.use(Rule("flip", "GET"))
+    assert get_bytes(f"{uri}/bytes") == b"12345"
+    assert flipped.done == 1
+    (flipped,) = proxy.use(Rule("flip", "GET"))
+    get_file(f"{uri}/bytes", tmp_path / "back")
+    assert ((tmp_path / "back").read_bytes(), flipped.done) == (b"12345", 1)

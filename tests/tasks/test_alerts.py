@@ -174,3 +174,10 @@ def test_two_alerts_of_a_kind_have_a_calm_between_them(
             all(score <= 6 for score in scores[place : place + CALM_STEPS])
             for place in range(before + 1, after - CALM_STEPS + 1)
         )
+
+
+def test_a_straggler_is_told_of_at_the_third_slow_measurement(watched: Watched) -> None:
+    watched.step(2, slow=1.3, median=1.0)
+    assert watched.kinds == []
+    watched.step(1, slow=1.3, median=1.0)
+    assert watched.kinds == ["straggler"]

@@ -328,3 +328,10 @@ def test_missing_commands_are_named(launcher: str, command: str, monkeypatch: py
     asked = Cluster.model_validate({"launcher": launcher})
     with pytest.raises(ValueError, match=rf"cluster\.launcher: {launcher} needs {command}"), launcher_of(asked, "x"):
         pass
+
+
+def test_whole_replicas_are_started() -> None:
+    cluster = Cluster.model_validate({"processes": 4, "layout": {"replicas": 4}})
+    assert fitting(Schedule(ASKED).span("main"), cluster, 4) == 4
+    with pytest.raises(TrainingFailed, match="3 of 4 processes are there, and the layout needs 4 "):
+        fitting(Schedule(ASKED).span("main"), cluster, 3)

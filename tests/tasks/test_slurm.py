@@ -18,7 +18,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.train.attempt import Outcome, outcomes_in
 from tasks.cluster import Cluster, load_cluster
 from tasks.launch import Launch, fitting
-from tasks.slurm import CHECKOUT, SlurmLauncher, slurm_script
+from tasks.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
 from tests.tasks.slurm_daemons import slurm_for_children
@@ -235,3 +235,32 @@ def wait_for(condition: Callable[[], bool], launch: Launch | None = None) -> Non
         ended = launch.poll() if launch is not None else None
         assert ended is None, ended
         time.sleep(0.02)
+
+
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Put commands before Slurm's that do what `scripts` say, or nothing."""
+    for name in ("sbatch", "squeue", "scancel", "sinfo", "scontrol"):
+        (folder / name).write_text(f"#!/bin/sh\n{scripts.get(name, '')}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_capacity_is_what_is_up_and_no_more_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, sinfo="echo n1; echo n2; echo n2; echo n3")
+    assert [SlurmLauncher(cluster_of(asked), "up").capacity() for asked in (1, 3, 8)] == [1, 3, 3]
+
+
+def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, scontrol="echo JobId=7 JobState=NODE_FAIL")
+    (tmp_path / "job.sbatch").write_text("#SBATCH --nodes=2\n")
+    launch, done = SlurmLaunch("7", tmp_path, 0.0), Outcome(status=0)
+    (tmp_path / "node-0.json").write_text(done.model_dump_json())
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status == -9
+    assert "ended (NODE_FAIL) and not every node said how" in ended.words
+    (tmp_path / "node-1.json").write_text(done.model_dump_json())
+    assert launch.poll() == done
+    (tmp_path / "node-0.json").unlink()
+    (tmp_path / "node-1.json").write_text(Outcome(status=1, words="rank 1").model_dump_json())
+    assert launch.poll() == Outcome(status=1, words="rank 1")

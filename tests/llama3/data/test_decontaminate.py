@@ -301,3 +301,18 @@ def test_a_training_set_is_found_in_itself_and_not_in_books(shared: Path, tmp_pa
     (line,) = table(books, "report")
     assert line["flagged"] <= 0.001 * line["examples"]
     assert line["dropped"] == 0
+
+
+def test_exactly_the_threshold_is_enough_everywhere(tmp_path: Path) -> None:
+    """Half of 26 words, in a run of 13: flagged, confirmed, dropped, and in the ratios up to 0.5."""
+    example = prose(1, 26)
+    job = decontaminated(tmp_path, [" ".join(example.split()[:13])], [benchmark(tmp_path, [example])])
+    (line,) = table(job, "report")
+    assert [line[name] for name in ("flagged", "confirmed", "dropped")] == [1, 1, 1]
+    assert [(row["corpus"], row["document"]) for row in table(job, "ratios")] == [(1, 1)] * 5 + [(0, 0)] * 5
+
+
+def test_template_of_an_example_covers_none_of_its_words() -> None:
+    example = prose(1, 20)
+    assert overlap(example, [False] * 8 + [True] * 5, example) == Overlap(12, 20, example)
+    assert overlap(example, [False] * 13, example).words == 0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate.bootstrap import RESAMPLES, Array, combine, interval, resample
-from llama3.evaluate.statistics import Z
+from llama3.evaluate.statistics import Z, ratio
 
 
 def pairs(random: np.random.Generator, count: int, change: float = 0.0, spread: float = 0.05) -> tuple[Array, Array]:
@@ -100,3 +100,12 @@ def test_any_samples_have_ordered_ends_and_a_p(items: list[tuple[float, int]]) -
     if len(items) > 1:
         assert low <= high
         assert 0 < p <= 1
+
+
+def test_each_resample_has_the_standard_error_of_its_own_documents() -> None:
+    bits, sizes = pairs(np.random.default_rng(0), 8)
+    found = resample(bits, sizes, 5, 20)
+    for place, drawn in enumerate(np.random.default_rng(5).integers(0, 8, (20, 8))):
+        again = ratio(bits[drawn].tolist(), sizes[drawn].tolist())
+        assert found.value + found.shifts[place] == pytest.approx(again.value)
+        assert found.stderrs[place] == pytest.approx(again.stderr)

@@ -163,3 +163,13 @@ def test_evidence_survives_json_whatever_the_numbers(values: dict[str, tuple[flo
     again = Evidence.model_validate_json(evidence.model_dump_json())
     assert again.model_dump_json() == evidence.model_dump_json()
     assert again.decide() == evidence.decide() == decide(evidence.rules, scores, scores, differences)
+
+
+def test_models_that_differ_alike_on_every_document_are_not_the_same() -> None:
+    """An interval without width says that all documents agree, and not on what."""
+    worse, equal = paired("bpb", 0.036, 0.0, 0.001), paired("bpb", 0.0, 0.0)
+    ours, theirs = table({"bpb": 3.096}), table({"bpb": 3.06})
+    assert not decide(rules(bpb="better"), ours, theirs, worse).accepted
+    assert decide(rules(bpb="better"), theirs, theirs, equal).accepted
+    both, scores = {**equal, **paired("core", 0.1, 0.05)}, table({"bpb": 3.06, "core": 0.4})
+    assert not decide(rules(bpb="better"), scores, table({"bpb": 3.06, "core": 0.3}), both).accepted

@@ -14,6 +14,7 @@ from llama3.parallel.exchange import held_positions
 from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import World, joined, whole
 from llama3.recipe.schema import Model
+from llama3.train.optimizer import squared_norm
 
 ROWS, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
 
@@ -93,3 +94,17 @@ def _train(models: list[Transformer], data: Any, micro_batch: int, zero: int = 2
         nats.sum().backward()
         total += float(nats.detach().sum())
     return total
+
+
+def norm_of_replicated_and_sharded() -> float:
+    """Return this rank's part of the squared norm of four gradients of 3 that both hold and four of 1 cut in two."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    with joined("cpu", 60, Layout(tp=2), meshed=True):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        parameters = []
+        for gradient, place in ((torch.full((4,), 3.0), Replicate()), (torch.ones(2), Shard(0))):
+            parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros_like(gradient), mesh, [place]))
+            parameter.grad = DTensor.from_local(gradient, mesh, [place])
+            parameters.append(parameter)
+        return float(squared_norm(parameters))

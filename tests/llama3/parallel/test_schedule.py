@@ -18,6 +18,7 @@ from llama3.parallel.schedule import (
     bubble,
     check,
     finish,
+    held,
     ideal_bubble,
     in_flight,
     split_layers,
@@ -205,3 +206,17 @@ def test_splits_are_complete_and_even(layers: int, stages: int) -> None:
     assert max(weights) - min(weights) <= 1
     assert all(parts[1:-1])
     assert all(parts) or layers < stages
+
+
+@given(cases())
+def test_fullest_moments_hold_what_the_actions_do(case: Case) -> None:
+    """Also where only the first rounds are played through; under zero-bubble W frees an activation, I does not."""
+    lists = actions(*case)
+    for rank, mine in enumerate(lists):
+        now = most = 0
+        for action in mine:
+            now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most = max(most, now)
+        assert now == 0
+        assert in_flight(lists)[rank] == most
+        assert max(sum(counts) for counts in held(*case, rank)) == most

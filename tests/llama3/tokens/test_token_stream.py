@@ -269,3 +269,12 @@ def test_a_window_keeps_its_bounds_per_segment(shards: Path) -> None:
     assert window.origins.tolist() == window.segments[window.cu_seqlens[:-1]].tolist()
     assert len(run.read(50, 50).tokens) == 0
     assert run.documents(50, 50) == []
+
+
+def test_a_leaf_may_be_read_exactly_as_often_as_allowed(shards: Path) -> None:
+    """8.2 epochs of 30 tokens are 246, to the last."""
+    run = TokenStream(shards, recipe(STAGES))
+    most = max(run.epochs(run.tokens).values())
+    TokenStream(shards, recipe(STAGES, tokens={"max_epochs": most})).check()
+    with pytest.raises(ValueError, match="max_epochs"):
+        TokenStream(shards, recipe(STAGES, tokens={"max_epochs": most - 1e-6})).check()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from llama3.train import journal as module
 from llama3.train.journal import Entry, Journal, Record, Rewind, Tail, read_journal, read_rewinds, to_parquet
 from llama3.train.replay import Attempts, Replay
+from tests.storage.commit_samples import disk_calls
 
 
 def record(step: int, loss: float = 1.5) -> Record:
@@ -175,3 +176,12 @@ def test_attempts_count_starts_and_survive_a_torn_line(tmp_path: Path) -> None:
     third = Attempts(path, 1)
     assert (third.restarts, third.started) == (2, first.started)
     assert Attempts(path, 1).restarts == 3
+
+
+def test_sync_returns_when_the_lines_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = tmp_path / "journal.jsonl", disk_calls(monkeypatch)
+    with Journal(path) as journal:
+        journal.add(record(1))
+        assert calls == []
+        journal.sync()
+    assert calls == [path.stat().st_ino]

@@ -11,6 +11,8 @@ from llama3.model.initial import build
 from llama3.model.linear import GRID, used
 from llama3.recipe.schema import Model, Optimizer
 from llama3.train.optimizer import adamw, scale, squared_norm
+from tests.dist import run
+from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 
 
 def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -79,3 +81,7 @@ def test_gradients_on_the_grid_add_up_alike_in_any_order(values: list[float], ch
     half = len(shuffled) // 2
     whole, parts = sum(gradients), sum(shuffled[:half]) + sum(shuffled[half:])
     assert torch.equal(torch.as_tensor(whole), torch.as_tensor(parts))
+
+
+def test_what_both_ranks_hold_alike_counts_once() -> None:
+    assert run(2, norm_of_replicated_and_sharded) == pytest.approx([9.0 * 4 + 2, 2.0])
