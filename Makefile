@@ -11,7 +11,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
 COVERED := 85
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test test-all check install install-dev lock clean
+.PHONY: run test test-all mutate check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -22,6 +22,10 @@ test: .venv/dev check
 test-all: .venv/dev check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
 	    --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERED)
+
+# Plants faults one at a time, in copies of the checkout: which of them no test notices?
+mutate: .venv/dev
+	@$(BIN)/python -m tests.mutations
 
 check: .venv/dev
 	@$(BIN)/ruff check .

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
+import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
+from flows import outcome, terminal
 from flows.cli import app
+from flows.terminal import mistakes, patiently
 from llama3.evaluate.request_files import read_requests
+from storage.manifest import DamagedArtifact
+from tasks.failures import HeldBack, TrainingFailed
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 
@@ -47,3 +58,37 @@ def test_mistakes_are_lines_and_status_2(tmp_path: Path) -> None:
         assert message in text
     assert ask(place / "quiz.yaml", place / "out", "--data", place / "data")[0] == 0
     assert "holds a task already" in ask(place / "quiz.yaml", place / "out", "--data", place / "data")[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("stages: none"), 2),
+        (DamagedArtifact("a.txt changed"), 1),
+        (TrainingFailed("rank 1 died"), 1),
+        (HeldBack("the gate refused it"), 3),
+        (OSError(errno.ENOSPC, "disk full"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_kind_of_end_has_its_exit_status(error: BaseException, status: int) -> None:
+    with pytest.raises(typer.Exit) as left, mistakes():
+        raise error
+    assert left.value.exit_code == status
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(outcome, "BEGUN", threading.Event())
+    for answers, asked in (([503, 429, 0], 3), ([404, 0], 1)):
+        given = iter(answers)
+
+        def call(given: Iterator[int] = given) -> str:
+            if status := next(given):
+                answer = httpx.Response(status, request=httpx.Request("GET", "http://127.0.0.1"))
+                answer.raise_for_status()
+            return "done"
+
+        with suppress(httpx.HTTPStatusError):
+            assert patiently(call) == "done"
+        assert len(answers) - len(list(given)) == asked

@@ -210,6 +210,7 @@ def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
     (need,) = memory(shape(), ROWS, Layout(), 1, load(compute="fp32", micro_batches=1))
     count = 4 * parameter_count(shape(), ROWS)
     assert (need.master, need.moments, need.sharded_gradients, need.gathered) == (count, 2 * count, count, 0)
+    assert need.total == 4 * count + need.activations + need.passing
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from llama3.recipe.averaging import Average
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
-from llama3.train.averaging import FILE, Choice
+from llama3.train.averaging import FILE, Choice, average_positions
 from llama3.train.held_out import pack
 from llama3.train.journal import read_journal
 from llama3.train.weights import weights_of
@@ -142,3 +143,9 @@ def test_without_held_out_documents_the_average_is_kept_and_said(tmp_path: Path)
     path = trained(tmp_path, "last 3", held=False)
     assert choice(path) == Choice(rule="last 3", kept="average")
     assert "no held-out document was scored" in output(path)
+
+
+def test_positions_are_spread_evenly_and_end_with_the_stage() -> None:
+    for count, steps in ((2, [3, 5]), (3, [2, 4, 5]), (9, [1, 2, 3, 4, 5])):
+        span = Schedule(asked(f"last {count}")).span("main")
+        assert average_positions(span) == [step * STEP for step in steps]
