@@ -7,8 +7,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
-# Per cent of lines and branches that `make test-all` must reach.
-COVERED := 85
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: run test test-all mutate check install install-dev lock clean
@@ -21,7 +19,7 @@ test: .venv/dev check
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
-	    --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERED)
+	    --cov --cov-report=term:skip-covered
 
 # Plants faults one at a time, in copies of the checkout: which of them no test notices?
 mutate: .venv/dev

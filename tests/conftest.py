@@ -28,6 +28,7 @@ _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "guard"), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "240"  # 20 s are too few on a busy machine
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # more wait for one another on small matrices
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["DO_NOT_TRACK"] = "1"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes start here; each would compile herd anew

@@ -54,6 +54,7 @@ PRELOADED = [
     "resiliparse.extract.html2text",
     "rich.markdown",
     "typer",
+    "tests.warm",
 ]
 TIMEOUT_S = 60
 
