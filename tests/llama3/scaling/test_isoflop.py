@@ -15,6 +15,7 @@ from llama3.scaling import chinchilla
 from llama3.scaling.chinchilla import fit_chinchilla
 from llama3.scaling.isoflop import Ladder, NoLaw, Trial, fit_ladder
 from llama3.scaling.ladder_verdict import count, ladder_verdict, no_law
+from llama3.scaling.minima import Quadratic
 from llama3.scaling.recovery import BUDGETS, Truth, made_up, recovery
 
 CLUSTER = tuple(float(flops) for flops in np.geomspace(6e18, 1e22, 10))
@@ -327,3 +328,10 @@ def test_flops_must_be_a_number_above_zero() -> None:
     for flops in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="give a number above 0"):
             law.at(flops)
+
+
+def test_the_spread_of_a_minimum_is_that_of_minima_of_noisy_points() -> None:
+    x = np.linspace(-1.0, 1.5, 7)
+    found = Quadratic(x, 3 * (x - 0.6) ** 2 + 1)
+    noise = 1e-3 * np.random.default_rng(0).standard_normal((4000, 7))
+    assert found.minima(noise).std() / 1e-3 == pytest.approx(found.spread, rel=0.05)
