@@ -68,7 +68,7 @@ def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: Loca
         ended = follower.follow(launch, 0, 2.0)
     assert ended == Outcome(status=HUNG, words="no step for 2 s; it was stopped")
     assert follower.position >= 3 * STEP
-    assert not alive(hung)
+    await_end(hung)
 
 
 def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_out_text(
@@ -104,7 +104,7 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
     ended = follower.follow(launch, 0, 3.0, 600.0)
     assert ended == Outcome(status=HUNG, words="it did nothing for 3 s before its first step; it was stopped")
     assert records(path) == []
-    assert not alive(hung[0])
+    await_end(hung[0])
 
 
 @pytest.mark.slow
@@ -123,9 +123,12 @@ def agent_children() -> list[psutil.Process]:
     return [rank for agent in agents for rank in agent.children()]
 
 
-def alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; one whose agent was killed with it may wait for init to see its end."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def await_end(process: psutil.Process) -> None:
+    """Wait for a process that was killed with its agent: it ends a moment later, and init may not have looked yet."""
+    deadline = time.monotonic() + 30
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"{process} runs on"
+        time.sleep(0.01)
 
 
 class Unseen:
