@@ -120,7 +120,8 @@ def existing_run(root: Root, name: str, cluster: Cluster, patience_s: float = 0)
                 time.sleep(1)
         context = _context(root, runs, name, cluster)
         context.tracker.lost = lambda: runs.lost(name)
-        yield context
+        with context.agents:
+            yield context
 
 
 @contextmanager
@@ -131,6 +132,7 @@ def existing_run_or_beside(root: Root, name: str, cluster: Cluster) -> Iterator[
             context, ours = held.enter_context(existing_run(root, name, cluster)), True
         except LeaseHeld:
             context, ours = _context(root, ReadOnlyRuns(root), name, cluster), False
+            held.enter_context(context.agents)
         yield context, ours
 
 

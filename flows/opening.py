@@ -129,7 +129,7 @@ def _note(record: RunRecord, url: str) -> str:
 def _closing(context: Context) -> Iterator[None]:
     """Write how the run ended into its record and into MLflow, whatever ended it."""
     try:
-        with peak_memory() as peak:
+        with peak_memory() as peak, context.agents:
             yield
     except Exception as error:
         _close(context, "failed", "FAILED", f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from prefect.states import Completed, Failed
 from flows.attempts import TooManyCrashes
 from llama3.evaluate.gate import Decision, Unfinished
 from storage.holder import LeaseHeld
-from tasks.failures import StudyIncomplete, TrainingFailed
+from tasks.failures import EvaluationFailed, StudyIncomplete, TrainingFailed
 from tasks.runs import RunRecord
 from tasks.step import Context
 
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     """One line for the Prefect UI."""
 
 
-MISTAKES = (ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, TooManyCrashes)
+MISTAKES = (ValueError, TrainingFailed, EvaluationFailed, StudyIncomplete, Unfinished, LeaseHeld, TooManyCrashes)
 """What is told in words."""
 
 

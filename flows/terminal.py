@@ -78,9 +78,9 @@ def _foreseen() -> tuple[type[Exception], ...]:
     from flows.children import NoServer
     from llama3.evaluate.gate import Unfinished
     from storage.holder import LeaseHeld, LeaseLost
-    from tasks.failures import StudyIncomplete, TrainingFailed
+    from tasks.failures import EvaluationFailed, StudyIncomplete, TrainingFailed
 
-    return ValueError, TrainingFailed, StudyIncomplete, Unfinished, LeaseHeld, LeaseLost, NoServer
+    return ValueError, TrainingFailed, EvaluationFailed, StudyIncomplete, Unfinished, LeaseHeld, LeaseLost, NoServer
 
 
 def _status(error: Exception) -> int:

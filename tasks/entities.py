@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput, Param, RunTag
 
 PARAM_CHARACTERS = 6000
 DIGEST_CHARACTERS = 36
@@ -18,15 +19,21 @@ T = TypeVar("T")
 
 def params_of(params: dict[str, Any]) -> list[Param]:
     """Return parameters; a list or mapping is written whole, as JSON, and cut at what MLflow takes."""
+    from mlflow.entities import Param
+
     return [Param(key, _text(value)[:PARAM_CHARACTERS]) for key, value in params.items()]
 
 
 def tags_of(tags: dict[str, str]) -> list[RunTag]:
+    from mlflow.entities import RunTag
+
     return [RunTag(key, str(value)) for key, value in tags.items()]
 
 
 def dataset_of(data: dict[str, Any]) -> DatasetInput:
     """Return a data set that was trained on; `data` has name, digest, uri and profile."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
     kind = "s3" if data["uri"].startswith("s3:") else "local"
     source, profile = json.dumps({"uri": data["uri"]}), json.dumps(data["profile"])
     dataset = Dataset(data["name"], data["digest"][:DIGEST_CHARACTERS], kind, source, profile=profile)

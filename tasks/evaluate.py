@@ -33,7 +33,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         documents = held_out_folder(curated, recipe.evaluate.documents)
-        return score(recipe, checkpoint.part("model"), documents, folder, context.cluster)
+        return score(recipe, checkpoint.part("model"), documents, folder, context.cluster, context.agents)
 
     return ensure(context, step, design, build)
 

@@ -23,8 +23,7 @@ from llama3.cluster.goodput import CheckpointCosts, Recovery
 from llama3.train import metrics
 from llama3.train.journal import Record, Tail
 from llama3.train.launch import SETTLE_S
-from tasks.follow import WATCH_S
-from tasks.launch import Launch
+from tasks.launch import WATCH_S, Launch
 from tasks.restart import rank_process
 from tasks.standing import newest
 

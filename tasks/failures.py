@@ -5,6 +5,10 @@ class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""
 
 
+class EvaluationFailed(RuntimeError):
+    """A process that scores a model died; the text holds its last words."""
+
+
 class HeldBack(ValueError):
     """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 

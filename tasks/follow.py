@@ -21,7 +21,7 @@ from storage.filesystem import write_atomic
 from tasks.alerts import Alerts
 from tasks.catch_up import catch_up, watch
 from tasks.console import ProgressLine
-from tasks.launch import Launch
+from tasks.launch import WATCH_S, Launch
 from tasks.pages import StagePage
 from tasks.project import Thinning
 from tasks.republish import FOLLOWED
@@ -30,8 +30,6 @@ from tasks.step import Context
 from tasks.tracking import Point
 
 POLL_S = 0.5
-WATCH_S = 0.1
-"""Between two looks at the launcher: part of every restart."""
 IDLE = 0.01
 """Processor seconds a second up to which a trainer that starts does nothing: its threads wake now and then."""
 HUNG = 124

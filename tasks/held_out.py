@@ -37,7 +37,7 @@ def write_held_out(recipe: Recipe, curated: Path, tokenizer: Path, work: Path) -
     `curated` is the folder with the documents (see `held_out_folder`).
     """
     from llama3.tokens.tokenizer import Tokenizer
-    from llama3.train.held_out import pack  # torch
+    from llama3.train.held_out_rows import pack
 
     count, seq = recipe.evaluate.every_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:

@@ -1,9 +1,9 @@
 """Start the trainer on whatever the deployment names, and say how it ended. Here: the contract, and this machine.
 
 Each attempt is a fresh launch: ranks, port and store are new (in-job restarts with gloo fail on stale addresses: 9 of
-9 fresh launches recovered, 3 of 12 in-job restarts did). On this machine the agent that forks the ranks lives through
-all attempts of a stage, so a restart pays no import. Output goes to files, never to a pipe, so the trainer cannot block
-or die with whoever reads it. What this gives up: a failure stops all ranks, also those that could have gone on.
+9 fresh launches recovered, 3 of 12 in-job restarts did). On this machine one agent forks the ranks of all stages and
+evaluations of a run, so only the first pays the imports. Output goes to files, never to a pipe, so the trainer cannot
+block or die with whoever reads it. What this gives up: a failure stops all ranks, also those that could have gone on.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from llama3.recipe.schedule import StageSpan
-from llama3.train.attempt import GRACE_S, Attempt, Outcome, last_lines, leave_by
+from llama3.train.attempt import GRACE_S, Attempt, Outcome, last_lines
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
@@ -33,6 +34,8 @@ REAP_S = 5.0
 """From the end of the ranks' grace to the end of their agent."""
 SHUTDOWN_S = GRACE_S + REAP_S
 """As long as an agent may take whose ranks have nothing to save."""
+WATCH_S = 0.1
+"""Between two looks at a launch: part of every restart."""
 AGENT_DIED = -signal.SIGKILL
 
 
@@ -96,24 +99,22 @@ def launch_key(job: Path) -> str:
     return f"{job.parent.name}-{hashlib.sha256(os.path.realpath(job).encode()).hexdigest()[:8]}"
 
 
-@contextmanager
-def launcher_of(cluster: Cluster, name: str) -> Iterator[Launcher]:
-    """Yield the launcher that `cluster` asks for; `name` (see `launch_key`) tells its jobs from those of others.
+def launcher_of(cluster: Cluster, name: str, agents: Agents) -> Launcher:
+    """Return the launcher that `cluster` asks for; `name` (see `launch_key`) tells its jobs from those of others.
 
-    Raises ValueError if its commands are missing here.
+    On this machine it works through one of `agents`. Raises ValueError if its commands are missing here.
     """
     match cluster.launcher:
         case "local":
-            with LocalLauncher(cluster) as local:
-                yield local
+            return LocalLauncher(cluster, agents)
         case "slurm":
             from tasks.slurm import SlurmLauncher
 
-            yield SlurmLauncher(cluster, name)
+            return SlurmLauncher(cluster, name)
         case "kubernetes":
             from tasks.kubernetes import KubernetesLauncher
 
-            yield KubernetesLauncher(cluster, name)
+            return KubernetesLauncher(cluster, name)
 
 
 def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
@@ -170,52 +171,93 @@ def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
     return {"HERD_PYTHON": python, "HERD_JOB": str(job), "HERD_LOGS": str(logs)}
 
 
-class LocalLauncher:
-    """Ranks on this machine, forked from one agent that lives as long as the launcher."""
+@dataclass
+class Agent:
+    """A process that has imported torch and forks ranks from itself; what it is asked it does one after the other."""
 
-    def __init__(self, cluster: Cluster, capacity: Callable[[], int] | None = None) -> None:
-        """`capacity` says how many processes this machine can run now; by default its GPUs, if it has any."""
-        self.cluster = cluster
-        self.capacity = capacity or self._present
-        self.agent: subprocess.Popen[bytes] | None = None
-        self.job: Path | None = None
-        """What the agent was started for last."""
+    process: subprocess.Popen[bytes]
+    log: Path
+    attempt: Attempt | None = None
+    """What it was asked last."""
 
-    def __enter__(self) -> LocalLauncher:
+    def ask(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        assert self.process.stdin is not None
+        self.process.stdin.write(attempt.model_dump_json().encode() + b"\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        """End it and its ranks, which are asked to save; kill what is left after the grace."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.terminate()
+        asked = time.time()
+        while self.process.poll() is None:
+            left = (self.attempt.leave_by(asked) if self.attempt else asked + GRACE_S) + REAP_S - time.time()
+            if left <= 0:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(min(max(left, 0.0), 1.0))
+
+
+class Agents:
+    """The agents of this machine, one for each number of threads: they live until this is closed."""
+
+    def __init__(self) -> None:
+        self._agents: dict[int, Agent] = {}
+
+    def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the agent; ranks that still run are asked to save."""
-        if self.agent is not None:
-            _end(self.agent, self.job)
+        self.close()
+
+    def close(self) -> None:
+        """End all agents; ranks that still run are asked to save. A later `start` begins a new one."""
+        while self._agents:
+            self._agents.popitem()[1].end()
+
+    def start(self, attempt: Attempt, threads: int) -> LocalLaunch:
+        """Start the ranks of `attempt` with `threads` OpenMP threads each."""
+        attempt.logs.mkdir(parents=True, exist_ok=True)
+        agent = self._agents.get(threads)
+        if agent is None or agent.process.poll() is not None:
+            agent = self._agents[threads] = _new_agent(attempt.logs.parent / "agent.log", threads)
+        attempt.outcome.unlink(missing_ok=True)
+        agent.ask(attempt)
+        return LocalLaunch(attempt, agent)
+
+
+def _new_agent(log: Path, threads: int) -> Agent:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llama3.train.launch", "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **trainer_environment(threads)},
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+    return Agent(process, log)
+
+
+class LocalLauncher:
+    """Ranks on this machine."""
+
+    def __init__(self, cluster: Cluster, agents: Agents, capacity: Callable[[], int] | None = None) -> None:
+        """`capacity` says how many processes this machine can run now; by default its GPUs, if it has any."""
+        self.cluster, self.agents = cluster, agents
+        self.capacity = capacity or self._present
 
     def live(self, job: Path) -> None:
         """Nothing can be left behind: the kernel tells the agent when its supervisor dies, and its ranks save."""
 
     def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
         """Start `processes` ranks on this machine."""
-        attempt = Attempt(job=job, logs=logs, processes=processes)
-        logs.mkdir(parents=True, exist_ok=True)
-        if self.agent is None or self.agent.poll() is not None:
-            self.agent = self._agent(logs.parent / "agent.log")
-        attempt.outcome.unlink(missing_ok=True)
-        self.job = job
-        assert self.agent.stdin is not None
-        self.agent.stdin.write(attempt.model_dump_json().encode() + b"\n")
-        self.agent.stdin.flush()
-        return LocalLaunch(attempt, self.agent, logs.parent / "agent.log")
-
-    def _agent(self, log: Path) -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "llama3.train.launch", "--serve"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **trainer_environment(self.cluster.process_threads)},
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-            )
+        return self.agents.start(Attempt(job=job, logs=logs, processes=processes), self.cluster.process_threads)
 
     def _present(self) -> int:
         gpus = 0 if self.cluster.device == "cpu" else visible_gpus()
@@ -227,20 +269,30 @@ class LocalLauncher:
 class LocalLaunch:
     """One attempt on this machine."""
 
-    def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes], log: Path) -> None:
-        self.attempt, self.agent, self.log = attempt, agent, log
+    def __init__(self, attempt: Attempt, agent: Agent) -> None:
+        self.attempt, self.agent = attempt, agent
         self.label, self.logs = "trainer on this machine", attempt.logs
         self._outcome = str(attempt.outcome)
 
     def poll(self) -> Outcome | None:
         """Return how it ended, or None while it runs."""
-        gone = self.agent.poll() is not None  # asked first: the outcome is written before the agent leaves
+        gone = self.agent.process.poll() is not None  # asked first: the outcome is written before the agent leaves
         if os.path.exists(self._outcome):  # asked ten times a second
             return Outcome.model_validate_json(self.attempt.outcome.read_text())
         if gone:
-            words = f"the agent ended with status {self.agent.returncode}; the end of {self.log}:\n"
-            return Outcome(status=AGENT_DIED, words=words + last_lines(self.log))
+            words = f"the agent ended with status {self.agent.process.returncode}; the end of {self.agent.log}:\n"
+            return Outcome(status=AGENT_DIED, words=words + last_lines(self.agent.log))
         return None
+
+    def wait(self) -> Outcome:
+        """Return how it ended, once it has; stop it if that is interrupted."""
+        try:
+            while (outcome := self.poll()) is None:
+                time.sleep(WATCH_S)
+        except BaseException:
+            self.stop()
+            raise
+        return outcome
 
     def waits(self) -> bool:
         """Nothing waits here: there is no queue."""
@@ -248,27 +300,11 @@ class LocalLaunch:
 
     def used_s(self) -> float:
         """Return the processor seconds of agent and ranks."""
-        return processor_seconds(self.agent.pid)
+        return processor_seconds(self.agent.process.pid)
 
     def stop(self) -> None:
         """Ask the trainer to save and leave; kill what is left after the grace."""
-        _end(self.agent, self.attempt.job)
-
-
-def _end(agent: subprocess.Popen[bytes], job: Path | None) -> None:
-    """End an agent and the ranks that it started for `job`, whether it works or waits for work."""
-    assert agent.stdin is not None
-    with suppress(BrokenPipeError):
-        agent.stdin.close()
-    agent.terminate()
-    asked = time.time()
-    while agent.poll() is None:
-        left = (leave_by(job, asked) if job else asked + GRACE_S) + REAP_S - time.time()
-        if left <= 0:
-            os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
-        with suppress(subprocess.TimeoutExpired):
-            agent.wait(min(max(left, 0.0), 1.0))
+        self.agent.end()
 
 
 def processor_seconds(pid: int) -> float:

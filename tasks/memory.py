@@ -57,10 +57,7 @@ def peak_memory() -> Iterator[Peak]:
 
 
 def give_back() -> None:
-    """Return to the system what a step used: else Arrow and the C library keep it while the trainer needs it."""
-    import pyarrow
-
-    pyarrow.default_memory_pool().release_unused()
+    """Return to the system what a step used: else the C library keeps it while the trainer needs it."""
     with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -157,7 +157,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
     from tasks.cluster import Cluster
     from tasks.evaluate import evaluated_stages
     from tasks.held_out import write_held_out
-    from tasks.launch import LocalLauncher
+    from tasks.launch import Agents, LocalLauncher
     from tasks.serving import smoke
 
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
@@ -170,10 +170,9 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
         job.work.mkdir()
         write_held_out(recipe, curated, tokenizer, job.work)
         (job.work / "job.json").write_text(job.model_dump_json())
-        with LocalLauncher(cluster) as launcher:
-            launch = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1")
-            while (outcome := launch.poll()) is None:
-                time.sleep(0.05)
+        with Agents() as agents:
+            launcher = LocalLauncher(cluster, agents)
+            outcome = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1").wait()
         if outcome.status:
             raise RuntimeError(outcome.words)
         parent = job.work / "result" / "state"

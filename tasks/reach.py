@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from mlflow.exceptions import MlflowException
+if TYPE_CHECKING:
+    from mlflow.exceptions import MlflowException
 
 T = TypeVar("T")
 PROBE_INTERVAL_S = 30.0
@@ -95,6 +96,8 @@ class Reach:
 
 def is_refusal(error: Exception) -> bool:
     """Return whether MLflow answered, and would answer the same another time."""
+    from mlflow.exceptions import MlflowException
+
     status = int(error.get_http_status_code()) if isinstance(error, MlflowException) else 500
     if type(error.__cause__).__name__ == "DatabaseError":  # MLflow calls a damaged SQLite file a bad request
         return False

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlflow.exceptions import MlflowException
-
 from storage.artifact import Artifact
 from tasks.promotion_log import PromotionLog
 from tasks.promotions import ALIASES, Log, holders, version_description, version_tags
@@ -34,6 +32,8 @@ class Registry:
 
     def holder(self, alias: str) -> Any | None:
         """Return the model version that holds `alias`, or None."""
+        from mlflow.exceptions import MlflowException
+
         try:
             return self.client.get_model_version_by_alias(self.name, alias)
         except MlflowException as error:
@@ -58,6 +58,8 @@ class Registry:
 
     def note(self, version: str, tags: Mapping[str, str]) -> None:
         """Write the gate's table, or whatever else is to be read there, as tags of the version."""
+        from mlflow.exceptions import MlflowException
+
         for key, value in tags.items():
             try:
                 self.client.set_model_version_tag(self.name, version, key, value)
@@ -107,6 +109,8 @@ class Registry:
         return [*moved, *(f"{alias}: none" for alias in gone)]
 
     def _model(self) -> Any | None:
+        from mlflow.exceptions import MlflowException
+
         try:
             return self.client.get_registered_model(self.name)
         except MlflowException as error:

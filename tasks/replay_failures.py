@@ -112,7 +112,8 @@ def _closing(context: Context) -> Iterator[None]:
     """Write how the replay ended, and remove what it worked in."""
     record = context.record
     try:
-        yield
+        with context.agents:
+            yield
         record.state = "finished"
     except BaseException as error:
         record.state, record.error = "failed", f"{type(error).__name__}: {error}"
@@ -177,9 +178,9 @@ def _supervised(
     silence_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
     with (
         context.console.progress(span.name, span.tokens) as line,
-        launcher_of(context.cluster, launch_key(job)) as launcher,
         ThreadPoolExecutor(1) as pool,
     ):
+        launcher = launcher_of(context.cluster, launch_key(job), context.agents)
         follower = Follower(context, runs, job.parent / "journal.jsonl", shown, line, span.end)
         attempts = Attempts(context, span, launcher)
         script.processes = fitting(span, context.cluster, launcher.capacity())

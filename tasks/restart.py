@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from llama3.train.attempt import Outcome, last_lines
 from llama3.train.job import TrainJob
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
-from tasks.launch import SHUTDOWN_S, Launch, Launcher, LocalLauncher, processor_seconds, trainer_environment
+from tasks.launch import SHUTDOWN_S, Agents, Launch, Launcher, LocalLauncher, processor_seconds, trainer_environment
 
 LONGEST_S = 300.0
 
@@ -48,7 +48,8 @@ def measure_restart(job: Path, processes: int, logs: Path, torchrun: bool = Fals
         Cluster(processes=processes),
         TrainJob.model_validate_json(job.read_text()).work / "journal.jsonl",
     )
-    with TorchrunLauncher(cluster) if torchrun else LocalLauncher(cluster) as launcher:
+    local = nullcontext(LocalLauncher(cluster, agents := Agents()))
+    with agents, TorchrunLauncher(cluster) if torchrun else local as launcher:
         return _measured(launcher, job, processes, logs, lambda: _lines(journal), steps)
 
 

@@ -30,6 +30,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
 from tasks.events import artifact_committed
+from tasks.launch import Agents
 from tasks.memory import give_back
 from tasks.project import Shown, child_tags, project_step
 from tasks.runs import RunRecord, Runs, StepRecord
@@ -79,6 +80,8 @@ class Context:
     made: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
     """Of the lease on the run: higher than that of every process that had the run before."""
+    agents: Agents = field(default_factory=Agents)
+    """What ranks on this machine are forked from; whoever makes the context closes them."""
     damaged: set[str] = field(default_factory=set)
     """Steps whose artifact was set aside because it changed after its commit."""
     restart_damaged: bool = False

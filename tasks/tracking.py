@@ -1,4 +1,4 @@
-"""The only place that talks to MLflow's tracking store.
+"""The only place that talks to MLflow's tracking store. MLflow is imported where it is called: it takes a CPU second.
 
 MLflow is a projection: everything sent here also stands in artifacts and journals, so sending it again is always
 safe. A point is sent with the time stamp it was recorded with, which MLflow's primary key (key, step, time, value)
@@ -12,27 +12,21 @@ that succeeds. MLflow's own asynchronous logging is not used: it loses points wi
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for every run that ends
 # A dead server must cost seconds, not MLflow's default of minutes; a second try would only double them. One that works
 # on the same busy machine as a trainer takes more than 5 s for an answer now and then.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-
-from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
-from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from storage.root import Root
 from tasks.entities import batches, dataset_of, params_of, tags_of
@@ -40,11 +34,12 @@ from tasks.mlflow_database import prepare_database
 from tasks.reach import Reach
 from tasks.tracking_uri import database_uri, run_page, set_tracking_uri, tracking_uri
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 BATCH = 1000
 AWAY = "away-"
 """Beginning of the handle of a run that could not be opened yet."""
-logging.getLogger("mlflow").setLevel(logging.WARNING)
-logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 class Point(NamedTuple):
@@ -94,6 +89,10 @@ class Tracker:
     @property
     def client(self) -> MlflowClient:
         """MLflow's own client. Raises MlflowException if its database is broken and cannot be begun anew."""
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+
         with self._making:
             if self._client is None:
                 try:
@@ -241,6 +240,8 @@ class Tracker:
             self.root.write(json.dumps({**known, **tags}, indent=1), "runs", name, "tags.json")
 
     def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
         if self._experiment:
             return self._experiment
         found = self.client.get_experiment_by_name(self.family)
@@ -300,6 +301,8 @@ class Tracker:
         self.client.log_batch(run_id, tags=tags_of(tags))
 
     def _points(self, handles: list[str], points: list[Point], model_id: str | None) -> bool:
+        from mlflow.entities import Metric
+
         for handle in handles:
             run_id = self._open(handle)
             metrics = (Metric(p.key, p.value, round(p.time * 1000), p.position, model_id=model_id) for p in points)
@@ -318,6 +321,9 @@ class Tracker:
 
     def _make_model(self, run_id: str, label: str, uri: str, position: int, digest: str) -> str:
         """Make an external LoggedModel: a name, tags and a place for scores; the bytes stay where they are."""
+        from mlflow.entities import LoggedModelStatus
+        from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
         tags = {"herd.artifact": label, "herd.uri": uri, "herd.digest": digest, MLFLOW_MODEL_IS_EXTERNAL: "true"}
         name, params = label.rsplit("/", 1)[-1], {"position": str(position)}
         model = self.client.create_logged_model(self._experiment, name, run_id, tags, params, model_type="checkpoint")
@@ -325,6 +331,8 @@ class Tracker:
 
     def _add_output(self, run_id: str, model_id: str, position: int) -> None:
         """Show the model as an output of the run; MLflow refuses to be told twice."""
+        from mlflow.entities import LoggedModelOutput
+
         outputs = self.client.get_run(run_id).outputs
         if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
             self.client.log_outputs(run_id, models=[LoggedModelOutput(model_id, step=position)])

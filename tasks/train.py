@@ -170,7 +170,8 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> Non
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
-    with context.console.progress(span.name, span.tokens) as line, launcher_of(context.cluster, launch_key(job)) as by:
+    by = launcher_of(context.cluster, launch_key(job), context.agents)
+    with context.console.progress(span.name, span.tokens) as line:
         follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
         attempts, timeout_s = Attempts(context, span, by), context.cluster.timeout_s
         while True:

@@ -29,8 +29,8 @@ COMMANDS = {
 MODULES = {
     "tasks.preflight": (DATA, 800),
     "flows.pipeline": (
-        {*DATA, "duckdb", "fsspec", "httpx", "mlflow", "pandas", "prefect", "safetensors", "scipy", "sqlalchemy"},
-        3600,
+        {*DATA, "duckdb", "fsspec", "httpx", "prefect", "safetensors"},
+        1900,
     ),
     "llama3.train.launch": (set(), 380),
 }

@@ -30,7 +30,8 @@ from llama3.recipe.section import DOMAINS
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.train import metrics
 from llama3.train.disk_speed import measure_checkpoint
-from llama3.train.held_out import AUTO_SHARE, FORWARD, pack
+from llama3.train.held_out import AUTO_SHARE, FORWARD
+from llama3.train.held_out_rows import pack
 from llama3.train.job import TrainJob
 from llama3.train.journal import Record, read_journal
 from llama3.train.precision import Precision
@@ -110,7 +111,7 @@ def held_out(run: TrainSession, name: str) -> Row:
     records = _trained(job)[STEPS_OUT:]
     steps = [record.metrics[metrics.STEP_S] for record in records]
     scored = [record.metrics[metrics.HELD_OUT_S] for record in records if metrics.HELD_OUT_S in record.metrics]
-    tokens = held.batch.tokens_BS.numel()
+    tokens = held.columns["tokens_BS"].size
     between = math.ceil(tokens * FORWARD / AUTO_SHARE) / (SEQ * SEQUENCES) * mean(steps)
     note = f"{mean(scored):.2f} s for {tokens:,} tokens, {between:,.0f} s between two"
     return measured(name, 100 * mean(scored) / between, note, scorings=len(scored))

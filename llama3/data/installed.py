@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from llama3.data.document import GENERATED, Document, format_of
@@ -97,15 +98,16 @@ def installed_fingerprint(domain: Domain, system: bool) -> list[object]:
     return [list(sys.version_info[:3]), distributions(), files]
 
 
+@cache  # a run asks for them in its preflight, its key and twice in its first step
 def _files(domain: Domain, system: bool) -> list[Found]:
-    """Return the files that `domain` reads; None of them twice in one domain."""
+    """Return the files that `domain` reads, in the order of `spread`; none of them twice in one domain."""
     chosen: Callable[[Found], bool] = {
         "general": lambda file: _is_prose(file) and not _is_math(file),
         "math": lambda file: _is_prose(file) and _is_math(file),
         "code": lambda file: file.ending in _CODE and file.size <= _LARGEST and file.name[:4] in ("stdl", "pack"),
         "multilingual": _is_translation,
     }[domain]
-    return [file for file in (*package_files(), *(system_files() if system else ())) if chosen(file)]
+    return spread(file for file in (*package_files(), *(system_files() if system else ())) if chosen(file))
 
 
 def _is_math(file: Found) -> bool:
@@ -138,7 +140,7 @@ def _is_translation(file: Found) -> bool:
 
 def _documents(domain: Domain, name: str, system: bool) -> Iterator[Document]:
     known = licences()
-    for file in spread(_files(domain, system)):
+    for file in _files(domain, system):
         licence = _licence(file, known)
         for number, (text, language) in enumerate(_read(file, domain)):
             if text.strip():

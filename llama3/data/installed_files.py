@@ -88,6 +88,7 @@ def spread(files: Iterable[Found]) -> list[Found]:
     return [file for _, _, file in sorted(placed, key=lambda place: place[:2])]
 
 
+@cache
 def licences() -> dict[str, str]:
     """Return the licence that each installed package declares, by its top-level folder or module."""
     found = {}

@@ -1,4 +1,5 @@
-"""Evaluate one model in a process of its own: `python -m llama3.evaluate.main JOB.json`, alone or under torchrun.
+"""Evaluate one model in a process of its own: `python -m llama3.evaluate.main JOB.json`, alone, under torchrun, or
+forked by the agent of `llama3.train.launch`.
 
     python -m torch.distributed.run --standalone --nproc-per-node 8 -m llama3.evaluate.main JOB.json
 
@@ -15,13 +16,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.evaluate.evaluate import evaluate
-from llama3.evaluate.ranks import Group, Single
-from llama3.parallel.mesh import joined
 from llama3.recipe.load import load_recipe
 from storage.filesystem import write_atomic
 
 REFUSED = 2
+MISTAKE = "evaluate: "
+"""What the line of a mistake begins with."""
 
 
 class EvaluateJob(BaseModel):
@@ -46,6 +46,10 @@ class EvaluateJob(BaseModel):
 
 def run(job: EvaluateJob) -> None:
     """Do what `job` says, together with the other processes that the launcher started. Raises as `evaluate` does."""
+    from llama3.evaluate.evaluate import evaluate  # torch, which whoever writes a job does without
+    from llama3.evaluate.ranks import Group, Single
+    from llama3.parallel.mesh import joined
+
     with joined(job.device, job.timeout_s) as world:
         facts = evaluate(
             load_recipe(job.recipe),
@@ -66,7 +70,7 @@ def main(arguments: list[str]) -> int:
     try:
         run(EvaluateJob.model_validate_json(Path(arguments[0]).read_text()))
     except ValueError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        print(f"{MISTAKE}{error}", file=sys.stderr)
         return REFUSED
     return 0
 

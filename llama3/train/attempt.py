@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,8 +27,10 @@ class Attempt(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    program: Literal["train", "evaluate"] = "train"
+    """What the ranks do: `llama3.train.main` or `llama3.evaluate.main`."""
     job: Path
-    """The job file."""
+    """The job file of that program."""
     logs: Path
     """Folder for `rank-<r>.log` and `node-<n>.json`; on several nodes a shared one."""
     processes: int = Field(default=1, ge=1)
@@ -51,6 +53,10 @@ class Attempt(BaseModel):
     def log(self, rank: int) -> Path:
         """Return the file with what `rank` prints."""
         return self.logs / f"rank-{rank}.log"
+
+    def leave_by(self, asked: float) -> float:
+        """Return until when the ranks, told at `asked` to stop, may take; an evaluation has nothing to save."""
+        return leave_by(self.job, asked) if self.program == "train" else asked + GRACE_S
 
     @property
     def outcome(self) -> Path:
@@ -102,7 +108,7 @@ PACE = "pace.json"
 
 
 def leave_by(job: Path, asked: float) -> float:
-    """Return until when the ranks of `job`, told at `asked` to stop, may take; both in seconds since 1970.
+    """Return until when the trainer of `job`, told at `asked` to stop, may take; both in seconds since 1970.
 
     Asked again it may be later: a save that began meanwhile has its own time.
     """

@@ -28,14 +28,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from llama3.train.attempt import Attempt, Outcome, last_lines, leave_by
-from llama3.train.main import TERMINATED, leave, main
+from llama3.train.attempt import Attempt, Outcome, last_lines
+from llama3.train.main import TERMINATED, leave
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
 SETTLE_S = 1.0
 """From the first failure to SIGKILL: so long the others may print what they saw. A stopped one never would."""
 PRELOADED = (
+    "llama3.train.main",
     "llama3.train.trainer",
     "torch._dynamo",  # the first optimizer step imports it, 1 s
     "torch.fx.experimental.symbolic_shapes",  # and the first weights this, 0.5 s
@@ -81,7 +82,7 @@ class Watch:
                 self._stop()
             self._reap()
             if self.stopped and not self.failed:
-                self.deadline = time.monotonic() + leave_by(self.attempt.job, self.stopped) - time.time()
+                self.deadline = time.monotonic() + self.attempt.leave_by(self.stopped) - time.time()
             if self.pids and time.monotonic() >= self.deadline:
                 self.killed = sorted(self.pids.values())
                 self._send(signal.SIGKILL)
@@ -146,7 +147,7 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
 
 
 def _be_rank(attempt: Attempt, rank: int, port: int, mask: set[int], agent: int) -> NoReturn:
-    """Take the log for output, the environment that torchrun would give, and train."""
+    """Take the log for output, the environment that torchrun would give, and do what is asked."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != agent:  # it died before it could be waited for
         os._exit(1)
@@ -168,7 +169,8 @@ def _be_rank(attempt: Attempt, rank: int, port: int, mask: set[int], agent: int)
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
-    leave(main([str(attempt.job)]))
+    program = importlib.import_module(f"llama3.{attempt.program}.main")
+    leave(program.main([str(attempt.job)]))
 
 
 def _ending(status: int) -> str:

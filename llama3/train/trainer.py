@@ -27,7 +27,8 @@ from llama3.train.batch_documents import told, write_incident
 from llama3.train.checkpoint import SaveFailed
 from llama3.train.engine import Engine, Pending
 from llama3.train.finish import commit_result
-from llama3.train.held_out import HeldOut, HeldOutScores
+from llama3.train.held_out import HeldOutScores
+from llama3.train.held_out_rows import HeldOut
 from llama3.train.job import TrainJob
 from llama3.train.meter import Timing
 from llama3.train.opening import begin, open_stage

@@ -22,6 +22,7 @@ from tasks.evaluate import evaluate_model
 from tasks.runs import Runs, StepRecord
 from tasks.step import Context
 from tasks.tracking import Tracker
+from tests.agents import shared_agents
 from tests.llama3.export.export_samples import TEXTS, tokenizer
 
 SHAPE = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq: 2048, tied_embeddings: true}"
@@ -40,7 +41,9 @@ class PromotionRoom:
         record = runs.begin(self.recipe, "c0de")
         tracker = Tracker(self.root, self.recipe.name)
         cluster = Cluster(threads=1)
-        self.context = Context(self.recipe, cluster, self.store, runs, record, tracker, TerminalConsole(), [])
+        self.context = Context(
+            self.recipe, cluster, self.store, runs, record, tracker, TerminalConsole(), [], agents=shared_agents()
+        )
         made = self.commit("tokenizer", self.coder.save, {"digest": self.coder.digest})
         self.tokens = self.commit("tokens", _nothing, {}, tokenizer=made.key)
         self.curated = self.commit("curated", lambda folder: write_documents(folder / "documents"), {})

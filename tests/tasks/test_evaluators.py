@@ -1,4 +1,4 @@
-"""A model scored by this process and by several that torchrun starts: the same report, and mistakes in plain words."""
+"""A model scored by one process and by several: the same report, and mistakes in plain words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from llama3.recipe.schema import Recipe
 from tasks.cluster import Cluster
 from tasks.evaluators import score
+from tests.agents import shared_agents
 from tests.llama3.evaluate.suite_samples import make
 
 
@@ -28,9 +29,10 @@ def cluster(evaluators: int) -> Cluster:
     return Cluster(evaluators=evaluators, threads=evaluators, device="cpu")
 
 
-@pytest.mark.slow  # tests/llama3/evaluate/test_whole_suite.py has two ranks without torchrun
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
-    one, two = (score(recipe, room / "model", room / "curated", room / str(n), cluster(n)) for n in (1, 2))
+    one, two = (
+        score(recipe, room / "model", room / "curated", room / str(n), cluster(n), shared_agents()) for n in (1, 2)
+    )
     assert one == two
     names = sorted(path.name for path in (room / "1").iterdir())
     assert "scores.parquet" in names
@@ -39,11 +41,11 @@ def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None
         assert (room / "1" / name).read_bytes() == (room / "2" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("evaluators", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("evaluators", [1, 2])
 def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_path: Path, evaluators: int) -> None:
     shutil.copytree(room / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json: is not the configuration of a model") as caught:
-        score(recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators))
+        score(recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators), shared_agents())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()

@@ -20,7 +20,7 @@ from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.failures import TrainingFailed
 from tasks.follow import HUNG, Follower
-from tasks.launch import LocalLauncher
+from tasks.launch import Agents, LocalLauncher
 from tasks.restart import rank_process
 from tasks.runs import Runs
 from tasks.step import Context
@@ -50,8 +50,8 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
-    with LocalLauncher(Cluster()) as made:
-        yield made
+    with Agents() as agents:
+        yield LocalLauncher(Cluster(), agents)
 
 
 def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
 def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tmp_path: Path) -> None:
     path = job(tmp_path, ASKED, timeout_s=1)
     follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
-    with LocalLauncher(Cluster()) as launcher:  # an agent that begins now
-        launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    with Agents() as agents:  # an agent that begins now
+        launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "attempt-1")
         ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
     assert ended == Outcome(status=HUNG, words="no step and no line of log for 0 s; it was stopped")
 

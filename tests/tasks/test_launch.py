@@ -21,7 +21,7 @@ from llama3.train.attempt import GRACE_S, Outcome, Pace, first_failure
 from llama3.train.main import REFUSED
 from tasks.cluster import Cluster, load_cluster
 from tasks.failures import TrainingFailed
-from tasks.launch import LocalLauncher, fitting, launch_key, launcher_of
+from tasks.launch import Agents, LocalLauncher, fitting, launch_key, launcher_of
 from tasks.restart import measure_restart, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
@@ -31,9 +31,9 @@ ASKED = recipe(compute="fp32", stages=stages(40))
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
-    """One agent for all tests, as for all attempts of a stage."""
-    with LocalLauncher(Cluster(processes=4, threads=4)) as made:
-        yield made
+    """One agent for all tests, as for all stages of a run."""
+    with Agents() as agents:
+        yield LocalLauncher(Cluster(processes=4, threads=4), agents)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed
     wait_for(lambda: len(records(path)) >= 5)
     rank_process(3).kill()
     wait_for(lambda: launch.poll() is not None)
-    left = fitting(Schedule(ASKED).span("main"), cluster, LocalLauncher(cluster, lambda: 3).capacity())
+    left = fitting(Schedule(ASKED).span("main"), cluster, LocalLauncher(cluster, Agents(), lambda: 3).capacity())
     assert outcome(launcher, path, left, 2).status == 0
     assert [log.name for log in sorted((tmp_path / "logs" / "2").glob("rank-*"))] == ["rank-0.log", "rank-1.log"]
     one, other = losses(undisturbed), losses(path)
@@ -198,8 +198,8 @@ def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPat
     (folder / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     path = job(tmp_path, recipe(stages=stages(40_000)))
-    with LocalLauncher(Cluster()) as launcher:
-        launch = launcher.start(path, 1, tmp_path / "logs" / "1")
+    with Agents() as agents:
+        launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "1")
         wait_for(lambda: Pace.read(work(path)).saving_since > 0 and bool(Pace.read(work(path)).save_s) == bool(saves))
         began = time.monotonic()
         launch.stop()
@@ -218,8 +218,9 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         import time
         from pathlib import Path
         from tasks.cluster import Cluster
-        from tasks.launch import LocalLauncher
-        LocalLauncher(Cluster(processes=2)).start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
+        from tasks.launch import Agents, LocalLauncher
+        launcher = LocalLauncher(Cluster(processes=2), Agents())
+        launcher.start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
         time.sleep(600)
     """)
     process = subprocess.Popen([sys.executable, "-c", supervisor])
@@ -245,8 +246,7 @@ def test_killed_agent_takes_its_ranks_along(launcher: LocalLauncher, tmp_path: P
     path = job(tmp_path, recipe(stages=stages(4000)))
     launch = launcher.start(path, 2, tmp_path / "logs" / "1")
     ranks = [started_rank(0), started_rank(1)]
-    assert launcher.agent is not None
-    launcher.agent.kill()
+    launch.agent.process.kill()
     wait_for(lambda: launch.poll() is not None)
     ended = launch.poll()
     assert ended is not None
@@ -326,8 +326,8 @@ def test_nothing_is_left_behind_on_this_machine(launcher: LocalLauncher, tmp_pat
 def test_missing_commands_are_named(launcher: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     asked = Cluster.model_validate({"launcher": launcher})
-    with pytest.raises(ValueError, match=rf"cluster\.launcher: {launcher} needs {command}"), launcher_of(asked, "x"):
-        pass
+    with pytest.raises(ValueError, match=rf"cluster\.launcher: {launcher} needs {command}"):
+        launcher_of(asked, "x", Agents())
 
 
 def test_whole_replicas_are_started() -> None:

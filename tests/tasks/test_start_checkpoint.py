@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from llama3.tokens.tokenizer import Tokenizer
 from storage.artifact import Artifact, Design
 from storage.remote_store import open_store
 from storage.root import Root
-from tasks import train
 from tasks.card import card_of
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.launch import LocalLauncher
 from tasks.plan import make_plan, stage_rows, summary_lines
 from tasks.preflight import check_place
 from tasks.runs import Runs, StepRecord
@@ -31,6 +27,7 @@ from tasks.start_checkpoint import start_faults
 from tasks.step import Context
 from tasks.tracking import Tracker
 from tasks.train import train_stage
+from tests.agents import shared_agents
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, write_tokens
 
 CODER = Tokenizer([bytes([byte]) for byte in range(256)])
@@ -59,7 +56,8 @@ class Room:
             record.steps[step] = StepRecord(artifact=artifact.label, outcome="reused")
         self.runs.save(record)
         tracker = Tracker(self.root, recipe_.name)
-        return Context(recipe_, Cluster(threads=1), self.store, self.runs, record, tracker, TerminalConsole(), [])
+        place, console = Cluster(threads=1), TerminalConsole()
+        return Context(recipe_, place, self.store, self.runs, record, tracker, console, [], agents=shared_agents())
 
     def train(self, context: Context, stage: str, parent: Artifact | None) -> Artifact:
         return train_stage.fn(context, stage, self.tokens, self.tokenizer, parent, self.tokens)
@@ -75,14 +73,6 @@ def asked(**changes: Any) -> Recipe:
 def going_on(origin: str, **changes: Any) -> Recipe:
     """Return the recipe that goes on behind `main`, under a name of its own so that nothing is found ready."""
     return asked(**{"name": "on", "start": {"from": origin, "format": "checkpoint", "after": "main"}, **changes})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_agent() -> Iterator[None]:
-    """All stages are trained by one launcher, since each takes seconds to import torch."""
-    with LocalLauncher(Cluster(threads=1)) as launcher, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "launcher_of", lambda *_: nullcontext(launcher))
-        yield
 
 
 @pytest.fixture(scope="module")

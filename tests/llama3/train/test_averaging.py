@@ -15,7 +15,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.averaging import FILE, Choice, average_positions
-from llama3.train.held_out import pack
+from llama3.train.held_out_rows import pack
 from llama3.train.journal import read_journal
 from llama3.train.weights import weights_of
 from tests.dist import run

@@ -20,7 +20,8 @@ from llama3.model.loss import NO_TARGET
 from llama3.recipe.schema import Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
-from llama3.train.held_out import HeldOut, interval, pack
+from llama3.train.held_out import interval
+from llama3.train.held_out_rows import COLUMNS, HeldOut, pack
 from llama3.train.journal import read_journal
 from tests.dist import run
 from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
@@ -59,10 +60,10 @@ def asked(**evaluate: Any) -> Recipe:
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 24))
 def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq: int) -> None:
     held = pack([Document(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq)
-    scored = [token for token in held.batch.targets_BS.flatten().tolist() if token != NO_TARGET]
+    scored = [token for token in held.columns["targets_BS"].flatten().tolist() if token != NO_TARGET]
     assert scored == [token for text in texts for token in list(text.encode())[:seq]]
     assert sum(held.bytes.values()) == len(scored)
-    tokens, ids = held.batch.tokens_BS, held.batch.documents_BS
+    tokens, ids = held.columns["tokens_BS"], held.columns["documents_BS"]
     for row in range(len(tokens)):
         starts = [place for place in range(seq) if tokens[row, place] == BEGIN]
         assert [int(ids[row, place]) for place in starts] == list(range(len(starts)))
@@ -146,5 +147,5 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     again = HeldOut.read(tmp_path)
     assert again is not None
     assert again.bytes == held.bytes
-    assert (again.batch.tokens_BS == held.batch.tokens_BS).all()
+    assert all((again.columns[name] == held.columns[name]).all() for name in COLUMNS)
     assert HeldOut.read(tmp_path / "elsewhere") is None

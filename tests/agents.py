@@ -1,0 +1,13 @@
+"""One set of agents for all tests of a worker: importing torch takes each agent four CPU seconds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tasks.launch import Agents
+
+
+@cache
+def shared_agents() -> Agents:
+    """Return what ranks and evaluators are forked from; the kernel ends it with this process."""
+    return Agents()
