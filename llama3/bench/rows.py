@@ -97,6 +97,7 @@ TRAIN_TARGETS: Mapping[str, Target] = {
     "checkpoint/load": Target(80, "% of raw disk"),
     "restart/agent": Target(10, "s", "at most"),
     "restart/torchrun": Target(None, "s"),
+    "start/rank": Target(0.3, "CPU s", "at most"),
     "loader/wait": Target(1, "% of step time", "at most"),
     "held-out/time": Target(2, "% of training time", "at most"),
     "layout/time": Target(5, "CPU s", "at most"),

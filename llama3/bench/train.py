@@ -88,6 +88,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     "loss/time": loss_time,
     **{name: train_state.checkpoint for name in TRAIN_TARGETS if name.startswith("checkpoint/")},
     **{name: train_state.restart for name in TRAIN_TARGETS if name.startswith("restart/")},
+    "start/rank": train_state.rank_start,
     "loader/wait": train_state.loader,
     "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},

@@ -10,15 +10,17 @@ import math
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
+import psutil
 import torch
 
 from llama3.bench.measure import NotMeasured
-from llama3.bench.ours.token_shards import make_shards, stream_recipe
+from llama3.bench.ours.token_shards import VOCABULARY, make_shards, stream_recipe
 from llama3.bench.rows import Row, measured
 from llama3.bench.train_session import TrainSession
 from llama3.evaluate.held_out import Document
@@ -29,6 +31,7 @@ from llama3.recipe.schema import Evaluate, Model, Recipe
 from llama3.recipe.section import DOMAINS
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.train import metrics
+from llama3.train.attempt import Attempt, Outcome
 from llama3.train.disk_speed import measure_checkpoint
 from llama3.train.held_out import AUTO_SHARE, FORWARD
 from llama3.train.held_out_rows import pack
@@ -44,6 +47,7 @@ SHAPE = {"layers": 4, "dim": 192, "ffn": 672, "heads": 4, "kv_heads": 2, "max_se
 """Of the model of the loader row: the smaller, the harder to hide reading behind its steps."""
 SMALL = {**SHAPE, "layers": 2, "dim": 32, "ffn": 64}
 """Of the model that is restarted: what is measured is not its steps."""
+STARTS = 5
 DOCUMENTS = 2_000
 HELD_OUT_TIMES = 3
 """Scorings of the run that measures what they cost."""
@@ -85,6 +89,30 @@ def restart(run: TrainSession, name: str) -> Row:
     job = _job(folder, SMALL, steps=1_000)
     seconds = measure(job, RANKS, folder / "logs", launcher == "torchrun")
     return measured(name, seconds, f"{RANKS} ranks, {os.cpu_count()} cores")
+
+
+def rank_start(run: TrainSession, name: str) -> Row:
+    """CPU seconds of a rank that an agent forks and that trains one step; the first one of the agent is not counted."""
+    folder = run.settings.folder / "start"
+    jobs = [_job(folder / str(number), SMALL, 1, vocabulary=1_000) for number in range(1 + STARTS)]
+    attempts = [Attempt(job=job, logs=job.parent / "logs").model_dump_json() for job in jobs]
+    command = [sys.executable, "-m", "llama3.train.launch", "--serve"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    spent = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment) as agent:
+        assert agent.stdin is not None
+        for attempt in attempts:
+            before = psutil.Process(agent.pid).cpu_times()
+            print(attempt, file=agent.stdin, flush=True)
+            while not (outcome := Attempt.model_validate_json(attempt).outcome).exists():
+                if agent.poll() is not None:
+                    raise RuntimeError(f"the agent ended with {agent.returncode}")
+                time.sleep(0.01)
+            if Outcome.model_validate_json(outcome.read_text()).status:
+                raise RuntimeError(outcome.read_text())
+            after = psutil.Process(agent.pid).cpu_times()
+            spent.append(sum(after[2:4]) - sum(before[2:4]))
+    return measured(name, median(spent[1:]), f"median of {STARTS}, a step and its checkpoint included")
 
 
 def loader(run: TrainSession, name: str) -> Row:
@@ -160,10 +188,10 @@ def _recipe(shape: dict[str, Any], steps: int, **more: Any) -> Recipe:
     )
 
 
-def _job(folder: Path, shape: dict[str, Any], steps: int, **more: Any) -> Path:
+def _job(folder: Path, shape: dict[str, Any], steps: int, vocabulary: int = VOCABULARY, **more: Any) -> Path:
     """Write tokens, recipe and job file into `folder`; return the job file."""
     folder.mkdir(parents=True)
-    make_shards(folder / "tokens", DOCUMENTS, empty=False)
+    make_shards(folder / "tokens", DOCUMENTS, False, vocabulary)
     recipe = _recipe(shape, steps, **more)
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     fields: dict[str, Any] = {"recipe": folder / "recipe.yaml", "tokens": folder / "tokens", "work": folder / "work"}

@@ -40,7 +40,7 @@ def stream_recipe(tokens: int, seq: int) -> Recipe:
     return Recipe.model_validate({**plain, "mix": {"bench": shares}})
 
 
-def make_shards(folder: Path, documents: int, empty: bool) -> None:
+def make_shards(folder: Path, documents: int, empty: bool, vocabulary: int = VOCABULARY) -> None:
     """Write the shards of `documents` documents, spread over the domains, and their index into `folder`.
 
     With `empty`, the tokens are holes in sparse files.
@@ -49,10 +49,10 @@ def make_shards(folder: Path, documents: int, empty: bool) -> None:
     for domain in DOMAINS:
         for number, count in enumerate(_cut(documents // len(DOMAINS))):
             lengths = 2 + chance.geometric(1 / (MEAN_TOKENS - 2), count)
-            tokens = _tokens(0 if empty else int(lengths.sum()), chance)
+            tokens = _tokens(0 if empty else int(lengths.sum()), vocabulary, chance)
             write_shard(folder / domain, number, [tokens], lengths, _table(domain, number, lengths))
             os.truncate(folder / domain / f"tokens-{number:05}.bin", int(lengths.sum()) * tokens.itemsize)
-    special = {"rows": VOCABULARY + 256, "begin": VOCABULARY, "end": VOCABULARY + 1, "tokenizer": "made up"}
+    special = {"rows": vocabulary + 256, "begin": vocabulary, "end": vocabulary + 1, "tokenizer": "made up"}
     write_index(folder, {domain: domain for domain in DOMAINS}, "int32", special)
 
 
@@ -61,8 +61,8 @@ def _cut(documents: int) -> Iterator[int]:
         yield min(PER_SHARD, documents - start)
 
 
-def _tokens(count: int, chance: np.random.Generator) -> NDArray[np.int32]:
-    return chance.integers(0, VOCABULARY, count, np.int32)
+def _tokens(count: int, vocabulary: int, chance: np.random.Generator) -> NDArray[np.int32]:
+    return chance.integers(0, vocabulary, count, np.int32)
 
 
 def _table(domain: str, number: int, lengths: Ints) -> pa.Table:

@@ -65,6 +65,11 @@ def test_checkpoints_and_the_loader(run: TrainSession) -> None:
     assert row(run, "held-out/time").detail["scorings"] >= 2
 
 
+@pytest.mark.slow
+def test_a_forked_rank_imports_nothing(run: TrainSession) -> None:
+    assert row(run, "start/rank").value < 2, "importing torch alone takes 2 CPU s"
+
+
 def test_restarts_are_measured_by_whoever_can_launch(run: TrainSession, tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no launcher"):
         row(run, "restart/agent")
