@@ -9,7 +9,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test test-all mutate check install install-dev lock clean
+.PHONY: run test test-all mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -24,6 +24,14 @@ test-all: .venv/dev check
 # Plants faults one at a time, in copies of the checkout: which of them no test notices?
 mutate: .venv/dev
 	@$(BIN)/python -m tests.mutations
+
+# Changes every line of the purest modules with mutmut, which stays out of .venv.
+mutate-pure: .venv/dev
+	@test -x .venv/mutmut/bin/mutmut || { $(PYTHON) -m venv .venv/mutmut && .venv/mutmut/bin/pip install --quiet mutmut==3.8.1; }
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    $$(.venv/mutmut/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
+	@.venv/mutmut/bin/mutmut run --max-children 2
+	@.venv/mutmut/bin/mutmut results
 
 check: .venv/dev
 	@$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.bootstrap import RESAMPLES, Array, combine, interval, resample
+from llama3.evaluate.bootstrap import RESAMPLES, Array, Resampled, combine, interval, resample
 from llama3.evaluate.statistics import Z, ratio
 
 
@@ -82,6 +82,19 @@ def test_a_handful_of_documents_says_nothing(count: int) -> None:
     low, high, p = interval(resample(*pairs(np.random.default_rng(1), count, 0.5), 0))
     assert (low, high) == (-math.inf, math.inf)
     assert p > 0.05
+
+
+def test_p_counts_resamples_on_both_sides_and_itself() -> None:
+    """By hand: 99 resamples, 2 of them as far off as the value, so p = 2 (1 + 2) / 100."""
+    t = np.linspace(-1.9, 1.9, 99)
+    t[:2] = -2.0
+    found = Resampled(-2.0, 1.0, t, np.ones(99), 50)
+    low, high, p = interval(found)
+    assert p == pytest.approx(0.06)
+    assert (low, high) == (-2.0 - np.sort(t)[99 - 2], -2.0 - np.sort(t)[1])
+    constant = Resampled(0.5, 0.0, np.zeros(99), np.zeros(99), 50)
+    assert interval(constant) == (0.5, 0.5, 1 / 100)
+    assert interval(Resampled(0.0, 0.0, np.zeros(99), np.zeros(99), 50)) == (0.0, 0.0, 1.0)
 
 
 def test_what_has_no_interval() -> None:

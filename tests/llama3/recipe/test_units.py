@@ -33,6 +33,19 @@ def test_printing_is_exact(count: int) -> None:
     assert Span.parse(str(Span(count, "tokens"))) == Span(count, "tokens")
     assert Duration.parse(str(Duration(count))) == count
     assert Cadence.parse(str(Cadence(count, "seconds"))) == Cadence(count, "seconds")
+    assert Cadence.parse(str(Cadence(count, "tokens"))) == Cadence(count, "tokens")
+
+
+def test_quantities_print_as_people_write_them() -> None:
+    texts = {
+        Tokens: ["1M", "1Ki", "1.5M", "1_000 tokens"],
+        Duration: ["45 s", "10 min", "2 h", "1 d", "0 s"],
+        Bytes: ["40MB", "2GiB", "512B", "0 B"],
+        Span: ["1.2M steps", "7 steps", "252M"],
+        Cadence: ["10 min", "100B"],
+    }
+    printed = [str(kind.parse(text)) for kind, each in texts.items() for text in each]
+    assert printed == [text.replace("1_000 tokens", "1K") for each in texts.values() for text in each]
 
 
 @given(st.integers(0, 10_000))
@@ -46,7 +59,15 @@ def test_shares_are_exact(hundredths: int) -> None:
     [
         (Tokens, 252, "write 252M"),
         (Tokens, "252", "write 252M"),
-        (Tokens, "1.5 tokens", "whole number"),
+        (Tokens, "1.5 tokens", "'1.5 tokens' is not a whole number of tokens"),
+        (Span, "1.5 steps", "'1.5 steps' is not a whole number of steps"),
+        (Duration, "0.5 s", "'0.5 s' is not a whole number of seconds"),
+        (Bytes, "0.5 B", "'0.5 B' is not a whole number of bytes"),
+        (Span, "many", "'many' is not a length: write 8000 steps, 1.2M steps or 252M"),
+        (Duration, "long", "'long' is not a time: write 30 s, 10 min, 2 h or 1 d"),
+        (Bytes, "few", "'few' is not a size in bytes: write 40MB or 2GiB"),
+        (Tokens, "few", "'few' is not a number of tokens: write 252M, 4Mi or 500 tokens"),
+        (Share, "half", "'half' is not a share: write 25%"),
         (Span, "8000", "write 252M"),
         (Span, "4Mi steps", "powers of 1000"),
         (Share, "0.5", "write 25%"),
