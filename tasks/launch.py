@@ -205,7 +205,9 @@ class Agent:
 class Agents:
     """The agents of this machine, one for each number of threads: they live until this is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path) -> None:
+        """What the agents themselves print, mostly nothing, goes to the file `log`."""
+        self.log = log
         self._agents: dict[int, Agent] = {}
 
     def __enter__(self) -> Agents:
@@ -224,13 +226,14 @@ class Agents:
         attempt.logs.mkdir(parents=True, exist_ok=True)
         agent = self._agents.get(threads)
         if agent is None or agent.process.poll() is not None:
-            agent = self._agents[threads] = _new_agent(attempt.logs.parent / "agent.log", threads)
+            agent = self._agents[threads] = _new_agent(self.log, threads)
         attempt.outcome.unlink(missing_ok=True)
         agent.ask(attempt)
         return LocalLaunch(attempt, agent)
 
 
 def _new_agent(log: Path, threads: int) -> Agent:
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "llama3.train.launch", "--serve"],

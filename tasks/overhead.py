@@ -170,7 +170,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
         job.work.mkdir()
         write_held_out(recipe, curated, tokenizer, job.work)
         (job.work / "job.json").write_text(job.model_dump_json())
-        with Agents() as agents:
+        with Agents(folder / "agent.log") as agents:
             launcher = LocalLauncher(cluster, agents)
             outcome = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1").wait()
         if outcome.status:

@@ -48,7 +48,7 @@ def measure_restart(job: Path, processes: int, logs: Path, torchrun: bool = Fals
         Cluster(processes=processes),
         TrainJob.model_validate_json(job.read_text()).work / "journal.jsonl",
     )
-    local = nullcontext(LocalLauncher(cluster, agents := Agents()))
+    local = nullcontext(LocalLauncher(cluster, agents := Agents(logs / "agent.log")))
     with agents, TorchrunLauncher(cluster) if torchrun else local as launcher:
         return _measured(launcher, job, processes, logs, lambda: _lines(journal), steps)
 

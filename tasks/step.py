@@ -80,12 +80,15 @@ class Context:
     made: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
     """Of the lease on the run: higher than that of every process that had the run before."""
-    agents: Agents = field(default_factory=Agents)
-    """What ranks on this machine are forked from; whoever makes the context closes them."""
     damaged: set[str] = field(default_factory=set)
     """Steps whose artifact was set aside because it changed after its commit."""
+    agents: Agents = None  # type: ignore[assignment]  # the run's own, unless given
+    """What ranks on this machine are forked from; whoever makes the context closes them."""
     restart_damaged: bool = False
     """Whether a stage without a good checkpoint among those it has is trained again from its start."""
+
+    def __post_init__(self) -> None:
+        self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")
 
     @property
     def root(self) -> Root:

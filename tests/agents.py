@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from tasks.launch import Agents
 
@@ -10,4 +11,4 @@ from tasks.launch import Agents
 @cache
 def shared_agents() -> Agents:
     """Return what ranks and evaluators are forked from; the kernel ends it with this process."""
-    return Agents()
+    return Agents(Path("/dev/null"))

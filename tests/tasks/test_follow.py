@@ -50,7 +50,7 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
-    with Agents() as agents:
+    with Agents(Path("/dev/null")) as agents:
         yield LocalLauncher(Cluster(), agents)
 
 
@@ -111,7 +111,7 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
 def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tmp_path: Path) -> None:
     path = job(tmp_path, ASKED, timeout_s=1)
     follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
-    with Agents() as agents:  # an agent that begins now
+    with Agents(Path("/dev/null")) as agents:  # an agent that begins now
         launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "attempt-1")
         ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
     assert ended == Outcome(status=HUNG, words="no step and no line of log for 0 s; it was stopped")

@@ -32,7 +32,7 @@ ASKED = recipe(compute="fp32", stages=stages(40))
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     """One agent for all tests, as for all stages of a run."""
-    with Agents() as agents:
+    with Agents(Path("/dev/null")) as agents:
         yield LocalLauncher(Cluster(processes=4, threads=4), agents)
 
 
@@ -151,7 +151,8 @@ def test_fewer_processes_take_the_same_data(launcher: LocalLauncher, undisturbed
     wait_for(lambda: len(records(path)) >= 5)
     rank_process(3).kill()
     wait_for(lambda: launch.poll() is not None)
-    left = fitting(Schedule(ASKED).span("main"), cluster, LocalLauncher(cluster, Agents(), lambda: 3).capacity())
+    smaller = LocalLauncher(cluster, launcher.agents, lambda: 3)
+    left = fitting(Schedule(ASKED).span("main"), cluster, smaller.capacity())
     assert outcome(launcher, path, left, 2).status == 0
     assert [log.name for log in sorted((tmp_path / "logs" / "2").glob("rank-*"))] == ["rank-0.log", "rank-1.log"]
     one, other = losses(undisturbed), losses(path)
@@ -198,7 +199,7 @@ def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPat
     (folder / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     path = job(tmp_path, recipe(stages=stages(40_000)))
-    with Agents() as agents:
+    with Agents(Path("/dev/null")) as agents:
         launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "1")
         wait_for(lambda: Pace.read(work(path)).saving_since > 0 and bool(Pace.read(work(path)).save_s) == bool(saves))
         began = time.monotonic()
@@ -219,7 +220,7 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         from pathlib import Path
         from tasks.cluster import Cluster
         from tasks.launch import Agents, LocalLauncher
-        launcher = LocalLauncher(Cluster(processes=2), Agents())
+        launcher = LocalLauncher(Cluster(processes=2), Agents(Path("/dev/null")))
         launcher.start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
         time.sleep(600)
     """)
@@ -327,7 +328,7 @@ def test_missing_commands_are_named(launcher: str, command: str, monkeypatch: py
     monkeypatch.setenv("PATH", "/nowhere")
     asked = Cluster.model_validate({"launcher": launcher})
     with pytest.raises(ValueError, match=rf"cluster\.launcher: {launcher} needs {command}"):
-        launcher_of(asked, "x", Agents())
+        launcher_of(asked, "x", Agents(Path("/dev/null")))
 
 
 def test_whole_replicas_are_started() -> None:
