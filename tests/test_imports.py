@@ -6,6 +6,7 @@ Modules are counted, not seconds, so that a busy machine changes nothing.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,9 +42,9 @@ def imported(program: str, folder: Path, *words: str) -> set[str]:
     """Return the modules of a process that runs `program`."""
     found = folder / "modules.json"
     ending = f"import atexit, json, sys; atexit.register(lambda: json.dump([*sys.modules], open({str(found)!r}, 'w')))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{ending}\n{program}", *words], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", f"{ending}\n{program}", *words]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert found.exists(), done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return set(json.loads(found.read_text()))

@@ -62,15 +62,22 @@ def restless() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
-    """A proxy before the run's moto, to which this process is pointed, with a bucket for the module at `proxy.uri`."""
+@contextmanager
+def before_moto(moto_endpoint: str) -> Iterator[FaultProxy]:
+    """Yield a proxy before the run's moto, to which this process is pointed, with a bucket of its own at `proxy.uri`."""
     with (
         s3.new_bucket(moto_endpoint) as name,
         fault_proxy(moto_endpoint, f"s3://{name}") as running,
         s3.pointed_at(s3.environment(running.endpoint)),
         restless(),
     ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
+    """The proxy of a module."""
+    with before_moto(moto_endpoint) as running:
         yield running
 
 

@@ -10,6 +10,9 @@ import yaml
 
 from llama3.recipe.load import parse_recipe
 from llama3.recipe.schema import Recipe
+from tests.storage.s3 import moto_endpoint
+
+__all__ = ["moto_endpoint"]
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 

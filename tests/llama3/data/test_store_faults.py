@@ -20,12 +20,12 @@ from llama3.data.skips import SourceError
 from llama3.data.sources import check_sources
 from llama3.recipe.schema import Recipe
 from storage import filesystem
-from tests.storage import fault_world
 from tests.storage.fault_proxy import Fault, FaultProxy, Rule
+from tests.storage.fault_world import before_moto
 from tests.storage.hub import TOKEN, Hub, stand_in_hub
 
 Make = Callable[..., Recipe]
-HUB, BUCKET = "hf://datasets/people/words/data", "s3://corpus/data"
+HUB = "hf://datasets/people/words/data"
 
 
 def texts(name: str) -> list[str]:
@@ -105,16 +105,15 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
-    with pytest.MonkeyPatch.context() as patch, fault_world.faulty_moto(tmp_path_factory.mktemp("moto")) as running:
+def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
+    with before_moto(moto_endpoint) as running, pytest.MonkeyPatch.context() as patch:
         patch.setattr("storage.filesystem.FIRST_WAIT_S", 0.001)
         patch.setattr("storage.filesystem.TRIES", 2)
         patch.setattr("storage.s3.TRIES", 1)  # what the clients try again by themselves is tested where they are
         patch.setattr("storage.s3.BoundedS3.retries", 1)
-        store = filesystem.filesystem_of("s3://corpus")
-        store.mkdir("corpus")
+        store = filesystem.filesystem_of(running.uri)
         for name, data in files().items():
-            store.pipe_file(f"corpus/data/{name}", data)
+            store.pipe_file(f"{running.uri}/data/{name}", data)
         yield running
 
 
@@ -171,20 +170,22 @@ def test_a_hub_that_hangs_is_given_up(hub: Hub, skipping: Callable[[str], Recipe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("uri", "fault"),
+    ("pattern", "fault"),
     [
-        *((BUCKET, fault) for fault in ("denied", "expired", "too-many", "unavailable", "reset", "truncate")),
-        *((f"{BUCKET}/*", fault) for fault in ("denied", "reset-in-body")),
+        *(("data", fault) for fault in ("denied", "expired", "too-many", "unavailable", "reset", "truncate")),
+        *(("data/*", fault) for fault in ("denied", "reset-in-body")),
     ],
 )
 def test_a_bucket_fails_at_any_request(
-    proxy: FaultProxy, skipping: Callable[[str], Recipe], tmp_path: Path, fault: Fault, uri: str
+    proxy: FaultProxy, skipping: Callable[[str], Recipe], tmp_path: Path, fault: Fault, pattern: str
 ) -> None:
     whole = [
-        text for text in ALL if uri == BUCKET or ("of l " not in text and "of m " not in text and "of n " not in text)
+        text
+        for text in ALL
+        if pattern == "data" or ("of l " not in text and "of m " not in text and "of n " not in text)
     ]
     proxy.use()
-    recipe = skipping(uri)
+    recipe = skipping(f"{proxy.uri}/{pattern}")
     assert collected(recipe, tmp_path / "whole") == whole
     requests = list(proxy.log)
     for place in range(0, len(requests), 4 if fault in ("unavailable", "reset", "reset-in-body") else 1):  # these wait
@@ -203,7 +204,11 @@ def test_a_bucket_fails_at_any_request(
 def test_domains_do_not_become_empty_and_the_check_says_why(
     hub: Hub, proxy: FaultProxy, make_recipe: Make, tmp_path: Path
 ) -> None:
-    sources = {"general": [{"uri": HUB}], "math": [{"uri": f"{HUB}/*.parquet"}], "code": [{"uri": f"{BUCKET}/*.gz"}]}
+    sources = {
+        "general": [{"uri": HUB}],
+        "math": [{"uri": f"{HUB}/*.parquet"}],
+        "code": [{"uri": f"{proxy.uri}/data/*.gz"}],
+    }
     recipe = make_recipe(sources, on_error="skip")
     hub.use()
     proxy.use()

@@ -89,7 +89,7 @@ def test_seeds_of_documents_and_mix_of_the_tokenizer_follow_the_recipe_until_the
         ("stages.anneal.add={}", "- stages.anneal.add.gsm: 30%\n+ stages.anneal.add.gsm: (not there)"),
         ("stages.anneal.draw=2", "- stages.anneal.draw: 1\n+ stages.anneal.draw: 2"),
         ("stages.anneal.draw=0", "- stages.anneal.draw: 1\n+ stages.anneal.draw: 0"),
-        ("stages.anneal.for=200K", "- stages.anneal.for: 160K\n+ stages.anneal.for: 200K"),
+        ("stages.anneal.for=200K", "- stages.anneal.for: 100K\n+ stages.anneal.for: 200K"),
         ("data_seed=9", "- data_seed: 1\n+ data_seed: 9"),
     ],
 )
