@@ -64,7 +64,7 @@ def restless() -> Iterator[None]:
 
 @contextmanager
 def before_moto(moto_endpoint: str) -> Iterator[FaultProxy]:
-    """Yield a proxy before the run's moto, to which this process is pointed, with a bucket of its own at `proxy.uri`."""
+    """Yield a proxy before the run's moto, to which this process is pointed, with a bucket at `proxy.uri`."""
     with (
         s3.new_bucket(moto_endpoint) as name,
         fault_proxy(moto_endpoint, f"s3://{name}") as running,
