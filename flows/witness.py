@@ -42,7 +42,8 @@ def witnessed(root: Root, work: str, attempt: int) -> Iterator[None]:
 
     `work` is a folder of the root with a record in it: `runs/quickstart-3`, `studies/ramp-cpu`.
 
-    If the block ends by itself or by an Exception there is nothing to see: those are reported by the flow.
+    If the block ends by itself, by an Exception or by Prefect's Pause there is nothing to see: the flow reports those.
+    A witness of a paused flow run would take the next attempt, begun by a quick answer, for the one that is gone.
     """
     words = [sys.executable, "-m", "flows.witness", root.uri, str(root.local), work, str(attempt)]
     logs = root.file(work, "logs")
@@ -59,8 +60,11 @@ def witnessed(root: Root, work: str, attempt: int) -> Iterator[None]:
         )
     try:
         yield
-    except Exception:
-        _dismiss(process)
+    except BaseException as error:
+        from prefect.exceptions import Pause  # the witness itself does without
+
+        if isinstance(error, (Exception, Pause)):
+            _dismiss(process)
         raise
     # Anything else (a termination signal) is on its way out and may be killed on it: the pipe closes with the process.
     _dismiss(process)

@@ -156,7 +156,7 @@ def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> 
 
     main, anneal = recipe.stages[-2:]
     assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("400K"), Tokens.parse("4Ki"), "constant")
-    assert (anneal.seq, str(anneal.length)) == (256, "160K")
+    assert (anneal.seq, str(anneal.length)) == (256, "100K")
     assert {domain: str(share) for domain, share in recipe.mix["base"].items()} == {
         "general": "40%", "math": "35%", "code": "17%", "multilingual": "8%"
     }  # fmt: skip

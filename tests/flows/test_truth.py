@@ -44,8 +44,12 @@ from storage.root import Root
 root, work = Root.of(sys.argv[1]), sys.argv[2]
 with suppress(KeyError), lease(root, work, work), witnessed(root, work, 0):
     print("works", flush=True)
-    if sys.stdin.readline() == "fail\\n":
+    asked = sys.stdin.readline()
+    if asked == "fail\\n":
         raise KeyError
+    if asked == "pause\\n":
+        from prefect.exceptions import Pause
+        raise Pause
 """
 
 
@@ -158,8 +162,9 @@ def test_the_witness_of_a_killed_process_settles_its_run_and_leaves(root: Root, 
     assert Runs(root).find(run.name).state == "interrupted"
 
 
-@pytest.mark.parametrize("word", ["end", "fail"])
+@pytest.mark.parametrize("word", ["end", "fail", "pause"])
 def test_the_witness_of_a_process_that_ends_by_itself_has_nothing_to_say(word: str, root: Root, run: RunRecord) -> None:
+    """Also of one that waits for a person, who may answer before the witness would look."""
     process, witness = works(root, f"runs/{run.name}")
     process.communicate(f"{word}\n", timeout=60)
     _, alive = psutil.wait_procs([witness], timeout=30)
