@@ -66,7 +66,7 @@ def sent(up: Up, pages: Pages | None) -> FlowRun:
     pages.fill("Root", str(up.herd.root))
     pages.fill("Threads", "1")
     pages.add("Other changes", ASKED)
-    return pages.send("pipeline", up)
+    return pages.send(up)
 
 
 @pytest.fixture(scope="module")
