@@ -92,7 +92,7 @@ def register(team: Team) -> None:
     """Make pool, limits, deployments and automations on the Prefect server. Raises ValueError with its words."""
     home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to a user of its own
     environment = surroundings({**team.client(), **home})
-    command = [sys.executable, "-m", "flows.cli", "setup"]
+    command = [sys.executable, "-m", "flows.cli.main", "setup"]
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"herd setup: {(done.stdout + done.stderr)[-2000:]}")

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.existing import existing_run, existing_run_or_beside, find_checkpoint
-from flows.outcome import Outcome, told, why_not
-from flows.parameters import EvaluationParameters, PromotionParameters
-from llama3.evaluate.suites import suite_for
+from flows.recipe_form import EvaluationParameters, PromotionParameters
+from flows.run_lifecycle import FlowResult, existing_run, existing_run_or_beside, find_checkpoint, told, why_not
+from llama3.evaluate.suite import suite_for
 from storage.artifact import Artifact
-from storage.holder import LeaseHeld
-from tasks.approval import decide
-from tasks.evaluate import evaluate_model, evaluated_stages
-from tasks.judge import Asked
-from tasks.promote import promote_model
-from tasks.promotions import CHAMPION, decided
-from tasks.rollback import Wanted, roll_back
-from tasks.scores import SCORE, scores_of
+from storage.lease import LeaseHeld
+from tasks.promotion.gate import Override
+from tasks.promotion.log import CHAMPION, decided
+from tasks.promotion.promote import RollbackRequest, decide, promote_model, roll_back
+from tasks.stages.evaluate import evaluate_model, evaluated_stages
 from tasks.step import Context
+from tasks.tracking.steps import SCORE, scores_of
 
 PATIENCE_S = 60.0
 """As long as the judge of a checkpoint waits for a flow that scores it, which its commit has started."""
@@ -50,21 +47,21 @@ def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa
     return told(lambda: act(config))
 
 
-def _evaluate(config: EvaluationParameters) -> Outcome:
+def _evaluate(config: EvaluationParameters) -> FlowResult:
     found = find_checkpoint(config.root_at, config.checkpoint)
     name, label = found.record.name, found.checkpoint.label
     with existing_run_or_beside(config.root_at, name, config.cluster) as (context, ours):
         suite = config.suite.strip() or context.recipe.evaluate.later or ""
         usual = suite in ("", suite_for(context.recipe, found.stage))
         if not ours and usual and found.stage in evaluated_stages(context.recipe):
-            return Outcome(name, f"{label} is left to {name}, which is at work and scores {found.stage} itself")
+            return FlowResult(name, f"{label} is left to {name}, which is at work and scores {found.stage} itself")
         scores = evaluate_model(context, found.stage, found.checkpoint, _curated(context), suite)
-        return Outcome(name, f"{label}: {_scores(scores)}")
+        return FlowResult(name, f"{label}: {_scores(scores)}")
 
 
-def _promote(config: PromotionParameters) -> Outcome:
+def _promote(config: PromotionParameters) -> FlowResult:
     found = find_checkpoint(config.root_at, config.checkpoint)
-    name, asked = found.record.name, Asked(config.by, config.comment, config.override.strip(), again=True)
+    name, asked = found.record.name, Override(config.by, config.comment, config.override.strip(), again=True)
     try:
         with existing_run(config.root_at, name, config.cluster, PATIENCE_S) as context:
             curated = _curated(context)
@@ -73,21 +70,23 @@ def _promote(config: PromotionParameters) -> Outcome:
     except LeaseHeld as error:
         raise ValueError(f"checkpoint: {name} is at work and comes to its gate itself; wait for it ({error})") from None
     message = f"{found.checkpoint.label} {context.record.verdict}, {_scores(scores)}{why_not(decision)}"
-    return Outcome(name, message)
+    return FlowResult(name, message)
 
 
-def _refuse(config: PromotionParameters) -> Outcome:
+def _refuse(config: PromotionParameters) -> FlowResult:
     name = find_checkpoint(config.root_at, config.checkpoint).record.name
     promotion, shown = decide(config.root_at, name, False, config.by, config.comment)
-    return Outcome(name, decided(promotion, shown))
+    return FlowResult(name, decided(promotion, shown))
 
 
-def _roll_back(config: PromotionParameters) -> Outcome:
+def _roll_back(config: PromotionParameters) -> FlowResult:
     family, _, alias = config.checkpoint.strip().partition("@")
     if not alias:
         family, alias = find_checkpoint(config.root_at, config.checkpoint).record.family, CHAMPION
-    promotion, shown = roll_back(config.root_at, Wanted(family, alias, config.to.strip(), config.by, config.comment))
-    return Outcome(promotion.run, decided(promotion, shown))
+    promotion, shown = roll_back(
+        config.root_at, RollbackRequest(family, alias, config.to.strip(), config.by, config.comment)
+    )
+    return FlowResult(promotion.run, decided(promotion, shown))
 
 
 def _curated(context: Context) -> Artifact:

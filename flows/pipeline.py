@@ -10,24 +10,27 @@ from collections.abc import Iterator
 
 from prefect import flow
 
-from flows.attempts import check_attempts, found_of_run
-from flows.hooks import HOOKS
-from flows.opening import chosen_recipe, open_run, step_names
-from flows.outcome import Outcome, run_message, told
-from flows.parameters import EVALUATE, PRETRAIN, PipelineParameters
+from flows.crash_recovery import check_attempts, found_of_run
+from flows.recipe_form import EVALUATE, PRETRAIN, PipelineParameters, RerunParameters, StageParameters
+from flows.run_lifecycle import HOOKS, FlowResult, chosen_recipe, find_run, open_run, run_message, step_names, told
 from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
-from tasks.advance import advance
-from tasks.curate import annotate_documents, collect_documents, curate_documents
-from tasks.evaluate import evaluate_model, evaluated_stages
-from tasks.promote import promote_model
-from tasks.report import write_report
-from tasks.start import import_start
+from tasks.promotion.promote import promote_model
+from tasks.report.run import write_report
+from tasks.stages.data import (
+    annotate_documents,
+    collect_documents,
+    curate_documents,
+    prepare_tokenizer,
+    tokenise_documents,
+)
+from tasks.stages.evaluate import evaluate_model, evaluated_stages
+from tasks.stages.init_weights import import_start
+from tasks.stages.long_context_gate import advance
+from tasks.stages.train import train_stage
 from tasks.step import Context
-from tasks.tokenise import prepare_tokenizer, tokenise_documents
-from tasks.train import train_stage
 
 
 @flow(name="pipeline", persist_result=False, **HOOKS)
@@ -40,7 +43,7 @@ def pipeline(config: PipelineParameters = PipelineParameters()) -> str:  # noqa:
     return told(lambda: run_recipe(config.settled()))
 
 
-def run_recipe(config: PipelineParameters) -> Outcome:
+def run_recipe(config: PipelineParameters) -> FlowResult:
     """Open a run, or the one that this flow run continues, and take its steps. Raises ValueError and TrainingFailed."""
     recipe = chosen_recipe(config)
     from_step, until = first_step(recipe, config.from_step), last_step(recipe, config.until)
@@ -49,7 +52,7 @@ def run_recipe(config: PipelineParameters) -> Outcome:
     with open_run(config, recipe) as context:
         decision = run_chain(context, until)
     write_report(context)
-    return Outcome(context.record.name, run_message(context, decision))
+    return FlowResult(context.record.name, run_message(context, decision))
 
 
 def first_step(recipe: Recipe, word: str) -> str:
@@ -127,3 +130,59 @@ def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> No
         changes.append(f"lr {span.stage.lr}")
     what = ", ".join(changes) or "same shape"
     context.console.say(f"[bold]{before.name} -> {span.name}[/]: {what}; stream continues at token {span.start:,}")
+
+
+# A part of the chain as a deployment of its own: `curate`, `tokenise`, `pretrain`.
+#
+# Each runs the same chain and stops early: what comes before the part is found or made, what comes after is left to
+# another run, which then finds it. So a schedule can curate every night and a person can train when they want to.
+
+
+@flow(name="curate", persist_result=False, **HOOKS)
+def curate(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Read the sources of a recipe and decide which documents to train on; return the run's name.
+
+    Args:
+        config: What to run and where.
+    """
+    return told(lambda: run_recipe(config.settled(until="curate")))
+
+
+@flow(name="tokenise", persist_result=False, **HOOKS)
+def tokenise(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Turn the curated documents of a recipe into token shards; return the run's name.
+
+    Args:
+        config: What to run and where.
+    """
+    return told(lambda: run_recipe(config.settled(until="tokenise")))
+
+
+@flow(name="pretrain", persist_result=False, **HOOKS)
+def pretrain(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Train every stage of a recipe, without judging the model; return the run's name.
+
+    Args:
+        config: What to run and where.
+    """
+    return told(lambda: run_recipe(config.settled(until=PRETRAIN)))
+
+
+# An earlier run once more: from a step on, or with changes, or both.
+#
+# It is a new run of the same family. What is upstream of the step or of the change is reused, because its artifacts
+# have the same keys; the log says for each step what is new about it.
+
+
+@flow(name="rerun", persist_result=False, **HOOKS)
+def rerun(config: RerunParameters = RerunParameters()) -> str:  # noqa: B008  (Prefect reads the default)
+    """Run an earlier run's recipe again and return the new run's name.
+
+    Args:
+        config: Which run, from where, and what to change.
+    """
+    return told(lambda: _rerun(config))
+
+
+def _rerun(config: RerunParameters) -> FlowResult:
+    return run_recipe(config.settled(find_run(config.root_at, config.run).name))

@@ -3,29 +3,302 @@
 An artifact's key is a digest of its kind, step version, parameters and the keys of its inputs, so equal intent finds
 equal bytes and nothing is made twice. It is built in a staging folder, its manifest (every file with size and
 SHA-256) is written last, and one rename makes it visible: readers see a whole artifact or none. What this gives up:
-the root must be a local (or network-mounted) folder, because a rename is the commit; storage/remote_store.py keeps
+the root must be a local (or network-mounted) folder, because a rename is the commit; storage/object_artifact.py keeps
 artifacts in an object store.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
+import shutil
+import socket
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, Field, field_validator
 
 from storage.digests import FileDigest, digest_file, digest_folder, digest_json
 from storage.filesystem import sync_folder, write_atomic
-from storage.manifest import MANIFEST, DamagedArtifact, Manifest, UntrustedArtifact, checked_label, missing
-from storage.staging import clear_staging, discard, staged
-from storage.verification import Stamp, damage, stamp_of, wrong_files
+from storage.processes import boot_id
+from storage.signing import distrust, signed
+from storage.staging import clear_staging, discard, locked, staged
+
+# The manifest of an artifact: what it is, what it was made from and what it holds; its presence is the commit mark.
+#
+# It carries the digest of itself, because a bit that flips on the way in a score of it decides a promotion as
+# silently as one in a weight; one without that seal is refused. What this gives up: nobody edits one by hand.
+
+MANIFEST, KIND = "manifest.json", "manifest"
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
+LABEL = re.compile(rf"{NAME}/{NAME}-[0-9a-f]{{8}}")
+"""kind/name-key8"""
+
+
+class DamagedArtifact(OSError, ValueError):
+    """A committed artifact whose bytes are not what was committed; the text names it and the file."""
+
+
+class UntrustedArtifact(DamagedArtifact):
+    """An artifact whose manifest no trusted key signed (storage/signing.py); it is refused and left where it is."""
+
+
+class Manifest(BaseModel):
+    """What an artifact is, what it was made from and what it holds; its presence is the commit mark."""
+
+    kind: str
+    name: str
+    key: str
+    version: int
+    """Version of the step that made it; raised when the step's result changes for equal inputs."""
+    parameters: dict[str, Any]
+    inputs: dict[str, str]
+    """Role -> key of the artifact (or digest of the outside data) that it was made from."""
+    facts: dict[str, Any]
+    """What is worth knowing without opening the files: counts, scores."""
+    made_by: str
+    code: str
+    created: str
+    seconds: float
+    files: dict[str, FileDigest]
+    attempt: str = Field("", pattern="^[0-9a-f]*$")
+    """In an object store: the folder below the artifact's place in which the files are."""
+    pages: dict[str, FileDigest] = {}
+    """In an object store: token shard -> the digest of `.pages/<file>`, the SHA-256 of its pages."""
+
+    signature: str = Field("", exclude=True)
+    """Of the seal, as it was read."""
+
+    @field_validator("files", "pages")
+    @classmethod
+    def _stay_inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        for name in files:
+            if not name or name.startswith("/") or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+                raise ValueError(f"{name!r} is no name of a file inside an artifact")
+        return files
+
+    @field_validator("created")
+    @classmethod
+    def _is_time(cls, created: str) -> str:
+        if datetime.fromisoformat(created).tzinfo is None:
+            raise ValueError(f"{created!r} has no time zone")
+        return created
+
+    @property
+    def label(self) -> str:
+        """How people call it: `curated/quickstart-1a2b3c4d`."""
+        return f"{self.kind}/{self.name}-{self.key[:8]}"
+
+    def text(self) -> str:
+        """Return the document that is stored; it carries its own digest, because networks flip bits in it too.
+
+        With a signing key it is signed.
+        """
+        data = json.loads(self.model_dump_json())
+        seal = digest_json(data)
+        signature = self.signature or signed(KIND, seal)
+        more = {"seal": seal, **({"signature": signature} if signature else {})}
+        return json.dumps({**data, **more}, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def parse(cls, text: str | bytes, place: str, moved: bool = False, trusted: bool = True) -> Manifest:
+        """Return the manifest that was read at `place`, which holds its label unless the artifact was `moved`.
+
+        Raises DamagedArtifact if it is none or was changed, and UntrustedArtifact, unless `trusted` is False.
+        """
+        try:
+            data = json.loads(text)
+            seal, signature = data.pop("seal", None), str(data.pop("signature", ""))
+            manifest = cls.model_validate(data)
+            sealed = seal == digest_json(data)
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            words = str(error) or type(error).__name__
+            raise DamagedArtifact(f"{place}: is no manifest of an artifact ({words})") from None
+        if not moved and manifest.label not in place:
+            raise DamagedArtifact(f"{place}: is the manifest of {manifest.label}")
+        if not sealed:
+            why = "changed since it was written" if seal else "has no seal (the digest of itself)"
+            raise DamagedArtifact(f"{place}: {why}; delete the artifact, then run again")
+        if trusted and (why := distrust(KIND, seal, signature)):
+            raise UntrustedArtifact(f"{place}: {why}")
+        return manifest.model_copy(update={"signature": signature})
+
+
+def checked_label(label: str) -> str:
+    """Return `label`. Raises ValueError if it is not kind/name-key8, which also keeps it inside the root."""
+    if not LABEL.fullmatch(label):
+        raise ValueError(f"artifact {label!r}: write kind/name-key8, such as checkpoint/quickstart-1a2b3c4d")
+    return label
+
+
+def missing(manifest: Manifest, folder: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Return the files of `manifest`, or those of its `names`, that are not in `folder` with the committed size."""
+    paths = {name: folder / name for name in (manifest.files if names is None else names)}
+    return [
+        name for name, path in paths.items() if not path.is_file() or path.stat().st_size != manifest.files[name].bytes
+    ]
+
+
+# Compare stored files with what was committed, once per file and boot of a machine.
+#
+# A stamp says which files were read and right since the machine started. It holds size, time and inode of each
+# file, so a file that was written since is read again; what decays on the disk is found after the next boot, or by
+# `herd verify`, which believes no stamp. A machine reads an artifact at the speed of SHA-256 (1 to 2 GB/s a core),
+# before the first use.
+
+LAZY_FOLDER = "lazy-folder.json"
+"""File of a folder that brings its bytes from an object store (storage/page_cache.py)."""
+VERIFIED = ".verified"
+"""Folder of the stamps in a root's working folder."""
+YOUNG_NS = 10**8
+"""A file written so shortly before is not stamped: a second write could leave it with the same time."""
+KEPT_S = 90 * 86400.0
+"""Stamps of boots before that are removed."""
+
+
+class FileStat(NamedTuple):
+    """What changes when a file is written."""
+
+    bytes: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStat | None:
+        """Return the facts of a file, None if it is no file."""
+        try:
+            stat = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino) if path.is_file() else None
+
+
+class Stamp:
+    """Which files were read and right since this machine started; lines are only added, so processes may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / _boot()
+
+    def read(self) -> dict[str, FileStat]:
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return {}
+        known = {}
+        for line in lines:
+            with suppress(ValueError, TypeError):  # a line cut short: that file is read again
+                name, *facts = json.loads(line)
+                known[name] = FileStat(*facts)
+        return known
+
+    def add(self, files: Mapping[str, FileStat]) -> None:
+        """Say that files are right. A folder in which nothing can be written costs reading them again."""
+        old = time.time_ns() - YOUNG_NS
+        lines = "".join(json.dumps([name, *facts]) + "\n" for name, facts in files.items() if facts.modified_ns < old)
+        with suppress(OSError):
+            if lines and not self.path.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for earlier in self.folder.iterdir():
+                    if time.time() - earlier.stat().st_mtime > KEPT_S:
+                        earlier.unlink()
+            if lines:
+                with self.path.open("a") as file:
+                    file.write(lines)
+
+    def add_folder(self, folder: Path, names: Iterable[str]) -> None:
+        """Say that files of `folder` are right as they are now."""
+        self.add({name: facts for name in names if (facts := FileStat.of(folder / name))})
+
+    def forget(self) -> None:
+        """Have every machine read the files again."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def stamp_of(local: Path, label: str) -> Stamp:
+    """Return the stamp of the artifact `label` in the working folder `local`."""
+    return Stamp(local / VERIFIED / label)
+
+
+def wrong_files(folder: Path, files: Mapping[str, FileDigest], stamp: Stamp, again: bool = False) -> list[str]:
+    """Return the names of `files` whose bytes in `folder` are not what was committed, sorted.
+
+    Files that the stamp knows as they are now are not read, unless `again`: then all are, from the disk and not from
+    memory. Raises OSError for what is no fault of the bytes (a file that may not be read).
+    """
+    known = {} if again else stamp.read()
+    facts = {name: FileStat.of(folder / name) for name in files}
+    wrong = {name for name, entry in files.items() if (now := facts[name]) is None or now.bytes != entry.bytes}
+    unknown = [name for name in files if name not in wrong and known.get(name) != facts[name]]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        right = list(pool.map(lambda name: _is_right(folder / name, files[name], again), unknown))
+    stamp.add({name: now for name, fine in zip(unknown, right, strict=True) if fine and (now := facts[name])})
+    return sorted(wrong.union(name for name, fine in zip(unknown, right, strict=True) if not fine))
+
+
+def verify_folder(folder: Path) -> None:
+    """Verify a folder of a committed artifact, or the artifact itself, before this machine uses it.
+
+    Of the processes of a machine one reads, the others wait for it. A folder without a manifest, or in one, is not
+    looked at. Raises DamagedArtifact naming the files; then every machine reads the artifact again.
+    """
+    for place in (folder, folder.parent):
+        if (place / LAZY_FOLDER).exists():  # its bytes are verified as they come
+            return
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            manifest = Manifest.parse((place / MANIFEST).read_bytes(), f"{place / MANIFEST}", moved=True)
+            break
+    else:
+        return
+    part = "" if place == folder else f"{folder.name}/"
+    local, files = place.parents[1], {name: entry for name, entry in manifest.files.items() if name.startswith(part)}
+    stamp = stamp_of(local, manifest.label)
+    lock = locked(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
+    with lock:
+        wrong = wrong_files(place, files, stamp)
+    if wrong:
+        stamp.forget()
+        raise DamagedArtifact(damage(manifest.label, wrong))
+
+
+def damage(label: str, names: Iterable[str]) -> str:
+    """Return what is wrong with an artifact in words."""
+    first, *more = sorted(names)
+    text = f"{first} and {len(more)} more files" if more else first
+    return f"artifact {label}: {text} changed since it was committed; run again, which sets it aside and makes it again"
+
+
+def _is_right(path: Path, entry: FileDigest, fresh: bool) -> bool:
+    try:
+        if fresh:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return digest_file(path).sha256 == entry.sha256
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
+
+
+@cache
+def _boot() -> str:
+    try:
+        return boot_id()
+    except OSError:  # no /proc
+        return socket.gethostname()
+
 
 log = logging.getLogger(__name__)
 DAMAGED = ".damaged"
@@ -110,7 +383,7 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Design:
+class ArtifactSpec:
     """What an artifact is to be made from; decides its key."""
 
     kind: str
@@ -152,7 +425,7 @@ class Store:
         self.place = str(root)
         """Where they are, for messages."""
 
-    def find(self, design: Design, damaged: Callable[[str], None] | None = None) -> Artifact | None:
+    def find(self, design: ArtifactSpec, damaged: Callable[[str], None] | None = None) -> Artifact | None:
         """Return the committed artifact of `design`; a damaged one is moved aside and not returned.
 
         Raises UntrustedArtifact for one that no trusted key signed.
@@ -200,7 +473,7 @@ class Store:
                 continue
         return sorted(found, key=lambda artifact: artifact.manifest.created)
 
-    def explain(self, design: Design) -> str:
+    def explain(self, design: ArtifactSpec) -> str:
         """Say why `design` is new: the first difference from the newest artifact of the same kind and name."""
         before = self._newest(design.kind, design.name)
         if before is None:
@@ -214,7 +487,7 @@ class Store:
             yield folder
 
     def commit(
-        self, design: Design, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
+        self, design: ArtifactSpec, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
     ) -> Artifact:
         """Make the staged `folder` the artifact of `design`. If another process committed it first, theirs is returned.
 
@@ -311,7 +584,7 @@ def file_digest(path: Path) -> str:
     return digest_file(path).sha256
 
 
-def _difference(before: Manifest, design: Design) -> str:
+def _difference(before: Manifest, design: ArtifactSpec) -> str:
     old = flatten({"step version": before.version, **before.parameters, **before.inputs})
     new = flatten({"step version": design.version, **design.parameters, **design.inputs})
     changed = [name for name in {**new, **old} if old.get(name) != new.get(name)]

@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -89,3 +92,34 @@ def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:
         if path.is_dir():
             sync_folder(path)
     return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, found, strict=True)}
+
+
+READERS = 16
+"""Small documents read at the same time: each is one request that waits for the network."""
+
+
+T = TypeVar("T")
+
+
+R = TypeVar("R")
+
+
+def each(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+    """Return what `work` returns for every item, in order. Raises the first error once all threads have ended."""
+    failed = threading.Event()
+
+    def guarded(item: T) -> R:
+        if failed.is_set():
+            raise InterruptedError("another file failed first")
+        try:
+            return work(item)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(guarded, item) for item in items]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, InterruptedError)), errors[0])
+    return [future.result() for future in futures]

@@ -60,7 +60,7 @@ def _filesystem(protocol: str, pid: int) -> Any:
 
         return BoundedS3(**options(), skip_instance_cache=True)
     if protocol == "hf":
-        from storage.reading import bound_hub_requests
+        from storage.s3 import bound_hub_requests
 
         bound_hub_requests()
     return fsspec.filesystem(protocol)

@@ -8,13 +8,102 @@ bits flip on the way back too. What this gives up: a file must exist locally bef
 
 from __future__ import annotations
 
+import io
 import os
 import time
+import zlib
+from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage.filesystem import filesystem_of, is_local, local_path, written_beside
+from storage.filesystem import StoreError, filesystem_of, is_local, local_path, patiently, written_beside
+
+BLOCK, KEPT = 8 << 20, 8
+"""Bytes that are fetched at a time, and how many of such blocks are kept: Parquet goes to and fro between columns."""
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file of a known size, opened for reading."""
+
+    def __init__(self, uri: str, size: int) -> None:
+        super().__init__()
+        self.uri, self.size = uri, size
+        self.failure: OSError | None = None
+        """Why the store did not give bytes that were asked for."""
+        self._place = 0
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._sums: dict[int, int] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, offset + (0, self._place, self.size)[whence])
+        return self._place
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self.size if size is None or size < 0 else min(self.size, self._place + size)
+        parts = []
+        while self._place < stop:
+            number, offset = divmod(self._place, BLOCK)
+            parts.append(self._block(number)[offset : offset + stop - self._place])
+            self._place += len(parts[-1])
+        return b"".join(parts)
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def verify(self) -> None:
+        """Read all bytes once more. Raises StoreError if one is missing, or another than at the first time."""
+        for number in range(-(-self.size // BLOCK)):
+            self._fetched(number)
+
+    def _block(self, number: int) -> bytes:
+        if number in self._blocks:
+            self._blocks.move_to_end(number)
+            return self._blocks[number]
+        data = self._fetched(number)
+        self._blocks[number] = data
+        if len(self._blocks) > KEPT:
+            self._blocks.popitem(last=False)
+        return data
+
+    def _fetched(self, number: int) -> bytes:
+        start = number * BLOCK
+        try:
+            data = patiently(self.uri, partial(self._fetch, start, min(self.size, start + BLOCK)))
+            if self._sums.setdefault(number, zlib.crc32(data)) != zlib.crc32(data):
+                raise StoreError(f"{self.uri}: two reads of the bytes from {start:,} on differ")
+        except OSError as error:
+            self.failure = error
+            raise
+        return data
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        filesystem = filesystem_of(self.uri)
+        if self.uri.startswith(("s3://", "s3a://")):  # with the deadline of storage/s3.py
+            data = bytes(filesystem.cat_file(self.uri, start=start, end=stop))
+        else:
+            with filesystem.open(self.uri, "rb", cache_type="none") as file:
+                file.seek(start)
+                data = bytes(file.read(stop - start))
+        if len(data) != stop - start:
+            raise StoreError(f"{len(data):,} bytes came instead of {stop - start:,} from {start:,} on")
+        return data
+
 
 CONFLICTS = 5
 """Tries of an exclusive write that neither succeeds nor finds another's object."""
@@ -23,7 +112,7 @@ TRIES = 3
 PAUSE_S = 0.2
 
 
-class Stored(NamedTuple):
+class ObjectInfo(NamedTuple):
     """What a listing says of an object."""
 
     bytes: int
@@ -110,7 +199,7 @@ def children(uri: str) -> dict[str, int]:
     return dict(sorted((str(entry["name"]).rstrip("/").rsplit("/", 1)[-1], int(entry["size"] or 0)) for entry in found))
 
 
-def files_below(uri: str) -> dict[str, Stored]:
+def files_below(uri: str) -> dict[str, ObjectInfo]:
     """Return every object below `uri` by its name from there, sorted; nothing there: empty. One request per 1,000."""
     filesystem = filesystem_of(uri)
     start = len(str(filesystem._strip_protocol(uri))) + 1
@@ -118,7 +207,7 @@ def files_below(uri: str) -> dict[str, Stored]:
     return {name[start:]: _stored(info) for name, info in sorted(found.items()) if name[start:]}
 
 
-def files_in(uri: str, prefix: str) -> dict[str, Stored]:
+def files_in(uri: str, prefix: str) -> dict[str, ObjectInfo]:
     """Return the objects directly under `uri` whose names begin with `prefix` (not empty), sorted."""
     found = filesystem_of(uri).find(uri, maxdepth=1, prefix=prefix, detail=True)
     return {name.rsplit("/", 1)[-1]: _stored(info) for name, info in sorted(found.items())}
@@ -139,8 +228,8 @@ def remove_all(uri: str) -> None:
         raise OSError(f"{uri}: {len(left)} objects could not be deleted, {left[0]} among them; is deleting allowed?")
 
 
-def _stored(info: dict[str, Any]) -> Stored:
-    return Stored(int(info["size"]), info["LastModified"].timestamp())
+def _stored(info: dict[str, Any]) -> ObjectInfo:
+    return ObjectInfo(int(info["size"]), info["LastModified"].timestamp())
 
 
 def _holds(uri: str, data: bytes) -> bool:

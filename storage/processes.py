@@ -1,5 +1,6 @@
 """What the operating system gives processes that belong together: an end with the parent, free ports to meet on, a name
-of the boot that they share, processors, and the place of their modules."""
+of the boot that they share, processors, and the place of their modules.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +59,9 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """Return a port of loopback that nothing listens on now."""
     return free_ports(1)[0]
+
+
+# Several files at the same time, and none after the first that failed.
+#
+# A pool's map goes on with what is queued while its caller learns of an error, so a server that hangs would be
+# waited for once more than the deadline says.

@@ -141,3 +141,31 @@ def _worth_another_try(error: BaseException) -> bool:
 
 
 set_custom_error_handler(_worth_another_try)
+
+
+# The bytes of a remote file, read in blocks: each is fetched again until it is whole, or the read fails by name.
+#
+# What parses the file may turn any error into its own; `failure` says afterwards whether the store failed, and
+# `verify` reads the file once more, so that bytes which a network changed are not taken for damage in the store.
+
+
+ANSWER_S = 20
+"""Seconds that a request of the Hub's client may pass without a byte where it sets no limit itself."""
+
+
+def bound_hub_requests() -> None:
+    """Set a time limit on all requests of the Hub's client in this process: it lists repositories without one."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def bound(request: Any) -> None:
+        given = request.extensions.get("timeout") or {}
+        names = ("connect", "read", "write", "pool")
+        request.extensions["timeout"] = {name: given.get(name) or ANSWER_S for name in names}
+
+    def client() -> Any:
+        made = default_client_factory()
+        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], bound]}
+        return made
+
+    set_client_factory(client)

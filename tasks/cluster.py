@@ -14,9 +14,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from llama3.parallel.layout import Layout
-from llama3.recipe.plain import read_plain
+from llama3.recipe.base import read_plain
 from llama3.recipe.units import Bytes
-from llama3.train.profile import Profile
+from llama3.train.profiler import Profile
 from storage.processes import processors
 from storage.secrets import refuse_secrets
 

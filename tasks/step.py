@@ -24,17 +24,17 @@ from rich.markup import escape
 
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import tokens
-from storage.artifact import Artifact, Design, Store
+from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.lease import Lease, LeaseHeld, lease
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
-from tasks.events import artifact_committed
-from tasks.launch import Agents
-from tasks.memory import give_back
-from tasks.project import Shown, child_tags, project_step
-from tasks.runs import RunRecord, Runs, StepRecord
-from tasks.tracking import Tracker
+from tasks.launch.local import Agents
+from tasks.runs.peak_memory import give_back
+from tasks.runs.records import RunRecord, Runs, StepRecord
+from tasks.tracking.events import artifact_committed
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.steps import Shown, child_tags, project_step
 
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's facts; also gets the id of the step's MLflow run."""
@@ -44,7 +44,7 @@ REUSED, MADE = "reused", "made"
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkInProgress:
     """Work in progress of a step, in a folder that outlives a killed process; several designs may share it."""
 
     name: str
@@ -120,7 +120,9 @@ class Context:
         }
 
 
-def ensure(context: Context, step: str, design: Design, build: Build, work: Work | None = None) -> Artifact:
+def ensure(
+    context: Context, step: str, design: ArtifactSpec, build: Build, work: WorkInProgress | None = None
+) -> Artifact:
     """Return the artifact of `design`, reused or made by `build`.
 
     While it is made its lease is held: of several runs that want it one makes it, the others wait and reuse it. Records
@@ -137,20 +139,20 @@ def ensure(context: Context, step: str, design: Design, build: Build, work: Work
             artifact=artifact.label, outcome=made.outcome, why=made.why, seconds=made.seconds, mlflow_run=mlflow_run
         ))  # fmt: skip
         if made.outcome != REUSED:
-            artifact_committed(context, step, artifact)
+            artifact_committed(context.record, context.root.uri, step, artifact)
         project_step(Shown(context.tracker, context.store, context.record, step, artifact, mlflow_run))
     return artifact
 
 
 def ensure_in_scratch(
-    context: Context, step: str, design: Design, build: Callable[[Path, Path], dict[str, Any]]
+    context: Context, step: str, design: ArtifactSpec, build: Callable[[Path, Path], dict[str, Any]]
 ) -> Artifact:
     """Do as `ensure` does; `build` also gets a scratch folder of the artifact's key, which outlives a killed process.
 
     What is half done there is gone on with by the next attempt; it is removed once the artifact is committed.
     """
     design = _anew(context, step, design)
-    work = Work(f"{step}-{design.key[:8]}")
+    work = WorkInProgress(f"{step}-{design.key[:8]}")
     scratch = context.scratch / work.name
 
     def in_scratch(folder: Path, _: str) -> dict[str, Any]:
@@ -176,7 +178,9 @@ def link_files(source: Path, target: Path) -> None:
             os.link(path, place)
 
 
-def _make(context: Context, step: str, design: Design, build: Build, mlflow_run: str, work: Work | None) -> Made:
+def _make(
+    context: Context, step: str, design: ArtifactSpec, build: Build, mlflow_run: str, work: WorkInProgress | None
+) -> Made:
     """Make the artifact under its lease, unless another run has made it by then."""
     with _held(context, step, design, work) as leases:
         if (found := context.store.find(design, partial(_damaged, context, step))) is not None:
@@ -202,7 +206,7 @@ def _make(context: Context, step: str, design: Design, build: Build, mlflow_run:
 
 
 @contextmanager
-def _held(context: Context, step: str, design: Design, work: Work | None) -> Iterator[list[Lease]]:
+def _held(context: Context, step: str, design: ArtifactSpec, work: WorkInProgress | None) -> Iterator[list[Lease]]:
     """Hold the leases of the artifact and of the work folder; wait for whoever has one."""
 
     def wait(holder: str) -> None:
@@ -222,17 +226,17 @@ def _damaged(context: Context, step: str, words: str) -> None:
     context.console.say(f"  {step:<18}[yellow]set aside: {escape(words.partition('; ')[0])}[/]")
 
 
-def _news(context: Context, design: Design) -> str:
+def _news(context: Context, design: ArtifactSpec) -> str:
     """Return what is new about `design`, without its name: `curate.dedup.jaccard 0.8 -> 0.7`."""
     why = context.store.explain(design)
     return why.partition(": new, ")[2] or why
 
 
-def _anew(context: Context, step: str, design: Design) -> Design:
+def _anew(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:
     """Give the step from which a rerun starts a key of its own, so that it is made whatever exists."""
     if step != context.record.redo_from:
         return design
-    return Design(
+    return ArtifactSpec(
         design.kind, design.name, design.version, design.parameters, {**design.inputs, "redo": context.record.name}
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from tasks.launch import Agents
+from tasks.launch.local import Agents
 
 
 @cache

@@ -1,8 +1,8 @@
 """Forks processes from a server that has imported the large libraries once: importing them costs 7 CPU s each time.
 
 `results = run(2, function, argument)` runs a function on several gloo processes. It must be importable (a module's,
-not a test's own) and return plain values. `Forked("flows.cli", "status")` does what `python -P -m flows.cli status`
-does.
+not a test's own) and return plain values. `Forked("flows.cli.main", "status")` does what `python -P -m flows.cli.main
+status` does.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PRELOADED = [
     "pyarrow.dataset",
     "pyarrow.parquet",
     "torch._subclasses.fake_tensor",
-    "llama3.parallel.fsdp",
-    "llama3.parallel.trace",
-    "llama3.train.loading",
+    "llama3.parallel.parallelize",
+    "llama3.parallel.comm_trace",
+    "llama3.train.checkpoint.dcp",
     "llama3.train.main",
     "llama3.train.trainer",
-    "llama3.train.writer",
-    "storage.remote_store",
+    "llama3.train.checkpoint.dcp",
+    "storage.object_artifact",
     "storage.s3",
     # not flows and tasks: some of their modules read or write the environment when they are imported
     "jinja2",
@@ -226,9 +226,9 @@ def _renew_prefect() -> None:
     import prefect.context
     from prefect.logging.configuration import setup_logging
 
-    import flows.temporary
+    import flows.local_server
 
-    quiet = flows.temporary.quiet_prefect
+    quiet = flows.local_server.quiet_prefect
 
     def renew() -> None:
         prefect.context.refresh_global_settings_context()
@@ -239,7 +239,7 @@ def _renew_prefect() -> None:
         renew()
 
     renew()
-    flows.temporary.quiet_prefect = quiet_prefect
+    flows.local_server.quiet_prefect = quiet_prefect
 
 
 def _rank(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = ["storage", "llama3", "tasks", "flows"]
-ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "scaling", "cluster", "export", "bench"]
+ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "studies", "planner", "export"]
 """Rooms of llama3, ground floor first; a room imports only from those before it."""
 INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
 

@@ -14,17 +14,42 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llama3.data.classifiers import prepare_scores, score_texts, topic_texts
 from llama3.data.collect import shards_of
-from llama3.data.divergence import count_words, divergences, reference_counts
-from llama3.data.job import Job, Runner, Shard, replacing, run
+from llama3.data.dedup.lines import line_hashes
+from llama3.data.kernels.arrow import text_buffers
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.lines import line_hashes
-from llama3.data.scores import prepare_scores, score_texts, topic_texts
-from llama3.data.statistics import document_statistics
-from llama3.data.vocabulary import count_words_in, read_words
-from llama3.recipe.curation import Curate
+from llama3.data.kernels.statistics import Statistic, measure
+from llama3.data.kl import count_words, divergences, reference_counts
+from llama3.data.mapreduce import CurationJob, Runner, Shard, replacing, run
+from llama3.data.wordlists import count_words_in, read_words
+from llama3.recipe.base import Domain
+from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import Domain
+
+COLUMNS = tuple(statistic.name.lower() for statistic in Statistic)
+"""Columns of `document_statistics`, named like fields of Quality without min_ and max_; one for each n of n-grams."""
+
+
+COUNTS = ("chars", "words", "stop_words", "sentences", "braces", "placeholder_text")
+"""Columns that hold whole numbers; the others are shares and means."""
+
+
+def document_statistics(texts: Any) -> pa.Table:
+    """Return one row per text of `texts`, a string or large_string (chunked) array without nulls, in its order.
+
+    Columns: COLUMNS, int64 for COUNTS and float64 for the rest.
+    """
+    data, offsets = text_buffers(texts)
+    values = np.zeros((len(COLUMNS), len(offsets) - 1))
+    measure(data, offsets, values)
+    return pa.table(
+        {
+            name: pa.array(row.astype(np.int64) if name in COUNTS else row)
+            for name, row in zip(COLUMNS, values, strict=True)
+        }
+    )
+
 
 STEP = "attributes"
 MODELS = "models"
@@ -38,7 +63,7 @@ def annotate(recipe: Recipe, collected: Path, scratch: Path, runner: Runner, **s
     `settings` go to the job (memory, threads, parts). Returns facts: shards and, by classifier, how it did on seeds
     that it had not seen. Raises ValueError if a file that the recipe names cannot be read.
     """
-    job = Job(recipe, shards_in(collected, scratch), scratch, **settings)
+    job = CurationJob(recipe, shards_in(collected, scratch), scratch, **settings)
     scored: dict[Domain, list[Path]] = {domain: [] for domain in recipe.sources}
     for shard in job.shards:
         scored[shard.domain].append(shard.text)
@@ -64,7 +89,7 @@ def bounds_divergence(curate: Curate) -> bool:
     return any(rule.max_divergence is not None for rule in rules)
 
 
-def annotate_shard(job: Job, item: int) -> None:
+def annotate_shard(job: CurationJob, item: int) -> None:
     """Write the attributes of shard `item`: the columns of its documents but the text, and what is derived from it."""
     shard = job.shards[item]
     file = pq.ParquetFile(shard.text)
@@ -74,7 +99,7 @@ def annotate_shard(job: Job, item: int) -> None:
             writer.write_table(_attributes(job, shard.domain, pa.Table.from_batches([batch])))
 
 
-def _attributes(job: Job, domain: Domain, documents: pa.Table) -> pa.Table:
+def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Table:
     curate, texts = job.recipe.curate, documents["text"]
     table = documents.drop_columns(["text"])
     for name, column in _columns(document_statistics(texts)).items():
@@ -106,7 +131,7 @@ def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
     return dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _divergence(job: Job, domain: Domain, documents: pa.Table) -> Any:
+def _divergence(job: CurationJob, domain: Domain, documents: pa.Table) -> Any:
     """Return each document's divergence from the words of its domain and language; 0 where nothing bounds it."""
     result = np.zeros(documents.num_rows)
     if not bounds_divergence(job.recipe.curate):

@@ -12,17 +12,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from llama3.data.accounting import FINDINGS, check_something_kept, facts_of, write_findings, write_ledger
 from llama3.data.annotate import shards_in
-from llama3.data.copies import map_exact, map_url, reduce_exact, reduce_url
-from llama3.data.decontaminate import decontaminate
+from llama3.data.decontam.decontaminate import decontaminate
+from llama3.data.dedup.exact import map_exact, map_url, reduce_exact, reduce_url
+from llama3.data.dedup.lines import count_lines
+from llama3.data.dedup.minhash import near_duplicates
 from llama3.data.filters import filter_shard
-from llama3.data.findings import FINDINGS, write_findings
-from llama3.data.job import Job, Runner, Work, in_turn, run
-from llama3.data.ledger import check_something_kept, facts_of, write_ledger
-from llama3.data.lines import count_lines
-from llama3.data.near import near_duplicates
-from llama3.data.output import write_documents
+from llama3.data.mapreduce import CurationJob, Runner, Work, in_turn, run
 from llama3.data.topics import cap_topics
+from llama3.data.write_shards import write_documents
 from llama3.recipe.schema import Recipe
 
 PART_DOCUMENTS = 1_000_000
@@ -49,7 +48,7 @@ def curate(
     """
     shards = shards_in(collected, annotated)
     parts = parts or max(1, -(-sum(shard.documents for shard in shards) // PART_DOCUMENTS))
-    job = Job(recipe, shards, scratch, parts, memory, threads)
+    job = CurationJob(recipe, shards, scratch, parts, memory, threads)
     decide(runner, job)
     names = write_documents(runner, job)
     (folder / "documents").mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def curate(
     return facts
 
 
-def decide(runner: Runner, job: Job) -> None:
+def decide(runner: Runner, job: CurationJob) -> None:
     """Find the documents to drop, step by step, and the lines to remove from the rest."""
     rules = job.recipe.curate
     run(runner, job, "filter/drop", filter_shard, range(len(job.shards)))
@@ -78,6 +77,6 @@ def decide(runner: Runner, job: Job) -> None:
     count_lines(runner, job)
 
 
-def _by_hash(runner: Runner, job: Job, step: str, mapper: Work, reducer: Work) -> None:
+def _by_hash(runner: Runner, job: CurationJob, step: str, mapper: Work, reducer: Work) -> None:
     run(runner, job, f"{step}/map", mapper, range(len(job.shards)))
     run(runner, job, f"{step}/drop", reducer, range(job.parts))

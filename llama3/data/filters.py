@@ -15,12 +15,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llama3.data.job import Job, quoted
-from llama3.data.language import primary
-from llama3.data.partition import write_drops
-from llama3.recipe.curation import Curate
-from llama3.recipe.quality import Quality
-from llama3.recipe.section import DOMAINS
+from llama3.data.mapreduce import CurationJob, quoted, write_drops
+from llama3.data.text.language import primary
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.data_schema import Curate, Quality
 from storage.filesystem import filesystem_of, glob, is_local, local_path, state
 
 BLOCKED = "blocked"
@@ -74,7 +72,7 @@ def explanation(outcome: str) -> str:
     return OUTCOMES[outcome]
 
 
-def filter_shard(job: Job, item: int) -> None:
+def filter_shard(job: CurationJob, item: int) -> None:
     """Write the drops of step `filter` for shard `item`: a row for each document that breaks a rule."""
     curate, shard = job.recipe.curate, job.shards[item]
     attributes = f"read_parquet({quoted(str(shard.attributes))})"
@@ -202,3 +200,21 @@ def _hosts(field: str, file: str) -> pa.Array:
     if len(wrong):
         raise ValueError(f"{field}: {file}: {wrong[0].as_py()!r} is not a host; write one a line, such as example.com")
     return pc.filter(hosts, pc.not_equal(hosts, ""))
+
+
+# Statistics of documents, one column for every quantity that a quality rule bounds
+# (`llama3/recipe/data_schema.py`).
+#
+# Lines end at ; blank ones are left out of every count. A paragraph is a run of lines between blank ones. Words are
+# those of `words.joined_words`; a letter is what words are made of but ASCII digits and the underscore. Lengths are
+# in characters (code points). A share of nothing is 0.
+#
+# Definitions follow Gopher (arXiv 2112.11446, appendix A.1.1), C4 (arXiv 1910.10683, section 2.2) and FineWeb
+# (arXiv 2406.17557, section 3.4). datatrove, the toolkit that FineWeb was made with, takes words from a tokenizer
+# that gives punctuation marks as words and keeps case. So here n-grams reach across punctuation, and an n-gram that
+# occurs once does not count as the most frequent. `alphabetic_words` is the share of what stands between blanks
+# (2.3.7 is one word), where each word of a script without spaces counts too. Lines without a letter or digit, such
+# as code fences, repeat nothing. FineWeb's texts have no blank lines, so they do not count in `newlines_per_word`.
+# `braces` and `placeholder_text` are counted in the whole text, as C4's paper says, and not in the lines it keeps
+# only. Sentences are counted in lines that C4 would keep, by their punctuation: an abbreviation before a capital
+# counts as an end.

@@ -23,11 +23,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llama3.data.job import Job, Runner, listed, quoted, run, write_table
-from llama3.data.partition import write_drops
-from llama3.data.split import threshold
-from llama3.recipe.curation import Topics
-from llama3.recipe.section import DOMAINS
+from llama3.data.mapreduce import CurationJob, Runner, listed, quoted, run, threshold, write_drops, write_table
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.data_schema import Topics
 
 STEP = "topic"
 OUTCOME = "topic_cap"
@@ -38,7 +36,7 @@ _REMEDY = "leave a topic out of caps, or raise them to a sum well above 100%"
 _COLUMNS = 'rank, draw, id, url, "date", source_index, licence, language, "row", bytes'
 
 
-def cap_topics(runner: Runner, job: Job) -> None:
+def cap_topics(runner: Runner, job: CurationJob) -> None:
     """Drop documents of capped topics until each holds its share of its domain's bytes; nothing without caps.
 
     Raises ValueError if caps can only be met by dropping everything.
@@ -53,7 +51,7 @@ def cap_topics(runner: Runner, job: Job) -> None:
     run(runner, job, f"{STEP}/drop", drop_topics, sorted(DOMAINS.index(domain) for domain in domains))
 
 
-def map_topics(job: Job, item: int) -> None:
+def map_topics(job: CurationJob, item: int) -> None:
     """Write the surviving documents of capped topics in shard `item`, and one row without a topic for all the rest."""
     shard, topics = job.shards[item], _topics(job)
     found, bound = job.survivors(shard, STEP, f"topic, {_COLUMNS}"), threshold(job.recipe.curate.held_out)
@@ -68,7 +66,7 @@ def map_topics(job: Job, item: int) -> None:
     write_table(pa.concat_tables([chosen, others], promote_options="default"), job.file(_MAP, item))
 
 
-def drop_topics(job: Job, item: int) -> None:
+def drop_topics(job: CurationJob, item: int) -> None:
     """Write what is dropped in the domain with number `item`."""
     topics, domain = _topics(job), DOMAINS[item]
     files = [str(job.file(_MAP, place)) for place, shard in enumerate(job.shards) if shard.domain == domain]
@@ -129,7 +127,7 @@ def _bytes(connection: duckdb.DuckDBPyConnection, query: str) -> NDArray[np.int6
     return values
 
 
-def _topics(job: Job) -> Topics:
+def _topics(job: CurationJob) -> Topics:
     topics = job.recipe.curate.topics
     assert topics is not None
     return topics

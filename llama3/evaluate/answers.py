@@ -18,11 +18,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.evaluate.extract import TooSlow, extracted, matches
+from llama3.evaluate.answer_extraction import TooSlow, extracted, matches
+from llama3.evaluate.distributed import Ranks
 from llama3.evaluate.generate import answer
-from llama3.evaluate.ranks import Ranks
-from llama3.evaluate.samples import Sample, pass_at
 from llama3.evaluate.sandbox import run_programs
+from llama3.evaluate.scores import Sample, pass_at
 from llama3.evaluate.task import Prompt, Task, Writing
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedAnswer:
     key: str
     id: str
     """Of the question."""
@@ -64,7 +64,7 @@ NOTHING = "nothing was found in the answer"
 
 def answers(
     model: Transformer, tokenizer: Tokenizer, task: Task, window: int, ranks: Ranks, parallel: int = 2
-) -> list[Answer]:
+) -> list[GeneratedAnswer]:
     """Return the answers to the prompts of `task`, in their order, `writing.samples` to each.
 
     `window` is the most positions that the model may see at once. Each process of `ranks` answers a share of them.
@@ -77,10 +77,10 @@ def answers(
     written = [_unasked(prompt, reason, task.writing) if reason else next(judged) for prompt, reason in pairs]
     shares = ranks.gather([[asdict(one) for one in group] for group in written])
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=[]))
-    return [Answer(**one) for group in turns for one in group]
+    return [GeneratedAnswer(**one) for group in turns for one in group]
 
 
-def answer_samples(task: Task, found: Sequence[Answer]) -> list[Sample]:
+def answer_samples(task: Task, found: Sequence[GeneratedAnswer]) -> list[Sample]:
     """Return one sample per prompt: the share of right answers, or the chance that one of `writing.k` is right.
 
     None for a prompt of whose answers one was not judged.
@@ -95,7 +95,7 @@ def answer_samples(task: Task, found: Sequence[Answer]) -> list[Sample]:
     return made
 
 
-def write_answers(found: Iterable[Answer], folder: Path) -> None:
+def write_answers(found: Iterable[GeneratedAnswer], folder: Path) -> None:
     """Write all answers into `folder`, by key, question and sample."""
     rows = [asdict(one) for one in sorted(found, key=lambda one: (one.key, one.id, one.sample))]
     columns = {"key": pa.string(), "id": pa.string(), "sample": pa.int64(), "text": pa.string()}
@@ -115,13 +115,16 @@ def _too_long(prompt: Prompt, writing: Writing, tokenizer: Tokenizer, window: in
     return f"{TOO_LONG}{size} positions and {writing.max_tokens} to write are more than the model's {window}"
 
 
-def _unasked(prompt: Prompt, reason: str, writing: Writing) -> list[Answer]:
-    return [Answer(prompt.task, prompt.document, place, "", None, False, reason) for place in range(writing.samples)]
+def _unasked(prompt: Prompt, reason: str, writing: Writing) -> list[GeneratedAnswer]:
+    return [
+        GeneratedAnswer(prompt.task, prompt.document, place, "", None, False, reason)
+        for place in range(writing.samples)
+    ]
 
 
 def _judged(
     task: Task, prompts: Sequence[Prompt], texts: Sequence[Sequence[str]], parallel: int
-) -> Iterator[list[Answer]]:
+) -> Iterator[list[GeneratedAnswer]]:
     """Yield the answers to each prompt; programs are all run together, `parallel` at a time."""
     writing = task.writing
     asked = [
@@ -137,7 +140,7 @@ def _judged(
         triples = zip(asked, parts, strict=True)
         ends = [_compared(prompt, text, part, writing) for (prompt, _, text), part in triples]
     made = (
-        Answer(task.key, prompt.document, place, text, None if isinstance(part, TooSlow) else part, *end)
+        GeneratedAnswer(task.key, prompt.document, place, text, None if isinstance(part, TooSlow) else part, *end)
         for (prompt, place, text), part, end in zip(asked, parts, ends, strict=True)
     )
     for _ in prompts:
@@ -175,13 +178,13 @@ def _run(pairs: Sequence[tuple[Prompt, str | TooSlow | None]], writing: Writing,
     return ends
 
 
-def too_long(found: Iterable[Answer]) -> dict[str, int]:
+def too_long(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
     """Return how many questions of each task were not asked because the model's window is too short."""
     unasked = {(one.key, one.id) for one in found if one.reason.startswith(TOO_LONG)}
     return dict(sorted(Counter(key for key, _ in unasked).items()))
 
 
-def unjudged(found: Iterable[Answer]) -> dict[str, int]:
+def unjudged(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
     """Return how many questions of each task have an answer that was not judged."""
     questions = {(one.key, one.id) for one in found if not one.judged}
     return dict(sorted(Counter(key for key, _ in questions).items()))

@@ -21,18 +21,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llama3.evaluate.answers import Answer, answer_samples, answers, too_long, unjudged, write_answers
+from llama3.evaluate.answers import GeneratedAnswer, answer_samples, answers, too_long, unjudged, write_answers
+from llama3.evaluate.distributed import Ranks, Single
 from llama3.evaluate.generate import generate
-from llama3.evaluate.gold import gold_key, gold_samples, gold_score
-from llama3.evaluate.haystack import KINDS
-from llama3.evaluate.held_out import Document, document_bytes, held_out, longest_sequence
-from llama3.evaluate.needle import Retrieval, find_needles, lengths_up_to
-from llama3.evaluate.ranks import Ranks, Single
-from llama3.evaluate.samples import Sample, samples
-from llama3.evaluate.score_table import score_table
-from llama3.evaluate.scores import GENERATIONS_FILE, SAMPLES_FILE, TASKS_FILE, Score, write_scores
+from llama3.evaluate.held_out import ValidationDocument, document_bytes, held_out, longest_sequence
+from llama3.evaluate.needle import KINDS, Retrieval, find_needles, lengths_up_to
+from llama3.evaluate.scores import (
+    GENERATIONS_FILE,
+    SAMPLES_FILE,
+    TASKS_FILE,
+    Sample,
+    Score,
+    gold_key,
+    gold_samples,
+    gold_score,
+    samples,
+    score_table,
+    write_scores,
+)
 from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.suites import ARITHMETIC, Asked, asked_of
+from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, asked_of
 from llama3.evaluate.task import Task, digest
 from llama3.model.files import load_model
 from llama3.model.rounding import keep_rounding
@@ -58,7 +66,7 @@ class _Found:
     """Those of each task."""
     gold: list[list[Sample]]
     """Nats of the gold answers to each task; none where it has no such."""
-    answers: list[Answer]
+    answers: list[GeneratedAnswer]
 
 
 def evaluate(
@@ -129,19 +137,19 @@ def evaluate(
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """What a model came to without a recipe."""
 
     scores: dict[str, Score]
     """By key; `eval/core` too if a suite was asked for."""
-    asked: Asked
+    asked: LoadedSuite
     too_long: dict[str, int]
     """Task -> questions that were not asked because the window is too short, and count as wrong."""
 
 
 def evaluate_tasks(
-    network: Transformer, coder: Tokenizer, asked: Asked, folder: Path | None = None, *, threads: int, device: str
-) -> Evaluated:
+    network: Transformer, coder: Tokenizer, asked: LoadedSuite, folder: Path | None = None, *, threads: int, device: str
+) -> EvaluationResult:
     """Put a model, fp32 on `device`, to the tasks of `asked`; write the tables of `evaluate` into `folder` if given."""
     with _threads(threads):
         found = _answered(network, coder, asked.tasks, network.spec.max_seq, device, Single())
@@ -153,7 +161,7 @@ def evaluate_tasks(
         _write_samples(rows, folder)
         write_answers(found.answers, folder)
         _write_json(_tasks(asked, found.samples, baselines), folder / TASKS_FILE)
-    return Evaluated(scores, asked, too_long(found.answers))
+    return EvaluationResult(scores, asked, too_long(found.answers))
 
 
 def _tokenizer(model: Path, tokenizer: Path) -> Tokenizer:
@@ -194,7 +202,7 @@ def _needles(
     network: Transformer,
     coder: Tokenizer,
     documents: Path,
-    asked: Asked,
+    asked: LoadedSuite,
     window: int,
     device: str,
     ranks: Ranks,
@@ -207,7 +215,7 @@ def _needles(
     return find_needles(network, coder, texts, lengths, recipe.evaluate.needles, device, KINDS, ranks)
 
 
-def _tasks(asked: Asked, by_task: Sequence[Sequence[Sample]], baselines: dict[str, float]) -> dict[str, Any]:
+def _tasks(asked: LoadedSuite, by_task: Sequence[Sequence[Sample]], baselines: dict[str, float]) -> dict[str, Any]:
     """Return what was asked, for people and for whoever compares two evaluations."""
     tasks = [
         {
@@ -227,7 +235,7 @@ def _tasks(asked: Asked, by_task: Sequence[Sequence[Sample]], baselines: dict[st
     return {"suite": asked.suite.name, "baselines": _table(asked), "tasks": tasks, "skipped": asked.skipped}
 
 
-def _table(asked: Asked) -> str:
+def _table(asked: LoadedSuite) -> str:
     """Return name and version of the table of baselines behind `eval/core`."""
     table = asked.suite.baselines
     return f"{asked.suite.table} {table.version}" if table else "chance of each task"
@@ -253,7 +261,7 @@ def _write_json(content: object, path: Path) -> None:
 
 
 def _generations(
-    model: Transformer, tokenizer: Tokenizer, documents: Sequence[Document], tasks: Sequence[Task]
+    model: Transformer, tokenizer: Tokenizer, documents: Sequence[ValidationDocument], tasks: Sequence[Task]
 ) -> list[dict[str, str]]:
     """Continue the first document of each domain and the first arithmetic question.
 

@@ -12,20 +12,112 @@ Shapes: B texts, V vocabulary rows.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from llama3.evaluate.extract import check_writing
-from llama3.evaluate.pieces import Pieces
-from llama3.evaluate.reader import Reader, next_logits
+from llama3.evaluate.answer_extraction import check_writing
 from llama3.evaluate.sampling import Sampler
 from llama3.evaluate.task import Prompt, Writing
-from llama3.model.cache import Padded, reading
+from llama3.model.kv_cache import Cache, Padded, reading
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
+
+# Text that grows token by token, given out in pieces that never have to be taken back.
+#
+# A token may end within a character, and a stop text may begin in one token and end in another. So what is not
+# certain yet is held: the first bytes of a character, and an end of the text with which a stop text begins. The
+# pieces joined are what the whole text would be; how it was cut into tokens makes no difference.
+
+
+class Pieces:
+    """One text on its way."""
+
+    def __init__(self, until: Sequence[str] = ()) -> None:
+        """Make an empty text that ends where the first of `until` to be complete begins; none of them is empty."""
+        self.ended = False
+        """Whether a stop text was found; nothing is added after it."""
+        self._until = tuple(until)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def add(self, data: bytes) -> str:
+        """Add bytes; return what has become certain, often nothing. What is not UTF-8 becomes U+FFFD."""
+        return "" if self.ended else self._certain(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """Return what was held: no more will come. A character that was cut off becomes U+FFFD."""
+        if self.ended:
+            return ""
+        text = self._certain(self._decoder.decode(b"", final=True)) + self._held
+        self._held = ""
+        return text
+
+    def _certain(self, new: str) -> str:
+        text = self._held + new
+        found = [(at + len(stop), at) for stop in self._until if (at := text.find(stop)) >= 0]
+        if found:
+            self.ended, self._held = True, ""
+            return text[: min(found)[1]]
+        certain = len(text) - max((_begun(text, stop) for stop in self._until), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+# Reading tokens up to the next one's logits: what was read before is kept, and only what is new is computed.
+#
+# A sequence that begins as the one before it is read from where they differ: the next step of a text costs one
+# token, and the second question behind the same solved examples costs the question. What this gives up: two texts
+# that take turns on one reader share only their beginning, so each wants a reader of its own; weights are shared.
+#
+# Shapes: B sequences, S tokens, D model, V vocabulary rows.
+
+
+class IncrementalDecoder:
+    """Reads one sequence at a time."""
+
+    def __init__(self, model: Transformer, room: int) -> None:
+        """Make a reader for sequences of at most `room` tokens; `model` stays free for others."""
+        self.cache = Cache(room)
+        """Of the sequence that was read last."""
+        self.device = next(model.parameters()).device
+        self._model = reading(model, self.cache)
+        self._read: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits [1, V] of what follows `tokens`, which are one or more."""
+        known = min(_shared(self._read, tokens), len(tokens) - 1)
+        self.cache.cut(known)
+        self._read = list(tokens)
+        return next_logits(self._model, self.cache, torch.tensor([self._read[known:]], device=self.device))
+
+
+def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
+    """Return the logits [B, V] after `tokens_BS`, which follow what `cache` holds; `model` reads with that cache."""
+    seen = cache.visible(tokens_BS.shape[1], tokens_BS.device)
+    logits_BV: Tensor = model(tokens_BS, seen, head=_of_last)
+    return logits_BV
+
+
+def _of_last(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return the logits of the last position alone: of a long prompt with 128,000 rows all would be gigabytes."""
+    return F.linear(hidden_BSD[:, -1], weight_VD)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
 
 ROWS = {"cpu": 64}
 """Most answers written at once, by kind of device."""
@@ -80,7 +172,7 @@ def stream(
 @torch.inference_mode()
 def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _Text) -> Iterator[str]:
     longest = model.spec.max_seq
-    reader = Reader(model, min(longest, len(tokens) + text.left))
+    reader = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
     while text.left:
         if len(tokens) > longest:
             tokens = tokens[-(longest // 2) :]
@@ -105,7 +197,7 @@ def answer(
     for prompt, tokens in zip(prompts, read, strict=True):
         _check_room(model, prompt, len(tokens), writing)
     sampler = Sampler.of(tokenizer, writing.temperature, writing.top_p)
-    reader = Reader(model, max(map(len, read), default=0))
+    reader = IncrementalDecoder(model, max(map(len, read), default=0))
     answers: list[tuple[str, ...]] = [()] * len(prompts)
     for batch in _batches(read, writing, *_limits(model)):
         texts = {index: _texts(tokenizer, prompts[index], writing, seed) for index in batch}
@@ -151,7 +243,7 @@ def _texts(tokenizer: Tokenizer, prompt: Prompt, writing: Writing, seed: int) ->
 
 def _write(
     model: Transformer,
-    reader: Reader,
+    reader: IncrementalDecoder,
     sampler: Sampler,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[_Text]],

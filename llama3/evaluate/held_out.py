@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS, Domain
 from llama3.tokens.documents import read_documents
 
 DOCUMENT_BYTES = 16384
@@ -26,7 +26,7 @@ LOOKED_AT = 100
 
 
 @dataclass(frozen=True)
-class Document:
+class ValidationDocument:
     id: str
     domain: str
     text: str
@@ -47,7 +47,7 @@ def longest_sequence(recipe: Recipe) -> int:
     return max(max(stage.lengths) for stage in recipe.stages)
 
 
-def held_out(folder: Path, count: int, size: int) -> list[Document]:
+def held_out(folder: Path, count: int, size: int) -> list[ValidationDocument]:
     """Return at most `count` held-out documents of each domain of the curated `folder`, by domain, then id.
 
     Each is cut to `size` UTF-8 bytes at a character boundary. Raises ValueError if there are none.
@@ -71,7 +71,7 @@ def cut(text: str, size: int) -> str:
     return text.encode()[:size].decode(errors="ignore")
 
 
-def _domain(folder: Path, domain: Domain, count: int, size: int) -> list[Document]:
+def _domain(folder: Path, domain: Domain, count: int, size: int) -> list[ValidationDocument]:
     if domain != "multilingual":
         return list(islice(_read(folder, domain, size), count))
     wanted = _turns(folder, domain, count)
@@ -92,8 +92,10 @@ def _turns(folder: Path, domain: Domain, count: int) -> set[str]:
     return set(islice(turns, count))
 
 
-def _read(folder: Path, domain: Domain, size: int) -> Iterator[Document]:
+def _read(folder: Path, domain: Domain, size: int) -> Iterator[ValidationDocument]:
     for rows in read_documents(folder, domain, ["id", "text", "language"], "held_out"):
         yield from (
-            Document(row["id"], domain, cut(row["text"], size), row["language"] or "") for row in rows if row["text"]
+            ValidationDocument(row["id"], domain, cut(row["text"], size), row["language"] or "")
+            for row in rows
+            if row["text"]
         )

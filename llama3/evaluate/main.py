@@ -46,11 +46,11 @@ class EvaluateJob(BaseModel):
 
 def run(job: EvaluateJob) -> None:
     """Do what `job` says, together with the other processes that the launcher started. Raises as `evaluate` does."""
+    from llama3.evaluate.distributed import EvalGroup, Single
     from llama3.evaluate.evaluate import evaluate  # torch, which whoever writes a job does without
-    from llama3.evaluate.ranks import Group, Single
-    from llama3.parallel.mesh import joined
+    from llama3.parallel.mesh import init_distributed
 
-    with joined(job.device, job.timeout_s) as world:
+    with init_distributed(job.device, job.timeout_s) as world:
         facts = evaluate(
             load_recipe(job.recipe),
             job.model,
@@ -59,7 +59,7 @@ def run(job: EvaluateJob) -> None:
             job.folder,
             threads=job.threads,
             device=str(world.device),
-            ranks=Group() if world.size > 1 else Single(),
+            ranks=EvalGroup() if world.size > 1 else Single(),
         )
         if world.leads:
             write_atomic(job.facts, json.dumps(facts))

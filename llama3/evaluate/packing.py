@@ -32,7 +32,7 @@ ALIKE = 32
 
 
 @dataclass(frozen=True)
-class Budget:
+class BatchLimits:
     """What one forward pass may hold, padding included."""
 
     positions: int
@@ -42,7 +42,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoringWindow:
     """One forward pass over positions [begin, end) of a sequence; it scores tokens [scored, end]."""
 
     begin: int
@@ -62,7 +62,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """What is read together: `trunk` tokens, then branches one after another, which go on from the trunk's end."""
 
     tokens: list[int]
@@ -78,11 +78,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows of one forward pass. All begin with `prefix`, which is read before and not again."""
 
     prefix: list[int]
-    rows: list[Row]
+    rows: list[PackedRow]
 
     @property
     def longest(self) -> int:
@@ -90,7 +90,7 @@ class Batch:
         return max(len(row.tokens) for row in self.rows) - len(self.prefix)
 
 
-def plan(sequences: Sequence[Scorable], window: int, budget: Budget, share: bool = True) -> list[Batch]:
+def plan(sequences: Sequence[Scorable], window: int, budget: BatchLimits, share: bool = True) -> list[PackedBatch]:
     """Return batches that score every token of `sequences` that is to be scored exactly once.
 
     No token is read at position `window` or later. Batches of one prefix stand together. Without `share` each sequence
@@ -100,10 +100,10 @@ def plan(sequences: Sequence[Scorable], window: int, budget: Budget, share: bool
         raise ValueError(f"window {window} must be at least 2")
     runs = _runs(list(_rows(sequences, window, share)), budget.positions // 2 if share else None)
     runs.sort(key=lambda run: -max(len(row.tokens) for row in run[1]))  # too large a batch fails at once
-    return [Batch(prefix, rows) for prefix, run in runs for rows in _batches(run, len(prefix), budget)]
+    return [PackedBatch(prefix, rows) for prefix, run in runs for rows in _batches(run, len(prefix), budget)]
 
 
-def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[Window]:
+def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[ScoringWindow]:
     """Cut a sequence into windows of at most `window` positions that score each token from `start` >= 1 on once.
 
     What is scored stays whole if it fits; else windows advance by half a window. Raises ValueError if `window` is below
@@ -113,16 +113,16 @@ def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[Window]:
         raise ValueError(f"window {window} must be at least 2 and start {start} at least 1")
     last, stride, scored = len(tokens) - 1, window // 2, start
     if 0 <= last - start < window:
-        yield Window(max(0, last - window), last, start)
+        yield ScoringWindow(max(0, last - window), last, start)
         return
     while scored <= last:
         end = min(last, max(window, scored + stride - 1))
         full = end if scored == start else scored + stride - 1
-        yield Window(max(0, full - window), end, scored)
+        yield ScoringWindow(max(0, full - window), end, scored)
         scored = end + 1
 
 
-def _rows(sequences: Sequence[Scorable], window: int, share: bool) -> Iterator[Row]:
+def _rows(sequences: Sequence[Scorable], window: int, share: bool) -> Iterator[PackedRow]:
     """Yield plain rows, and those of the sequences that go on from one context."""
     contexts: dict[tuple[int, ...], list[int]] = {}
     for index, (tokens, start) in enumerate(sequences):
@@ -133,7 +133,7 @@ def _rows(sequences: Sequence[Scorable], window: int, share: bool) -> Iterator[R
     for members in contexts.values():
         for group in _filled(sorted(members, key=lambda index: sequences[index][0]), sequences):
             tokens, start = sequences[group[0]]
-            alone = _plain(group[0], tokens, Window(0, len(tokens) - 1, start))
+            alone = _plain(group[0], tokens, ScoringWindow(0, len(tokens) - 1, start))
             yield alone if len(group) == 1 else _branched(group, sequences)
 
 
@@ -157,13 +157,13 @@ def _filled(members: Sequence[int], sequences: Sequence[Scorable]) -> Iterator[l
     yield group
 
 
-def _plain(index: int, tokens: list[int], span: Window) -> Row:
+def _plain(index: int, tokens: list[int], span: ScoringWindow) -> PackedRow:
     places = tuple(range(span.scored - 1 - span.begin, span.end - span.begin))
     read, targets = tokens[span.begin : span.end], tuple(tokens[span.scored : span.end + 1])
-    return Row(read, len(read), (), (Scored(index, places, targets),))
+    return PackedRow(read, len(read), (), (Scored(index, places, targets),))
 
 
-def _branched(group: Sequence[int], sequences: Sequence[Scorable]) -> Row:
+def _branched(group: Sequence[int], sequences: Sequence[Scorable]) -> PackedRow:
     tokens, start = sequences[group[0]]
     row, lengths, scored = tokens[:start], [], []
     for index in group:
@@ -172,14 +172,14 @@ def _branched(group: Sequence[int], sequences: Sequence[Scorable]) -> Row:
         scored.append(Scored(index, places, tuple(branch)))
         lengths.append(len(branch) - 1)
         row += branch[:-1]
-    return Row(row, start, tuple(length for length in lengths if length), tuple(scored))
+    return PackedRow(row, start, tuple(length for length in lengths if length), tuple(scored))
 
 
-def _runs(rows: list[Row], worth: int | None) -> list[tuple[list[int], list[Row]]]:
+def _runs(rows: list[PackedRow], worth: int | None) -> list[tuple[list[int], list[PackedRow]]]:
     """Return (prefix, rows) of each run that saves `worth` positions or more, and of what is left, without a prefix."""
-    runs: list[tuple[list[int], list[Row]]] = []
-    plain: list[Row] = []
-    branched: list[Row] = []
+    runs: list[tuple[list[int], list[PackedRow]]] = []
+    plain: list[PackedRow] = []
+    branched: list[PackedRow] = []
     for shared, run in _alike(rows) if worth is not None else [(0, rows)]:
         if worth is not None and (len(run) - 1) * shared >= max(1, worth):
             runs.append((run[0].tokens[:shared], run))
@@ -189,12 +189,12 @@ def _runs(rows: list[Row], worth: int | None) -> list[tuple[list[int], list[Row]
     return runs + [([], left) for left in (plain, branched) if left]
 
 
-def _alike(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
+def _alike(rows: Iterable[PackedRow]) -> Iterator[tuple[int, list[PackedRow]]]:
     """Cut sorted rows into runs, and say how many tokens all rows of a run share.
 
     A row joins if that does not make the run save less: the saving is shared x (rows - 1).
     """
-    run: list[Row] = []
+    run: list[PackedRow] = []
     shared = 0
     for row in sorted(rows, key=_order):
         common = min(shared, row.free, _common(run[-1].tokens, row.tokens)) if run else row.free
@@ -207,7 +207,7 @@ def _alike(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
         yield shared, run
 
 
-def _order(row: Row) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
+def _order(row: PackedRow) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
     """Sort by what is read and asked, so that equal beginnings stand together; bytes compare faster than lists."""
     return np.array(row.tokens, np.uint32).tobytes(), tuple(part.targets for part in row.scored)
 
@@ -218,9 +218,9 @@ def _common(one: list[int], other: list[int]) -> int:
     return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
 
 
-def _batches(rows: Iterable[Row], prefix: int, budget: Budget) -> Iterator[list[Row]]:
+def _batches(rows: Iterable[PackedRow], prefix: int, budget: BatchLimits) -> Iterator[list[PackedRow]]:
     """Group rows of similar length, longest first."""
-    batch: list[Row] = []
+    batch: list[PackedRow] = []
     for row in sorted(rows, key=lambda row: (-len(row.tokens), _order(row))):
         longest = len(batch[0].tokens) if batch else 0
         more = len(batch) + 1

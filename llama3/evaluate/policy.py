@@ -6,10 +6,9 @@ that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/
 
 from __future__ import annotations
 
-from llama3.evaluate.gold import GOLD
-from llama3.evaluate.score_table import LANGUAGE, MACRO
-from llama3.evaluate.suites import BPB, CORE, LOOKED_AT, check_suite, suite_for, suite_of, under
-from llama3.recipe.rules import matches
+from llama3.evaluate.scores import GOLD, LANGUAGE, MACRO
+from llama3.evaluate.suite import BPB, CORE, LOOKED_AT, check_suite, suite_for, suite_of, under
+from llama3.recipe.gates import matches
 from llama3.recipe.schema import Recipe
 
 OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")

@@ -13,11 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, product
 
-from llama3.evaluate.data_rows import Places, read_bytes
 from llama3.evaluate.task import Kind, Prompt, Request, Task
-from llama3.evaluate.task_file import FileKind, Shots, TaskFile
-from llama3.evaluate.template_process import check_templates, fill
-from llama3.evaluate.templates import Question
+from llama3.evaluate.task_yaml import FileKind, Places, Shots, TaskFile, read_bytes
+from llama3.evaluate.templates import RenderedRow, check_templates, fill
 
 KINDS: dict[FileKind, Kind] = {
     "choice": "choice",
@@ -46,7 +44,7 @@ def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
     """
     questions, pool, sources = _read(file, places)
     kept = _limited(_named_apart(questions), min(filter(None, (file.limit, most)), default=None))
-    examples = Examples(file.shots, pool, file.name)
+    examples = FewShotExamples(file.shots, pool, file.name)
     key = f"eval/{file.name}"
     fronts = ((question, _front(file, question, examples)) for question in kept)
     if file.kind in ("generate", "code"):
@@ -64,17 +62,17 @@ def check_rows(file: TaskFile, places: Places, most: int | None) -> None:
     _read(file, places, most)
 
 
-class Examples:
+class FewShotExamples:
     """Solved examples, by the rules of `shots`."""
 
-    def __init__(self, shots: Shots, pool: Sequence[Question], task: str) -> None:
+    def __init__(self, shots: Shots, pool: Sequence[RenderedRow], task: str) -> None:
         self._shots, self._task = shots, task
-        self._by_group: dict[str, list[Question]] = {}
+        self._by_group: dict[str, list[RenderedRow]] = {}
         for question in pool:
             self._by_group.setdefault(self._group(question), []).append(question)
         self._copies = Counter((self._group(question), _name(question)) for question in pool)
 
-    def of(self, question: Question) -> list[str]:
+    def of(self, question: RenderedRow) -> list[str]:
         """Return the examples before `question`. Raises ValueError if there are too few."""
         wanted, group = self._shots.count, self._group(question)
         pool = self._by_group.get(group, [])
@@ -89,10 +87,10 @@ class Examples:
         others = (pool[place].shown for place in places if _name(pool[place]) != _name(question))
         return list(islice(others, wanted))
 
-    def _group(self, question: Question) -> str:
+    def _group(self, question: RenderedRow) -> str:
         return question.group if self._shots.same_group else ""
 
-    def _drawn(self, question: Question, size: int) -> Iterator[int]:
+    def _drawn(self, question: RenderedRow, size: int) -> Iterator[int]:
         """Yield places below `size` in an order drawn from seed and question, each once."""
         taken: set[int] = set()
         for turn in count():
@@ -105,11 +103,11 @@ class Examples:
 
 def _read(
     file: TaskFile, places: Places, most: int | None = None
-) -> tuple[list[Question], list[Question], dict[str, str]]:
+) -> tuple[list[RenderedRow], list[RenderedRow], dict[str, str]]:
     """Return the questions, what examples are drawn from, and the digest of every file."""
     check_templates(file)
     sources: dict[str, str] = {}
-    by_name: dict[str, list[Question]] = {}
+    by_name: dict[str, list[RenderedRow]] = {}
     for name in dict.fromkeys(file.files):
         uri, data, sources[name] = read_bytes(name, places, file.sha256.get(name, ""))
         by_name[name] = fill(file, uri, data, most)
@@ -118,7 +116,7 @@ def _read(
     return questions, pool, sources
 
 
-def _named_apart(questions: Iterable[Question]) -> list[Question]:
+def _named_apart(questions: Iterable[RenderedRow]) -> list[RenderedRow]:
     """Return the questions, the second of two equal ones called `<id>-2`, and so on."""
     seen: Counter[str] = Counter()
     named = []
@@ -129,23 +127,23 @@ def _named_apart(questions: Iterable[Question]) -> list[Question]:
     return named
 
 
-def _name(question: Question) -> str:
+def _name(question: RenderedRow) -> str:
     return question.id.partition("-")[0]
 
 
-def _limited(questions: list[Question], most: int | None) -> list[Question]:
+def _limited(questions: list[RenderedRow], most: int | None) -> list[RenderedRow]:
     if most is None or most >= len(questions):
         return questions
     kept = set(sorted(question.id for question in questions)[:most])
     return [question for question in questions if question.id in kept]
 
 
-def _front(file: TaskFile, question: Question, examples: Examples) -> str:
+def _front(file: TaskFile, question: RenderedRow, examples: FewShotExamples) -> str:
     """Return all that stands before the question's own context."""
     return question.preamble + "".join(shown + file.between_shots for shown in examples.of(question))
 
 
-def _requests(key: str, file: TaskFile, question: Question, front: str) -> Iterator[Request]:
+def _requests(key: str, file: TaskFile, question: RenderedRow, front: str) -> Iterator[Request]:
     joint = "" if file.kind == "rolling" else file.joint
     before = [front + context + joint for context in question.contexts]
     for place, (whole, ending) in enumerate(product(before, question.continuations)):
@@ -156,7 +154,7 @@ def _requests(key: str, file: TaskFile, question: Question, front: str) -> Itera
         yield Request(key, question.id, place, context, continuation, question.gold, question.group, counted)
 
 
-def _prompt(key: str, file: TaskFile, question: Question, front: str) -> Prompt:
+def _prompt(key: str, file: TaskFile, question: RenderedRow, front: str) -> Prompt:
     context = front + question.contexts[0] + file.joint.rstrip(" ")
     return Prompt(key, question.id, context, question.golds, question.tests, question.program, question.group)
 

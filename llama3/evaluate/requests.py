@@ -7,12 +7,22 @@ What this gives up: numbers that compare with those of other laboratories; publi
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
 
-from llama3.evaluate.held_out import Document
-from llama3.evaluate.task import Request
+from pydantic import TypeAdapter, ValidationError
+
+from llama3.evaluate.held_out import ValidationDocument
+from llama3.evaluate.render import Rendered
+from llama3.evaluate.task import Prompt, Request, Task
+from storage.filesystem import write_atomic
 
 ANSWER = "Answer:"
 CHOICES = 4
@@ -23,7 +33,7 @@ CONTINUATION_CHARS = 64
 """Characters of the continuation to be recognised."""
 
 
-class Question(Protocol):
+class GeneratedQuestion(Protocol):
     """A multiple-choice question, as the generator makes them."""
 
     @property
@@ -34,12 +44,12 @@ class Question(Protocol):
     def gold(self) -> int: ...
 
 
-def from_documents(task: str, documents: Iterable[Document]) -> list[Request]:
+def from_documents(task: str, documents: Iterable[ValidationDocument]) -> list[Request]:
     """Return one request per document: its whole text, after nothing; its language is the group."""
     return [Request(task, document.id, 0, "", document.text, 0, document.language) for document in documents]
 
 
-def from_questions(task: str, questions: Iterable[Question]) -> list[Request]:
+def from_questions(task: str, questions: Iterable[GeneratedQuestion]) -> list[Request]:
     """Return one request per choice of each question. A question's id is a hash of its text; repeats are left out."""
     named = {_hash(question.query, *question.choices)[:16]: question for question in questions}
     return [
@@ -49,7 +59,7 @@ def from_questions(task: str, questions: Iterable[Question]) -> list[Request]:
     ]
 
 
-def continuations(task: str, documents: Sequence[Document], count: int) -> list[Request]:
+def continuations(task: str, documents: Sequence[ValidationDocument], count: int) -> list[Request]:
     """Return at most `count` questions about which of four texts continues a document's opening.
 
     The wrong choices are the continuations of other documents of the same domain, chosen, like the place of the right
@@ -63,7 +73,7 @@ def continuations(task: str, documents: Sequence[Document], count: int) -> list[
     return [request for question in turns[:count] for request in question]
 
 
-def _domain_continuations(task: str, documents: Sequence[Document]) -> list[list[Request]]:
+def _domain_continuations(task: str, documents: Sequence[ValidationDocument]) -> list[list[Request]]:
     parts = {document.id: part for document in documents if (part := _split(document.text))}
     questions = []
     for name, (context, true) in parts.items():
@@ -92,3 +102,87 @@ def _prompt(query: str) -> str:
 
 def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+# Rendered requests as a folder: what was asked, frozen, so that others ask exactly the same without data or
+# templates.
+#
+# `task.json` holds the rules, the digest and where the rows came from; `requests.jsonl.gz` one request or prompt a
+# line. Equal tasks give equal bytes (the gzip header holds no time), and reading checks the digest, so a folder
+# that was edited is refused. What this gives up: size; a task with five examples repeats them in every request.
+
+TASK_FILE, REQUESTS_FILE = "task.json", "requests.jsonl.gz"
+_ASKED = ("requests", "prompts")
+_PROMPTED = ("generate", "code")
+
+
+def write_requests(rendered: Rendered, folder: Path) -> None:
+    """Write a task into `folder`, which is made. Raises ValueError if it holds a task already."""
+    if (folder / TASK_FILE).exists():
+        raise ValueError(f"{folder}: holds a task already; name another folder, or delete it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    task = rendered.task
+    rules = {name: value for name, value in asdict(task).items() if name not in _ASKED}
+    facts = {**rules, "digest": task.digest, "chance": task.chance, "sources": rendered.sources}
+    with io.BytesIO() as buffer:
+        with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=6, mtime=0) as file:
+            file.writelines(_lines(task))
+        write_atomic(folder / REQUESTS_FILE, buffer.getvalue())
+    write_atomic(folder / TASK_FILE, json.dumps(facts, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+def read_requests(folder: Path) -> Rendered:
+    """Return the task in `folder`. Raises ValueError if it cannot be read or is not what its digest says."""
+    facts = stated(folder)
+    digest, sources = facts.pop("digest"), facts.pop("sources")
+    facts.pop("chance", None)
+    asked = "prompts" if facts.get("kind") in _PROMPTED else "requests"
+    try:
+        lines = gzip.decompress((folder / REQUESTS_FILE).read_bytes()).decode().split("\n")
+        rows = [{**json.loads(line), "task": facts.get("key")} for line in lines if line]
+        task = TypeAdapter(Task).validate_python({**facts, asked: rows})
+    except OSError as error:
+        raise ValueError(
+            f"{folder / REQUESTS_FILE}: cannot be read ({error.strerror or error}); render it again"
+        ) from None
+    except (ValueError, EOFError, zlib.error) as error:
+        raise ValueError(f"{folder / REQUESTS_FILE}: is damaged ({_first(error)}); render it again") from None
+    if task.digest != digest:
+        raise ValueError(
+            f"{folder}: the digest of its requests is {task.digest}, task.json says {digest}; it was changed after it "
+            "was rendered: render it again"
+        )
+    return Rendered(task, sources)
+
+
+def is_rendered(folder: Path) -> bool:
+    """Return whether `folder` holds a rendered task."""
+    return (folder / TASK_FILE).is_file()
+
+
+def stated(folder: Path) -> dict[str, Any]:
+    """Return what `task.json` states, unchecked: key, kind, digest, ... Raises ValueError if it cannot be read."""
+    path = folder / TASK_FILE
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a folder that herd requests wrote") from None
+    except ValueError:
+        raise ValueError(f"{path}: is not JSON; render it again") from None
+    if not isinstance(facts, dict) or not {"key", "kind", "digest", "sources"} <= facts.keys():
+        raise ValueError(f"{path}: lacks key, kind, digest or sources; render it again")
+    return facts
+
+
+def _lines(task: Task) -> Iterator[bytes]:
+    asked: tuple[Request | Prompt, ...] = task.prompts or task.requests
+    for one in asked:
+        row = {name: value for name, value in asdict(one).items() if name != "task" and value is not None}
+        yield json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        fault = error.errors()[0]
+        return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+    return str(error)

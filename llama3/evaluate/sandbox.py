@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,137 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from llama3.evaluate.syscalls import filter_of
+# The system calls that a program of the sandbox may make, as a seccomp filter for x86_64 and aarch64.
+#
+# An allow-list: what is not in it answers "not implemented", so that the C library falls back to something older. A
+# program is one process with threads: with one process the limit on address space is a limit on memory. Shared
+# memory, `memfd_create`, io_uring, keyrings, bpf, perf, ptrace, userfaultfd, namespaces, mounts and modules are not
+# in it.
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Machine, as `os.uname` names it -> AUDIT_ARCH of its system calls."""
+EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = 1, 25, 38, 97
+UNIX, INET, INET6 = 1, 2, 10
+THREAD = 0x10900
+"""CLONE_VM, CLONE_SIGHAND and CLONE_THREAD: what makes a thread of this process."""
+THREAD_OPTIONS = 0x17D0F00
+"""All flags that C libraries give when they start a thread."""
+
+BOTH = """
+read=0,63 write=1,64 readv=19,65 writev=20,66 pread64=17,67 pwrite64=18,68 preadv=295,69 pwritev=296,70
+preadv2=327,286 pwritev2=328,287 openat=257,56 openat2=437,437 close=3,57 close_range=436,436 fstat=5,80
+newfstatat=262,79 statx=332,291 statfs=137,43 fstatfs=138,44 lseek=8,62 faccessat=269,48 faccessat2=439,439
+readlinkat=267,78 getdents64=217,61 getcwd=79,17 chdir=80,49 fchdir=81,50 mkdirat=258,34 renameat=264,38
+renameat2=316,276 linkat=265,37 unlinkat=263,35 symlinkat=266,36 fchmod=91,52 fchmodat=268,53 utimensat=280,88
+truncate=76,45 ftruncate=77,46 fallocate=285,47 fsync=74,82 fdatasync=75,83 umask=95,166 dup=32,23 dup3=292,24
+fcntl=72,25 flock=73,32 pipe2=293,59 sendfile=40,71 copy_file_range=326,285 fadvise64=221,223 mmap=9,222
+munmap=11,215 mremap=25,216 mprotect=10,226 brk=12,214 madvise=28,233 mincore=27,232 msync=26,227
+rt_sigaction=13,134 rt_sigprocmask=14,135 rt_sigreturn=15,139 rt_sigpending=127,136 rt_sigsuspend=130,133
+rt_sigtimedwait=128,137 sigaltstack=131,132 kill=62,129 tkill=200,130 tgkill=234,131 setitimer=38,103
+getitimer=36,102 restart_syscall=219,128 clock_gettime=228,113 clock_getres=229,114 clock_nanosleep=230,115
+nanosleep=35,101 gettimeofday=96,169 times=100,153 getpid=39,172 gettid=186,178 getppid=110,173 getuid=102,174
+geteuid=107,175 getgid=104,176 getegid=108,177 getresuid=118,148 getresgid=120,150 getgroups=115,158
+getpgid=121,155 getsid=124,156 setsid=112,157 getpriority=140,141 getrlimit=97,163 setrlimit=160,164
+prlimit64=302,261 getrusage=98,165 sysinfo=99,179 uname=63,160 getcpu=309,168 sched_yield=24,124
+sched_getaffinity=204,123 sched_setaffinity=203,122 sched_getparam=143,121 sched_getscheduler=145,120
+sched_get_priority_max=146,125 sched_get_priority_min=147,126 set_tid_address=218,96 set_robust_list=273,99
+get_robust_list=274,100 rseq=334,293 futex=202,98 futex_waitv=449,449 membarrier=324,283 exit=60,93
+exit_group=231,94 wait4=61,260 waitid=247,95 execve=59,221 getrandom=318,278 pselect6=270,72 ppoll=271,73
+epoll_create1=291,20 epoll_ctl=233,21 epoll_pwait=281,22 epoll_pwait2=441,441 eventfd2=290,19 bind=49,200
+listen=50,201 accept=43,202 accept4=288,242 connect=42,203 getsockname=51,204 getpeername=52,205 sendto=44,206
+recvfrom=45,207 sendmsg=46,211 recvmsg=47,212 sendmmsg=307,269 recvmmsg=299,243 setsockopt=54,208
+getsockopt=55,209 shutdown=48,210
+"""
+"""Name=number on x86_64, on aarch64."""
+OLD = """
+open=2 creat=85 stat=4 lstat=6 access=21 readlink=89 getdents=78 mkdir=83 rmdir=84 rename=82 link=86 unlink=87
+symlink=88 chmod=90 utime=132 utimes=235 futimesat=261 dup2=33 pipe=22 pause=34 alarm=37 time=201 getpgrp=111
+arch_prctl=158 select=23 poll=7 epoll_create=213 epoll_wait=232 eventfd=284
+"""
+"""Those that x86_64 alone has."""
+
+
+class Checked(NamedTuple):
+    """A system call of which one argument decides."""
+
+    numbers: tuple[int, int]
+    argument: int
+    allowed: tuple[int, ...]
+    otherwise: int
+    """The error number that other values give."""
+
+
+PRCTL = Checked((157, 167), 0, (15, 16, 0x53564D41), EPERM)
+"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA."""
+IOCTL = Checked((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451), ENOTTY)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+CLONE, NO_PROCESS = (56, 220), {"x86_64": (57, 58), "aarch64": ()}
+"""`clone`, which also starts threads; `fork` and `vfork`."""
+
+_LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+"""Offsets in `struct seccomp_data`."""
+Instruction = tuple[int, int, int, int]
+
+
+def filter_of(machine: str, network: bool) -> bytes:
+    """Return the filter as an array of `struct sock_filter`; with `network` sockets reach beyond this machine.
+
+    Raises ValueError for a machine whose numbers are not known.
+    """
+    if machine not in ARCHITECTURES:
+        raise ValueError(f"its processor is {machine}, and system calls are known of {' and '.join(ARCHITECTURES)}")
+    place = list(ARCHITECTURES).index(machine)
+    families = (UNIX, INET, INET6) if network else (UNIX,)
+    checked = [
+        PRCTL,
+        IOCTL,
+        Checked((41, 198), 0, families, EAFNOSUPPORT),
+        Checked((53, 199), 0, (UNIX,), EAFNOSUPPORT),
+    ]
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    numbers = [int(word.partition("=")[2].split(",")[place]) for word in BOTH.split()]
+    numbers += [int(word.partition("=")[2]) for word in OLD.split()] if machine == "x86_64" else []
+    for number in numbers:
+        code += _when(number, [(_RETURN, 0, 0, _ALLOW)])
+    for number in NO_PROCESS[machine]:
+        code += _when(number, [(_RETURN, 0, 0, _ERROR | EPERM)])
+    for call in checked:
+        body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + 8 * call.argument)]
+        for value in call.allowed:
+            body += _when(value, [(_RETURN, 0, 0, _ALLOW)])
+        code += _when(call.numbers[place], [*body, (_RETURN, 0, 0, _ERROR | call.otherwise)])
+    code += _when(CLONE[place], _thread())
+    code.append((_RETURN, 0, 0, _ERROR | ENOSYS))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _when(value: int, body: Sequence[Instruction]) -> list[Instruction]:
+    """Return code that runs `body`, which returns, if the loaded number is `value`."""
+    return [(_EQUAL, 0, len(body), value), *body]
+
+
+def _thread() -> list[Instruction]:
+    """Return code that allows `clone` for a thread of this process and for nothing else."""
+    return [
+        (_LOAD, 0, 0, _ARGUMENTS),
+        (_AND, 0, 0, 0xFFFFFFFF ^ THREAD_OPTIONS),
+        (_EQUAL, 0, 4, 0),
+        (_LOAD, 0, 0, _ARGUMENTS),
+        (_AND, 0, 0, THREAD),
+        (_EQUAL, 0, 1, THREAD),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ERROR | EPERM),
+    ]
+
 
 MEMORY = 2**30
 """Bytes of address space of a program, which is one process."""
@@ -44,7 +173,7 @@ Network = Literal["none", "allowed"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SandboxResult:
     """How one program ended."""
 
     passed: bool
@@ -56,7 +185,7 @@ class Verdict:
 
 def run_programs(
     programs: Sequence[str], seconds: float = 5.0, parallel: int = 2, network: Network = "none"
-) -> list[Verdict]:
+) -> list[SandboxResult]:
     """Return how each of `programs`, whole Python sources, ends, in their order; `parallel` run at once.
 
     `seconds` is the processor time of each, however long that takes on a busy machine. What could not be judged is run
@@ -100,7 +229,7 @@ def why_not_contained() -> str:
     return "" if verdict.passed else verdict.reason
 
 
-def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> Verdict:
+def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> SandboxResult:
     task = {
         "seconds": seconds,
         "asleep": ASLEEP * seconds,
@@ -120,27 +249,33 @@ def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> 
         )
     if ended.returncode:
         fault = _last_line(ended.stderr.decode(errors="replace")) or f"the runner ended with {ended.returncode}"
-        return Verdict(False, fault, judged=False)
+        return SandboxResult(False, fault, judged=False)
     return _judge(json.loads(ended.stdout), seconds, namespaces)
 
 
-def _judge(ended: dict[str, Any], seconds: float, namespaces: bool) -> Verdict:
+def _judge(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxResult:
     status = ended["status"]
     if ended["fault"]:
-        return Verdict(False, ended["fault"][:REASON], judged=False)
+        return SandboxResult(False, ended["fault"][:REASON], judged=False)
     if ended["stopped"] == "cpu" or ended["cpu"] > seconds:
-        return Verdict(False, f"more than {seconds:g} s of processor time")
+        return SandboxResult(False, f"more than {seconds:g} s of processor time")
     if ended["stopped"] == "asleep":
-        return Verdict(False, f"asleep for more than {ASLEEP * seconds:g} s")
+        return SandboxResult(False, f"asleep for more than {ASLEEP * seconds:g} s")
     if ended["stopped"] == "wall":
-        return Verdict(False, f"{ended['clock']:.0f} s gave it {ended['cpu']:.1f} s of processor time", judged=False)
+        return SandboxResult(
+            False, f"{ended['clock']:.0f} s gave it {ended['cpu']:.1f} s of processor time", judged=False
+        )
     if status == 0:
-        return Verdict(True, "passed") if ended["finished"] else Verdict(False, "it ended before its last line")
+        return (
+            SandboxResult(True, "passed")
+            if ended["finished"]
+            else SandboxResult(False, "it ended before its last line")
+        )
     if status == -signal.SIGKILL and namespaces:  # the first process of a tree cannot send that to itself
-        return Verdict(False, "it was killed from outside; is this machine short of memory?", judged=False)
+        return SandboxResult(False, "it was killed from outside; is this machine short of memory?", judged=False)
     if status < 0:
-        return Verdict(False, f"ended by signal {-status}")
-    return Verdict(False, _last_line(ended["errors"]) or f"exit code {status}")
+        return SandboxResult(False, f"ended by signal {-status}")
+    return SandboxResult(False, _last_line(ended["errors"]) or f"exit code {status}")
 
 
 def _last_line(text: str) -> str:

@@ -25,19 +25,58 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from llama3.evaluate.likelihood import Likelihood
-from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan
-from llama3.evaluate.ranks import Ranks, Single
-from llama3.evaluate.sequences import Encoder, encoded
+from llama3.evaluate.distributed import Ranks, Single
+from llama3.evaluate.packing import BatchLimits, PackedBatch, PackedRow, Scorable, plan
+from llama3.evaluate.scores import Likelihood
 from llama3.evaluate.task import Request
-from llama3.model.cache import Behind, Cache, reading
-from llama3.model.documents import Visible
+from llama3.model.attention import AttentionMask
+from llama3.model.kv_cache import Cache, PrefixCache, reading
 from llama3.model.loss import NO_TARGET, token_nats
 from llama3.model.transformer import Head, Transformer
 
-BUDGETS = {"cpu": Budget(2048, 16384)}
+# Requests as tokens: what a model reads and from where on it is scored, by the conventions of `scoring`.
+#
+# A text is encoded once, however many requests it stands in: an encoder whose tokens end before a space lets a
+# question and its choices be encoded apart. Everything else is encoded together, as the model would have read it.
+
+
+class ScoringTokenizer(Protocol):
+    """What scoring needs of a tokenizer: its tokens end before every space that follows something else than a blank.
+
+    Llama 3's cutting pattern makes that so. The two sides of such a place are encoded apart.
+    """
+
+    @property
+    def begin(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+def encoded(tokenizer: ScoringTokenizer, requests: Iterable[Request]) -> list[Scorable]:
+    """Return (tokens, start) of each request. Raises ValueError for an empty continuation."""
+    known: dict[str, list[int]] = {"": []}
+
+    def encode(text: str) -> list[int]:
+        if text not in known:
+            known[text] = tokenizer.encode(text)
+        return known[text]
+
+    sequences = []
+    for request in requests:
+        if not request.continuation:
+            raise ValueError(f"{request.task}: question {request.document} has an empty choice {request.choice}")
+        context = encode(request.context)
+        if request.context[-1:].strip() and request.continuation.startswith(" "):
+            whole, shared = [*context, *encode(request.continuation)], len(context)
+        else:
+            whole = tokenizer.encode(request.context + request.continuation)
+            shared = next((i for i, (a, b) in enumerate(zip(whole, context, strict=False)) if a != b), len(context))
+        sequences.append(([tokenizer.begin, *whole], 1 + min(shared, len(whole))))
+    return sequences
+
+
+BUDGETS = {"cpu": BatchLimits(2048, 16384)}
 """By kind of device: on a CPU the activations of few positions still fit its caches."""
-BUDGET_ELSEWHERE = Budget(65536, 131072)
+BUDGET_ELSEWHERE = BatchLimits(65536, 131072)
 LOGITS = 2**26
 """Logits made at a time to see which is largest: 256 MiB of fp32."""
 
@@ -50,7 +89,7 @@ class LanguageModel(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class RowScore(NamedTuple):
     """What one row says of one sequence."""
 
     sequence: int
@@ -60,7 +99,7 @@ class Part(NamedTuple):
 
 def score_requests(
     model: LanguageModel,
-    tokenizer: Encoder,
+    tokenizer: ScoringTokenizer,
     requests: Sequence[Request],
     window: int,
     device: str = "cpu",
@@ -102,7 +141,7 @@ def score_sequences(
     found = ranks.gather([list(part) for part in _read(model, batches, device, asked)])
     nats: list[list[float]] = [[] for _ in sequences]
     best = [True] * len(sequences)
-    for part in map(Part._make, chain.from_iterable(found)):
+    for part in map(RowScore._make, chain.from_iterable(found)):
         nats[part.sequence].append(part.nats)
         best[part.sequence] &= part.greedy
     return [
@@ -111,7 +150,9 @@ def score_sequences(
     ]
 
 
-def _read(model: LanguageModel, batches: Iterable[Batch], device: str, greedy: frozenset[int]) -> Iterator[Part]:
+def _read(
+    model: LanguageModel, batches: Iterable[PackedBatch], device: str, greedy: frozenset[int]
+) -> Iterator[RowScore]:
     """Yield what the batches say; what batches in a row have in common before them is read once."""
     prefix: list[int] = []
     before: Cache | None = None
@@ -132,8 +173,8 @@ def _cache(model: Transformer, prefix: list[int], device: str) -> Cache:
 
 
 def _parts(
-    model: Transformer, batch: Batch, before: Cache | None, device: str, greedy: frozenset[int]
-) -> Iterator[Part]:
+    model: Transformer, batch: PackedBatch, before: Cache | None, device: str, greedy: frozenset[int]
+) -> Iterator[RowScore]:
     """Yield what one forward pass says."""
     scored = [part for row in batch.rows for part in row.scored]
     head = _head(batch, device, any(part.sequence in greedy for part in scored))
@@ -145,14 +186,14 @@ def _parts(
     else:
         positions_BS, mask = (x.to(device) for x in _tree(batch))
         repeated = model.spec.heads // model.spec.kv_heads if mask.is_cuda else 1
-        behind = reading(model, Behind(before, positions_BS, repeated))
-        result_2N = behind(tokens_BS.to(device), Visible(mask=mask), head=head)
+        behind = reading(model, PrefixCache(before, positions_BS, repeated))
+        result_2N = behind(tokens_BS.to(device), AttentionMask(mask=mask), head=head)
     nats, best = (torch.split(line, [len(part.places) for part in scored]) for line in result_2N.cpu())
     for part, some, likeliest in zip(scored, nats, best, strict=True):
-        yield Part(part.sequence, math.fsum(some.tolist()), bool(likeliest.all()))
+        yield RowScore(part.sequence, math.fsum(some.tolist()), bool(likeliest.all()))
 
 
-def _head(batch: Batch, device: str, wanted: bool) -> Head:
+def _head(batch: PackedBatch, device: str, wanted: bool) -> Head:
     """Return what makes [2, N] of hidden states: nats of each scored token, and 1 where it is the likeliest."""
     begins = [index * batch.longest - len(batch.prefix) for index in range(len(batch.rows))]
     pairs = [
@@ -178,7 +219,7 @@ def _likeliest(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     return torch.cat([(chunk @ weight_VD.T).argmax(-1) for chunk in chunks])
 
 
-def _tree(batch: Batch) -> tuple[Tensor, Tensor]:
+def _tree(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Return where the tokens of each row stand [B, S], and what they see: bool [B, 1, S, T], the prefix first.
 
     A token sees the tokens of its branch up to itself, the trunk and the prefix; padding is one more branch.
@@ -192,7 +233,7 @@ def _tree(batch: Batch) -> tuple[Tensor, Tensor]:
     return positions_BS, torch.cat([inside.new_ones(len(lines), size, before), inside], 2).unsqueeze(1)
 
 
-def _line(row: Row, before: int, size: int) -> tuple[list[int], list[int]]:
+def _line(row: PackedRow, before: int, size: int) -> tuple[list[int], list[int]]:
     """Return the position and the branch (0: trunk) of each token behind the prefix and of the padding."""
     left = size - (len(row.tokens) - before)
     parts = [(row.trunk - before, before), *((length, row.trunk) for length in (*row.branches, left))]
@@ -200,7 +241,7 @@ def _line(row: Row, before: int, size: int) -> tuple[list[int], list[int]]:
     return positions, [branch for branch, (length, _) in enumerate(parts) for _ in range(length)]
 
 
-def _plain(model: LanguageModel, batch: Batch, device: str) -> Iterator[Part]:
+def _plain(model: LanguageModel, batch: PackedBatch, device: str) -> Iterator[RowScore]:
     """Yield what a model that is no Transformer says of rows that are one sequence each."""
     tokens_BS = torch.zeros(len(batch.rows), batch.longest, dtype=torch.long)
     targets_BS = torch.full_like(tokens_BS, NO_TARGET)
@@ -210,4 +251,12 @@ def _plain(model: LanguageModel, batch: Batch, device: str) -> Iterator[Part]:
         targets_BS[index, list(part.places)] = torch.tensor(part.targets)
     nats_BS = model(tokens_BS.to(device), None, targets_BS.to(device))
     for row, nats_S in zip(batch.rows, nats_BS.double().tolist(), strict=True):
-        yield Part(row.scored[0].sequence, math.fsum(nats_S), False)
+        yield RowScore(row.scored[0].sequence, math.fsum(nats_S), False)
+
+
+# What a model pays for the right answers: nats per byte of the gold continuation of every question.
+#
+# Accuracy of small models stands at chance while this falls already, on a straight line in log compute: it is what
+# the scaling forecast goes by (`llama3.studies.forecast`, after arXiv 2407.21783, section 3.2.1). Taken from the
+# likelihoods that answer the questions, so it costs nothing. Bytes instead of the paper's characters, so that every
+# language and tokenizer is measured alike. What this gives up: tasks that are answered in writing have none.

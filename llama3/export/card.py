@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from llama3.evaluate.scores import Score
 from llama3.model.files import parameter_shapes
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from llama3.recipe.units import tokens
 from storage.digests import digest_folder
 from storage.filesystem import write_atomic

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from llama3.export.meta import metas_rows, sync_file
-from llama3.export.names import Source, names, parameters
+from llama3.export.names import WeightReader, names, parameters
 from llama3.model.files import parameter_shapes
 from llama3.model.rope import frequencies
-from llama3.recipe.schema import Model
-from llama3.tokens.huggingface import byte_level_json
+from llama3.recipe.sections import Model
+from llama3.tokens.hf_tokenizer import byte_level_json
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.tokens.vocabulary import PATTERN
 
@@ -61,7 +61,9 @@ def check_gguf(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def write_gguf(folder: Path, source: Source, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
+def write_gguf(
+    folder: Path, source: WeightReader, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None
+) -> None:
     """Write the model `source` with its tokenizer as `folder`/model.gguf.
 
     Raises ValueError if there is no tokenizer, or package gguf is not installed.
@@ -124,7 +126,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     writer.add_add_bos_token(True)
 
 
-def _write_tensors(writer: Any, source: Source, stored: torch.dtype) -> None:
+def _write_tensors(writer: Any, source: WeightReader, stored: torch.dtype) -> None:
     """Announce every tensor, then write them in the same order, one at a time."""
     divisors, shapes = frequency_divisors(source.spec), parameter_shapes(source.spec, source.rows)
     if divisors is not None:

@@ -18,10 +18,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.export.names import OUTPUT, Source, names, parameters
+from llama3.export.names import OUTPUT, WeightReader, names, parameters
 from llama3.model.files import CONFIG, INDEX, WEIGHTS, Weights, misfits, weight_files, write_weights
-from llama3.recipe.schema import Model, RopeScaling
-from llama3.tokens.huggingface import hugging_face_config, hugging_face_json
+from llama3.recipe.sections import Model, RopeScaling
+from llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.tokens.vocabulary import PATTERN, PLACES
 from storage.filesystem import write_atomic
@@ -80,7 +80,7 @@ def open_hugging_face(folder: Path) -> HuggingFaceModel:
 
 
 def write_hugging_face(
-    folder: Path, source: Source, tokenizer: Tokenizer | None = None, dtype: torch.dtype | None = None
+    folder: Path, source: WeightReader, tokenizer: Tokenizer | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write the model `source` with its tokenizer into `folder` as transformers' `from_pretrained` reads it."""
     stored = dtype or source.tensor("norm.weight").dtype

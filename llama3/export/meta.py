@@ -12,21 +12,283 @@ when read, or 131,072 if the rotary embedding is scaled.
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.export.names import FIRST, OUTPUT, Name, Source, names, parameters
-from llama3.export.params import PARAMS, meta_settings, read_params
-from llama3.export.parts import PICKLE, SAFE, Parts, check_parts, cut_part
-from llama3.model.files import misfits, parameter_shapes, write_weights
-from llama3.recipe.schema import Model
+from llama3.export.names import FIRST, OUTPUT, Name, WeightReader, names, parameters
+from llama3.model.files import INDEX, Weights, misfits, parameter_shapes, weight_files, write_weights
+from llama3.recipe.sections import Model, RopeScaling
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 from llama3.tokens.vocabulary import tiktoken_bytes
 from storage.filesystem import sync_folder, write_atomic
+
+# Meta's `params.json`: the shape of a model, in numbers that differ from ours in two places.
+#
+# The hidden size of the feed-forward block is not there but the rule that gives it: int(8 dim / 3), times
+# `ffn_dim_multiplier`, rounded up to `multiple_of`. The rotary scaling is a switch, `use_scaled_rope`, whose
+# numbers are built into Meta's code: (factor 8, 1, 4, 8192). Meta's 3.2 models, the only ones with tied embeddings,
+# were trained with factor 32, which their files do not say (llama-models, issues 166 and 241); we take that for
+# tied models, and write the factor as `rope_scaling_factor`, a key that Meta's readers of scaled models pass over.
+# What this gives up: a model with other scaling numbers cannot be written in this form.
+
+PARAMS = "params.json"
+MULTIPLES = (4096, 1024, 256, 64, 16, 4, 1)
+"""Choices of `multiple_of`; Meta's are 4096 (70B, 405B), 1024 (8B) and 256."""
+FACTOR, TIED_FACTOR = 8.0, 32.0
+SEQ, SCALED_SEQ = 8192, 131_072
+KNOWN = {
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "ffn_dim_multiplier",
+    "multiple_of",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+    "rope_scaling_factor",
+    "max_batch_size",
+    "max_seq_len",
+}
+
+
+def hidden_size(dim: int, multiplier: float | None, multiple_of: int) -> int:
+    """Return the hidden size of the feed-forward block by Meta's rule."""
+    base = int(8 * dim / 3)
+    scaled = base if multiplier is None else int(multiplier * base)
+    return multiple_of * math.ceil(scaled / multiple_of)
+
+
+def multiplier_for(dim: int, ffn: int) -> tuple[float, int]:
+    """Return the `ffn_dim_multiplier` of fewest decimals, and the `multiple_of`, that give the hidden size `ffn`.
+
+    The published shapes get the published numbers: 1.3 and 1024 for 8B, 1.3 and 4096 for 70B, 1.2 and 4096 for 405B.
+    """
+    multiple_of = next(multiple for multiple in MULTIPLES if ffn % multiple == 0)
+    base = int(8 * dim / 3)
+    for decimals in range(1, 18):
+        for target in (ffn, ffn + 1 - multiple_of / 2):  # the edge, and the middle, of what rounds up to ffn
+            multiplier = round(target / base, decimals)
+            if hidden_size(dim, multiplier, multiple_of) == ffn:
+                return multiplier, multiple_of
+    raise AssertionError(f"no multiplier gives {ffn} from {dim}")
+
+
+def meta_settings(spec: Model, rows: int) -> dict[str, Any]:
+    """Return `params.json` for a model. Raises ValueError if its rotary scaling cannot be written there."""
+    multiplier, multiple_of = multiplier_for(spec.dim, spec.ffn)
+    settings: dict[str, Any] = {
+        "dim": spec.dim,
+        "n_layers": spec.layers,
+        "n_heads": spec.heads,
+        "n_kv_heads": spec.kv_heads,
+        "vocab_size": rows,
+        "ffn_dim_multiplier": multiplier,
+        "multiple_of": multiple_of,
+        "norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "use_scaled_rope": spec.rope_scaling is not None,
+    }
+    if spec.rope_scaling is not None:
+        built_in = RopeScaling(factor=spec.rope_scaling.factor)
+        if spec.rope_scaling != built_in:
+            raise ValueError(
+                f"model.rope_scaling is {spec.rope_scaling.model_dump()}, but Meta's format has "
+                f"{built_in.model_dump()} built in; export the model as hf"
+            )
+        settings["rope_scaling_factor"] = spec.rope_scaling.factor
+    return settings
+
+
+def read_params(path: Path, tied: bool) -> tuple[Model, int]:
+    """Return shape and embedding rows from `params.json`; `tied` says whether the output is the embedding.
+
+    Raises ValueError, naming key and value, unless it is a Llama 3 text model.
+    """
+    try:
+        params: dict[str, Any] = json.loads(path.read_text())
+        other = sorted(params.keys() - KNOWN)
+        if other or params["vocab_size"] < 1:
+            key = other[0] if other else "vocab_size"
+            raise ValueError(
+                f"{path}: {key} is {params[key]!r}, which no Llama 3 text model has; name a folder with one"
+            )
+        return _spec(params, tied), int(params["vocab_size"])
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
+        raise ValueError(f"{path}: does not describe a Llama 3 ({error!r}); name a folder with one") from error
+
+
+def _spec(params: dict[str, Any], tied: bool) -> Model:
+    scaled = bool(params.get("use_scaled_rope", False))
+    factor = params.get("rope_scaling_factor") or (TIED_FACTOR if tied else FACTOR)
+    return Model(
+        layers=params["n_layers"],
+        dim=params["dim"],
+        ffn=hidden_size(params["dim"], params.get("ffn_dim_multiplier"), params.get("multiple_of", 256)),
+        heads=params["n_heads"],
+        kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        max_seq=SCALED_SEQ if scaled else SEQ,
+        tied_embeddings=tied,
+        rope_theta=params["rope_theta"],
+        rope_scaling=RopeScaling(factor=factor) if scaled else None,
+        norm_eps=params.get("norm_eps", 1e-5),
+    )
+
+
+# The weights in Meta's folder: cut for model-parallel ranks, and whole again from safetensors or one pickle per
+# rank.
+#
+# A rank holds whole heads, whole columns of the feed-forward block and its rows of the two embeddings; norms are in
+# every file. Where there are more ranks than key and value heads, neighbours hold the same one.
+#
+# torch's restricted unpickler makes tensors and plain containers and refuses everything else; the files are mapped,
+# so that only what is asked for is read. A key or value head that several ranks share is in the file of each of
+# them: of such copies the first is taken, after a look that they are equal.
+
+SAFE = "consolidated.safetensors"
+PICKLE = "consolidated.{:02}.pth"
+MOST = 99
+"""Ranks that a file name has room for."""
+SHARED = ("attention.k.weight", "attention.v.weight")
+"""Endings of the parameters that more ranks than heads hold several times."""
+
+
+def check_parts(spec: Model, rows: int, parts: int, pickled: bool) -> None:
+    """Raise ValueError, naming the number that does not fit, unless the model can be cut for `parts` ranks."""
+    if parts != 1 and not pickled:
+        raise ValueError(f"parts {parts}: only Meta's .pth files are cut by rank; choose format meta, or leave it out")
+    if not 1 <= parts <= MOST:
+        raise ValueError(f"parts {parts}: must be 1 to {MOST}, the two digits of {PICKLE.format(0)}")
+    for name, size in (("heads", spec.heads), ("ffn", spec.ffn), ("embedding rows", rows)):
+        if size % parts:
+            raise ValueError(
+                f"parts {parts}: does not divide the model's {size} {name}; "
+                "choose a number that divides heads, ffn and embedding rows"
+            )
+    if spec.kv_heads % parts and parts % spec.kv_heads:
+        raise ValueError(
+            f"parts {parts}: neither divides the model's {spec.kv_heads} kv_heads nor is a multiple of them; "
+            "choose a power of two"
+        )
+
+
+def cut_part(name: Name, whole: Tensor, spec: Model, rank: int, parts: int) -> Tensor:
+    """Return what rank `rank` of `parts` holds of a parameter (rows in Meta's order), in memory of its own."""
+    if name.cut is None:
+        return whole.clone()
+    pieces = min(parts, spec.kv_heads) if name.ours.endswith(SHARED) else parts
+    return whole.chunk(pieces, dim=name.cut)[rank * pieces // parts].clone(memory_format=torch.contiguous_format)
+
+
+class TensorFiles(Protocol):
+    """One file, or set of files, of tensors by Meta's names."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class Parts:
+    """Meta's weights in a folder, as if they were never cut."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files. Raises ValueError if they are missing, not plain tensors, or not one set."""
+        self.folder = folder
+        self._parts = _parts(folder)
+        held = [part.names() for part in self._parts]
+        for number, tensors in enumerate(held):
+            if tensors != held[0]:
+                raise ValueError(
+                    f"{folder / PICKLE.format(number)}: holds other tensors than the first file; copy it again"
+                )
+
+    def names(self) -> list[str]:
+        """Return Meta's names, sorted."""
+        return self._parts[0].names()
+
+    def tied(self) -> bool:
+        """Return whether the output is the embedding: not there, or a copy."""
+        held = self.names()
+        if OUTPUT.meta not in held or FIRST.meta not in held:
+            return OUTPUT.meta not in held
+        pairs = [(part.tensor(FIRST.meta), part.tensor(OUTPUT.meta)) for part in self._parts]
+        return all(torch.equal(one[:1], other[:1]) and torch.equal(one, other) for one, other in pairs)
+
+    def shape(self, name: Name, due: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the whole parameter, of which `due` is what the configuration says."""
+        shapes = [part.shape(name.meta) for part in self._parts]
+        if name.cut is None:
+            return shapes[0]
+        shapes = shapes[:: self._copies(name, due)]
+        length = sum(shape[name.cut] for shape in shapes)
+        return (*shapes[0][: name.cut], length, *shapes[0][name.cut + 1 :])
+
+    def whole(self, name: Name, due: tuple[int, ...]) -> Tensor:
+        """Return the whole parameter, in Meta's order of rows. Raises ValueError if copies of it differ."""
+        if name.cut is None:
+            return self._parts[0].tensor(name.meta)
+        pieces, copies = [part.tensor(name.meta) for part in self._parts], self._copies(name, due)
+        for number, piece in enumerate(pieces):
+            if number % copies and not torch.equal(piece, pieces[number - number % copies]):
+                raise ValueError(
+                    f"{self.folder / PICKLE.format(number)}: {name.meta} differs from file {number - number % copies}, "
+                    f"but {copies} files in a row share a head; copy the folder again"
+                )
+        return torch.cat(pieces[::copies], dim=name.cut) if len(pieces) > 1 else pieces[0]
+
+    def _copies(self, name: Name, due: tuple[int, ...]) -> int:
+        """Return how many files in a row hold the same rows of a parameter."""
+        if name.cut is None or not name.ours.endswith(SHARED):
+            return 1
+        return max(1, sum(part.shape(name.meta)[name.cut] for part in self._parts) // due[name.cut])
+
+
+class _Pickled:
+    """A mapped `.pth` file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{path}: cannot be read as plain tensors ({reason}); if you trust it, write it again as {SAFE}"
+            ) from error
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError(f"{path}: is no table of tensors by name; name a folder with Meta's weights")
+        self._state: dict[str, Tensor] = state
+
+    def names(self) -> list[str]:
+        return sorted(self._state)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def _parts(folder: Path) -> list[TensorFiles]:
+    if (folder / SAFE).is_file() or (folder / (SAFE + INDEX)).is_file():
+        return [Weights(weight_files(folder, SAFE))]
+    found = sorted(folder.glob("consolidated.*.pth"))
+    due = [folder / PICKLE.format(number) for number in range(len(found))]
+    if not found or found != due:
+        lost = next((path.name for path in due if path not in found), f"{PICKLE.format(0)} or {SAFE}")
+        raise ValueError(f"{folder}: lacks {lost}; name a whole folder of Meta's weights")
+    return [_Pickled(path) for path in found]
+
 
 IGNORED = {"rope.freqs", OUTPUT.meta}
 """What may be there besides: a table of the first Llama, and the copy of a tied embedding."""
@@ -87,7 +349,7 @@ def open_meta(folder: Path) -> MetaModel:
 
 def write_meta(
     folder: Path,
-    source: Source,
+    source: WeightReader,
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -113,7 +375,7 @@ def write_meta(
     write_atomic(folder / PARAMS, json.dumps(settings, indent=2) + "\n")
 
 
-def _renamed(source: Source, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
+def _renamed(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
     """Yield the parameters in Meta's order of rows; a tied embedding twice: Meta's model has no other output."""
     for name, tensor in parameters(source, dtype):
         yield name, metas_rows(name.ours, source.spec, tensor)

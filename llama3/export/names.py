@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def names(spec: Model) -> list[Name]:
     return [FIRST, *layers, NORM, *([] if spec.tied_embeddings else [OUTPUT])]
 
 
-class Source(Protocol):
+class WeightReader(Protocol):
     """A model in some format, read by our names; `files.StoredModel` is one."""
 
     spec: Model
@@ -64,7 +64,7 @@ class Source(Protocol):
         """Return the parameter that we call `name`, in our layout."""
 
 
-def parameters(source: Source, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
+def parameters(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
     """Yield every parameter of `source` in the model's order, as `dtype` (default: as stored).
 
     Raises ValueError if a number is too large for `dtype`.

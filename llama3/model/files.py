@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from storage.filesystem import sync_folder, write_atomic
 
 if TYPE_CHECKING:  # who reads a shape needs no torch
@@ -108,7 +108,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     Raises ValueError if the files do not describe one model.
     """
-    from llama3.model.initial import empty
+    from llama3.model.init import empty
 
     stored = open_model(folder)
     model = empty(stored.spec, stored.rows)
@@ -129,7 +129,7 @@ def read_config(folder: Path) -> tuple[Model, int]:
 
 def parameter_shapes(spec: Model, rows: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a model."""
-    from llama3.model.initial import empty
+    from llama3.model.init import empty
 
     return {name: tuple(parameter.shape) for name, parameter in empty(spec, rows).named_parameters()}
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from llama3.recipe.base import SPECIAL_TOKENS
 from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Model, Recipe
-from llama3.recipe.section import SPECIAL_TOKENS
+from llama3.recipe.schema import Recipe
+from llama3.recipe.sections import Model
 
 LLAMA3_VOCABULARY = 128_000
 """Base tokens assumed for a tokenizer that is given as a file."""

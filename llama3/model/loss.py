@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llama3.model.exchange import Alone, Exchange
+from llama3.model.comms import Comms, NoComms
 
 NO_TARGET = -100
 CPU_CHUNK = 2**21  # logits worked on at a time: 8 MiB of fp32 stay in a cache
@@ -39,18 +39,18 @@ class Sweep(NamedTuple):
     """In the type of sums, fp32 at least."""
 
 
-class Problem(NamedTuple):
+class LossInputs(NamedTuple):
     """Hidden states, weights and targets, and how to take the loss of them."""
 
     hidden_TD: Tensor
     weight_VD: Tensor
     targets_T: Tensor
     z_loss: float
-    exchange: Exchange
+    exchange: Comms
 
 
 def token_nats(
-    hidden_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, z_loss: float = 0.0, exchange: Exchange | None = None
+    hidden_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, z_loss: float = 0.0, exchange: Comms | None = None
 ) -> Tensor:
     """Return -log p(target) in nats, fp32 (fp64 for fp64 models) [B, S]; 0 where the target is `NO_TARGET`.
 
@@ -62,7 +62,7 @@ def token_nats(
     apply: Any = _TokenNats.apply  # torch leaves it untyped
     gradients = torch.is_grad_enabled() and (hidden_BSD.requires_grad or weight_VD.requires_grad)
     nats_T: Tensor = apply(
-        hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, exchange or Alone(), gradients
+        hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, exchange or NoComms(), gradients
     )
     return nats_T.view_as(targets_BS)
 
@@ -77,12 +77,12 @@ class _TokenNats(torch.autograd.Function):
         weight_VD: Tensor,
         targets_T: Tensor,
         z_loss: float,
-        exchange: Exchange,
+        exchange: Comms,
         gradients: bool,
     ) -> Tensor:
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
         ctx.settings = z_loss, exchange
-        found = _sweep(Problem(hidden_TD, weight_VD, targets_T, z_loss, exchange), None, gradients)
+        found = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, z_loss, exchange), None, gradients)
         ctx.found = [found]
         return found.nats_T
 
@@ -95,7 +95,7 @@ class _TokenNats(torch.autograd.Function):
             d_hidden, d_weight = _times(found.d_hidden_TD, scale_T[0]), _times(found.d_weight_VD, scale_T[0])
         else:
             ctx.found.clear()
-            again = _sweep(Problem(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
+            again = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
             d_hidden, d_weight = _made(again.d_hidden_TD), _made(again.d_weight_VD)
         return d_hidden, d_weight.to(weight_VD.dtype), None, None, None, None
 
@@ -116,7 +116,7 @@ def _made(gradient: Tensor | None) -> Tensor:
     return gradient
 
 
-def _sweep(problem: Problem, scale_T: Tensor | None, gradients: bool) -> Sweep:
+def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Sweep:
     """Return the nats and, with `gradients`, those of their sum weighted by `scale_T` (None: all by 1)."""
     hidden, weight, targets = problem.hidden_TD, problem.weight_VD.to(problem.hidden_TD.dtype), problem.targets_T
     wide = torch.promote_types(hidden.dtype, torch.float32)

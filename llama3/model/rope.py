@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.recipe.schema import RopeScaling
+from llama3.recipe.sections import RopeScaling
 
 
 def rotation(

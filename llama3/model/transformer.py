@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from llama3.model.again import gate_product, gated, made_again
-from llama3.model.attention import Attention
-from llama3.model.documents import Visible, visible
-from llama3.model.exchange import Alone, Exchange
+from llama3.model.attention import Attention, AttentionMask, visible
+from llama3.model.comms import Comms, NoComms
 from llama3.model.linear import Linear, RMSNorm, used
 from llama3.model.loss import token_nats
+from llama3.model.recompute import gate_product, gated, made_again
 from llama3.model.rope import rotation
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """What is made of the last hidden states [B, S, D], normed, and the output weights [V, D]."""
@@ -52,7 +51,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each on the normed residual stream and added to it."""
 
-    def __init__(self, spec: Model, exchange: Exchange) -> None:
+    def __init__(self, spec: Model, exchange: Comms) -> None:
         super().__init__()
         self.exchange = exchange
         self.attention_norm = RMSNorm(spec.dim, spec.norm_eps, exchange)
@@ -61,7 +60,12 @@ class Block(nn.Module):
         self.ffn = FeedForward(spec.dim, spec.ffn)
 
     def forward(
-        self, x_BSD: Tensor, table: tuple[Tensor, Tensor], seen: Visible, spare: bool = False, feed_again: bool = False
+        self,
+        x_BSD: Tensor,
+        table: tuple[Tensor, Tensor],
+        seen: AttentionMask,
+        spare: bool = False,
+        feed_again: bool = False,
     ) -> Tensor:
         """Return the residual stream after this layer.
 
@@ -98,7 +102,7 @@ class Transformer(nn.Module):
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
-        exchange: Exchange | None = None,
+        exchange: Comms | None = None,
     ) -> None:
         """Make a model of shape `spec` with `rows` embedding rows (base and special tokens).
 
@@ -107,7 +111,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.rows = rows
-        self.exchange: Exchange = exchange or Alone()
+        self.exchange: Comms = exchange or NoComms()
         self.compute: torch.dtype | None = None
         """Type of the residual stream and of products; None: that of the weights."""
         self.z_loss = 0.0
@@ -124,7 +128,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        documents: Tensor | Visible | None = None,
+        documents: Tensor | AttentionMask | None = None,
         targets_BS: Tensor | None = None,
         head: Head | None = None,
     ) -> Tensor:
@@ -143,7 +147,7 @@ class Transformer(nn.Module):
         spec = self.spec
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         table = rotation(queries, spec.dim // spec.heads, spec.rope_theta, spec.rope_scaling, wide)
-        if isinstance(documents, Visible):
+        if isinstance(documents, AttentionMask):
             seen = documents
         else:
             seen = visible(documents, queries, keys, x_BSD.dtype, self._compiled)

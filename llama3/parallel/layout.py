@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.schedule import check_split
-from llama3.recipe.schema import Model
+from llama3.parallel.pipeline_schedule import check_split
+from llama3.recipe.sections import Model
 
 FIELD = "cluster.layout"
 AXES = ("dp", "pp", "cp", "tp")

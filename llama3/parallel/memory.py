@@ -7,9 +7,10 @@ attention keeps more on CPUs (fp32 copies without AMX, a copy of the result with
 fragments, buffers of collectives, the CUDA context. Leave some percent.
 
 What dominates at paper scale are gate and up of the feed-forward block, 4 T F / tp bytes of bf16 in each layer, then
-what attention and the norms read, about 8 T D / tp, for every micro-batch in flight. Tensor parallelism cuts all of it,
-since what is cheap is made again (`llama3.model.again`). A compiled block is counted as keeping what autograd would,
-two gathered inputs whole (4 T D) first of all, three times as much in the 405B: what it really keeps, torch decides.
+what attention and the norms read, about 8 T D / tp, for every micro-batch in flight. Tensor parallelism cuts all of
+it, since what is cheap is made again (`llama3.model.recompute`). A compiled block is counted as keeping what autograd
+would, two gathered inputs whole (4 T D) first of all, three times as much in the 405B: what it really keeps, torch
+decides.
 
 Shapes: T tokens of a micro-batch after the gather of tensor parallelism, t = T / tp of them between, D model, F hidden
 of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes of the compute type, w of fp32 or wider.
@@ -17,14 +18,148 @@ of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
 from typing import Literal
 
 from llama3.parallel.layout import Layout
-from llama3.parallel.schedule import held
-from llama3.parallel.sizes import Stage, layer_elements, shards, stages
-from llama3.recipe.schema import Model
+from llama3.parallel.pipeline_schedule import held, split_layers
+from llama3.recipe.sections import Model
+
+# Sizes of the weights that each process holds, by arithmetic: which stage, which cut, which shard. No torch.
+#
+# The planner and the memory table ask this for any number of processes without building anything; tests hold it
+# against the parts that `llama3.parallel.parallelize` makes. FSDP cuts the first dimension of a tensor-parallel
+# part into equal pieces, rounded up, so the last processes of an uneven cut hold less, or nothing, but set the same
+# memory aside.
+#
+# Shapes: D model, F hidden of the feed-forward block, V vocabulary rows, K E features of all key/value heads.
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter: its global shape and the dimension that tensor parallelism cuts (None: whole on every process)."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None
+
+    def part(self, tp: int) -> tuple[int, ...]:
+        """Return the shape of a tensor-parallel process's part."""
+        return tuple(size // tp if dim == self.cut else size for dim, size in enumerate(self.shape))
+
+    def gathered(self, tp: int, shards: int) -> int:
+        """Return the elements of the part as FSDP gathers it over `shards` processes, padding included."""
+        return self.slot(tp, shards) * shards
+
+    def slot(self, tp: int, shards: int) -> int:
+        """Return the elements that every process sets aside for its shard."""
+        first, *rest = self.part(tp)
+        return -(-first // shards) * prod(rest)
+
+    def held(self, tp: int, shards: int, rank: int) -> int:
+        """Return the elements that process `rank` of `shards` really holds."""
+        first, *rest = self.part(tp)
+        size = -(-first // shards)
+        return min(size, max(0, first - rank * size)) * prod(rest)
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A part of the model: some layers, the embedding if it is first, norm and output if it is last."""
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+    def ends(self, spec: Model, rows: int) -> Iterator[Weight]:
+        """Yield the weights outside of layers."""
+        if self.first:
+            yield Weight("embedding.weight", (rows, spec.dim), 0)
+        if self.last:
+            yield Weight("norm.weight", (spec.dim,), None)
+        if self.last and not spec.tied_embeddings:
+            yield Weight("output.weight", (rows, spec.dim), 0)
+
+    def weights(self, spec: Model, rows: int) -> Iterator[Weight]:
+        """Yield every weight of the stage, under the names of the whole model."""
+        yield from self.ends(spec, rows)
+        for layer in self.layers:
+            for weight in layer_weights(spec):
+                yield Weight(f"layers.{layer}.{weight.name}", weight.shape, weight.cut)
+
+
+def layer_weights(spec: Model) -> tuple[Weight, ...]:
+    """Return the weights of one layer: o and down are cut by input features, the other matrices by output features."""
+    return _layer_weights(spec.dim, spec.ffn, spec.kv_heads * (spec.dim // spec.heads))
+
+
+@cache
+def _layer_weights(dim: int, ffn: int, narrow: int) -> tuple[Weight, ...]:
+    return (
+        Weight("attention_norm.weight", (dim,), None),
+        Weight("attention.q.weight", (dim, dim), 0),
+        Weight("attention.k.weight", (narrow, dim), 0),
+        Weight("attention.v.weight", (narrow, dim), 0),
+        Weight("attention.o.weight", (dim, dim), 1),
+        Weight("ffn_norm.weight", (dim,), None),
+        Weight("ffn.gate.weight", (ffn, dim), 0),
+        Weight("ffn.up.weight", (ffn, dim), 0),
+        Weight("ffn.down.weight", (dim, ffn), 1),
+    )
+
+
+def layer_elements(spec: Model, tp: int, pieces: int) -> tuple[int, int]:
+    """Return the elements that a process sets aside for its shard of a layer, and that FSDP gathers of it."""
+    return _layer_elements(layer_weights(spec), tp, pieces)
+
+
+@cache  # a search of layouts asks thousands of times
+def _layer_elements(weights: tuple[Weight, ...], tp: int, pieces: int) -> tuple[int, int]:
+    return sum(one.slot(tp, pieces) for one in weights), sum(one.gathered(tp, pieces) for one in weights)
+
+
+def stages(spec: Model, layout: Layout, pipeline_rank: int) -> list[PipelineStage]:
+    """Return the stages that a pipeline rank holds: every pp-th one, from its own number."""
+    last = layout.stages - 1
+    ranges = split_layers(spec.layers, layout.stages)
+    return [PipelineStage(n, ranges[n], n == 0, n == last) for n in range(pipeline_rank, layout.stages, layout.pp)]
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """Coordinates of a rank in the mesh [dp, pp, cp, tp], tp innermost."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+    @classmethod
+    def of(cls, rank: int, layout: Layout) -> RankCoords:
+        """Return where `rank` stands."""
+        rest, tp = divmod(rank, layout.tp)
+        rest, cp = divmod(rest, layout.cp)
+        dp, pp = divmod(rest, layout.pp)
+        return cls(dp, pp, cp, tp)
+
+
+def shards(layout: Layout, world: int) -> int:
+    """Return over how many processes FSDP cuts each part: dp and cp together, within one replica."""
+    return layout.dp(world) // layout.replicas * layout.cp
+
+
+def local_parameters(spec: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
+    """Return how many parameters `rank` holds; what tensor parallelism does not cut counts on each of its processes."""
+    place, pieces = RankCoords.of(rank, layout), shards(layout, world)
+    within = place.dp % (layout.dp(world) // layout.replicas)
+    mine = within * layout.cp + place.cp
+    parts = stages(spec, layout, place.pp)
+    return sum(weight.held(layout.tp, pieces, mine) for stage in parts for weight in stage.weights(spec, rows))
+
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
@@ -146,7 +281,7 @@ def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: 
     )
 
 
-def _peak(spec: Model, rows: int, layout: Layout, load: Load, parts: list[Stage], rank: int) -> tuple[int, int]:
+def _peak(spec: Model, rows: int, layout: Layout, load: Load, parts: list[PipelineStage], rank: int) -> tuple[int, int]:
     """Return the most bytes of activations, and the most micro-batches times stages, that a rank's schedule holds."""
     alike = {
         (len(part.layers), part.first, part.last): stage_activations(spec, rows, layout, load, part)
@@ -158,12 +293,12 @@ def _peak(spec: Model, rows: int, layout: Layout, load: Load, parts: list[Stage]
     return most, max(sum(counts) for counts in moments)
 
 
-def _kinds(parts: list[Stage]) -> list[Stage]:
+def _kinds(parts: list[PipelineStage]) -> list[PipelineStage]:
     """Return one of each kind of stage: what keeps the same."""
     return list({(len(part.layers), part.first, part.last): part for part in parts}.values())
 
 
-def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: Stage) -> int:
+def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: PipelineStage) -> int:
     """Return the bytes that a stage keeps of one micro-batch from its forward to its backward pass."""
     tokens, c, w = _tokens(layout, load), load.narrow, load.wide
     total = len(part.layers) * layer_activations(spec, layout, load, layout.recompute)
@@ -191,7 +326,7 @@ def layer_activations(spec: Model, layout: Layout, load: Load, recompute: str) -
 def _halves(spec: Model, layout: Layout, load: Load, spare: bool) -> tuple[int, int]:
     """Return what the attention and the feed-forward half of a layer keep.
 
-    Without `spare`, as autograd and a compiled block, they keep what is else made again (`llama3.model.again`) too:
+    Without `spare`, as autograd and a compiled block, they keep what is else made again (`llama3.model.recompute`) too:
     normed inputs, keys and values of peers, silu(gate) and its product with up.
     """
     tokens, keys, hidden = _tokens(layout, load), _keys(spec, layout, load), _hidden(spec, layout, load)
@@ -254,7 +389,7 @@ def _mask(layout: Layout, load: Load) -> int:
     return load.micro_batch * load.seq // layout.cp * load.seq * load.narrow
 
 
-def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> list[int]:
+def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[PipelineStage]) -> list[int]:
     """Return the elements that FSDP gathers at once: the ends of each stage, then each layer."""
     _, layer = layer_elements(spec, layout.tp, pieces)
     ends = [sum(weight.gathered(layout.tp, pieces) for weight in part.ends(spec, rows)) for part in parts]
@@ -267,7 +402,7 @@ def _gathered(layout: Layout, load: Load, groups: list[int], parts: int) -> int:
     return sum(ends) * load.master + sum(at_once) * load.narrow
 
 
-def _casts(spec: Model, parts: list[Stage], load: Load) -> int:
+def _casts(spec: Model, parts: list[PipelineStage], load: Load) -> int:
     """Return the copies in the compute type that a process without FSDP keeps of its layers."""
     if load.narrow == load.master:
         return 0
@@ -275,7 +410,7 @@ def _casts(spec: Model, parts: list[Stage], load: Load) -> int:
     return sum(len(part.layers) for part in parts) * each * load.narrow
 
 
-def _slots(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[Stage]) -> int:
+def _slots(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[PipelineStage]) -> int:
     """Return the elements that a process sets aside for its shards: layers are alike, so one is counted for all."""
     each, _ = layer_elements(spec, layout.tp, pieces)
     ends = sum(weight.slot(layout.tp, pieces) for part in parts for weight in part.ends(spec, rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True)
-class World:
+class ParallelContext:
     """One process among `size`; `mesh` is None when it is alone."""
 
     rank: int
@@ -98,7 +98,9 @@ class World:
 
 
 @contextmanager
-def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False) -> Iterator[World]:
+def init_distributed(
+    device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False
+) -> Iterator[ParallelContext]:
     """Join the processes that the launcher started (its environment variables), or be alone without them.
 
     `device` is cpu, cuda or auto. `meshed` makes a mesh even for one process, so that it takes the same path as many.
@@ -110,7 +112,7 @@ def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bo
     layout.dp(size)
     mine = _device(device)
     if size == 1 and not meshed:
-        yield World(0, 1, mine, layout)
+        yield ParallelContext(0, 1, mine, layout)
         return
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -120,7 +122,7 @@ def joined(device: str, timeout_s: int, layout: Layout | None = None, meshed: bo
     try:
         meshes = make_meshes(mine.type, layout, size)
         wait_at_most(timeout_s)
-        yield World(rank, size, mine, layout, *meshes)
+        yield ParallelContext(rank, size, mine, layout, *meshes)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -169,3 +171,42 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor gathered on its mesh (all processes of it must call it); a plain one as it is."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
+
+
+# What one process finds out, all must know: results and failures that end the same way on every process.
+#
+# A process that raises while its peers wait for it costs them their whole time-out, and hides what went wrong.
+
+
+def run_on_rank0_and_broadcast(world: ParallelContext, do: Callable[[], T]) -> T:
+    """Return on every process what `do` returns on the leading one, which alone calls it; or raise what it raises."""
+    value: T | None = None
+    failure: Exception | None = None
+    if world.leads:
+        try:
+            value = do()
+        except Exception as error:
+            failure = tellable(error, world.rank)
+    value, failure = world.from_leader((value, failure))
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[return-value]
+
+
+def raise_on_all_ranks(world: ParallelContext, do: Callable[[], None]) -> None:
+    """Call `do` on every process; if it fails on some, raise the failure of the lowest rank on all."""
+    failure: Exception | None = None
+    try:
+        do()
+    except Exception as error:
+        failure = tellable(error, world.rank)
+    first = next((told for (told,) in world.gathered((failure,)) if told is not None), None)
+    if first is not None:
+        raise first
+
+
+def tellable(error: Exception, rank: int) -> Exception:
+    """Return an error that survives the way to another process: ours and the system's do, others become text."""
+    if type(error).__module__.split(".")[0] in ("builtins", "llama3", "storage"):
+        return error
+    return RuntimeError(f"process {rank}: {type(error).__name__}: {error}")

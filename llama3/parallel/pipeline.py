@@ -32,8 +32,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from llama3.parallel.mesh import World
-from llama3.parallel.schedule import Action, Lists, actions, check_split
+from llama3.parallel.mesh import ParallelContext
+from llama3.parallel.pipeline_schedule import Action, Lists, actions, check_split
 
 TORCH = {
     "F": _ComputationType.FORWARD,
@@ -48,7 +48,7 @@ FORWARD_ONLY = {_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationT
 class Pipeline:
     """This rank's parts of a model, run together with those of the other ranks of the pp axis."""
 
-    def __init__(self, parts: Mapping[int, nn.Module], world: World) -> None:
+    def __init__(self, parts: Mapping[int, nn.Module], world: ParallelContext) -> None:
         """Take `parts`, this rank's `Transformer`s by stage number (stage s lives on rank s % pp).
 
         Raises ValueError if the layout's schedule does not exist, or cannot work with its other settings.

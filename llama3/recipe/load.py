@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from llama3.recipe.plain import read_plain
+from llama3.recipe.base import read_plain
 from llama3.recipe.schema import Recipe
 from storage.secrets import refuse_secrets
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
-from llama3.recipe.rates import LearningRate
-from llama3.recipe.schema import Recipe
-from llama3.recipe.section import Domain
-from llama3.recipe.stage import Stage
-from llama3.recipe.units import Span
+from llama3.recipe.base import Domain
+from llama3.recipe.lr import LearningRate
+from llama3.recipe.sections import Stage, Start
+from llama3.recipe.units import Share, Span
 
 SAMPLES = 64
 """Steps of a segment, besides its first and last, that stand for its learning rates where two recipes are compared."""
@@ -100,10 +100,25 @@ class StageSpan:
         return sum(segment.steps for segment in self.segments)
 
 
+class StagedRecipe(Protocol):
+    """What a schedule reads of a recipe. A Protocol, because `Recipe` itself is checked by its schedule."""
+
+    @property
+    def lr(self) -> LearningRate: ...
+    @property
+    def start(self) -> Start | None: ...
+    @property
+    def stages(self) -> list[Stage]: ...
+    @property
+    def mix(self) -> dict[str, dict[Domain, Share]]: ...
+    @property
+    def apart(self) -> dict[str, Domain]: ...
+
+
 class Schedule:
     """The stages of a recipe as spans of positions, and the learning rate at each position."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: StagedRecipe) -> None:
         self.rate = recipe.lr
         self.spans = tuple(_lay_out(recipe))
         """One per stage of the recipe."""
@@ -225,7 +240,7 @@ class Schedule:
         return 1 - done if self.rate.linear else 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _given(recipe: Recipe) -> int:
+def _given(recipe: StagedRecipe) -> int:
     after = recipe.start.after if recipe.start else None
     return 0 if after is None else 1 + [stage.name for stage in recipe.stages].index(after)
 
@@ -244,7 +259,7 @@ def _left_of_decay(rate: LearningRate, step: int, position: int, fall: tuple[int
     return 1 - (math.sqrt(done) if rate.wsd.shape == "sqrt" else done)
 
 
-def _lay_out(recipe: Recipe) -> Iterator[StageSpan]:
+def _lay_out(recipe: StagedRecipe) -> Iterator[StageSpan]:
     position, step, batch = 0, 0, 0
     for stage in recipe.stages:
         batch = stage.batch or batch
@@ -259,7 +274,7 @@ def _lay_out(recipe: Recipe) -> Iterator[StageSpan]:
         yield StageSpan(stage, tuple(segments), _shares(recipe, stage))
 
 
-def _shares(recipe: Recipe, stage: Stage) -> dict[Domain, Fraction]:
+def _shares(recipe: StagedRecipe, stage: Stage) -> dict[Domain, Fraction]:
     """Return the share of each domain in a stage, what it adds counted."""
     rest = 1 - sum(stage.add.values(), Fraction(0))
     shares = {domain: rest * Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}

@@ -7,193 +7,217 @@ never changes what is made. Attribute docstrings become field descriptions in th
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import math
+from collections.abc import Iterator
+from typing import Literal, Self
 
-from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from llama3.recipe.checks import check_recipe
-from llama3.recipe.curation import Curate
-from llama3.recipe.data import Source, Tokenizer, TokenShards
-from llama3.recipe.judged import Level, Studied
-from llama3.recipe.presets import PRESETS
-from llama3.recipe.rates import LearningRate, Rate
-from llama3.recipe.rules import GateRule, Metric, default_policy
-from llama3.recipe.section import Domain, Name, Section
-from llama3.recipe.stage import Stage
-from llama3.recipe.start import Start
-from llama3.recipe.units import Cadence, Duration, Share, Tokens
+from llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section
+from llama3.recipe.data_schema import ENOUGH, Curate, Level, Source, Studied, TokenizerConfig, TokenShards
+from llama3.recipe.lr import LearningRate
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.sections import Checkpoint, Evaluate, Model, Optimizer, Promote, Spikes, Stage, Start
+from llama3.recipe.units import Share, Tokens
+
+# Rules that span several fields of a recipe: what cannot be run is refused here, before any work starts.
+#
+# Each message names the field, the value and the remedy. What is legal but odd is the linter's business.
 
 
-class RopeScaling(Section):
-    """Rotary frequencies stretched to longer sequences by the rule of Llama 3.1 (`original` is what it was trained on).
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError, one line per fault, if the parts of `recipe` contradict each other."""
+    faults = [*_stage_faults(recipe), *_advance_faults(recipe), *_reference_faults(recipe)]
+    faults += [*_vocabulary_faults(recipe), *_start_faults(recipe)]
+    if not faults:  # only stages without a fault can be laid out
+        faults = list(_fall_faults(recipe))
+    if faults:
+        raise ValueError("\n".join(faults))
 
-    A feature that turns more than `high_freq_factor` times within `original` positions keeps its frequency, one that
-    turns less than `low_freq_factor` times is slowed by `factor`, those in between are blended.
-    """
 
-    factor: float = Field(default=8.0, gt=1)
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    original: int = Field(default=8192, ge=2)
-    """Sequence length of the model before it was stretched."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor {self.high_freq_factor:g} must be above low_freq_factor {self.low_freq_factor:g}"
+def check_batches(span: StageSpan, data_parallel: int) -> None:
+    """Raise ValueError unless every batch of a stage splits into whole sequences on `data_parallel` ranks."""
+    faults = []
+    for segment in span.segments:
+        if segment.batch % (segment.seq * data_parallel):
+            whole = max(1, round(segment.batch / (segment.seq * data_parallel))) * segment.seq * data_parallel
+            faults.append(
+                f"stages.{span.name}.batch: {Tokens(segment.batch)} is not a multiple of sequence {segment.seq} x "
+                f"data-parallel size {data_parallel}; write {Tokens(whole)}, or train on another number of processes"
             )
-        return self
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
-class Model(Section):
-    """The shape of the transformer; what is left out comes from the preset."""
-
-    preset: str = "custom"
-    layers: int = Field(ge=1)
-    dim: int = Field(ge=8)
-    ffn: int = Field(ge=8)
-    """Hidden size of the SwiGLU block."""
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    """Key/value heads, shared by groups of query heads (GQA)."""
-    max_seq: int = Field(ge=2)
-    """Longest sequence that the rotary embedding is meant for."""
-    tied_embeddings: bool = False
-    rope_theta: float = Field(default=500_000.0, gt=1)
-    rope_scaling: RopeScaling | None = None
-    """Stretched rotary frequencies; the published 3.1 models use factor 8 (`rope_scaling: {}`), 3.2 factor 32."""
-    norm_eps: float = 1e-5
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, data: object) -> object:
-        if not isinstance(data, dict) or "preset" not in data or data["preset"] == "custom":
-            return data
-        if data["preset"] not in PRESETS:
-            known = ", ".join(PRESETS)
-            raise ValueError(f"preset {data['preset']!r} is unknown; the presets are {known}")
-        return {**PRESETS[data["preset"]], **data}
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"dim {self.dim} must be an even multiple of heads {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        return self
+def _stage_faults(recipe: Recipe) -> list[str]:
+    faults, position, batch = [], 0, None
+    for index, stage in enumerate(recipe.stages):
+        at = f"stages.{index} ({stage.name})"
+        end = stage.end(position)
+        if end <= position:
+            faults.append(
+                f"{at}.until: {Tokens(end)} is not after {Tokens(position)}, where the stage before it ends; "
+                "put the stages in the order of their positions"
+            )
+        batch = stage.batch or batch
+        faults += _shape_faults(recipe, stage, at, batch)
+        position = max(position, end)
+    return faults
 
 
-class Optimizer(Section):
-    """AdamW and gradient clipping."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Rate = 1e-8
-    weight_decay: float = 0.1
-    """Of the matrices of the blocks and the output (decoupled, times the learning rate)."""
-    decay_norms: bool = False
-    """Also decay the weights of norms."""
-    decay_embeddings: bool = False
-    """Also decay the embedding table (which is the output matrix as well where the two are tied)."""
-    clip: float = Field(default=1.0, gt=0)
-    """Largest gradient norm."""
-
-
-class Spikes(Section):
-    """What happens when the loss or the gradient norm jumps.
-
-    A step is a spike when its loss, or the logarithm of its gradient norm, lies more than `sigma` times the spread
-    above the mean over the last `window` steps. The spread is their standard deviation, or a third of the distance from
-    the mean to their largest where that is more, so that a batch of a rare domain is no spike if such batches came
-    before. Every spike is logged with the documents of its batch.
-    """
-
-    policy: Literal["off", "stop", "skip", "rollback"] = "off"
-    """`stop` ends the run; `skip` leaves this batch's update out; `rollback` goes back to the newest checkpoint before
-    the spike and leaves out the batches around it (PaLM, arXiv 2204.02311, section 5.1); `off` does not look."""
-    sigma: float = Field(default=6.0, gt=0)
-    """Spreads above the mean that make a spike."""
-    window: int = Field(default=128, ge=8)
-    """Good steps of history for mean and deviation; until a stage has so many, nothing in it is a spike."""
-    around: int = Field(default=32, ge=0)
-    """`rollback` only: batches left out before the spike and as many after it, besides the spike's own."""
-    most: int = Field(default=8, ge=1)
-    """Bad steps, spikes or not finite, in one stage at which the run stops, whatever the policy."""
-
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML reads a bare off as false
+def _shape_faults(recipe: Recipe, stage: Stage, at: str, batch: Tokens | None) -> list[str]:
+    faults = []
+    if max(stage.lengths) > recipe.model.max_seq:
+        faults.append(
+            f"{at}.seq: {max(stage.lengths)} is longer than model.max_seq {recipe.model.max_seq} of preset "
+            f"{recipe.model.preset!r}; shorten it or raise model.max_seq"
+        )
+    if batch is None:
+        faults.append(f"{at}.batch: the first stage needs one, such as 64Ki")
+    for seq in stage.lengths if batch else []:
+        assert batch is not None
+        if batch % seq:
+            whole = max(1, round(batch / seq)) * seq
+            faults.append(f"{at}.batch: {batch} is not a multiple of sequence {seq}; write {Tokens(whole)}")
+    return faults
 
 
-class Keep(Section):
-    last: int = Field(default=3, ge=1)
-    """Newest checkpoints of a stage that are kept while it trains."""
-    every: Tokens | None = None
-    """Besides, keep one every so many tokens."""
+def _fall_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield the cosine or line that ends inside the warm-up, where one counts steps and the other tokens."""
+    rate = recipe.lr
+    if rate.wsd is None and rate.fall.over.unit != rate.warmup.unit:
+        step, position = Schedule(recipe).warm
+        end = step if rate.fall.over.unit == "steps" else position
+        if rate.fall.over.amount <= end:
+            yield (
+                f"lr.{rate.rule}.over: {rate.fall.over} is not longer than the warm-up of {rate.warmup}, which ends at "
+                f"{rate.fall.over.unit[:-1]} {math.ceil(end):,} of these stages; lengthen it"
+            )
 
 
-class Checkpoint(Section):
-    every: Cadence = Cadence.parse("10 min")
-    """How often to save: a time or a number of tokens."""
-    keep: Keep = Keep()
+def _advance_faults(recipe: Recipe) -> list[str]:
+    faults = []
+    first = recipe.stages[0]
+    if "short-context" in first.advance:
+        faults.append(
+            f"stages.{first.name}.advance: short-context compares with the stage before, and there is none; "
+            "leave it out or put a stage before this one"
+        )
+    whole = [stage.name for stage in recipe.stages]
+    names = [name for stage in recipe.stages for name in stage.parts]
+    for name in sorted(set(names)):
+        if names.count(name) > max(1, whole.count(name)):
+            faults.append(f"stages: two steps are called {name!r}; list a sequence length once, or rename a stage")
+    return faults
 
 
-def _every(value: object) -> Tokens | str:
-    return str(value) if value in ("auto", "never") else Tokens.parse(value)
+def _start_faults(recipe: Recipe) -> list[str]:
+    start, names = recipe.start, [stage.name for stage in recipe.stages]
+    if start is None:
+        return []
+    if start.after is not None:
+        if start.after in names[:-1]:
+            return []
+        left = "is the last stage, so nothing is left to train" if start.after in names else "is no stage"
+        return [f"start.after: {start.after!r} {left}; the stages are {', '.join(names)}"]
+    if recipe.tokenizer.use is not None:
+        return []
+    return [
+        f"start: weights from {start.origin} read the ids of their own tokenizer; "
+        "write tokenizer: {use: path/to/its/tokenizer.model} in place of train"
+    ]
 
 
-Every = Annotated[Tokens | Literal["auto", "never"], PlainValidator(_every), PlainSerializer(str)]
+def _reference_faults(recipe: Recipe) -> list[str]:
+    faults = []
+    names = [stage.name for stage in recipe.stages]
+    for name in {name for name in names if names.count(name) > 1}:
+        faults.append(f"stages: the name {name!r} stands twice; give each stage its own")
+    for stage in recipe.stages:
+        if stage.mix not in recipe.mix:
+            faults.append(f"stages.{stage.name}.mix: {stage.mix!r} is not under mix ({', '.join(recipe.mix)})")
+    train = recipe.tokenizer.train
+    if train and train.mix and train.mix not in recipe.mix:
+        faults.append(f"tokenizer.train.mix: {train.mix!r} is not under mix ({', '.join(recipe.mix)})")
+    for name, shares in recipe.mix.items():
+        for domain in (domain for domain, share in shares.items() if share and not recipe.sources.get(domain)):
+            faults.append(
+                f"mix.{name}.{domain}: {shares[domain]} of the tokens, but sources.{domain} is empty; "
+                "add a source or set the share to 0%"
+            )
+    for name in recipe.evaluate.after:
+        if name not in names:
+            faults.append(f"evaluate.after: {name!r} is not a stage ({', '.join(names)})")
+    for domain, sources in recipe.sources.items():
+        pooled = [source for source in sources if source.name is None]
+        weighted = [source for source in pooled if source.weight is not None]
+        if weighted and len(weighted) < len(pooled):
+            faults.append(f"sources.{domain}: give every source a weight, or none of them")
+    return [*faults, *_apart_faults(recipe), *_judged_faults(recipe)]
 
 
-class Evaluate(Section):
-    after: list[str] = Field(default_factory=list)
-    """Stages after which to evaluate; empty: the last one."""
-    every: Every = "auto"
-    """How often training itself scores a few held-out documents (`held_out/bpb`), such as `50B`; `auto`: as often as
-    costs a hundredth of the time; `never`."""
-    every_documents: int = Field(default=8, ge=1)
-    """How many of each domain that are."""
-    suite: str = "quick"
-    """`quick` (needs no data but the recipe's), `core`, `full`, or a YAML file that lists tasks."""
-    final: str | None = None
-    """The suite for the last stage's model, which the gate judges, and for the champion beside it; none: `suite`."""
-    later: str | None = None
-    """The suite that the deployment `evaluate` puts to every new checkpoint, on machines of its own, beside the run;
-    none: it only does what the run has not done."""
-    data: str | None = None
-    """Folder, here or in an object store, of the published sets that `core` and `full` ask for."""
-    missing: Literal["refuse", "skip"] = "refuse"
-    """What to do where `data` lacks a file of the suite, or this machine cannot contain the programs of a code task:
-    refuse the recipe, or leave the task out, said aloud."""
-    documents: int = Field(default=64, ge=2)
-    """Held-out documents per domain to score."""
-    questions: int = Field(default=1000, ge=2)
-    """Questions per multiple-choice task."""
-    needles: int = Field(default=55, ge=11)
-    """Sentences that the `needle` gate of a long-context stage hides, spread over eleven depths."""
-    tasks: list[str] = Field(default_factory=list)
-    """Further tasks: YAML files, folders of rendered requests, or JSON-lines files of multiple-choice questions."""
+def _apart_faults(recipe: Recipe) -> list[str]:
+    """Return what is wrong with sources that stand apart and with the stages that draw from them."""
+    faults = []
+    names = [source.name for sources in recipe.sources.values() for source in sources if source.name]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        faults.append(f"sources: the name {name!r} stands twice; give each source that stands apart its own")
+    for stage in recipe.stages:
+        for name in stage.add:
+            if name not in names:
+                known = ", ".join(names) or "none: give a source a name"
+                faults.append(f"stages.{stage.name}.add: {name!r} is no source that stands apart ({known})")
+        if (total := sum(stage.add.values())) >= 1:
+            faults.append(f"stages.{stage.name}.add: {Share(total)} leave nothing for the mix; keep the sum below 100%")
+    for domain, sources in recipe.sources.items():
+        asked = [name for name, mix in recipe.mix.items() if mix.get(domain)]
+        if asked and sources and all(source.name for source in sources):
+            faults.append(
+                f"mix.{asked[0]}.{domain}: all of sources.{domain} stand apart, and a mix does not draw from those; "
+                "add a source without a name"
+            )
+        faults += [
+            f"sources.{domain}.{place}.weight: {source.name!r} stands apart, so its share is what a stage adds; leave "
+            "the weight out"
+            for place, source in enumerate(sources)
+            if source.name and source.weight is not None
+        ]
+    return faults
 
 
-class Promote(Section):
-    to: Name = "champion"
-    """Alias of the registered model that a passing candidate takes over."""
-    when: dict[Metric, GateRule] = Field(default_factory=default_policy)
-    """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no drop over 5 points`,
-    `no significant drop`, `at most 2.5`, `at least 0.3`. `*` stands for anything between two slashes; the most exact
-    name judges a score."""
-    approval: Literal["none", "person"] = "none"
-    """`person`: a candidate that passes is the `challenger` until somebody approves or refuses it."""
-    patience: Duration = Duration.parse("1 h")
-    """How long a promotion waits for an MLflow server that does not answer before the run fails."""
+def _judged_faults(recipe: Recipe) -> list[str]:
+    """Return the sources that stages add though no study found of them what the recipe asks for."""
+    asked, faults = recipe.require_judged, []
+    added = {name for stage in recipe.stages for name, share in stage.add.items() if share}
+    for at, source in (
+        (f"sources.{domain}.{place}.judged", source)
+        for domain, sources in recipe.sources.items()
+        for place, source in enumerate(sources)
+        if asked != "nothing" and source.name in added
+    ):
+        if source.judged is None:
+            faults.append(
+                f"{at}: nothing, but require_judged: {asked} wants a study of {source.name!r}; let it be judged "
+                "(herd study run, kind annealing), write that back (herd study apply), or do not add it"
+            )
+        elif source.judged.says not in ENOUGH[asked]:
+            faults.append(
+                f"{at}: {source.judged.study} says {source.judged.says!r} of {source.name!r}, but require_judged is "
+                f"{asked!r}; do not add it, or judge it again at another share"
+            )
+    return faults
 
-    @field_validator("to")
-    @classmethod
-    def _free(cls, alias: str) -> str:
-        if alias in ("candidate", "previous"):
-            raise ValueError(f"{alias!r} is given by the promotion log itself; name another alias, such as champion")
-        return alias
+
+def _vocabulary_faults(recipe: Recipe) -> list[str]:
+    if recipe.tokens.dtype != "uint16" or recipe.tokenizer.train is None:
+        return []
+    rows = recipe.tokenizer.train.vocab + SPECIAL_TOKENS
+    if rows <= 2**16:
+        return []
+    return [
+        f"tokens.dtype: uint16 holds ids below 65,536, but the vocabulary has {rows:,} "
+        "(base + 256 special); write uint32 or auto"
+    ]
 
 
 class Recipe(Section):
@@ -214,7 +238,7 @@ class Recipe(Section):
     """What a study must have found (`judged`) about every source that a stage adds to its mix; the sources of the mixes
     are what it was compared with. `not hurting`: it helps, or no difference was found."""
     curate: Curate = Curate()
-    tokenizer: Tokenizer
+    tokenizer: TokenizerConfig
     tokens: TokenShards = TokenShards()
     mix: dict[str, dict[Domain, Share]]
     """Named mixes; each gives the share of every domain in tokens and sums to 100%."""

@@ -18,7 +18,7 @@ from llama3.tokens.stream import TokenStream
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Sequences of one step, int64[B, S] each. B sequences, S tokens."""
 
     tokens_BS: Tensor
@@ -36,7 +36,7 @@ class Batches:
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
 
-    def sequences(self, start: int, seq: int, first: int, count: int) -> Batch:
+    def sequences(self, start: int, seq: int, first: int, count: int) -> TokenBatch:
         """Return sequences [first, first + count) of the step whose first token is at position `start`.
 
         `seq` is the sequence length in tokens. Pure: the same arguments give the same tensors anywhere. Raises
@@ -47,4 +47,4 @@ class Batches:
         targets, documents, domains = (np.empty(count * seq, np.int64) for _ in range(3))
         fold(window.tokens, window.cu_seqlens, window.kinds, seq, targets, documents, domains)
         columns = window.tokens[:-1], targets, documents, domains
-        return Batch(*(torch.from_numpy(column.reshape(count, seq)) for column in columns))
+        return TokenBatch(*(torch.from_numpy(column.reshape(count, seq)) for column in columns))

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama3.recipe.schema import Recipe
-from llama3.tokens.index import COUNTED
-from llama3.tokens.stream import TokenStream
+from llama3.tokens.shards import COUNTED
+from llama3.tokens.stream import DocumentUse, TokenStream
 from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.window import DocumentUse
 
 PIECE = 2**20
 """Positions in which stretches are looked for first."""

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.data.job import replacing
+from llama3.data.mapreduce import replacing
 from llama3.tokens.kernels import Ints
-from storage.lazy import brought
+from storage.page_cache import brought
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
@@ -40,7 +40,7 @@ NARROW_ROWS = 65_500
 
 
 @dataclass(frozen=True)
-class Pair:
+class IndexedDataset:
     """An opened pair, mapped into memory."""
 
     tokens: NDArray[Any]
@@ -77,8 +77,8 @@ def index_bytes(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
     return header + b"".join(column.tobytes() for column in columns)
 
 
-def open_pair(stem: Path) -> Pair:
-    """Map a pair into memory; in a lazy folder its tokens are zeros but for pages that are held (`storage.lazy`).
+def open_pair(stem: Path) -> IndexedDataset:
+    """Map a pair into memory; in a lazy folder its tokens are zeros but for pages that are held (`storage.page_cache`).
 
     Raises ValueError if the .idx is of another format.
     """
@@ -91,7 +91,7 @@ def open_pair(stem: Path) -> Pair:
     if (magic, version) != (MAGIC, VERSION) or code not in names:
         raise ValueError(f"{path}: no Megatron index of version {VERSION} with uint16 or int32 ids; tokenise again")
     dtype = np.dtype(names[code]).newbyteorder("<")
-    return Pair(
+    return IndexedDataset(
         np.memmap(brought(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),
         np.frombuffer(index, "<i4", sequences, HEADER.size),
         np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences),

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from llama3.recipe.data import Source
+from llama3.recipe.base import DOMAINS, Domain
+from llama3.recipe.data_schema import Source
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS, Domain
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,126 @@ are not packed to fit sequences, so one is cut at every unit's edge.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from llama3.recipe.base import DOMAINS, Domain
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS, Domain
-from llama3.tokens.deal import Units
-from llama3.tokens.index import COUNTED, Counts, add_counts, read_index
+from llama3.tokens.interleave import MixtureInterleaver, Units
 from llama3.tokens.kernels import Ints
-from llama3.tokens.leaf import Documents, LeafStream
-from llama3.tokens.mix import leaves_of
-from llama3.tokens.spans import MixSpan, mix_spans
-from llama3.tokens.window import PAST_END, DocumentUse, Window
+from llama3.tokens.mix import Leaf, leaf_shares, leaves_of
+from llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
+from llama3.tokens.source_stream import Documents, LeafStream
+
+# The spans of a run in which the mix stays the same, laid end to end on the axis of positions.
+#
+# Stages that draw alike form one span, so that a batch ramp or a longer sequence changes nothing in the order of
+# tokens. A stage that takes a later helping of data is a span of its own: how far on it begins follows from its own
+# need. What this gives up: a stage's own shares are exact to the token only where its mix ends with it.
+
+
+@dataclass(frozen=True)
+class MixPhase:
+    """Consecutive stages that draw alike."""
+
+    start: int
+    deal: MixtureInterleaver
+    before: Ints
+    """Tokens of each leaf that earlier spans took."""
+    first: Ints
+    """Where the span begins in each leaf's stream: behind what earlier spans took, and what it passes over."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.deal.tokens
+
+    def identity(self, leaves: Sequence[Leaf], stop: int) -> dict[str, Any]:
+        """Return, as plain data, what decides which tokens lie in the span before the position `stop`."""
+        columns = zip(leaves, self.deal.shares, self.first.tolist(), strict=True)
+        mix = {leaf.name: {"share": str(share), "from": first} for leaf, share, first in columns if share}
+        settled = stop <= self.start + self.deal.settled
+        return {"start": self.start, "end": None if settled else self.end, "mix": mix}
+
+
+def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[MixPhase]:
+    """Yield the spans of `recipe`, positions cut in units of `unit` tokens."""
+    before: Ints = np.zeros(len(leaves), np.int64)
+    ahead: Ints = np.zeros(len(leaves), np.int64)
+    for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=lambda span: _drawn(recipe, span)):
+        stages = list(group)
+        deal = MixtureInterleaver(leaf_shares(leaves, shares, added), stages[-1].end - stages[0].start, unit)
+        first = ahead + draw * deal.totals
+        yield MixPhase(stages[0].start, deal, before, first)
+        before, ahead = before + deal.totals, first + deal.totals
+
+
+def _drawn(recipe: Recipe, span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int, str]:
+    """Return what decides which documents a stage reads: shares of its mix, what it adds, which helping, and whose."""
+    stage = span.stage
+    shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
+    added = {name: Fraction(share) for name, share in stage.add.items() if share}
+    return shares, added, stage.draw, stage.name if stage.draw else ""
+
+
+# What a read of the training stream returns: tokens with the bounds of their segments, or the documents behind
+# them.
+#
+# Bounds are kept per segment and spread over tokens only when asked: at 1,000 tokens a document that is a
+# thousandth of the memory. What this gives up: a caller that wants a column per token pays for it once.
+
+PAST_END = -1
+"""Domain of the token after the run's last."""
+
+
+@dataclass(frozen=True)
+class TokenWindow:
+    """The tokens at positions [start, start + n), in s segments; attention stays inside a segment."""
+
+    start: int
+    tokens: Ints
+    """int64[n]."""
+    cu_seqlens: Ints
+    """int64[s + 1]: place in the window at which each segment begins, and n."""
+    origins: Ints
+    """int64[s]: position at which each segment begins; that of the first may be before the window."""
+    kinds: npt.NDArray[np.int8]
+    """int8[s]: domain of each segment as an index in DOMAINS; -1 past the end of the run."""
+
+    @cached_property
+    def segments(self) -> Ints:
+        """int64[n]: position at which the token's segment begins."""
+        return np.repeat(self.origins, np.diff(self.cu_seqlens))
+
+    @cached_property
+    def domains(self) -> npt.NDArray[np.int8]:
+        """int8[n]: domain of each token."""
+        return np.repeat(self.kinds, np.diff(self.cu_seqlens))
+
+
+class DocumentUse(NamedTuple):
+    """A stretch of one document that is trained on as one segment."""
+
+    document: str
+    leaf: str
+    source: str
+    language: str
+    licence: str
+    epoch: int
+    first: int
+    """First token of the stretch, counted in the document (0 is the begin token)."""
+    last: int
+    """Its last token."""
+    position: int
+    """Position of the first token in the run."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +178,7 @@ class TokenStream:
         """
         return sum(stream.block_bytes for stream in self._streams)
 
-    def read(self, start: int, stop: int) -> Window:
+    def read(self, start: int, stop: int) -> TokenWindow:
         """Return the tokens at positions [start, stop); `stop` may be one past the run's end.
 
         The token there (an end token in a segment of its own) only serves as the last target. Raises ValueError for
@@ -93,7 +196,7 @@ class TokenStream:
             bounds.append((end, end, np.array([PAST_END], np.int8)))
         positions, origins, kinds = (np.concatenate(columns) for columns in zip(*bounds, strict=True))
         order = np.argsort(positions)
-        return Window(start, tokens, np.append(positions[order], stop) - start, origins[order], kinds[order])
+        return TokenWindow(start, tokens, np.append(positions[order], stop) - start, origins[order], kinds[order])
 
     def documents(self, start: int, stop: int, limit: int | None = None) -> list[DocumentUse]:
         """Return which stretches of which documents lie at positions [start, stop), in that order; at most `limit`."""
@@ -279,7 +382,7 @@ class TokenStream:
         return DOMAINS.index(self.leaves[leaf].domain)
 
 
-def _along(span: MixSpan, units: Units) -> Units:
+def _along(span: MixPhase, units: Units) -> Units:
     """Return units of a span with their tokens counted along the leaves' whole streams, and positions in the run."""
     return Units(units.leaf, units.first + span.first[units.leaf], units.start + span.start, units.size)
 

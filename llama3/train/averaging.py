@@ -17,8 +17,8 @@ from llama3.train import metrics
 from llama3.train.journal import Record
 
 if TYPE_CHECKING:  # a report reads a choice without torch
-    from llama3.train.held_out import HeldOutScores, Nats
     from llama3.train.state import TrainState
+    from llama3.train.validation import HeldOutScores, Nats
 
 FILE = "average.json"
 Kept = Literal["average", "last"]

@@ -28,8 +28,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from llama3.train.attempt import Attempt, Outcome, last_lines
-from llama3.train.main import TERMINATED, leave
+from llama3.train.job import TERMINATED, Attempt, AttemptResult, last_lines
+from llama3.train.main import leave
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
@@ -48,7 +48,7 @@ WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 PR_SET_NAME = 15
 
 
-def run_attempt(attempt: Attempt) -> Outcome:
+def run_attempt(attempt: Attempt) -> AttemptResult:
     """Fork the ranks of `attempt`, watch them to the end, and write the outcome beside their logs."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     attempt.outcome.unlink(missing_ok=True)
@@ -57,12 +57,12 @@ def run_attempt(attempt: Attempt) -> Outcome:
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {_fork(attempt, rank, port, mask): rank for rank in attempt.ranks}
-        outcome = Watch(attempt, pids).to_the_end()
+        outcome = RunningRanks(attempt, pids).to_the_end()
     write_atomic(attempt.outcome, outcome.model_dump_json())
     return outcome
 
 
-class Watch:
+class RunningRanks:
     """The running ranks of one attempt, by process id."""
 
     def __init__(self, attempt: Attempt, pids: dict[int, int]) -> None:
@@ -74,7 +74,7 @@ class Watch:
         """When they were told to stop, or one of them said so, in seconds since 1970; 0: not."""
         self.deadline = float("inf")
 
-    def to_the_end(self) -> Outcome:
+    def to_the_end(self) -> AttemptResult:
         """Return when no rank is left."""
         while self.pids:
             left = min(self.deadline - time.monotonic(), 3600.0)
@@ -115,20 +115,20 @@ class Watch:
             self.failed.append((rank, status, time.time()))
             self._end_within(SETTLE_S)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> AttemptResult:
         killed = [f"ranks {self.killed} did not end by themselves and were killed"] if self.killed else []
         if not self.failed:
-            return Outcome(status=TERMINATED if self.stopped else 0, words="".join(killed))
+            return AttemptResult(status=TERMINATED if self.stopped else 0, words="".join(killed))
         rank, status, when = min(self.failed, key=lambda failure: (failure[1] > 0, failure[2]))
         words = [*killed, f"rank {rank} {_ending(status)}; the end of {self.attempt.log(rank)}:"]
-        return Outcome(status=status, time=when, words="\n".join([*words, last_lines(self.attempt.log(rank))]))
+        return AttemptResult(status=status, time=when, words="\n".join([*words, last_lines(self.attempt.log(rank))]))
 
 
 def preload() -> None:
     """Import what every rank needs. Nothing here may start a thread that computes, or touch CUDA."""
     for name in PRELOADED:
         importlib.import_module(name)
-    from llama3.tokens.deal import even_order
+    from llama3.tokens.interleave import even_order
 
     even_order((1, 1))  # the first call of any numba kernel imports numba's typing rules, 1 to 3 s
     gc.freeze()  # the collector would copy every shared page in every rank

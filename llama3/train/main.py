@@ -19,11 +19,10 @@ from typing import NoReturn
 
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
-from llama3.train.job import TrainJob
+from llama3.train.job import TERMINATED, TrainJob
+from storage.artifact import verify_folder
 from storage.lease import LeaseHeld, folder_lease
-from storage.verification import verify_folder
 
-TERMINATED = 128 + signal.SIGTERM
 REFUSED = 2
 """Another attempt would end in the same way."""
 
@@ -66,8 +65,8 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     import torch
 
     from llama3.model.rounding import keep_rounding
-    from llama3.parallel.mesh import joined
-    from llama3.train.profile import dump_flight, prepare
+    from llama3.parallel.mesh import init_distributed
+    from llama3.train.profiler import dump_flight, prepare
     from llama3.train.trainer import Trainer
 
     prepare(job.profile, job.work)
@@ -77,7 +76,7 @@ def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
     keep_rounding()
     if job.deterministic:
         torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
-    with joined(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
+    with init_distributed(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
         try:
             return Trainer(job, recipe, world, stop).run()
         except Exception:

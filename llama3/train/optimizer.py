@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llama3.parallel.mesh import local
-from llama3.recipe.schema import Optimizer
+from llama3.recipe.sections import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

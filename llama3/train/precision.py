@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llama3.model.float8 import check_device
+from llama3.model.linear import check_device
 from llama3.recipe.schema import Recipe
 
 EXACT_ENOUGH = 1e-3
@@ -22,7 +22,7 @@ class Precision:
     compute: torch.dtype | None = None
     """None: as the weights."""
     float8: bool = False
-    """Whether products in the blocks are in float8 (see `llama3.model.float8`)."""
+    """Whether products in the blocks are in float8 (see `llama3.model.linear`)."""
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device) -> Precision:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from llama3.model.float8 import use_float8
-from llama3.model.initial import empty, initial_value
+from llama3.model.init import empty, initial_value
+from llama3.model.linear import use_float8
 from llama3.model.transformer import Transformer
-from llama3.parallel.mesh import World
+from llama3.parallel.mesh import ParallelContext
 from llama3.recipe.schema import Recipe
 from llama3.train.optimizer import adamw
 from llama3.train.precision import Precision
@@ -24,7 +24,13 @@ class TrainState:
     """Weights and optimizer of one stage, at `position`."""
 
     def __init__(
-        self, recipe: Recipe, rows: int, precision: Precision, world: World, position: int, exact: bool = False
+        self,
+        recipe: Recipe,
+        rows: int,
+        precision: Precision,
+        world: ParallelContext,
+        position: int,
+        exact: bool = False,
     ) -> None:
         """Make room for weights and moments; the weights hold nothing yet (see `reset`, `fill` and `load_state`).
 
@@ -45,7 +51,7 @@ class TrainState:
         self.averaged = 0
         """What the sum is divided by: how many positions that were; 1 for an average that forgets."""
 
-    def reset(self, recipe: Recipe, position: int, world: World) -> None:
+    def reset(self, recipe: Recipe, position: int, world: ParallelContext) -> None:
         """Take the state with which a run starts: weights that depend on the recipe's model and seed only."""
         self.fill(lambda name, shape: initial_value(recipe.model, recipe.seed, name, shape), world)
         for moments in self.optimizer.state.values():
@@ -54,14 +60,14 @@ class TrainState:
         self.make_average(0)
         self.position = position
 
-    def fill(self, value: Callable[[str, torch.Size], Tensor], world: World) -> None:
+    def fill(self, value: Callable[[str, torch.Size], Tensor], world: ParallelContext) -> None:
         """Set every weight to this process's share of `value(name, global shape)`."""
         if world.mesh is None:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
                     parameter.copy_(value(name, parameter.shape))
             return
-        from llama3.parallel.build import fill
+        from llama3.parallel.parallelize import fill
 
         fill(self.parts.values(), value, world)
 
@@ -94,7 +100,9 @@ class TrainState:
             self.averaged += 1
 
 
-def _build(recipe: Recipe, rows: int, precision: Precision, world: World, exact: bool) -> Mapping[int, Transformer]:
+def _build(
+    recipe: Recipe, rows: int, precision: Precision, world: ParallelContext, exact: bool
+) -> Mapping[int, Transformer]:
     if world.mesh is None:
         model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
         model.compute, model.recompute = precision.compute, world.layout.recompute
@@ -104,7 +112,7 @@ def _build(recipe: Recipe, rows: int, precision: Precision, world: World, exact:
             for block in model.layers.values():
                 block.compile()
         return {0: model}
-    from llama3.parallel.build import empty_parts  # 0.7 s of imports that one process does not need
+    from llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
 
     parts = empty_parts(recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8)
     for part in parts.values():

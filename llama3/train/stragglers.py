@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from llama3.parallel.mesh import World
+from llama3.parallel.mesh import ParallelContext
 from llama3.train import metrics
-from llama3.train.later import Later
+from llama3.train.train_step import PendingTensor
 
 EVERY = 50
 """Steps from one measured step to the next."""
@@ -78,7 +78,7 @@ class Stopwatch:
         return event
 
 
-class Window(NamedTuple):
+class StragglerSample(NamedTuple):
     """What one measured step found."""
 
     slowest: int
@@ -97,7 +97,7 @@ class Stragglers:
     """One process's part in the comparison; every process must make the same calls for the same steps."""
 
     def __init__(
-        self, watch: Stopwatch, world: World, peers: Sequence[int], hosts: Sequence[str], every: int = EVERY
+        self, watch: Stopwatch, world: ParallelContext, peers: Sequence[int], hosts: Sequence[str], every: int = EVERY
     ) -> None:
         """`peers` and `hosts` tell, by rank, the group of ranks with equal work, and the host."""
         self.watch, self.world, self.peers, self.hosts, self.every = watch, world, peers, hosts, every
@@ -105,10 +105,10 @@ class Stragglers:
         """Windows in a row for which each rank has been slow."""
         self._measured = False
         self._waited = 0.0
-        self._coming: Later | None = None
+        self._coming: PendingTensor | None = None
 
     @classmethod
-    def among(cls, parts: Iterable[nn.Module], world: World, every: int = EVERY) -> Stragglers | None:
+    def among(cls, parts: Iterable[nn.Module], world: ParallelContext, every: int = EVERY) -> Stragglers | None:
         """Return the comparison for this process's `parts` of the model (each with `layers`), sharded and compiled.
 
         None if there is one data-parallel copy only. Every process must call it.
@@ -128,18 +128,18 @@ class Stragglers:
         turn = number % self.every == 0
         if turn:
             own = self.watch.seconds() + self._waited if self._measured else 0.0
-            self._coming = Later(self.world.sum(self._row(own)))
+            self._coming = PendingTensor(self.world.sum(self._row(own)))
             self._measured, self._waited = True, data_wait
         self.watch.armed = turn
 
-    def window(self) -> Window | None:
+    def window(self) -> StragglerSample | None:
         """Return the figures that came since the call before, if any; call it when a step has been waited for."""
         if self._coming is None:
             return None
         coming, self._coming = self._coming, None
         return self.compare(coming.read())
 
-    def compare(self, seconds: Sequence[float]) -> Window | None:
+    def compare(self, seconds: Sequence[float]) -> StragglerSample | None:
         """Return what the figures of all ranks say; None for the first window, which has none yet."""
         if not all(seconds):
             return None
@@ -147,7 +147,7 @@ class Stragglers:
         self.windows = [count + 1 if ratio > SLOW else 0 for count, ratio in zip(self.windows, ratios, strict=True)]
         slowest = max(range(len(ratios)), key=ratios.__getitem__)
         named = [self._line(rank, ratios[rank]) for rank, count in enumerate(self.windows) if _tells(count)]
-        return Window(slowest, seconds[slowest], self._median(slowest, seconds), named)
+        return StragglerSample(slowest, seconds[slowest], self._median(slowest, seconds), named)
 
     def _row(self, own: float) -> Tensor:
         """Return this rank's figure at its place, zero at all others: summed, it is everybody's."""

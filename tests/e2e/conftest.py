@@ -23,13 +23,13 @@ import psutil
 import pytest
 import yaml
 
-from flows.children import CHECKOUT
-from llama3.data.sources import open_source
+from flows.local_server import CHECKOUT
+from llama3.data.readers.sources import open_source
 from llama3.recipe.load import load_recipe
+from storage.object_artifact import open_store
 from storage.processes import die_with_parent
-from storage.remote_store import open_store
 from storage.root import Root
-from tasks.runs import RunRecord, Runs
+from tasks.runs.records import RunRecord, Runs
 from tests.dist import Forked
 
 Found = TypeVar("Found")
@@ -72,10 +72,10 @@ class Herd:
         """Start `herd words...` in a process group of its own; without `forked` in an interpreter of its own, too."""
         environment = {**self.environment, **({"PREFECT_API_URL": self.api} if server else {})}
         if forked:
-            self.started.append(Forked("flows.cli", *words, environment=environment, folder=self.folder))
+            self.started.append(Forked("flows.cli.main", *words, environment=environment, folder=self.folder))
             return self.started[-1]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli", *words],
+            [sys.executable, "-P", "-m", "flows.cli.main", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

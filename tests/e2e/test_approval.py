@@ -15,11 +15,20 @@ from prefect.flow_runs import resume_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from storage.root import Root
-from tasks.promotion_log import PromotionLog, last_promotion, read_log
-from tasks.promotions import APPROVAL, CHALLENGER, PROMOTED, WAITS, Promotion, holders
-from tasks.registry import Registry
-from tasks.runs import Runs
-from tasks.tracking import Tracker
+from tasks.promotion.log import (
+    APPROVAL,
+    CHALLENGER,
+    PROMOTED,
+    WAITS,
+    Promotion,
+    PromotionLog,
+    holders,
+    last_promotion,
+    read_log,
+)
+from tasks.runs.records import Runs
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.registry import Registry
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 

@@ -22,7 +22,7 @@ import pytest
 from playwright.sync_api import TimeoutError, sync_playwright
 from prefect.client.schemas.objects import FlowRun
 
-import tasks.compare
+import tasks.report.compare
 from storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.up import QUESTION, Up, await_true, running_up
@@ -275,7 +275,7 @@ def test_mlflow_draws_the_prepared_comparison(
     server = f"http://127.0.0.1:{up.ports[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     root = Root.of(up.herd.root)
-    url = tasks.compare.comparison_url(root, tasks.compare.comparison(root, ["tiny-1", "tiny-2"]))
+    url = tasks.report.compare.comparison_url(root, tasks.report.compare.comparison(root, ["tiny-1", "tiny-2"]))
     assert url.startswith(f"{server}/#/experiments/")
     pages.page.goto(url)
     pages.wait_for("Loss by domain", 60)

@@ -10,11 +10,11 @@ import pyarrow.parquet as parquet
 import pytest
 from mlflow import MlflowClient
 
-from llama3.recipe.section import DOMAINS
+from llama3.recipe.base import DOMAINS
 from storage.artifact import Store
 from storage.root import Root
-from tasks.promotion_log import last_promotion
-from tasks.runs import Runs
+from tasks.promotion.log import last_promotion
+from tasks.runs.records import Runs
 from tests.e2e.conftest import Herd, record
 
 

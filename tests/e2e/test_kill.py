@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from storage.artifact import Store
-from storage.remote_store import open_store
+from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.runs import Runs
+from tasks.runs.records import Runs
 from tests.e2e.conftest import (
     Herd,
     NewHerd,

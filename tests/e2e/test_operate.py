@@ -15,8 +15,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.operate import Servers, mlflow_command
-from flows.server import DATABASE, server_variables, write_access
+from flows.local_server import DATABASE, server_variables, write_access
+from flows.serve import Servers, mlflow_command
 from storage.processes import free_port
 from storage.root import Root
 from tests.e2e.conftest import NewHerd

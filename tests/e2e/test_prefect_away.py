@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.children import await_answer, child, prefect_command
+from flows.local_server import await_answer, child, prefect_command
 from storage.processes import free_port
 from storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, record

@@ -8,21 +8,19 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from llama3.cluster.playback import play
 from llama3.parallel.layout import Layout
+from llama3.planner.uptime import play
 from llama3.train import metrics
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.failure_script import STEADY_RESTARTS
-from tasks.failures import TrainingFailed
-from tasks.replay_failures import replay_failures
-from tasks.replay_result import ReplayResult, Settings
-from tasks.runs import Runs
-from tasks.tracking import Tracker
+from tasks.errors import TrainingFailed
+from tasks.plan.fault_test import STEADY_RESTARTS, FaultTestSettings, ReplayResult, replay_failures
+from tasks.runs.records import Runs
+from tasks.tracking.mlflow import Tracker
 from tests.tasks.trained_run import TrainedRun
 
 pytestmark = pytest.mark.slow
-SETTINGS = Settings(seed=1029, seconds=40, mtti_s=13, save_every_s=3, timeout_s=4)
+SETTINGS = FaultTestSettings(seed=1029, seconds=40, mtti_s=13, save_every_s=3, timeout_s=4)
 CLUSTER = Cluster(processes=2, threads=2, device="cpu")
 NEAR = 0.12
 """Of wall time: 4.8 s for three failures, on a machine that does other things as well."""
@@ -89,11 +87,11 @@ def test_the_replay_is_a_finished_run_that_leaves_no_work(root: Root, result: Re
         ("tiny-1", Cluster(processes=1), SETTINGS, "processes: 2"),
         ("tiny-1", Cluster(processes=2, launcher="slurm"), SETTINGS, "launcher slurm"),
         ("nothing-1", CLUSTER, SETTINGS, "'nothing-1' does not exist"),
-        ("tiny-1", CLUSTER, Settings(seconds=0.001, mtti_s=1000), "seed: 1 has no failure in 0.001 s"),
+        ("tiny-1", CLUSTER, FaultTestSettings(seconds=0.001, mtti_s=1000), "seed: 1 has no failure in 0.001 s"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(
-    run: str, cluster: Cluster, settings: Settings, words: str, root: Root
+    run: str, cluster: Cluster, settings: FaultTestSettings, words: str, root: Root
 ) -> None:
     before = len(Runs(root).all())
     with pytest.raises(ValueError, match=words):

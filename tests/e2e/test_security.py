@@ -15,16 +15,16 @@ import pytest
 import yaml
 from mlflow.tracking._tracking_service.utils import get_default_host_creds
 
-from flows.operate import Servers
+from flows.serve import Servers
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe
+from storage.object_artifact import open_store
 from storage.processes import fix_import_path
-from storage.remote_store import open_store
 from storage.root import Root
 from storage.s3 import options
 from storage.secrets import LOGINS, holds_secret
-from tasks.alerts import read_alerts
-from tasks.runs import Runs
-from tasks.tracking_uri import server_uri, tracking_uri
+from tasks.runs.records import Runs
+from tasks.stages.alerts import read_alerts
+from tasks.tracking.mlflow_store import server_uri, tracking_uri
 from tests.e2e.conftest import TINY, NewHerd
 from tests.tasks.mlflow_server import mlflow_server
 

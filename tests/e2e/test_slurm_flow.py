@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama3.train.attempt import outcomes_in
+from llama3.train.job import outcomes_in
 from llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
 from tests.tasks.slurm_daemons import slurm_for_children

@@ -24,15 +24,15 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 
-from flows.children import POOL, await_answer, child, prefect_command, worker_command
-from flows.resume import AUTO_RESUME
-from flows.setup import WATCHED, setup
+from flows.crash_recovery import AUTO_RESUME
+from flows.local_server import POOL, await_answer, child, prefect_command, worker_command
+from flows.serve import WATCHED, setup
 from storage.processes import free_port
 from storage.root import Root
-from tasks.reconcile import reconcile
-from tasks.runs import RunRecord, Runs
-from tasks.studies import Studies
-from tasks.tracking import Tracker
+from tasks.runs.records import RunRecord, Runs
+from tasks.runs.recovery import reconcile
+from tasks.study.records import Studies
+from tasks.tracking.mlflow import Tracker
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
 from tests.e2e.test_study import WARM, write_study
@@ -168,7 +168,7 @@ def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> I
     home, api = own
     setup(Root.of(tmp_path_factory.mktemp("results")), api)
     environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
-    for entrypoint in ("flows/pipeline.py:pipeline", "flows/experiment.py:study"):
+    for entrypoint in ("flows/pipeline.py:pipeline", "flows/study.py:study"):
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
         words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
         process = Forked("prefect", "--no-prompt", *words, environment=environment)
@@ -238,7 +238,7 @@ def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pyt
     place.begin()
     place.trains(attempt=1, steps=3)
     (trainer,) = place._trainers()
-    (witness,) = [child for child in psutil.Process(place.engine()).children() if "flows.witness" in child.cmdline()]
+    (witness,) = [child for child in psutil.Process(place.engine()).children() if "flows.watchdog" in child.cmdline()]
     left = place.dies(*((pid, signal.SIGKILL) for pid in (witness.pid, place.engine(), trainer.pid, worker.pid)))
     began = time.monotonic()
     assert gone(left)

@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
-from flows.attempts import COUNT, FOUND, FRUITLESS, RESUMED, count_fruitless, found_of_run, found_of_study, was_resumed
+from flows.crash_recovery import (
+    COUNT,
+    FOUND,
+    FRUITLESS,
+    RESUMED,
+    count_fruitless,
+    found_of_run,
+    found_of_study,
+    was_resumed,
+)
 from llama3.recipe.load import load_recipe
 from storage.root import Root
-from tasks.runs import Runs, StepRecord
+from tasks.runs.records import Runs, StepRecord
 
 
 def attempts(amounts: list[str], resumed: list[bool]) -> list[int]:

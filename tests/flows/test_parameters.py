@@ -10,18 +10,24 @@ from prefect.flows import Flow
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
-from flows.change import CADENCE, SHARE, SPAN, TOKENS, MixChange, RecipeChange, StageChange
 from flows.checkpoint import evaluate, promote
-from flows.experiment import study
-from flows.opening import chosen_recipe, step_names
-from flows.parameters import NOTHING, PipelineParameters, RerunParameters, StageParameters
-from flows.pipeline import first_step, last_step, pipeline
-from flows.report import report
-from flows.rerun import rerun
-from flows.retention import retention
-from flows.stages import curate, pretrain, tokenise
-from flows.study_parameters import StudyParameters
-from flows.verify import verify
+from flows.maintenance import report, retention, verify
+from flows.pipeline import curate, first_step, last_step, pipeline, pretrain, rerun, tokenise
+from flows.recipe_form import (
+    CADENCE,
+    NOTHING,
+    SHARE,
+    SPAN,
+    TOKENS,
+    MixChange,
+    PipelineParameters,
+    RecipeChange,
+    RerunParameters,
+    StageChange,
+    StageParameters,
+)
+from flows.run_lifecycle import chosen_recipe, step_names
+from flows.study import StudyParameters, study
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
 from tasks.cluster import Cluster

@@ -21,15 +21,23 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
-from flows.attempts import RESUMED, was_resumed
-from flows.children import POOL
-from flows.resume import AUTO_RESUME, FIRST_REPORT, resume, resume_all, resume_soon
-from flows.setup import QUEUES, RESULTS, crash_zombies, resume_crashed, setup
-from flows.waiting import steps_back, thin_out
+from flows.crash_recovery import (
+    AUTO_RESUME,
+    FIRST_REPORT,
+    RESUMED,
+    resume,
+    resume_all,
+    resume_soon,
+    steps_back,
+    thin_out,
+    was_resumed,
+)
+from flows.local_server import POOL
+from flows.serve import QUEUES, RESULTS, crash_zombies, resume_crashed, setup
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
-from tasks.runs import Runs
+from tasks.runs.records import Runs
 from tests.dist import Forked
 
 QUEUE = "training"
@@ -283,16 +291,16 @@ def test_where_the_automation_is_switched_off_nothing_is_resumed(deaf: SyncPrefe
 CLAIM = """
 import sys
 from pathlib import Path
-import flows.attempts
-import flows.claim
-from flows.parameters import PipelineParameters
+import flows.crash_recovery
+import flows.run_lifecycle
+from flows.recipe_form import PipelineParameters
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.runs import Runs
-flows.attempts.LEAVE_S = 1.0
+from tasks.runs.records import Runs
+flows.crash_recovery.LEAVE_S = 1.0
 config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
-with flows.claim.claimed(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
+with flows.run_lifecycle.claimed(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
     print("works on", record.name, flush=True)
 """
 

@@ -16,21 +16,18 @@ from prefect import flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed
 
-from flows.hooks import on_cancellation, on_crashed, on_failure
-from flows.opening import _close, _closing
+from flows.run_lifecycle import _close, _closing, on_cancellation, on_crashed, on_failure
 from llama3.recipe.load import load_recipe
-from storage.holder import LeaseLost
-from storage.lease import lease
-from storage.remote_store import open_store
+from storage.lease import LeaseLost, lease
+from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.catch_up import watch
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.run_settler import mark_open
-from tasks.runs import RunRecord, Runs, now
+from tasks.runs.records import RunRecord, Runs, mark_open, now
 from tasks.step import Context, tracked
-from tasks.studies import Studies, StudyRecord
-from tasks.tracking import Tracker
+from tasks.study.records import Studies, StudyRecord
+from tasks.tracking.backfill import watch
+from tasks.tracking.mlflow import Tracker
 from tests.tasks.mlflow_server import mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun
 
@@ -38,7 +35,7 @@ RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 WORKS = """
 import sys, time
 from contextlib import suppress
-from flows.witness import witnessed
+from flows.watchdog import witnessed
 from storage.lease import lease
 from storage.root import Root
 root, work = Root.of(sys.argv[1]), sys.argv[2]

@@ -17,21 +17,21 @@ import pytest
 import typer
 import yaml
 
-from flows.cli import app
-from flows.parameters import PipelineParameters
-from llama3.cluster.hardware import preset_text
-from llama3.cluster.topology import load_fabric
-from llama3.recipe.data import Source
+from flows.cli.main import app
+from flows.recipe_form import PipelineParameters
+from llama3.planner.hardware import preset_text
+from llama3.planner.topology import load_fabric
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.data_schema import Source
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
-from llama3.recipe.stage import Stage
-from llama3.scaling.checks import check_study
-from llama3.scaling.posed import load_study
+from llama3.recipe.sections import Stage
+from llama3.studies.checks import check_study
+from llama3.studies.expand import load_study
 from storage.root import Root
 from tasks.cluster import Cluster, load_cluster
-from tasks.preflight import check_place
+from tasks.runs.preflight import check_place
 from tests.dist import Forked
 
 STUDIES = Path("recipes/experiments")
@@ -39,8 +39,8 @@ STUDIES = Path("recipes/experiments")
 ELSEWHERE = """
 import os, sys
 del os.sched_getaffinity
-import tasks.preflight
-from flows.cli import app
+import tasks.runs.preflight
+from flows.cli.main import app
 sys.platform = {platform!r}
 app({arguments!r})
 """
@@ -64,7 +64,7 @@ def test_a_system_that_is_not_linux_can_plan_and_is_refused_a_run_in_one_sentenc
 
 
 def test_windows_is_refused_before_its_first_import_fails() -> None:
-    script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; import flows.cli"
+    script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; import flows.cli.main"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "error  herd needs Linux; on Windows use WSL 2\n")
 

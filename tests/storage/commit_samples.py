@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from storage.artifact import Artifact, Design, Store
+from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.digests import PAGE
+from storage.object_artifact import open_store
 from storage.objects import files_below
-from storage.remote_store import open_store
 from storage.root import Root
 from tests.dist import forkserver
 
@@ -26,11 +26,11 @@ AT_ONCE = -2.0
 """Age for the janitor that takes all for old; a server's clock counts whole seconds."""
 
 
-def design(**parameters: object) -> Design:
-    return Design("checkpoint", "fault", 1, dict(parameters), {"tokens": "a" * 64})
+def design(**parameters: object) -> ArtifactSpec:
+    return ArtifactSpec("checkpoint", "fault", 1, dict(parameters), {"tokens": "a" * 64})
 
 
-def commit(root: Root, intent: Design, files: dict[str, bytes] = FILES) -> Artifact:
+def commit(root: Root, intent: ArtifactSpec, files: dict[str, bytes] = FILES) -> Artifact:
     """Stage `files` and commit them."""
     store = open_store(root)
     with store.staging() as folder:
@@ -47,7 +47,7 @@ def contents(artifact: Artifact) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in artifact.manifest.files}
 
 
-def build(root: Root, intent: Design, text: str = "hello", large: bytes = LARGE) -> Artifact:
+def build(root: Root, intent: ArtifactSpec, text: str = "hello", large: bytes = LARGE) -> Artifact:
     """Commit a small file and a large one."""
     store = open_store(root)
     with store.staging() as folder:
@@ -57,7 +57,7 @@ def build(root: Root, intent: Design, text: str = "hello", large: bytes = LARGE)
         return store.commit(intent, folder, {"documents": 1}, "test-1", "abc", 0.1)
 
 
-def build_one(pipe: Connection, root: Root, intent: Design, text: str, large: bytes) -> None:
+def build_one(pipe: Connection, root: Root, intent: ArtifactSpec, text: str, large: bytes) -> None:
     """In a process: commit when told, and send the manifest."""
     pipe.send("ready")
     pipe.recv()
@@ -96,7 +96,7 @@ def _work(variables: dict[str, str], work: Callable[..., None], pipe: Connection
     work(pipe, *words)
 
 
-def attempts(root: Root, intent: Design) -> set[str]:
+def attempts(root: Root, intent: ArtifactSpec) -> set[str]:
     """Return the attempts at an artifact of which there is a file in the store."""
     return {name.split("/")[0] for name in files_below(root.join(*intent.label.split("/")))}
 

@@ -11,21 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import storage.verification
-from storage.artifact import Design, Store, flatten
+import storage.artifact
+from storage.artifact import ArtifactSpec, DamagedArtifact, Manifest, Store, flatten
 from storage.digests import FileDigest, digest_file, digest_json
 from storage.filesystem import glob, write_atomic
-from storage.manifest import DamagedArtifact, Manifest
 from storage.root import Root
 from storage.staging import clear_staging
 from tests.storage.commit_samples import build_one, disk_calls, stage_and_wait, started
 
 
-def design(**parameters: object) -> Design:
-    return Design("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
+def design(**parameters: object) -> ArtifactSpec:
+    return ArtifactSpec("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
 
 
-def build(store: Store, intent: Design, text: str = "hello") -> None:
+def build(store: Store, intent: ArtifactSpec, text: str = "hello") -> None:
     with store.staging() as folder:
         (folder / "documents").mkdir()
         (folder / "documents" / "a.txt").write_text(text)
@@ -210,7 +209,7 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
         read.append(place.name)
         return digest_file(place)
 
-    monkeypatch.setattr(storage.verification, "digest_file", digest)
+    monkeypatch.setattr(storage.artifact, "digest_file", digest)
     for _ in range(3):
         assert store.at(design().label).part("documents/a.txt") == path
     assert read == ["a.txt"]
@@ -218,7 +217,7 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
     assert store.find(design(), print) is not None
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 2
-    monkeypatch.setattr(storage.verification, "_boot", lambda: "another boot")
+    monkeypatch.setattr(storage.artifact, "_boot", lambda: "another boot")
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 3
     store.at(design().label).verify()
@@ -257,7 +256,7 @@ def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
         place = tmp_path / design(loss=loss).label / "manifest.json"
         os.utime(place, (1e9 - age, 1e9 - age))
     place.write_text("{")
-    other = Design("curated", "web-2", 1, {"loss": 9}, {"sources": "a" * 64})
+    other = ArtifactSpec("curated", "web-2", 1, {"loss": 9}, {"sources": "a" * 64})
     build(store, other)
     assert store.explain(design(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
 

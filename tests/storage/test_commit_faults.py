@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.janitor import tidy
-from storage.manifest import DamagedArtifact
-from storage.remote_store import open_store
+from storage.artifact import DamagedArtifact
+from storage.cleanup import tidy
+from storage.object_artifact import open_store
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, contents, design, in_scratch
 from tests.storage.fault_proxy import Fault, Rule

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import Artifact, Design
+from storage.artifact import Artifact, ArtifactSpec
+from storage.cleanup import Tidied, tidy
 from storage.filesystem import filesystem_of
-from storage.janitor import Tidied, tidy
+from storage.object_artifact import open_store
 from storage.objects import files_below, put_bytes, remove
-from storage.remote_store import open_store
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE
 
@@ -26,7 +26,7 @@ def root(bucket: str, tmp_path: Path) -> Root:
 
 
 def build(root: Root, number: int = 1) -> Artifact:
-    intent = Design("curated", "web", 1, {"number": number}, {})
+    intent = ArtifactSpec("curated", "web", 1, {"number": number}, {})
     store = open_store(root)
     with store.staging() as folder:
         (folder / "a.txt").write_text("hello")

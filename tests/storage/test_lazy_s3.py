@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.artifact import Design
+from storage.artifact import ArtifactSpec
 from storage.digests import PAGE
-from storage.lazy import LazyFolder, lazy_folder
-from storage.remote_store import open_store
+from storage.object_artifact import WrongBytes, open_store
+from storage.page_cache import LazyFolder, lazy_folder
 from storage.root import Root
-from storage.verified import WrongBytes
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.lazy_samples import PAGES, page_of, written
 
-DESIGN = Design("tokens", "web", 1, {}, {"curated": "a" * 64})
+DESIGN = ArtifactSpec("tokens", "web", 1, {}, {"curated": "a" * 64})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.beats import Watch
-from storage.holder import Holder
-from storage.lease import LeaseHeld, LeaseLost, Timing, folder_lease, holders, lease
+from storage.lease import Holder, LeaseHeld, LeaseLost, LeaseObservation, LeaseTiming, folder_lease, holders, lease
 from storage.root import Root
 from tests.storage.commit_samples import started
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at
 
-FAST = Timing(beat_s=0.2, silence_s=1.5, settle_s=0.05)
+FAST = LeaseTiming(beat_s=0.2, silence_s=1.5, settle_s=0.05)
 
 
 def hold(pipe: Connection, root: Root, name: str) -> None:
@@ -234,10 +232,10 @@ def test_a_bit_that_flips_on_the_way_neither_refuses_ourselves_nor_takes_a_live_
     with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
         root = Root.of(f"{proxy.uri}/{tmp_path.name}", str(tmp_path))
         (rule,) = proxy.use(Rule("flip", "GET", r"1\.json$", skip=skip))
-        with lease(root, "runs/a-1", "mine", timing=Timing(60, 60, 0.05)) as held:
+        with lease(root, "runs/a-1", "mine", timing=LeaseTiming(60, 60, 0.05)) as held:
             for _ in range(3):
                 held.check()
-                assert Watch(root, "runs/a-1", FAST).look() == "held"
+                assert LeaseObservation(root, "runs/a-1", FAST).look() == "held"
             assert rule.done == 1
             with pytest.raises(LeaseHeld, match="mine"), lease(root, "runs/a-1", "other", timing=FAST):
                 pass

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from storage.digests import each
 from storage.filesystem import filesystem_of
 from storage.objects import (
     children,
@@ -26,7 +27,6 @@ from storage.objects import (
     size_of,
 )
 from storage.s3 import StoreTimeout
-from storage.threads import each
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import PAGE, environment, pointed_at
 

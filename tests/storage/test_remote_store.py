@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import Design, Store
+from storage.artifact import MANIFEST, ArtifactSpec, DamagedArtifact, Store
+from storage.cleanup import tidy
 from storage.digests import PAGE, digest_bytes, digest_pages
-from storage.janitor import tidy
-from storage.manifest import MANIFEST, DamagedArtifact
+from storage.object_artifact import BRINGING, PAGES, RemoteStore, open_store
 from storage.objects import files_below, get_bytes, put_bytes, remove
-from storage.remote_artifact import BRINGING, PAGES
-from storage.remote_store import RemoteStore, open_store
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, bring, build, build_one, in_scratch, started
 from tests.storage.fault_proxy import FaultProxy, Rule
@@ -32,8 +30,8 @@ def elsewhere(root: Root, name: str = "there") -> Root:
     return in_scratch(root, root.local.parent / name)
 
 
-def design(**parameters: object) -> Design:
-    return Design("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
+def design(**parameters: object) -> ArtifactSpec:
+    return ArtifactSpec("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
 
 
 def test_what_one_machine_commits_another_finds_and_brings(root: Root, proxy: FaultProxy) -> None:
@@ -201,7 +199,7 @@ def test_names_that_leave_the_root_are_refused(root: Root, label: str) -> None:
         with pytest.raises(ValueError, match="write kind/name-key8"):
             store.delete(label)
     with pytest.raises(ValueError, match="write kind/name-key8"):
-        open_store(root).find(Design("curated", "../web", 1, {}, {}))
+        open_store(root).find(ArtifactSpec("curated", "../web", 1, {}, {}))
 
 
 def test_a_manifest_cannot_name_files_outside(root: Root) -> None:

@@ -10,17 +10,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from storage.artifact import Design, Store
+from storage.artifact import ArtifactSpec, Store, UntrustedArtifact
 from storage.digests import digest_json
-from storage.manifest import UntrustedArtifact
 from storage.signing import SIGNING, TRUSTED, distrust, signed
 
 
-def design(**parameters: object) -> Design:
-    return Design("evaluation", "tiny", 1, dict(parameters), {})
+def design(**parameters: object) -> ArtifactSpec:
+    return ArtifactSpec("evaluation", "tiny", 1, dict(parameters), {})
 
 
-def build(store: Store, intent: Design) -> Path:
+def build(store: Store, intent: ArtifactSpec) -> Path:
     with store.staging() as folder:
         (folder / "scores.json").write_text("{}")
         return store.commit(intent, folder, {"eval/bpb": 2.5}, "tiny-1", "abc", 0.1).path

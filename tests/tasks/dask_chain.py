@@ -12,7 +12,7 @@ from llama3.data.collect import collect
 from llama3.data.curate import curate
 from llama3.recipe.load import load_recipe
 from tasks.cluster import Cluster
-from tasks.runners import data_runner
+from tasks.executors import data_runner
 
 
 @task

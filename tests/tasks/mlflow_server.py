@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.children import await_answer
+from flows.local_server import await_answer
 from storage.processes import die_with_parent, free_port
 from storage.root import Root
-from tasks.mlflow_database import prepare_database
-from tasks.tracking_uri import database_uri
+from tasks.tracking.mlflow_store import database_uri, prepare_database
 from tests.servers import one_of
 
 

@@ -10,15 +10,15 @@ from prefect import flow, get_client, task
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from llama3.train.journal import Record
-from tasks import pages
-from tasks.events import emit
+from tasks.tracking import prefect_artifacts
+from tasks.tracking.events import emit
 
 RUN = "paged.x-1"
 
 
 @task
 def train() -> float:
-    page = pages.StagePage(RUN, "main", 100, 1000, interval_s=0.0)
+    page = prefect_artifacts.StagePage(RUN, "main", 100, 1000, interval_s=0.0)
     began = time.monotonic()
     for position in range(200, 1200, 100):
         page.see(Record(0.0, position, {"train/loss": 5.0, "throughput/tokens_per_s": 2e4, "time/remaining_s": 187.0}))
@@ -29,20 +29,20 @@ def train() -> float:
 @flow
 def shown() -> tuple[float, float, bool]:
     """Show pages; return the seconds that they and the last of them took, and whether the server has them."""
-    pages.markdown(f"{RUN}-plan", "# Plan", f"Plan of {RUN}")
-    pages.table(f"{RUN}-results", [{"stage": "main", "loss": 5.0}], "Results")
-    pages.link(f"{RUN}-mlflow", "http://127.0.0.1:5000/#/run", "MLflow run")
+    prefect_artifacts.markdown(f"{RUN}-plan", "# Plan", f"Plan of {RUN}")
+    prefect_artifacts.table(f"{RUN}-results", [{"stage": "main", "loss": 5.0}], "Results")
+    prefect_artifacts.link(f"{RUN}-mlflow", "http://127.0.0.1:5000/#/run", "MLflow run")
     spent = train()
     began = time.monotonic()
-    done = pages.flush()
+    done = prefect_artifacts.flush()
     return spent, time.monotonic() - began, done
 
 
 @flow
 def deserted() -> tuple[float, float, bool]:
     """Show pages to a server that is killed meanwhile."""
-    pages.markdown("plan", "# Plan")
-    pages.flush()
+    prefect_artifacts.markdown("plan", "# Plan")
+    prefect_artifacts.flush()
     print("ready", flush=True)
     sys.stdin.readline()
     found = shown.fn()
@@ -52,7 +52,7 @@ def deserted() -> tuple[float, float, bool]:
 
 def pages_of_run() -> dict[str, Any]:
     """Return type, data and description of each page on the server, by the end of its key."""
-    start = pages.page_key(RUN) + "-"
+    start = prefect_artifacts.page_key(RUN) + "-"
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(like_=f"{start}%")))
     return {str(page.key).removeprefix(start): (page.type, page.data, page.description) for page in found}

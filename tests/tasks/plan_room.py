@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tasks.plan import make_plan
-from tasks.plan_cluster import Planned, plan_on
-from tests.llama3.cluster.plan_samples import cluster_file, recipe
+from tasks.plan.cluster import ClusterPlan, plan_on
+from tasks.plan.recipe import make_plan
+from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 
 @cache
-def planned(*gpus: str) -> Planned:
+def planned(*gpus: str) -> ClusterPlan:
     """Return the plan on `gpus` as `--gpus` gives them."""
     with TemporaryDirectory() as folder:
         return plan_on(make_plan(recipe(), []), str(cluster_file(Path(folder))), gpus)

@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 import torch
 
 from llama3.model.files import save_model
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.recipe.load import load_recipe
-from storage.artifact import Artifact, Design, Store
-from storage.remote_store import open_store
+from storage.artifact import Artifact, ArtifactSpec, Store
+from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.evaluate import evaluate_model
-from tasks.runs import Runs, StepRecord
+from tasks.runs.records import Runs, StepRecord
+from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
-from tasks.tracking import Tracker
+from tasks.tracking.mlflow import Tracker
 from tests.agents import shared_agents
 from tests.llama3.export.export_samples import TEXTS, tokenizer
 
@@ -52,7 +52,9 @@ class PromotionRoom:
         """Commit an artifact as a step of the run."""
         with self.store.staging() as folder:
             fill(folder)
-            made = self.store.commit(Design(kind, name, 1, {}, inputs), folder, facts, self.context.record.name, "", 1)
+            made = self.store.commit(
+                ArtifactSpec(kind, name, 1, {}, inputs), folder, facts, self.context.record.name, "", 1
+            )
         self.context.record.steps[f"{kind} {name}"] = StepRecord(artifact=made.label, outcome="made")
         self.context.runs.save(self.context.record)
         return made

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama3.evaluate.gate import Check, Evidence, Measured
+from llama3.evaluate.gate import Check, Evidence, MeasuredScore
 from storage.artifact import Artifact
 from storage.root import Root
-from tasks.promotion_log import PromotionLog
-from tasks.promotions import PROMOTED, Kind, Log, Promotion, reigning
+from tasks.promotion.log import PROMOTED, Kind, Log, Promotion, PromotionLog, reigning
 from tests.tasks.standing_root import commit
 
 FAMILY = "tiny"
@@ -16,7 +15,7 @@ FAMILY = "tiny"
 
 def judged_record(number: int, kind: Kind = PROMOTED, log: Log = (), **more: Any) -> Promotion:
     """Return the record of a judgement on model `number`, of the run of that number."""
-    scores = {"eval/bpb": Measured(value=2.5, better="lower", requests="r" * 64)}
+    scores = {"eval/bpb": MeasuredScore(value=2.5, better="lower", requests="r" * 64)}
     check = Check(metric="integrity/files", passed=True, reason="as committed")
     evidence = Evidence(rules={}, candidate=scores, checks=(check,))
     given = {

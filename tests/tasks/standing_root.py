@@ -12,11 +12,11 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.journal import Journal, Record
-from storage.artifact import Artifact, Design
-from storage.remote_store import open_store
+from storage.artifact import Artifact, ArtifactSpec
+from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.runs import RunRecord, Runs, StepRecord
-from tasks.standing import work_name
+from tasks.runs.progress import work_name
+from tasks.runs.records import RunRecord, Runs, StepRecord
 
 TINY = Path("tests/e2e/tiny.yaml")
 
@@ -30,7 +30,7 @@ def commit(root: Root, kind: str, name: str, facts: dict[str, Any] | None = None
     store = open_store(root)
     with store.staging() as folder:
         (folder / "data.txt").write_text(f"{kind} {name}")
-        return store.commit(Design(kind, name, 1, {}, inputs), folder, facts or {}, "a test", "abc", 1.5)
+        return store.commit(ArtifactSpec(kind, name, 1, {}, inputs), folder, facts or {}, "a test", "abc", 1.5)
 
 
 def begun(root: Root, recipe: Recipe) -> RunRecord:

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from llama3.scaling.isoflop import Ladder, Trial, fit_ladder
-from llama3.scaling.verdict import HELPS, HURTS, NOTHING, Finding, Verdict
-from tasks.study_page import ArmRow, StudyView, ViewTable
+from llama3.studies.isoflop import IsoflopFit, Trial, fit_ladder
+from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, StudyVerdict
+from tasks.study.page import ArmRow, StudyView, ViewTable
 
 ALPHA = 0.53
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -36,7 +36,7 @@ def trials(
     return made
 
 
-def ladder(shift: float = 0.0) -> Ladder:
+def ladder(shift: float = 0.0) -> IsoflopFit:
     made = trials(shift=shift)
     return fit_ladder(made, sorted({trial.flops for trial in made}))
 
@@ -91,7 +91,7 @@ def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object)
         ended="2026-11-23T04:31:07+00:00",
         machine="2 CPU cores",
         command="herd study run recipes/experiments/sample.yaml",
-        verdict=Verdict(
+        verdict=StudyVerdict(
             headline=["arm-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
             change=["mix.base.general=45%", "mix.base.math=30%", "lr.peak=3e-3"],
             flags=["3 repeats leave an interval two degrees of freedom; add seeds"],

@@ -8,7 +8,7 @@ from rich.console import Console as RichConsole
 
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.words import command
+from tasks.format import command
 
 
 def shown(terminal: bool) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama3.recipe.load import digest, load_recipe
-from tasks.curate import read_from
-from tasks.tokenise import dealt_by, learnt_by
+from tasks.stages.data import dealt_by, learnt_by, read_from
 
 TINY = Path("tests/e2e/tiny.yaml")
 NEW = "sources.math=[{uri: installed, limit: 500kB, system: false}, {uri: installed, limit: 1MB%s}]"

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import yaml
 
-from llama3.data.sources import fingerprint
+from llama3.data.readers.sources import fingerprint
 from llama3.recipe.load import digest, parse_recipe, resolved
 from llama3.recipe.schema import Recipe
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
-from tasks.card import card_of, data_mix_digest
-from tasks.curate import measured, read_from
-from tasks.tokenise import dealt_by, learnt_by
+from tasks.report.card import card_of, data_mix_digest
+from tasks.stages.data import dealt_by, learnt_by, measured, read_from
 from tests.tasks.trained_run import TrainedRun
 
 FOUND = {"study": "judge-cpu", "digest": "1a2b3c4d5e6f", "says": "helps", "score": "eval/bpb/math"}

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from llama3.train import metrics
-from llama3.train.attempt import Outcome
+from llama3.train.job import AttemptResult
 from llama3.train.journal import read_journal
 from storage.root import Root
-from tasks import follow, reach, sender
-from tasks.catch_up import catch_up
 from tasks.console import TerminalConsole
-from tasks.follow import Follower
-from tasks.runs import Runs
-from tasks.tracking import Tracker
+from tasks.runs.records import Runs
+from tasks.stages import follow
+from tasks.stages.follow import Follower
+from tasks.tracking import mlflow, sender
+from tasks.tracking.backfill import catch_up
+from tasks.tracking.mlflow import Tracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points
 
@@ -51,9 +52,9 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)])
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> AttemptResult | None:
         status = self.process.poll()
-        return None if status is None else Outcome(status=status, words="")
+        return None if status is None else AttemptResult(status=status, words="")
 
     def waits(self) -> bool:
         return False
@@ -77,7 +78,7 @@ class Followed:
         self.runs = [context.record.mlflow_run, child]
         self.writer = Writer(root.file("work", "main-0123"))
         self.thread = threading.Thread(target=self._follow, daemon=True)
-        self.ended: Outcome | None = None
+        self.ended: AttemptResult | None = None
         self.thread.start()
 
     def _follow(self) -> None:
@@ -90,7 +91,7 @@ class Followed:
         """Tell the writer to stop and wait until the follower has returned."""
         self.writer.stop()
         self.thread.join(60)
-        assert self.ended == Outcome(status=0, words="")
+        assert self.ended == AttemptResult(status=0, words="")
 
     def check_complete(self) -> None:
         """Every record of the journal is in MLflow once, in both runs."""
@@ -124,7 +125,7 @@ def server(running: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowServ
         running.start()
     use(monkeypatch, running.uri)
     monkeypatch.setattr(follow, "SEND_INTERVAL_S", 0.3)
-    monkeypatch.setattr(reach, "PROBE_INTERVAL_S", 1.0)
+    monkeypatch.setattr(mlflow, "PROBE_INTERVAL_S", 1.0)
     monkeypatch.setattr(sender, "CATCH_UP_INTERVAL_S", 1.0)
     return running
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from llama3.train import metrics
+from storage.object_artifact import open_store
 from storage.objects import put_bytes
-from storage.remote_store import open_store
 from storage.root import Root
-from tasks.alerts import Alert, read_alerts, tell
 from tasks.console import TerminalConsole
-from tasks.retention import COPY, carry_out, plan_retention
-from tasks.runs import Runs
-from tasks.standing import IN_PROGRESS, standings
+from tasks.runs.gc import COPY, carry_out, plan_retention
+from tasks.runs.progress import IN_PROGRESS, standings
+from tasks.runs.records import Runs
+from tasks.stages.alerts import Alert, read_alerts, tell
 from tests.tasks.standing_root import begun, commit, tiny, train
 
 

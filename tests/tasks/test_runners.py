@@ -16,10 +16,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
-from llama3.data.job import in_turn
+from llama3.data.mapreduce import in_turn
 from llama3.recipe.load import load_recipe
 from tasks.cluster import Cluster
-from tasks.runners import data_runner, item_memory
+from tasks.executors import data_runner, item_memory
 from tests.tasks.dask_chain import write_on_dask
 
 

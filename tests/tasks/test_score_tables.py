@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.gate import Check, Decision, Measured, decide
+from llama3.evaluate.gate import Check, Decision, MeasuredScore, decide
 from llama3.evaluate.scores import Score, Scores, write_scores
 from llama3.evaluate.significance import DOCUMENTS, Difference
 from llama3.evaluate.statistics import Estimate, normal
+from llama3.recipe.gates import GateRule
 from llama3.recipe.load import load_recipe, to_yaml
-from llama3.recipe.rules import GateRule
-from storage.artifact import Artifact, Design, Store
-from tasks.report import _render
-from tasks.report_data import ReportData, _notes
-from tasks.result_pages import _score_row
-from tasks.runs import RunRecord
-from tasks.summary import _scores
+from storage.artifact import Artifact, ArtifactSpec, Store
+from tasks.report.data import ReportData, _notes
+from tasks.report.run import _render
+from tasks.runs.records import RunRecord
+from tasks.runs.summary import _scores
+from tasks.tracking.prefect_artifacts import _score_row
 
 SCORES = {
     score.key: score
@@ -36,7 +36,7 @@ SCORES = {
 
 def decision() -> Decision:
     difference = Difference(value=-0.0125, low=-0.02, high=-0.005, p=0.0004, n=128, method=DOCUMENTS, better="lower")
-    champion = {"eval/bpb": Measured(value=2.5125, better="lower", requests="c0ffee")}
+    champion = {"eval/bpb": MeasuredScore(value=2.5125, better="lower", requests="c0ffee")}
     fact = Check(metric="integrity/digests", passed=True, reason="4 files as their manifest says")
     rules = {"eval/bpb": GateRule.parse("better"), "eval/mmlu": GateRule.parse("at least 0.4")}
     return decide(rules, SCORES, champion, {"eval/bpb": difference}, [fact])
@@ -133,7 +133,7 @@ def evaluation(root: Path, scores: Scores = SCORES, facts: dict[str, object] | N
     store = Store(root)
     with store.staging() as folder:
         write_scores(scores, folder)
-        return store.commit(Design("evaluation", "tiny", 1, {}, {}), folder, facts or {}, "test", "none", 0.0)
+        return store.commit(ArtifactSpec("evaluation", "tiny", 1, {}, {}), folder, facts or {}, "test", "none", 0.0)
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.md"])

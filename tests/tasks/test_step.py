@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from llama3.recipe.load import load_recipe
-from storage.artifact import Design
+from storage.artifact import ArtifactSpec
 from storage.lease import LeaseHeld, LeaseLost, lease
-from storage.remote_store import open_store
+from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.runs import Runs
-from tasks.step import Context, Work, ensure, ensure_in_scratch, tracked
-from tasks.tracking import Tracker
+from tasks.runs.records import Runs
+from tasks.step import Context, WorkInProgress, ensure, ensure_in_scratch, tracked
+from tasks.tracking.mlflow import Tracker
 from tests.storage.commit_samples import started
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -64,8 +64,8 @@ def heard(of: Context) -> list[str]:
     return of.console.about("thing")
 
 
-def design(**parameters: object) -> Design:
-    return Design("thing", "quickstart", 1, parameters, {})
+def design(**parameters: object) -> ArtifactSpec:
+    return ArtifactSpec("thing", "quickstart", 1, parameters, {})
 
 
 def writes(folder: Path, _: object) -> dict[str, Any]:
@@ -118,7 +118,13 @@ def test_work_in_progress_is_resumed_and_then_removed(root: Root, tracker: Track
     run, done = context(root, tracker), []
     folder = run.scratch / "thing-place"
     folder.mkdir(parents=True)
-    ensure(run, "thing", design(), writes, work=Work("thing-place", lambda: 1_200_000_000, lambda: done.append(1)))
+    ensure(
+        run,
+        "thing",
+        design(),
+        writes,
+        work=WorkInProgress("thing-place", lambda: 1_200_000_000, lambda: done.append(1)),
+    )
     assert heard(run) == ["resumed at 1.2B"]
     assert run.record.steps["thing"].outcome == "resumed at 1.2B"
     assert not folder.exists()
@@ -133,7 +139,7 @@ def test_designs_that_share_a_work_folder_wait_for_each_other(root: Root, tracke
             pass
         return writes(folder, _)
 
-    ensure(run, "thing", design(), tries, work=Work("thing-place"))
+    ensure(run, "thing", design(), tries, work=WorkInProgress("thing-place"))
 
 
 def test_scratch_outlives_an_error_but_not_the_commit(root: Root, tracker: Tracker) -> None:

@@ -7,24 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llama3.evaluate.gate import Decision, Row
+from llama3.evaluate.gate import Decision, GateRow
 from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.train import metrics
 from llama3.train.journal import Journal, Record, to_parquet
-from storage.artifact import Artifact, Design, flatten
-from storage.remote_store import open_store
+from storage.artifact import Artifact, ArtifactSpec, flatten
+from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.project import Shown, checkpoint_model, project_step
-from tasks.promotion_log import PromotionLog
-from tasks.promotions import PROMOTED, Promotion, reigning
-from tasks.registry import Registry
-from tasks.runs import Runs, StepRecord, now
-from tasks.settle import settle
+from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, reigning
+from tasks.promotion.promote import settle
+from tasks.runs.records import Runs, StepRecord, now
 from tasks.step import Context, tracked
-from tasks.tracking import Tracker
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.registry import Registry
+from tasks.tracking.steps import Shown, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -79,21 +78,23 @@ class TrackedRun:
 
     def tokens(self) -> Artifact:
         counts = {"tokens": dict.fromkeys(DOMAINS, 4000), "documents": dict.fromkeys(DOMAINS, 40)}
-        return self.step("tokenise", Design("tokens", "tiny", 1, {"dtype": "uint16"}, {}), {**counts, "odd@key": 1}, {})
+        return self.step(
+            "tokenise", ArtifactSpec("tokens", "tiny", 1, {"dtype": "uint16"}, {}), {**counts, "odd@key": 1}, {}
+        )
 
     def stage(self, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Artifact:
         inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
-        design = Design("checkpoint", f"tiny-{span.name}", 1, {"better": self.better}, inputs)
+        design = ArtifactSpec("checkpoint", f"tiny-{span.name}", 1, {"better": self.better}, inputs)
         facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.0, "model_sha256": "d" * 64}
         journal = records(span, Schedule(self.context.recipe), self.better)
         return self.step(span.name, design, facts, {"metrics.parquet": journal})
 
     def evaluate(self, checkpoint: Artifact) -> Artifact:
-        design = Design("evaluation", checkpoint.manifest.name, 1, {}, {"checkpoint": checkpoint.key})
+        design = ArtifactSpec("evaluation", checkpoint.manifest.name, 1, {}, {"checkpoint": checkpoint.key})
         facts = {"eval/bpb": 1.5 - self.better, "eval/arithmetic": 0.3}
         return self.step("evaluate-anneal", design, facts, {"generations.json": []})
 
-    def step(self, step: str, design: Design, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
+    def step(self, step: str, design: ArtifactSpec, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
         context = self.context
         with tracked(context, design.kind, step, design.key) as child:
             artifact = context.store.find(design) or self._make(design, facts, files)
@@ -103,7 +104,7 @@ class TrackedRun:
             project_step(Shown(context.tracker, context.store, context.record, step, artifact, child))
         return artifact
 
-    def _make(self, design: Design, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
+    def _make(self, design: ArtifactSpec, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
         with self.context.store.staging() as folder:
             for name, content in files.items():
                 write(folder / name, content)
@@ -111,7 +112,9 @@ class TrackedRun:
 
     def promote(self, checkpoint: Artifact, evaluation: Artifact) -> None:
         context, registry = self.context, Registry(self.context.tracker)
-        row = Row(metric="eval/bpb", rule="better", candidate=1, champion=2, threshold=2, passed=True, reason="better")
+        row = GateRow(
+            metric="eval/bpb", rule="better", candidate=1, champion=2, threshold=2, passed=True, reason="better"
+        )
         decision = Decision(accepted=True, rows=(row,))
         with tracked(context, "promotion", "promote", evaluation.key) as child:
             model = checkpoint_model(context.tracker, [child], checkpoint)

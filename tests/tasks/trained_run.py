@@ -10,14 +10,14 @@ import torch
 
 from llama3.evaluate.scores import Score, write_scores
 from llama3.model.files import save_model
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.train import metrics
 from llama3.train.journal import Journal, Record, to_parquet
-from storage.artifact import Artifact, Design
-from storage.remote_store import open_store
+from storage.artifact import Artifact, ArtifactSpec
+from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.runs import RunRecord, Runs, StepRecord
+from tasks.runs.records import RunRecord, Runs, StepRecord
 from tests.llama3.export.export_samples import tokenizer
 from tests.llama3.train.train_samples import recipe, write_tokens
 
@@ -32,12 +32,12 @@ class TrainedRun:
         self.runs, self.store = Runs(self.root), open_store(self.root)
         self.record: RunRecord = self.runs.begin(self.recipe, "c0de")
         tokens = self._step(
-            "tokenise", Design("tokens", "tiny", 1, {}, {}), {}, lambda at: write_tokens(at, self.recipe)
+            "tokenise", ArtifactSpec("tokens", "tiny", 1, {}, {}), {}, lambda at: write_tokens(at, self.recipe)
         )
-        self._step("tokenizer", Design("tokenizer", "tiny", 1, {}, {}), {"digest": CODER.digest}, CODER.save)
+        self._step("tokenizer", ArtifactSpec("tokenizer", "tiny", 1, {}, {}), {"digest": CODER.digest}, CODER.save)
         for span in Schedule(self.recipe).trained:
             self.checkpoint = self._stage(span, tokens)
-        design = Design("evaluation", "tiny-anneal", 1, {}, {"checkpoint": self.checkpoint.key})
+        design = ArtifactSpec("evaluation", "tiny-anneal", 1, {}, {"checkpoint": self.checkpoint.key})
         self._step("evaluate-anneal", design, {}, lambda at: write_scores({SCORE.key: SCORE}, at))
         self.record.state = "finished"
         self.runs.save(self.record)
@@ -48,7 +48,7 @@ class TrainedRun:
         return self.checkpoint.part("model")
 
     def _stage(self, span: StageSpan, tokens: Artifact) -> Artifact:
-        design = Design("checkpoint", f"tiny-{span.name}", 1, {"stage": span.name}, {"tokens": tokens.key})
+        design = ArtifactSpec("checkpoint", f"tiny-{span.name}", 1, {"stage": span.name}, {"tokens": tokens.key})
         facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.5, "model_sha256": "d" * 64}
 
         def write(folder: Path) -> None:
@@ -59,7 +59,7 @@ class TrainedRun:
 
         return self._step(span.name, design, facts, write)
 
-    def _step(self, step: str, design: Design, facts: dict[str, Any], write: Any) -> Artifact:
+    def _step(self, step: str, design: ArtifactSpec, facts: dict[str, Any], write: Any) -> Artifact:
         with self.store.staging() as folder:
             write(folder)
             artifact = self.store.commit(design, folder, facts, self.record.name, "c0de", 1.0)

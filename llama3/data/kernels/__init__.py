@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 
 
 def _cache_folder() -> Path:
-    sources = sorted([*_HERE.glob("*.py"), *(_HERE.parent / name for name in ("words.py", "characters.py"))])
+    sources = sorted([*_HERE.glob("*.py"), _HERE.parent / "text" / "words.py"])
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     cache = _HERE / "__pycache__"
     if not os.access(cache if cache.exists() else _HERE, os.W_OK):

@@ -1,6 +1,6 @@
 """The statistics that quality rules bound, from the bytes of each document: one scan of its lines, one of its words.
 
-The definitions are told in `llama3/data/statistics.py`. Memory follows the longest document of a call: 10 bytes for
+The definitions are told in `llama3/data/filters.py`. Memory follows the longest document of a call: 10 bytes for
 each byte of prose, 24 where every second byte is a word.
 """
 
@@ -11,13 +11,247 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from llama3.data.characters import BLANKS, STOP_WORDS
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.line_scan import BLANK, traits_at
-from llama3.data.kernels.line_statistics import Tally, tally_lines
-from llama3.data.kernels.repetition import LONGEST, SHORTEST, repetition
-from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, word_hash
+from llama3.data.kernels.lines import (  # fmt: skip
+    BLANK,
+    END,
+    NEWLINE,
+    QUOTE,
+    WIDE_END,
+    LineScan,
+    ends_with_ellipsis,
+    is_bullet,
+    scan_line,
+    traits_at,
+)
+from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, mixed, word_hash
+from llama3.data.text.words import BLANKS, SENTENCE_WORDS, SHORT_LINE, STOP_WORDS
+
+# Counts over the lines and paragraphs of a document: lengths, repetitions, list marks, punctuation, sentences.
+#
+# Lines and paragraphs are compared by 64-bit hashes in one table of open addressing, so that a million equal lines
+# cost what a million different ones do.
+
+
+class Tally(IntEnum):
+    """Elements of the array that `tally_lines` fills; the first four are those that `scan_line` counts."""
+
+    NUMBER_SIGNS = 0
+    ELLIPSES = 1
+    BRACES = 2
+    PLACEHOLDERS = 3
+    CHARS = 4
+    SYMBOLS = 5
+    NEWLINES = 6
+    LINES = 7
+    BULLETS = 8
+    ELLIPSIS_LINES = 9
+    PUNCTUATED = 10
+    SHORT = 11
+    SENTENCES = 12
+    REPEATED_LINES = 13
+    REPEATED_LINE_CHARS = 14
+    PARAGRAPHS = 15
+    REPEATED_PARAGRAPHS = 16
+    REPEATED_PARAGRAPH_CHARS = 17
+
+
+_NO_LINES = np.uint64(0x9E3779B97F4A7C15)
+"""Hash of a paragraph before its first line; it keeps a paragraph of one line apart from that line."""
+_NONE = -1
+
+
+@njit(cache=True, nogil=True)
+def tally_lines(data: Bytes, start: int, stop: int, tally: Offsets) -> None:
+    """Fill `tally`, int64[len(Tally)], for the document `data[start:stop]`."""
+    table = _empty_table(data, start, stop)
+    tally[:] = 0
+    at, paragraph, chars = start, _NO_LINES, _NONE
+    while at < stop:
+        line = scan_line(data, at, stop, tally)
+        tally[Tally.CHARS] += line.chars
+        tally[Tally.SYMBOLS] += line.symbols
+        if line.first < line.end:
+            _add_line(data, line, table, tally)
+            paragraph, chars = mixed(paragraph ^ line.hash), chars + line.chars + 1
+        elif chars != _NONE:
+            _add_paragraph(paragraph, chars, table, tally)
+            paragraph, chars = _NO_LINES, _NONE
+        if line.end < stop:
+            tally[Tally.CHARS] += 1
+            tally[Tally.NEWLINES] += 1
+        at = line.end + 1
+    if chars != _NONE:
+        _add_paragraph(paragraph, chars, table, tally)
+
+
+@njit(cache=True, nogil=True)
+def _add_line(data: Bytes, line: LineScan, table: Hashes, tally: Offsets) -> None:
+    """Count a line that is not blank."""
+    ellipsis = ends_with_ellipsis(data, line)
+    end = traits_at(data, line.last)
+    tally[Tally.LINES] += 1
+    tally[Tally.BULLETS] += is_bullet(data, line)
+    tally[Tally.ELLIPSIS_LINES] += ellipsis
+    tally[Tally.PUNCTUATED] += end & (END | WIDE_END) != 0
+    tally[Tally.SHORT] += line.chars <= SHORT_LINE
+    if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis and line.words >= SENTENCE_WORDS:
+        tally[Tally.SENTENCES] += line.inner_ends + 1
+    if line.words and _seen(table, line.hash):  # fences and brackets repeat in every page with code
+        tally[Tally.REPEATED_LINES] += 1
+        tally[Tally.REPEATED_LINE_CHARS] += line.chars
+
+
+@njit(cache=True, nogil=True)
+def _add_paragraph(hash_: np.uint64, chars: int, table: Hashes, tally: Offsets) -> None:
+    tally[Tally.PARAGRAPHS] += 1
+    if _seen(table, hash_):
+        tally[Tally.REPEATED_PARAGRAPHS] += 1
+        tally[Tally.REPEATED_PARAGRAPH_CHARS] += chars
+
+
+@njit(cache=True, nogil=True)
+def _empty_table(data: Bytes, start: int, stop: int) -> Hashes:
+    """Return a hash table with room for the lines and the paragraphs of a document."""
+    lines = 1
+    for at in range(start, stop):
+        lines += data[at] == NEWLINE
+    slots = 4
+    while slots < 4 * lines:
+        slots *= 2
+    return np.zeros(slots, np.uint64)
+
+
+@njit(cache=True, nogil=True)
+def _seen(table: Hashes, hash_: np.uint64) -> bool:
+    """Return whether `hash_` is in `table`, and put it there; a free slot holds 0."""
+    last = np.uint64(len(table) - 1)
+    key = max(hash_, np.uint64(1))
+    slot = key & last
+    while table[slot] != 0:
+        if table[slot] == key:
+            return True
+        slot = (slot + np.uint64(1)) & last
+    table[slot] = key
+    return False
+
+
+# Repeated n-grams of words: how much text the most frequent one covers, and how much text repeats what stood
+# before.
+#
+# An n-gram is the pair of the two (n-1)-grams that it begins and ends with, so each length is counted from the one
+# before and only where both halves occur more than once: in prose few positions are left after the pairs of words.
+# An n-gram carries the place of its first occurrence as its number; two such numbers make an exact 64-bit key, so
+# that beyond the hashes of single words no collision is possible. Time is linear in the words whatever the text is.
+#
+# Source: Gopher, arXiv 2112.11446, appendix A.1.1 ("repetition removal") and table A1.
+
+Places = NDArray[np.int32]
+"""Numbers of words in a document; a document of 2^32 bytes has at most 2^31 words."""
+SHORTEST, LONGEST_TOP, LONGEST = 2, 4, 10
+"""Words in an n-gram: the most frequent one is looked for up to LONGEST_TOP, repetitions are added up from there."""
+_EMPTY = np.int32(-1)
+
+
+@njit(cache=True, nogil=True)
+def repetition(
+    count: int, keys: Hashes, before: Offsets, first: Places, times: Places, places: Places, found: Offsets
+) -> None:
+    """Add up the characters of repeated n-grams of `count` words; `found[n]` for n from 2 to 10, int64[11].
+
+    n up to 4: characters of the most frequent n-gram (of several, the first in the text), blanks between its words
+    counted, times its occurrences; 0 if none occurs twice. n from 5: characters, blanks not counted, of n-grams that
+    began earlier too, read from the left, each word counted once.
+
+    `keys`: hash of each word, overwritten. `before`: characters in the words before each word, int64[count + 1].
+    `first`, `times`, `places`: scratch for `count` elements.
+    """
+    found[:] = 0
+    for place in range(count):
+        places[place] = place
+    left = _group(places, count, keys, first, times)
+    for size in range(SHORTEST, LONGEST + 1):
+        left = _lengthened(places, left, keys, first)
+        left = _group(places, left, keys, first, times)
+        if size <= LONGEST_TOP:
+            found[size] = _most_frequent(places, left, first, times, before, size)
+        else:
+            found[size] = _repeated(places, left, first, times, before, size)
+
+
+@njit(cache=True, nogil=True)
+def _lengthened(places: Places, count: int, keys: Hashes, first: Places) -> int:
+    """Keep the places where two repeated n-grams follow each other, set the key of the longer one, return how many."""
+    left = 0
+    for at in range(count - 1):
+        place = places[at]
+        if places[at + 1] == place + 1:
+            keys[place] = np.uint64(first[place]) << np.uint64(32) | np.uint64(first[place + 1])
+            places[left] = place
+            left += 1
+    return left
+
+
+@njit(cache=True, nogil=True)
+def _group(places: Places, count: int, keys: Hashes, first: Places, times: Places) -> int:
+    """Set `first` and `times` of all places with equal keys, keep those that occur twice, return how many.
+
+    `times[f]` holds the occurrences of the n-gram that is first at f.
+    """
+    slots = 1
+    while slots < 2 * count:
+        slots *= 2
+    table = np.full(slots, _EMPTY, np.int32)
+    last = np.uint64(slots - 1)
+    for at in range(count):
+        place = places[at]
+        slot = mixed(keys[place]) & last
+        while table[slot] != _EMPTY and keys[table[slot]] != keys[place]:
+            slot = (slot + np.uint64(1)) & last
+        if table[slot] == _EMPTY:
+            table[slot] = place
+            times[place] = 0
+        first[place] = table[slot]
+        times[table[slot]] += 1
+    left = 0
+    for at in range(count):
+        place = places[at]
+        if times[first[place]] > 1:
+            places[left] = place
+            left += 1
+    return left
+
+
+@njit(cache=True, nogil=True)
+def _most_frequent(places: Places, count: int, first: Places, times: Places, before: Offsets, size: int) -> np.int64:
+    most, chars = np.int64(0), np.int64(0)
+    for at in range(count):
+        place = places[at]
+        if first[place] == place and times[place] > most:
+            most = np.int64(times[place])
+            chars = before[place + size] - before[place] + size - 1
+    return most * chars
+
+
+@njit(cache=True, nogil=True)
+def _repeated(places: Places, count: int, first: Places, times: Places, before: Offsets, size: int) -> np.int64:
+    """Return the characters of repetitions, skipping all words of each; `times` marks the n-grams seen, with 0.
+
+    A place within a repetition is skipped and does not count as seen.
+    """
+    chars, free = np.int64(0), np.int64(0)
+    for at in range(count):
+        place = places[at]
+        if place < free:
+            continue
+        if times[first[place]] == 0:
+            chars += before[place + size] - before[place]
+            free = np.int64(place) + size
+        else:
+            times[first[place]] = 0
+    return chars
 
 
 class Statistic(IntEnum):

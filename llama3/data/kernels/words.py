@@ -1,4 +1,4 @@
-"""The words of a text as byte ranges and 64-bit hashes: the fast form of `llama3/data/words.py`.
+"""The words of a text as byte ranges and 64-bit hashes: the fast form of `llama3/data/text/words.py`.
 
 Hashes are ours (FNV-1a over the lower-case bytes, then mixed): they go into files, so no library may change them.
 Text is valid UTF-8, as Arrow guarantees. ASCII takes a short path without branches:
@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.words import ALONE, JOINED, JOINT, THAI_LAO
+from llama3.data.text.words import ALONE, JOINED, JOINT, THAI_LAO
 
 NONE, WITH_OTHERS, BY_ITSELF = 0, 1, 2
 _FIRST_PLANE = 1 << 16

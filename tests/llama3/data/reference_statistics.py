@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from itertools import groupby
 
-from llama3.data.characters import (
+from llama3.data.text.words import (  # fmt: skip
+    ALONE,
     BLANKS,
     BRACKETS,
     ELLIPSES,
@@ -19,8 +20,10 @@ from llama3.data.characters import (
     SPACED_LIST_MARKS,
     STOP_WORDS,
     WIDE_SENTENCE_ENDS,
-)  # fmt: skip
-from llama3.data.words import ALONE, WORD, joined_words, words
+    WORD,
+    joined_words,
+    words,
+)
 
 _LETTER_OR_DIGIT = re.compile(f"(?!_)(?:{WORD.pattern})")
 _BETWEEN = "".join(map(re.escape, SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES + BRACKETS + BLANKS))

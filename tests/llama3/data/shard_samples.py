@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.job import ROW_BITS, Job, Shard
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.shard_writer import ORDER
-from llama3.data.shard_writer import SCHEMA as TEXT
-from llama3.recipe.curation import Curate
-from llama3.recipe.section import DOMAINS
+from llama3.data.mapreduce import ROW_BITS, CurationJob, Shard
+from llama3.data.write_shards import ORDER
+from llama3.data.write_shards import TEXT_SCHEMA as TEXT
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.data_schema import Curate
 
 DERIVED: dict[str, Any] = {"lines": [], "topic": "", "divergence": 0.0, "dirty_words": 0, "rank": 0.0}
 """What annotation would say of a document that says nothing else; its bands are computed."""
@@ -30,7 +30,7 @@ ROWS_PER_GROUP = 16
 
 def make_job(
     folder: Path, documents: list[dict[str, Any]], shards: int = 1, parts: int = 1, recipe: Any = None, threads: int = 1
-) -> Job:
+) -> CurationJob:
     """Write `documents` as `shards` shards per domain under `folder` and return the job, which works in `folder`/steps.
 
     `recipe` needs no more than the attribute `curate`; left out, that is `Curate()`.
@@ -44,10 +44,10 @@ def make_job(
         for place in range(shards if rows else 0):
             cut = rows[len(rows) * place // shards : len(rows) * (place + 1) // shards]
             made.append(_write(folder, len(made), domain, cut, schema, recipe.curate))
-    return Job(recipe, tuple(made), folder / "steps", parts, threads=threads)
+    return CurationJob(recipe, tuple(made), folder / "steps", parts, threads=threads)
 
 
-def drops(job: Job, step: str) -> dict[str, tuple[str, str | None]]:
+def drops(job: CurationJob, step: str) -> dict[str, tuple[str, str | None]]:
     """Return id -> (outcome, kept) of every document that `step` dropped; fails if one is dropped twice or unknown.
 
     Where documents of one id exist (exact copies), use `dropped_rows`.
@@ -58,7 +58,7 @@ def drops(job: Job, step: str) -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def dropped_rows(job: Job, step: str) -> dict[int, tuple[str, str | None]]:
+def dropped_rows(job: CurationJob, step: str) -> dict[int, tuple[str, str | None]]:
     """Return row -> (outcome, kept) of every document that `step` dropped."""
     tables = [pq.read_table(file) for file in job.files(f"{step}/drop")]
     rows = [row for table in tables for row in table.to_pylist()]
@@ -67,12 +67,12 @@ def dropped_rows(job: Job, step: str) -> dict[int, tuple[str, str | None]]:
     return found
 
 
-def ids(job: Job) -> dict[int, str]:
+def ids(job: CurationJob) -> dict[int, str]:
     """Return row -> id of all documents of `job`."""
     return {row: table["id"] for row, table in attributes(job).items()}
 
 
-def attributes(job: Job) -> dict[int, dict[str, Any]]:
+def attributes(job: CurationJob) -> dict[int, dict[str, Any]]:
     """Return row -> attributes of all documents of `job`."""
     tables = [pq.read_table(shard.attributes) for shard in job.shards]
     return {row["row"]: row for table in tables for row in table.to_pylist()}

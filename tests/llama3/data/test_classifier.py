@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.classifier import (
+from llama3.data.classifiers import (
     MODEL,
     Classifier,
     TooFew,
@@ -21,7 +21,7 @@ from llama3.data.classifier import (
     train_classifier,
 )
 from llama3.data.kernels.histogram import PIECE
-from llama3.data.words import words
+from llama3.data.text.words import words
 
 FOODS = re.findall(
     r"\w+", "butter flour onion garlic rice lemon pepper carrot cheese basil tomato cream bread honey ginger"
@@ -193,7 +193,7 @@ def test_a_damaged_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_real_kinds_of_text_are_told_apart(shared: Path, tmp_path: Path) -> None:
-    from llama3.data.scores import read_seeds
+    from llama3.data.classifiers import read_seeds
 
     examples = {
         domain: list(islice(read_seeds([str(shared / "corpora" / domain / names)], "x"), 200))

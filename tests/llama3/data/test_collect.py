@@ -16,15 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data import files as files_module
-from llama3.data import records
 from llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, plan_job, shards_of
-from llama3.data.dates import iso_date
-from llama3.data.job import ROW_BITS
-from llama3.data.shard_writer import ITEM_BITS
-from llama3.data.skips import SourceError
-from llama3.data.sources import check_sources
-from llama3.data.split import document_id, draw
+from llama3.data.mapreduce import ROW_BITS, document_id, draw
+from llama3.data.readers import files as files_module
+from llama3.data.readers import records
+from llama3.data.readers.document import iso_date
+from llama3.data.readers.files import SourceError
+from llama3.data.readers.sources import check_sources
+from llama3.data.write_shards import ITEM_BITS
 from llama3.recipe.schema import Recipe
 
 Make = Callable[..., Recipe]
@@ -107,8 +106,8 @@ def test_documents_are_the_same_however_they_lie_in_files(
             write(tmp_path / f"in/{i}.jsonl{'.gz' * (i % 2)}", part)
     if small:
         monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", sum(f.size for f in _files(tmp_path)) // 4)
-        monkeypatch.setattr("llama3.data.shard_writer.SHARD_BYTES", 4000)
-        monkeypatch.setattr("llama3.data.sources.read_source.__defaults__", (None, 1500))
+        monkeypatch.setattr("llama3.data.write_shards.SHARD_BYTES", 4000)
+        monkeypatch.setattr("llama3.data.readers.sources.read_source.__defaults__", (None, 1500))
     recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
     facts = collect(recipe, tmp_path / "out")
     rows = rows_of(tmp_path / "out")
@@ -123,7 +122,7 @@ def test_documents_are_the_same_however_they_lie_in_files(
 
 
 def _files(folder: Path) -> list[files_module.File]:
-    from llama3.recipe.data import Source
+    from llama3.recipe.data_schema import Source
 
     return files_module.source_files(Source(uri=str(folder / "in")))
 
@@ -346,7 +345,7 @@ def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
 def test_many_faults_of_a_kind_are_counted_without_all_their_names(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.skips.MOST_NAMED", 3)
+    monkeypatch.setattr("llama3.data.readers.files.MOST_NAMED", 3)
     path = write(tmp_path / "a.jsonl", [*[{"text": None}] * 10, {"text": "good"}])
     collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip", max_lost="100%"), tmp_path / "out")
     counted = {row["place"]: row["documents"] for row in skipped_of(tmp_path / "out")}

@@ -15,9 +15,8 @@ import pytest
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
-from llama3.data.job import Runner, in_turn
-from llama3.data.output import SCHEMA
-from llama3.data.split import draw, threshold
+from llama3.data.mapreduce import Runner, draw, in_turn, threshold
+from llama3.data.write_shards import CURATED_SCHEMA
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Share
 
@@ -118,7 +117,7 @@ def test_documents_have_the_promised_shape(tmp_path: Path, make_recipe: Make, wr
     ]  # fmt: skip
     rows = read_back(tmp_path)
     general = [row for row in rows if row["domain"] == "general"]
-    assert list(rows[0]) == SCHEMA.names
+    assert list(rows[0]) == CURATED_SCHEMA.names
     assert [row["id"] for row in general] == sorted(row["id"] for row in general)
     assert all(re.fullmatch("[0-9a-f]{32}", row["id"]) for row in rows)
     assert len({row["id"] for row in rows}) == len(rows) == 120
@@ -143,7 +142,7 @@ def backwards_on_threads(count: int) -> Runner:
 def test_bytes_do_not_depend_on_files_order_threads_or_parts(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.output.SHARD_BYTES", 24_000)
+    monkeypatch.setattr("llama3.data.write_shards.SHARD_BYTES", 24_000)
     texts = prose(5, 200)
     near = [text.replace(" ", "  ", 1) + " more" for text in texts[:40]]
     shared = [f"{text}\nThis line stands under every page.\n" for text in prose(6, 30)]

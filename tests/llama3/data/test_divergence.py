@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.divergence import (
+from llama3.data.kl import (
     BUCKETS,
     LEAST_REFERENCE,
     LEAST_WORDS,
@@ -23,8 +23,8 @@ from llama3.data.divergence import (
     reference_counts,
     reference_of,
 )
-from llama3.data.job import in_turn
-from llama3.data.words import words
+from llama3.data.mapreduce import in_turn
+from llama3.data.text.words import words
 from tests.llama3.data.shard_samples import make_job
 
 WORDS = [f"word{index}" for index in range(3000)]

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llama3.data.annotate import COLUMNS, document_statistics
 from llama3.data.filters import broken_rules, explanation, filter_shard, read_blocked
-from llama3.data.job import DROP_SCHEMA, Job, Shard, in_turn, run
-from llama3.data.statistics import COLUMNS, document_statistics
-from llama3.recipe.curation import Curate
-from llama3.recipe.quality import Quality
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, Shard, in_turn, run
+from llama3.recipe.data_schema import Curate, Quality
 
 OFF: dict[str, Any] = {
     "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_gram": {},
@@ -46,7 +45,7 @@ def judge(tmp_path: Path) -> Judge:
             table = table.append_column(name, pa.array(column))
         pq.write_table(table, shard)
         recipe: Any = SimpleNamespace(curate=Curate.model_validate(curate))
-        job = Job(recipe, (Shard(3, "general", tmp_path / "text", shard, len(texts), 0),), tmp_path / "job")
+        job = CurationJob(recipe, (Shard(3, "general", tmp_path / "text", shard, len(texts), 0),), tmp_path / "job")
         job.file("filter/drop", 0).unlink(missing_ok=True)
         run(in_turn, job, "filter/drop", filter_shard, [0])
         drops = pq.read_table(job.file("filter/drop", 0))

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.data.collect import collect, shards_of
-from llama3.data.files import list_source
-from llama3.data.skips import SourceError
-from llama3.data.sources import fingerprint
+from llama3.data.readers.files import SourceError, list_source
+from llama3.data.readers.sources import fingerprint
 from llama3.recipe.schema import Recipe
 from storage.filesystem import filesystem_of
 from storage.processes import free_port

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.data.collect import collect, shards_of
-from llama3.data.skips import SourceError
-from llama3.data.sources import check_sources
+from llama3.data.readers.files import SourceError
+from llama3.data.readers.sources import check_sources
 from llama3.recipe.schema import Recipe
 from storage import filesystem
 from tests.storage.fault_proxy import Fault, FaultProxy, Rule

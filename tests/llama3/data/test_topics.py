@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.job import DROP_SCHEMA, Job, in_turn, write_table
-from llama3.data.split import threshold
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, in_turn, threshold, write_table
 from llama3.data.topics import cap_topics, documents_kept, largest_total
-from llama3.recipe.curation import Curate
+from llama3.recipe.data_schema import Curate
 from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_job
 
 TOPICS = ("art", "sport", "science")
@@ -37,13 +36,13 @@ def documents(topic: str, count: int, size: int = 100, domain: str = "general") 
     ]
 
 
-def capped(job: Job) -> dict[str, tuple[str, str | None]]:
+def capped(job: CurationJob) -> dict[str, tuple[str, str | None]]:
     cap_topics(in_turn, job)
     names = ids(job)
     return {names[row]: why for row, why in dropped_rows(job, "topic").items()}
 
 
-def left(job: Job, gone: Any, domain: str = "general") -> dict[str, int]:
+def left(job: CurationJob, gone: Any, domain: str = "general") -> dict[str, int]:
     sizes = dict.fromkeys(TOPICS, 0)
     for row in attributes(job).values():
         if row["id"] not in gone and row["domain"] == domain:

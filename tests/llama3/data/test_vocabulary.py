@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.vocabulary import MOST_WORDS, count_words_in, read_words, vocabulary_of
-from llama3.data.words import words
+from llama3.data.text.words import words
+from llama3.data.wordlists import MOST_WORDS, count_words_in, read_words, vocabulary_of
 
 
 def count(text: str, *phrases: str) -> int:

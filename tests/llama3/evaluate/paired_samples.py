@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llama3.evaluate.bootstrap import combine
-from llama3.evaluate.gate import Evidence, Measured
-from llama3.evaluate.paired import Pairs, corrected, documents_difference, of_documents, questions_difference
-from llama3.recipe.rules import default_policy
-from llama3.recipe.section import DOMAINS
+from llama3.evaluate.compare import PairedSamples, corrected, documents_difference, of_documents, questions_difference
+from llama3.evaluate.gate import Evidence, MeasuredScore
+from llama3.evaluate.statistics import combine
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.gates import default_policy
 
 MIX = {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
 LEVEL = {"general": 2.9, "math": 2.4, "code": 3.06, "multilingual": 3.8}
@@ -18,19 +18,19 @@ LEVEL = {"general": 2.9, "math": 2.4, "code": 3.06, "multilingual": 3.8}
 TASKS = ("arithmetic", "continuation", "copa", "piqa", "mmlu")
 
 
-def documents(random: np.random.Generator, domain: str, change: float, count: int = 64) -> Pairs:
+def documents(random: np.random.Generator, domain: str, change: float, count: int = 64) -> PairedSamples:
     """Return bits of `count` documents; the candidate is worse by `change` (a share), give or take 1 % in each."""
     sizes = np.minimum(random.lognormal(6.3, 0.6, count), 2048).round()
     champion = sizes * LEVEL[domain] * (1 + 0.15 * random.standard_normal(count))
-    return Pairs(champion * (1 + change + 0.01 * random.standard_normal(count)), champion, sizes)
+    return PairedSamples(champion * (1 + change + 0.01 * random.standard_normal(count)), champion, sizes)
 
 
-def answers(random: np.random.Generator, drop: float, count: int = 1000) -> Pairs:
+def answers(random: np.random.Generator, drop: float, count: int = 1000) -> PairedSamples:
     """Return right and wrong answers; a fifth of them are others, and `drop` more of them are newly wrong."""
     champion = (random.random(count) < 0.5).astype(float)
     other = random.random(count)
     candidate = np.where(other < 0.2, (random.random(count) < 0.5).astype(float), champion)
-    return Pairs(np.where(other > 1 - 2 * drop, 0.0, candidate), champion, np.ones(count))
+    return PairedSamples(np.where(other > 1 - 2 * drop, 0.0, candidate), champion, np.ones(count))
 
 
 def evidence(
@@ -56,13 +56,15 @@ def evidence(
     ]
     for table in tables:
         mean = sum(MIX[domain] * table[f"eval/bpb/{domain}"].value for domain in DOMAINS)
-        table["eval/bpb"] = Measured(value=mean, better="lower", requests="b")
+        table["eval/bpb"] = MeasuredScore(value=mean, better="lower", requests="b")
     return Evidence.of(default_policy(), tables[0], tables[1], corrected(differences))
 
 
-def _ratio(pairs: Pairs, side: str) -> float:
+def _ratio(pairs: PairedSamples, side: str) -> float:
     return float(getattr(pairs, side).sum() / pairs.denominators.sum())
 
 
-def _scores(values: Mapping[str, float], better: str) -> dict[str, Measured]:
-    return {key: Measured.model_validate({"value": v, "better": better, "requests": key}) for key, v in values.items()}
+def _scores(values: Mapping[str, float], better: str) -> dict[str, MeasuredScore]:
+    return {
+        key: MeasuredScore.model_validate({"value": v, "better": better, "requests": key}) for key, v in values.items()
+    }

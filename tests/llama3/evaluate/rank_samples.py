@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from llama3.evaluate.ranks import Group, Ranks, Single
+from llama3.evaluate.distributed import EvalGroup, Ranks, Single
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.task import Request
-from llama3.model.initial import build
-from llama3.parallel.mesh import joined
-from llama3.recipe.schema import Model
+from llama3.model.init import build
+from llama3.parallel.mesh import init_distributed
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
 
 SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=512, tied_embeddings=True)
@@ -38,8 +38,8 @@ def scored(ranks: Ranks) -> list[tuple[float, int, bool | None]]:
 
 
 def scored_together() -> list[tuple[float, int, bool | None]]:
-    with joined("cpu", 60):
-        return scored(Group())
+    with init_distributed("cpu", 60):
+        return scored(EvalGroup())
 
 
 def scored_alone() -> list[tuple[float, int, bool | None]]:
@@ -48,7 +48,7 @@ def scored_alone() -> list[tuple[float, int, bool | None]]:
 
 def gathered() -> Any:
     """Return what is gathered of values of different lengths."""
-    with joined("cpu", 60):
-        ranks = Group()
+    with init_distributed("cpu", 60):
+        ranks = EvalGroup()
         mine = {"rank": ranks.rank, "text": "é" * 100 * ranks.rank, "numbers": [0.1, float("inf"), None, True]}
         return ranks.gather(mine), ranks.gather([]), (ranks.rank, ranks.size)

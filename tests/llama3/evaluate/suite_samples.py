@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import yaml
 
-from llama3.data.worked_problems import document
+from llama3.data.demo.worked_problems import document
+from llama3.evaluate.distributed import EvalGroup
 from llama3.evaluate.evaluate import evaluate
-from llama3.evaluate.ranks import Group
 from llama3.model.files import save_model
-from llama3.model.initial import build
-from llama3.parallel.mesh import joined
+from llama3.model.init import build
+from llama3.parallel.mesh import init_distributed
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer
@@ -74,8 +74,8 @@ def evaluated(root: Path, recipe: Recipe, name: str) -> dict[str, Any]:
 
 
 def evaluated_together(root: Path, checkout: Path, name: str) -> dict[str, Any]:
-    with joined("cpu", 60):
+    with init_distributed("cpu", 60):
         model = root / "model"
-        ranks = Group()
+        ranks = EvalGroup()
         recipe = recipe_of(root, checkout)
         return evaluate(recipe, model, model, root / "curated", root / name, threads=1, ranks=ranks)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama3.evaluate.data_rows import Places
 from llama3.evaluate.render import Rendered, render
-from llama3.evaluate.task_file import parse_task
+from llama3.evaluate.task_yaml import Places, parse_task
 
 CHOICE: dict[str, Any] = {
     "name": "quiz",

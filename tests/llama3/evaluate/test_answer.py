@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from llama3.evaluate import generate as engine
-from llama3.evaluate.generate import answer, generate
-from llama3.evaluate.reader import Reader
+from llama3.evaluate.generate import IncrementalDecoder, answer, generate
 from llama3.evaluate.task import Prompt, Writing
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model, RopeScaling
+from llama3.recipe.sections import Model, RopeScaling
 from llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
@@ -72,7 +71,7 @@ def test_greedy_answers_are_those_of_recomputation(spec: Model) -> None:
 @torch.inference_mode()
 def test_logits_of_every_step_are_those_of_recomputation(spec: Model) -> None:
     model = made(spec)
-    reader = Reader(model, 96)
+    reader = IncrementalDecoder(model, 96)
     for context in CONTEXTS:
         tokens = [TOKENIZER.begin, *TOKENIZER.encode(context)]
         following, due = recomputed(model, tokens, 30)

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from llama3.evaluate import answer_extraction
 from llama3.evaluate import answers as answering
-from llama3.evaluate import extract
 from llama3.evaluate.answers import (
     TOO_LONG,
-    Answer,
+    GeneratedAnswer,
     answer_samples,
     answers,
     program_of,
@@ -22,14 +22,13 @@ from llama3.evaluate.answers import (
     unjudged,
     write_answers,
 )
-from llama3.evaluate.data_rows import Places, read_rows
-from llama3.evaluate.ranks import Single
-from llama3.evaluate.samples import score
-from llama3.evaluate.sandbox import Verdict, run_programs, why_not_contained
-from llama3.evaluate.suite_file import planned_of
-from llama3.evaluate.suites import rendered_task
+from llama3.evaluate.distributed import Single
+from llama3.evaluate.sandbox import SandboxResult, run_programs, why_not_contained
+from llama3.evaluate.scores import score
+from llama3.evaluate.suite import planned_of, rendered_task
 from llama3.evaluate.task import Prompt, Task, Writing
-from llama3.model.initial import build
+from llama3.evaluate.task_yaml import Places, read_rows
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
 from llama3.recipe.load import load_recipe
 from llama3.tokens.tokenizer import Tokenizer
@@ -107,9 +106,9 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
 ) -> None:
     """A program that this machine could not run, and an expression that takes too long on one answer."""
     verdicts = {
-        "one": Verdict(True, "passed"),
-        "two": Verdict(False, "killed", judged=False),
-        "six": Verdict(False, "x"),
+        "one": SandboxResult(True, "passed"),
+        "two": SandboxResult(False, "killed", judged=False),
+        "six": SandboxResult(False, "x"),
     }
     prompts = tuple(Prompt("eval/c", name, "x = 1", (), name, "x = 1") for name in verdicts)
     task = Task("eval/c", "code", prompts=prompts, writing=Writing(max_tokens=2))
@@ -126,7 +125,7 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
     assert (math.isnan(nothing.value), nothing.n, nothing.unjudged) == (True, 0, 3)
     write_answers(found, tmp_path)
     assert pq.read_table(tmp_path / "answers.parquet")["judged"].to_pylist() == [True, True, False]
-    monkeypatch.setattr(extract, "SECONDS", 0.2)
+    monkeypatch.setattr(answer_extraction, "SECONDS", 0.2)
     slow = Task("eval/t", "generate", prompts=(Prompt("eval/t", "q", "a" * 30, ("b",)),), writing=WRITING)
     monkeypatch.setattr(answering, "answer", lambda *_: [["b", "a" * 40 + "!", "c"]])
     for field in ("extract", "ignore"):
@@ -151,7 +150,7 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
     assert [(one.id, one.right) for one in found] == [("comment", True), ("wrong", False), ("unfinished", False)]
     assert found[0].reason == ""
     assert "AssertionError" in found[1].reason
-    assert isinstance(found[2], Answer)
+    assert isinstance(found[2], GeneratedAnswer)
     assert found[2].reason
 
 

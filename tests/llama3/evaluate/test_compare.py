@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.evaluate.compare import compare
-from llama3.evaluate.samples import Sample
-from llama3.evaluate.scores import SAMPLES_FILE, TASKS_FILE, Better, Score, write_scores
+from llama3.evaluate.scores import SAMPLES_FILE, TASKS_FILE, Better, Sample, Score, write_scores
 from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, mcnemar
 from llama3.evaluate.statistics import mean, normal, ratio
 from llama3.recipe.load import load_recipe

@@ -15,20 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.data.worked_problems import document
+from llama3.data.demo.worked_problems import document
 from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
-from llama3.evaluate.likelihood import Likelihood
 from llama3.evaluate.requests import from_questions
-from llama3.evaluate.samples import samples
-from llama3.evaluate.scores import read_scores
+from llama3.evaluate.scores import Likelihood, read_scores, samples
 from llama3.evaluate.statistics import Z, proportion
 from llama3.evaluate.task import Task
 from llama3.model.files import save_model
-from llama3.model.initial import build
+from llama3.model.init import build
+from llama3.recipe.gates import GateRule
 from llama3.recipe.load import load_recipe
-from llama3.recipe.rules import GateRule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate import extract
-from llama3.evaluate.extract import TooSlow, check_writing, cleaned, extracted, matches
+from llama3.evaluate import answer_extraction
+from llama3.evaluate.answer_extraction import TooSlow, check_writing, cleaned, extracted, matches
 from llama3.evaluate.task import Writing
 
 NUMBERS = Writing(extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$"))
@@ -88,7 +88,7 @@ def test_an_expression_may_be_ignored_and_extracted() -> None:
 
 def test_an_expression_that_would_take_years_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the C code of the expression too, and by processor time, so that a busy machine changes nothing."""
-    monkeypatch.setattr(extract, "SECONDS", 0.1)
+    monkeypatch.setattr(answer_extraction, "SECONDS", 0.1)
     text, pattern = "a" * 40 + "!", "((a|aa)+)$"
     with pytest.raises(
         TooSlow, match=r"writing\.extract .* takes more than 0.1 s of processor time; write one without"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, NotJudged, decide
 from llama3.evaluate.scores import Better, Score
 from llama3.evaluate.statistics import normal
-from llama3.recipe.rules import GateRule
+from llama3.recipe.gates import GateRule
 
 
 def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:

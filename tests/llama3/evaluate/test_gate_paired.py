@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, decide
 from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
-from llama3.recipe.rules import GateRule
+from llama3.recipe.gates import GateRule
 from tests.llama3.evaluate.test_gate import rules, table
 
 

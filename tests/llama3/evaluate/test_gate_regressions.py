@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from llama3.evaluate.gate import Check, Decision, Evidence, Measured, decide
-from llama3.evaluate.paired import Pairs, questions_difference
+from llama3.evaluate.compare import PairedSamples, questions_difference
+from llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
 from llama3.evaluate.significance import Difference
 from llama3.evaluate.statistics import paired_proportions
-from llama3.recipe.rules import GateRule
+from llama3.recipe.gates import GateRule
 from tests.llama3.evaluate.paired_samples import TASKS, evidence
 
 SEEDS = range(20)
@@ -97,8 +97,10 @@ def test_the_largest_drop_that_passes_does_not_grow_with_the_number_of_tasks(tas
     def passes(lost: int) -> bool:
         pairs = dict.fromkeys(names, (50, 50)) | {names[0]: (50 - lost // 2, 50 + (lost + 1) // 2)}
         differences = {name: _questions(*changed, 1000) for name, changed in pairs.items()}
-        ours = {name: Measured(value=0.5 + d.value, better="higher", requests=name) for name, d in differences.items()}
-        theirs = {name: Measured(value=0.5, better="higher", requests=name) for name in names}
+        ours = {
+            name: MeasuredScore(value=0.5 + d.value, better="higher", requests=name) for name, d in differences.items()
+        }
+        theirs = {name: MeasuredScore(value=0.5, better="higher", requests=name) for name in names}
         return decide(rules, ours, theirs, differences).accepted
 
     assert max(lost for lost in range(60) if passes(lost)) == 30
@@ -107,7 +109,7 @@ def test_the_largest_drop_that_passes_does_not_grow_with_the_number_of_tasks(tas
 def _questions(gained: int, lost: int, n: int) -> Difference:
     champion = np.array([0.0] * gained + [1.0] * (n - gained))
     candidate = np.array([1.0] * gained + [0.0] * lost + [1.0] * (n - gained - lost))
-    return questions_difference(Pairs(candidate, champion, np.ones(n)))
+    return questions_difference(PairedSamples(candidate, champion, np.ones(n)))
 
 
 def test_accuracies_cannot_see_what_bits_per_byte_see() -> None:
@@ -122,7 +124,7 @@ def test_accuracies_cannot_see_what_bits_per_byte_see() -> None:
 
 def test_nan_is_refused() -> None:
     given = evidence(1)
-    broken = given.candidate | {"eval/bpb/math": Measured(value=math.nan, better="lower", requests="m")}
+    broken = given.candidate | {"eval/bpb/math": MeasuredScore(value=math.nan, better="lower", requests="m")}
     decision = changed(given, candidate=broken)
     assert {"integrity/finite", "eval/bpb/math"} <= set(failed(decision))
     assert "not finite: eval/bpb/math is nan" in decision.refusals

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from llama3.evaluate.generate import generate, stream
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
 
 SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=12, tied_embeddings=False)

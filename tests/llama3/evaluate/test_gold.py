@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama3.evaluate.gold import gold_key, gold_samples, gold_score
-from llama3.evaluate.likelihood import Likelihood
+from llama3.evaluate.scores import Likelihood, gold_key, gold_samples, gold_score
 from llama3.evaluate.statistics import ratio
 from llama3.evaluate.task import Request, Task
 

@@ -8,10 +8,9 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.held_out import Document, held_out
+from llama3.evaluate.held_out import ValidationDocument, held_out
 from llama3.evaluate.requests import from_documents
-from llama3.evaluate.samples import Sample
-from llama3.evaluate.score_table import score_table
+from llama3.evaluate.scores import Sample, score_table
 from llama3.evaluate.task import Task
 from llama3.recipe.load import load_recipe
 
@@ -57,7 +56,9 @@ def test_other_domains_take_their_first_documents(tmp_path: Path) -> None:
 def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: list[tuple[str, float, int]]) -> None:
     recipe = load_recipe(checkout / "recipes/quickstart.yaml")
     key = "eval/bpb/multilingual"
-    documents = [Document(f"{n:02}", "multilingual", "x" * size, name) for n, (name, _, size) in enumerate(found)]
+    documents = [
+        ValidationDocument(f"{n:02}", "multilingual", "x" * size, name) for n, (name, _, size) in enumerate(found)
+    ]
     task = Task(key, "bits", tuple(from_documents(key, documents)))
     items = [
         Sample(key, d.id, bits, size, 1, None, None, d.language)

@@ -19,15 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.bench.evaluate_tasks import Pair, pairs, write_job
-from llama3.bench.ours.evaluate import work
-from llama3.evaluate.data_rows import Places
+from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
+from benchmarks.ours.evaluate import work
 from llama3.evaluate.render import render
-from llama3.evaluate.task_file import parse_task
+from llama3.evaluate.task_yaml import Places, parse_task
 from llama3.export.convert import convert
 from llama3.model.files import save_model
-from llama3.model.initial import build
-from llama3.recipe.schema import Model
+from llama3.model.init import build
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.evaluate.task_samples import write_lines
 from tests.llama3.evaluate.tiny_data import WORDS, write_data
@@ -38,7 +37,7 @@ STEPS = 100
 RUN = """
 import json, sys
 from pathlib import Path
-from llama3.bench.peers.lm_eval_tasks import work
+from benchmarks.peers.lm_eval_tasks import work
 found = work(Path(sys.argv[1]), Path(sys.argv[2]), model=sys.argv[3], batch=16)
 Path(sys.argv[4]).write_text(json.dumps(found["samples"]))
 """
@@ -46,7 +45,7 @@ needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs t
 Samples = dict[str, dict[str, dict[str, Any]]]
 
 
-def model(folder: Path, made: list[Pair], vocab: int) -> Path:
+def model(folder: Path, made: list[TaskPair], vocab: int) -> Path:
     """Write a model that has read the questions with their answers a few times, and its tokenizer.
 
     So that some of its answers are right, it writes where to stop, and never a special token.
@@ -68,7 +67,7 @@ def model(folder: Path, made: list[Pair], vocab: int) -> Path:
     return folder
 
 
-def both(folder: Path, made: list[Pair], vocab: int = 400) -> tuple[Samples, Samples]:
+def both(folder: Path, made: list[TaskPair], vocab: int = 400) -> tuple[Samples, Samples]:
     """Return herd's samples and lm-eval's."""
     ours, theirs, job, found = (
         model(folder / "model", made, vocab),
@@ -138,14 +137,18 @@ def goals(count: int, seed: int) -> list[dict[str, Any]]:
     return [{**{key: spread(dice, 2, 9) for key in keys}, "label": dice.randrange(2)} for _ in range(count)]
 
 
-def as_pair(folder: Path, name: str, fields: dict[str, Any], raw: list[Any], peer: dict[str, Any], **more: Any) -> Pair:
+def as_pair(
+    folder: Path, name: str, fields: dict[str, Any], raw: list[Any], peer: dict[str, Any], **more: Any
+) -> TaskPair:
     """Return the task file `fields` over the rows `raw` as herd renders it, beside the settings `peer` of lm-eval."""
     write_lines(folder / "rows.jsonl", raw)
     file = parse_task({"name": name, "kind": "choice", "data": "rows.jsonl", **fields}, f"{name}.yaml")
     task = render(file, Places(str(folder))).task
     places = {document: str(n) for n, document in enumerate(dict.fromkeys(r.document for r in task.requests))}
     asked = tuple(replace(request, task=name, document=places[request.document]) for request in task.requests)
-    return Pair(replace(task, key=name, requests=asked), {"output_type": "multiple_choice", **peer, **METRICS}, **more)
+    return TaskPair(
+        replace(task, key=name, requests=asked), {"output_type": "multiple_choice", **peer, **METRICS}, **more
+    )
 
 
 def split_as_tokens(context: str, continuation: str) -> tuple[str, str]:
@@ -187,7 +190,7 @@ def test_requests_and_answers_are_those_of_lm_eval_with_tags_and_white_space(tmp
     assert unlike > 2 * QUESTIONS, "answers that a strip would change"
 
 
-def check(made: list[Pair], ours: Samples, theirs: Samples) -> None:
+def check(made: list[TaskPair], ours: Samples, theirs: Samples) -> None:
     assert ours.keys() == theirs.keys() == {pair.task.key for pair in made}
     for pair in made:
         mine, other = ours[pair.task.key], theirs[pair.task.key]
@@ -207,7 +210,7 @@ def decided(samples: Samples, rule: str) -> set[float]:
     }
 
 
-def kinds(made: list[Pair]) -> set[tuple[str, str]]:
+def kinds(made: list[TaskPair]) -> set[tuple[str, str]]:
     return {(pair.task.kind, pair.task.normalise if pair.task.kind == "choice" else "") for pair in made}
 
 

@@ -13,11 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama3.evaluate.haystack import CHOICES, DEPTHS, KINDS, Kind, pool_of, questions
-from llama3.evaluate.needle import chance, find_needles, grid, key_of, lengths_up_to
+from llama3.evaluate.needle import (
+    CHOICES,
+    DEPTHS,
+    KINDS,
+    Kind,
+    chance,
+    find_needles,
+    grid,
+    key_of,
+    lengths_up_to,
+    pool_of,
+    questions,
+)
 from llama3.evaluate.statistics import proportion
-from llama3.model.initial import build
-from llama3.recipe.schema import Model
+from llama3.model.init import build
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = [

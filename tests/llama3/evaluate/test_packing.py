@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.packing import Batch, Budget, Row, Scorable, plan, windows
+from llama3.evaluate.packing import BatchLimits, PackedBatch, PackedRow, Scorable, plan, windows
 from tests.llama3.evaluate.packing_samples import questions
 
-BUDGET = Budget(512, 2048)
+BUDGET = BatchLimits(512, 2048)
 
 
-def seen(batch: Batch, row: Row, place: int) -> list[int]:
+def seen(batch: PackedBatch, row: PackedRow, place: int) -> list[int]:
     """Return the tokens that place `place` of a row sees, itself included."""
     assert row.tokens[: len(batch.prefix)] == batch.prefix
     ends = [row.trunk]

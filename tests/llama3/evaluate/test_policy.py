@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama3.evaluate.policy import check_evaluation, check_rules, possible
-from llama3.evaluate.suites import suite_for
+from llama3.evaluate.suite import suite_for
 from llama3.recipe.load import load_recipe
 
 

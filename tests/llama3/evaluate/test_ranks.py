@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llama3.evaluate.ranks import Single
+from llama3.evaluate.distributed import Single
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import gathered, scored_alone, scored_together
 

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate import template_process
-from llama3.evaluate.data_rows import Places
+from llama3.evaluate import templates
 from llama3.evaluate.render import render
 from llama3.evaluate.task import Request, digest
-from llama3.evaluate.task_file import parse_task
+from llama3.evaluate.task_yaml import Places, parse_task
 from tests.llama3.evaluate.task_samples import quiz, rendered, write_lines
 
 
@@ -96,7 +95,7 @@ def test_templates_that_never_end_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], message: str
 ) -> None:
     """Inside C code as well; the next task is filled in as if nothing had been."""
-    monkeypatch.setattr(template_process, "SECONDS", 1)
+    monkeypatch.setattr(templates, "SECONDS", 1)
     rows = [{**quiz(1)[0], "question": "a" * 40 + "!"}]
     with pytest.raises(ValueError) as error:  # noqa: PT011
         rendered(tmp_path, rows, **fields)
@@ -106,7 +105,7 @@ def test_templates_that_never_end_are_stopped(
 
 @pytest.mark.slow
 def test_an_expression_that_splits_a_text_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "SECONDS", 1)
+    monkeypatch.setattr(templates, "SECONDS", 1)
     (tmp_path / "t.txt").write_text("a" * 60 + "!")
     file = parse_task({"name": "t", "kind": "rolling", "data": "t.txt", "split_at": LONG}, "t.yaml")
     with pytest.raises(ValueError, match=r"t\.txt: row 1: its templates take more than 1 s of processor time"):

@@ -4,22 +4,16 @@ from collections import Counter
 
 import pytest
 
-from llama3.data.worked_problems import questions
-from llama3.evaluate.held_out import Document, cut
-from llama3.evaluate.requests import (
-    CONTEXT_CHARS,
-    CONTINUATION_CHARS,
-    continuations,
-    from_documents,
-    from_questions,
-)
+from llama3.data.demo.worked_problems import questions
+from llama3.evaluate.held_out import ValidationDocument, cut
+from llama3.evaluate.requests import CONTEXT_CHARS, CONTINUATION_CHARS, continuations, from_documents, from_questions
 from llama3.evaluate.task import digest
 
 
-def documents(domain: str, count: int) -> list[Document]:
+def documents(domain: str, count: int) -> list[ValidationDocument]:
     """Return documents of different words, long enough for a continuation."""
     return [
-        Document(f"{domain}{place}", domain, " ".join(f"{domain}{place}word{word}" for word in range(40)))
+        ValidationDocument(f"{domain}{place}", domain, " ".join(f"{domain}{place}word{word}" for word in range(40)))
         for place in range(count)
     ]
 
@@ -68,13 +62,13 @@ def test_continuations_take_turns_between_domains_and_stop_at_the_count() -> Non
 def test_domains_with_too_few_continuations_ask_nothing() -> None:
     assert continuations("t", documents("code", 3), 10) == []
     assert len(continuations("t", documents("code", 4), 10)) == 16
-    same = [Document(str(n), "code", "a b " * 100) for n in range(9)]
-    short = [Document(f"s{n}", "code", f"short {n}") for n in range(9)]
+    same = [ValidationDocument(str(n), "code", "a b " * 100) for n in range(9)]
+    short = [ValidationDocument(f"s{n}", "code", f"short {n}") for n in range(9)]
     assert continuations("t", same + short, 10) == []
 
 
 def test_text_without_spaces_is_cut_by_length() -> None:
-    chosen = [Document(str(n), "multilingual", chr(0x4E00 + n) * 400) for n in range(4)]
+    chosen = [ValidationDocument(str(n), "multilingual", chr(0x4E00 + n) * 400) for n in range(4)]
     assert {len(request.context) for request in continuations("t", chosen, 10)} == {CONTEXT_CHARS}
 
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama3.evaluate.held_out import Document
-from llama3.evaluate.likelihood import Likelihood
+from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.requests import from_documents
-from llama3.evaluate.samples import Sample, group_mean, pass_at, samples, score
+from llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.task import Request, Task, Writing
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -42,7 +41,7 @@ class Bytes:
 
 @given(st.lists(st.text(min_size=1, max_size=80), min_size=1, max_size=5), st.integers(4, 64))
 def test_bytes_that_are_all_equally_likely_cost_eight_bits_each(texts: list[str], window: int) -> None:
-    documents = [Document(str(place), "code", text) for place, text in enumerate(texts)]
+    documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(texts)]
     task = Task("eval/bpb/code", "bits", tuple(from_documents("eval/bpb/code", documents)))
     found = score(task, samples(task, score_requests(Uniform(256), Bytes(), task.requests, window)))
     assert found.value == pytest.approx(8, rel=1e-14)
@@ -50,7 +49,7 @@ def test_bytes_that_are_all_equally_likely_cost_eight_bits_each(texts: list[str]
 
 def test_two_tokenizers_are_compared_on_the_same_bytes() -> None:
     """The value is log2(rows) x tokens / bytes for any tokenizer: the bytes are those of the text."""
-    documents = [Document(str(place), "code", text) for place, text in enumerate(TEXTS)]
+    documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(TEXTS)]
     requests = from_documents("eval/bpb/code", documents)
     task = Task("eval/bpb/code", "bits", tuple(requests))
     sizes = [len(text.encode()) for text in TEXTS]

@@ -15,8 +15,7 @@ from typing import Literal
 import pytest
 
 from llama3.evaluate import sandbox
-from llama3.evaluate.sandbox import THREADS, Verdict, run_programs, why_not_contained
-from llama3.evaluate.syscalls import filter_of
+from llama3.evaluate.sandbox import THREADS, SandboxResult, filter_of, run_programs, why_not_contained
 
 if why_not_contained():
     pytest.skip(f"this machine contains no programs: {why_not_contained()}", allow_module_level=True)
@@ -88,7 +87,7 @@ SECRET = "import os; token = os.environ['TOKEN']"
 FLOOD = "import sys\nwhile True: print('x' * 65536); print('y' * 65536, file=sys.stderr)"
 
 
-def one(program: str, seconds: float = SECONDS) -> Verdict:
+def one(program: str, seconds: float = SECONDS) -> SandboxResult:
     return run_programs([program], seconds)[0]
 
 
@@ -160,8 +159,8 @@ def test_an_endless_program_is_stopped() -> None:
     verdicts = run_programs([ENDLESS, "import time; time.sleep(600)"], 0.5)
     assert time.monotonic() - began < 30
     assert verdicts == [
-        Verdict(False, "more than 0.5 s of processor time"),
-        Verdict(False, "asleep for more than 1.5 s"),
+        SandboxResult(False, "more than 0.5 s of processor time"),
+        SandboxResult(False, "asleep for more than 1.5 s"),
     ]
 
 
@@ -171,14 +170,17 @@ def test_a_right_program_passes_however_long_the_machine_takes_for_it() -> None:
     began = time.monotonic()
     verdicts = run_programs([program] * count, 0.3, parallel=count)
     assert time.monotonic() - began > 3 * 0.3
-    assert verdicts == [Verdict(True, "passed")] * count
+    assert verdicts == [SandboxResult(True, "passed")] * count
 
 
 def test_what_the_clock_stopped_is_tried_once_more_and_then_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a machine had no time is no verdict on a program. A second try that ends in time is one."""
     program = "import time\nwhile time.process_time() < 0.5: pass\nassert False, 'sums'"
     monkeypatch.setattr(sandbox, "WALL", (0.1, 100))
-    assert run_programs([program, ""], 2.0) == [Verdict(False, "AssertionError: sums"), Verdict(True, "passed")]
+    assert run_programs([program, ""], 2.0) == [
+        SandboxResult(False, "AssertionError: sums"),
+        SandboxResult(True, "passed"),
+    ]
     monkeypatch.setattr(sandbox, "WALL", (0.1, 0.1))
     (verdict,) = run_programs([program], 2.0)
     assert (verdict.passed, verdict.judged) == (False, False)
@@ -197,14 +199,14 @@ def test_a_fault_of_the_machine_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_limited() -> None:
-    assert one(MEMORY) == Verdict(False, "MemoryError")
+    assert one(MEMORY) == SandboxResult(False, "MemoryError")
 
 
 def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
-        assert run_programs([connect], SECONDS, network="allowed") == [Verdict(True, "passed")]
+        assert run_programs([connect], SECONDS, network="allowed") == [SandboxResult(True, "passed")]
         verdict = one(connect)
         assert not verdict.passed
         assert "Address family not supported" in verdict.reason
@@ -215,7 +217,7 @@ def test_threads_are_limited_and_end_with_the_program() -> None:
     word = "program.py"
     before = set(processes_with(word))
     assert one(CREATES_THREADS.format(count=200)).reason == "RuntimeError: can't start new thread"
-    assert one(CREATES_THREADS.format(count=THREADS - 2)) == Verdict(True, "passed")
+    assert one(CREATES_THREADS.format(count=THREADS - 2)) == SandboxResult(True, "passed")
     assert set(processes_with(word)) <= before
 
 
@@ -237,19 +239,19 @@ def test_a_program_is_one_process(network: Literal["none", "allowed"]) -> None:
 def test_what_escapes_a_limit_is_refused() -> None:
     calls = [CALL.format(name=name, numbers=numbers, arguments=given) for name, numbers, given in CALLS.values()]
     verdicts = dict(zip(CALLS, run_programs(calls, SECONDS), strict=True))
-    assert {what: verdict for what, verdict in verdicts.items() if verdict != Verdict(True, "passed")} == {}
+    assert {what: verdict for what, verdict in verdicts.items() if verdict != SandboxResult(True, "passed")} == {}
 
 
 def test_sockets_reach_this_program_only() -> None:
     families = ("AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG", "AF_INET6")
     calls = ("socket(socket.{}, socket.SOCK_STREAM)", "socketpair(socket.{})")
     programs = [f"import socket; socket.{call.format(family)}" for family in families for call in calls]
-    refused = Verdict(False, "OSError: [Errno 97] Address family not supported by protocol")
+    refused = SandboxResult(False, "OSError: [Errno 97] Address family not supported by protocol")
     assert run_programs(programs, SECONDS) == [refused] * len(programs)
 
 
 def test_memory_is_limited_by_whatever_name() -> None:
-    assert one(FILLS_SHARED_MEMORY) == Verdict(True, "passed")
+    assert one(FILLS_SHARED_MEMORY) == SandboxResult(True, "passed")
     shared = "from multiprocessing import shared_memory; shared_memory.SharedMemory(create=True, size=2**20)"
     assert one(shared).reason.startswith("FileNotFoundError")
     kept = "import mmap; held = [mmap.mmap(-1, 2**28) for number in range(5)]"
@@ -304,7 +306,7 @@ assert libc.umount2(b'/tmp', 2) == -1, 'umount'
 assert libc.setuid(0) == -1, 'root'
 assert libc.chroot(b'/tmp') == -1, 'chroot'
 """
-    assert one(gain) == Verdict(True, "passed")
+    assert one(gain) == SandboxResult(True, "passed")
 
 
 def test_equal_programs_end_equally() -> None:

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate import scoring
-from llama3.evaluate.likelihood import Likelihood
-from llama3.evaluate.packing import Budget, Scorable
-from llama3.evaluate.scoring import BUDGETS, score_requests, score_sequences
-from llama3.evaluate.sequences import encoded
+from llama3.evaluate.packing import BatchLimits, Scorable
+from llama3.evaluate.scores import Likelihood
+from llama3.evaluate.scoring import BUDGETS, encoded, score_requests, score_sequences
 from llama3.evaluate.task import Request
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.packing_samples import questions
 
@@ -90,7 +89,7 @@ def test_results_do_not_depend_on_the_batch(
     requests = [request(TEXT[:cut], TEXT[cut : cut + 20]) for cut in range(0, 120, 7)]
     together = score_requests(model, tokenizer, requests, SPEC.max_seq)
     shuffled = score_requests(model, tokenizer, requests[::-1], SPEC.max_seq)[::-1]
-    monkeypatch.setitem(BUDGETS, "cpu", Budget(1, 1))
+    monkeypatch.setitem(BUDGETS, "cpu", BatchLimits(1, 1))
     alone = score_requests(model, tokenizer, requests, SPEC.max_seq)
     for other in (shuffled, alone):
         assert [item.tokens for item in other] == [item.tokens for item in together]
@@ -161,9 +160,9 @@ def long_model(tokenizer: Tokenizer) -> Transformer:
 
 
 @pytest.mark.parametrize("examples", [0, 5])
-@pytest.mark.parametrize("budget", [Budget(256, 1024), Budget(2048, 16384)])
+@pytest.mark.parametrize("budget", [BatchLimits(256, 1024), BatchLimits(2048, 16384)])
 def test_shared_beginnings_change_nothing_but_the_work(
-    long_model: Transformer, tokenizer: Tokenizer, examples: int, budget: Budget, monkeypatch: pytest.MonkeyPatch
+    long_model: Transformer, tokenizer: Tokenizer, examples: int, budget: BatchLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BUDGETS, "cpu", budget)
     asked = shots(examples, 6)
@@ -236,7 +235,7 @@ def test_whatever_is_shared_scores_as_if_read_alone(
     numbers: Transformer, asked: list[Scorable], window: int, positions: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BUDGETS, "cpu", Budget(positions, 4 * positions))
+        patch.setitem(BUDGETS, "cpu", BatchLimits(positions, 4 * positions))
         found = score_sequences(numbers, asked, window)
     alone = score_sequences(numbers, asked, window, share=False)
     assert [item.tokens for item in found] == [item.tokens for item in alone]

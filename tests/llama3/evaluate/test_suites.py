@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.evaluate.held_out import Document
-from llama3.evaluate.request_files import write_requests
+from llama3.evaluate.held_out import ValidationDocument
+from llama3.evaluate.requests import write_requests
 from llama3.evaluate.sandbox import why_not_contained
-from llama3.evaluate.suite_file import library_tasks, planned_of, read_suite
-from llama3.evaluate.suites import asked_of, check_suite, rendered_task, suite_inputs
-from llama3.evaluate.task_file import TaskFile
+from llama3.evaluate.suite import (
+    asked_of,
+    check_suite,
+    library_tasks,
+    planned_of,
+    read_suite,
+    rendered_task,
+    suite_inputs,
+)
+from llama3.evaluate.task_yaml import TaskFile
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, rendered, write_lines
 
-DOCUMENTS = [Document(f"{n}", "code", f"text number {n}\n" * 40, "") for n in range(3)]
+DOCUMENTS = [ValidationDocument(f"{n}", "code", f"text number {n}\n" * 40, "") for n in range(3)]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llama3.evaluate.task_file import parse_task, read_yaml
+from llama3.evaluate.task_yaml import parse_task, read_yaml
 from tests.llama3.evaluate.task_samples import CHOICE
 
 

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.data.worked_problems import document
+from llama3.data.demo.worked_problems import document
 from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
 from llama3.evaluate.scores import read_scores
 from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
 from llama3.model.files import save_model
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer

@@ -13,7 +13,7 @@ import pytest
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.sandbox import why_not_contained
 from llama3.evaluate.scores import Score, read_asked, read_scores
-from llama3.evaluate.suites import check_suite
+from llama3.evaluate.suite import check_suite
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.dist import run

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.export.names import Source, parameters
+from llama3.export.names import WeightReader, parameters
 from llama3.model.files import save_model
-from llama3.model.initial import STD, build
+from llama3.model.init import STD, build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and the hen, 123 times", "été à la mer; 一二三 x = y + 1\n"] * 4
@@ -48,7 +48,7 @@ def herd(
     return made
 
 
-def state(source: Source) -> dict[str, Tensor]:
+def state(source: WeightReader) -> dict[str, Tensor]:
     return {name.ours: value for name, value in parameters(source, None)}
 
 

@@ -16,7 +16,7 @@ from llama3.evaluate.scores import Score
 from llama3.evaluate.statistics import Estimate
 from llama3.export.card import Card, MixLine, Origin, StageLine, Training, render, shortened, write_card
 from llama3.export.convert import convert
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 SCORE = Score("eval/arc", 0.4, 0.02, 0.361, 0.44, 600, 0.25, "accuracy", "higher", "ab12" * 16, 5, 2)

@@ -12,7 +12,7 @@ import torch
 from llama3.export.convert import convert
 from llama3.export.gguf import FILE, frequency_divisors, gguf_name
 from llama3.model.rope import frequencies
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import difference, herd, shape, tokenizer, tokens
 
 CODER = tokenizer()

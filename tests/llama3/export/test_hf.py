@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import llama3.model.files
 from llama3.export.hf import open_hugging_face, read_hugging_face_config, write_hugging_face
 from llama3.model.files import StoredModel, open_model, save_model
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokenizer, tokens
 
 CASES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import llama3.model.files
 from llama3.evaluate.generate import generate
-from llama3.export.compare import logits_difference
+from llama3.export.checks import logits_difference
 from llama3.export.convert import Format, convert
 from llama3.export.meta import halved, interleaved
 from llama3.model.files import load_model, save_model

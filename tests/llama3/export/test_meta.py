@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import llama3.model.files
-from llama3.export.meta import halved, interleaved, open_meta, write_meta
-from llama3.export.params import read_params
+from llama3.export.meta import halved, interleaved, open_meta, read_params, write_meta
 from llama3.model.files import open_model
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokens
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2}

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from llama3.export.convert import convert, open_source
-from llama3.export.meta import open_meta, write_meta
+from llama3.export.meta import check_parts, cut_part, open_meta, write_meta
 from llama3.export.names import LAYER
-from llama3.export.parts import check_parts, cut_part
 from llama3.model.files import open_model, save_model
 from tests.llama3.export.export_samples import herd, same, shape, state, tokenizer
 

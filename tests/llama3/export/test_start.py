@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import llama3.model.files
-from llama3.export.convert import convert
-from llama3.export.start import import_weights
+from llama3.export.convert import convert, import_weights
 from llama3.model.files import open_model, read_config
-from llama3.recipe.start import Start
+from llama3.recipe.sections import Start
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
 CODER = tokenizer()

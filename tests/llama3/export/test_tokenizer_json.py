@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from llama3.tokens.hostile import hostile
-from llama3.tokens.huggingface import hugging_face_json
+from llama3.tokens.adversarial_strings import hostile
+from llama3.tokens.hf_tokenizer import hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
 from llama3.tokens.vocabulary import PATTERN
 from tests.llama3.export.export_samples import tokenizer

@@ -19,16 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama3.evaluate.gate import Check, Unfinished
-from llama3.export import hf, meta, vetting
-from llama3.export.vetting import (
-    EXPORT,
-    RELOAD,
-    TOKENIZER,
-    checked,
-    is_of_the_machine,
-    vet_model,
-    vet_tokenizer,
-)
+from llama3.export import checks, hf, meta
+from llama3.export.checks import EXPORT, RELOAD, TOKENIZER, checked, is_of_the_machine, vet_model, vet_tokenizer
 from llama3.model.files import CONFIG, WEIGHTS
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
@@ -64,7 +56,7 @@ def test_a_whole_model_passes_and_leaves_nothing_behind(
 def test_a_model_too_large_for_its_logits_is_compared_by_its_parameters(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vetting, "LOGITS_BYTES", 1000)
+    monkeypatch.setattr(checks, "LOGITS_BYTES", 1000)
     found = vetted(folder)
     assert found[EXPORT].reason == "Hugging Face equal; Meta equal; too large to compare logits here"
     swap_gate_and_up(monkeypatch)

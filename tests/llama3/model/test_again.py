@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from llama3.model.again import gate_product, gated, made_again
-from llama3.model.documents import visible
-from llama3.model.float8 import use_float8
-from llama3.model.initial import build
+from llama3.model.attention import visible
+from llama3.model.init import build
+from llama3.model.linear import use_float8
+from llama3.model.recompute import gate_product, gated, made_again
 from llama3.model.rope import rotation
 from llama3.model.transformer import Block
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SPEC = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq=32)

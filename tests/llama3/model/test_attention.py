@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from llama3.model.attention import _flex, attend
-from llama3.model.documents import Visible, _blocks, document_lengths, readable
-from llama3.model.exchange import Alone
+from llama3.model.attention import AttentionMask, _blocks, _flex, attend, document_lengths, readable
+from llama3.model.comms import NoComms
 from llama3.model.linear import RMSNorm
 
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -49,13 +48,13 @@ def test_documents_one_by_one_equal_the_mask(rows: list[list[int]], seed: int) -
     mask = readable(documents, positions, positions)
     qkv = inputs(len(rows), seq, seed)
     reference = written_out(*qkv, mask)
-    equal(attend(*qkv, Visible(mask=mask)), reference, qkv)
-    equal(attend(*qkv, Visible(lengths=document_lengths(documents))), reference, qkv)
+    equal(attend(*qkv, AttentionMask(mask=mask)), reference, qkv)
+    equal(attend(*qkv, AttentionMask(lengths=document_lengths(documents))), reference, qkv)
 
 
 def test_no_form_is_plain_causal() -> None:
     qkv, positions = inputs(2, 33), torch.arange(33)
-    equal(attend(*qkv, Visible()), written_out(*qkv, readable(None, positions, positions)), qkv)
+    equal(attend(*qkv, AttentionMask()), written_out(*qkv, readable(None, positions, positions)), qkv)
 
 
 def test_a_block_mask_holds_for_keys_in_another_order() -> None:
@@ -71,7 +70,7 @@ def test_a_block_mask_holds_for_keys_in_another_order() -> None:
 
 
 def test_the_norms_own_backward_pass_is_that_of_the_formula() -> None:
-    norm = RMSNorm(24, 1e-3, Alone()).double()
+    norm = RMSNorm(24, 1e-3, NoComms()).double()
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
     outer = torch.randn_like(x)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.cache import Cache, Padded, reading
-from llama3.model.initial import build
+from llama3.model.init import build
+from llama3.model.kv_cache import Cache, Padded, reading
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model, RopeScaling
+from llama3.recipe.sections import Model, RopeScaling
 
 ROWS = 40
 SPEC = Model(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.documents import SHORTEST, _starts, document_lengths, readable, visible
+from llama3.model.attention import SHORTEST, _starts, document_lengths, readable, visible
 
 batches = st.integers(1, 3).flatmap(
     lambda batch: st.lists(

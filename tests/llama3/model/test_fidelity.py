@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from llama3.export.hf import hugging_face_settings
 from llama3.export.names import names
-from llama3.model.initial import STD, build
+from llama3.model.init import STD, build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 ROWS = 83
 SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq": 131_072}

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import llama3.model.files
 from llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 SPEC = Model(preset="tiny")
 

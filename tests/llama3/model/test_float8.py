@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.model.float8 import Scaling, check_device, float8_product, use_float8
-from llama3.model.initial import build
-from llama3.model.linear import Linear
-from llama3.recipe.schema import Model
+from llama3.model.init import build
+from llama3.model.linear import Linear, Scaling, check_device, float8_product, use_float8
+from llama3.recipe.sections import Model
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

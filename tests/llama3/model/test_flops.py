@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from llama3.model.flops import document_flops, flops_per_token, parameter_count
-from llama3.model.initial import build
-from llama3.recipe.schema import Model
+from llama3.model.init import build
+from llama3.recipe.sections import Model
 
 TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq=64)
 ROWS = 256

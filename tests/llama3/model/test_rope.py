@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.rope import frequencies, rotate, rotation
-from llama3.recipe.schema import RopeScaling
+from llama3.recipe.sections import RopeScaling
 
 LLAMA31 = RopeScaling()
 

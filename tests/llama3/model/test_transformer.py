@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from llama3.model.flops import flops_per_token, parameter_count
-from llama3.model.initial import build, empty, initial_value
+from llama3.model.init import build, empty, initial_value
 from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 ROWS = 37
 CPU = torch.device("cpu")

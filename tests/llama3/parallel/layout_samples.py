@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.transformer import Transformer
-from llama3.parallel.build import build_parts
-from llama3.parallel.exchange import held_positions
+from llama3.parallel.comms import held_positions
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import World, joined, whole
-from llama3.recipe.schema import Model
+from llama3.parallel.mesh import ParallelContext, init_distributed, whole
+from llama3.parallel.parallelize import build_parts
+from llama3.recipe.sections import Model
 from llama3.train.optimizer import squared_norm
 
 ROWS, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
@@ -50,7 +50,7 @@ def cut(
     layout: dict[str, Any], spec_changes: dict[str, Any], documents: bool, micro_batch: int = 2, z_loss: float = 0.0
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Return what `alone` does, computed by the processes of `layout`: the sum over them, whole gradients."""
-    with joined("cpu", 60, Layout(**layout), meshed=True) as world:
+    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
         spec = shape(**spec_changes)
         parts = build_parts(spec, ROWS, SEED, world, torch.float64, None)
         for part in parts.values():
@@ -73,7 +73,7 @@ def cut(
         return float(world.sum(counted)), gradients
 
 
-def my_share(world: World, data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Any:
+def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Any:
     """Return this process's part of the batch: sequences by dp, tokens and targets of them by cp."""
     tokens, documents, targets = data
     dp, cp = world.axis("dp"), world.axis("cp")
@@ -83,7 +83,7 @@ def my_share(world: World, data: tuple[torch.Tensor, torch.Tensor | None, torch.
 
 
 def _train(models: list[Transformer], data: Any, micro_batch: int, zero: int = 2) -> float:
-    from llama3.parallel.fsdp import last_micro_batch
+    from llama3.parallel.parallelize import last_micro_batch
 
     (model,), (tokens, documents, targets) = models, data
     total = 0.0
@@ -100,7 +100,7 @@ def norm_of_replicated_and_sharded() -> float:
     """Return this rank's part of the squared norm of four gradients of 3 that both hold and four of 1 cut in two."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    with joined("cpu", 60, Layout(tp=2), meshed=True):
+    with init_distributed("cpu", 60, Layout(tp=2), meshed=True):
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
         parameters = []
         for gradient, place in ((torch.full((4,), 3.0), Replicate()), (torch.ones(2), Shard(0))):

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama3.model.again import _Promise
-from llama3.model.initial import initial_value
+from llama3.model.init import initial_value
+from llama3.model.recompute import _Promise
 from llama3.model.transformer import Transformer
-from llama3.parallel.build import build_parts
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import World, joined, whole
+from llama3.parallel.mesh import ParallelContext, init_distributed, whole
+from llama3.parallel.parallelize import build_parts
 from llama3.parallel.pipeline import Pipeline, _Stage
-from llama3.parallel.schedule import split_layers
-from llama3.recipe.schema import Model
+from llama3.parallel.pipeline_schedule import split_layers
+from llama3.recipe.sections import Model
 
 ROWS, SEED = 48, 3
 backward = _Stage.backward_one_chunk
@@ -62,13 +62,13 @@ def alone(steps: list[Step]) -> list[Result]:
 
 def piped(layouts: list[dict[str, Any]], steps: list[Step]) -> list[list[Result]]:
     """Return what `alone` does for each of several layouts (of one pp): this rank's part of it."""
-    with joined("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+    with init_distributed("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
         return [_run(replace(world, layout=Layout(**layout)), steps) for layout in layouts]
 
 
 def evaluated(layout: dict[str, Any], step: Step) -> list[Result]:
     """Return nats before, in and after a training step, and gradients after the first and the last."""
-    with joined("cpu", 60, Layout(**layout), meshed=True) as world:
+    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
         parts = my_parts(world)
         pipeline, data = Pipeline(parts, world), batch(step)
         results = []
@@ -80,7 +80,7 @@ def evaluated(layout: dict[str, Any], step: Step) -> list[Result]:
 
 def buffers(layout: dict[str, Any], step: Step) -> list[int]:
     """Return the elements that this rank's stages hold to receive into after a step, and those held in caches."""
-    with joined("cpu", 60, Layout(**layout), meshed=True) as world:
+    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
         pipeline = Pipeline(my_parts(world), world)
         pipeline.run(*batch(step), step.micro_batch)
         (schedule,) = pipeline.schedules.values()
@@ -102,7 +102,10 @@ def returned(layout: dict[str, Any], step: Step) -> list[int]:
         sizes.append(sum(out.untyped_storage().nbytes() // out.element_size() for out in waiting))
         backward(stage, number, **more)
 
-    with joined("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Stage, "backward_one_chunk", watched):
+    with (
+        init_distributed("cpu", 60, Layout(**layout), meshed=True) as world,
+        patch.object(_Stage, "backward_one_chunk", watched),
+    ):
         pipeline = Pipeline(my_parts(world), world)
         stages = pipeline._schedule(step.micro_batch, step.seq, step.sequences // step.micro_batch, True).stages
         pipeline.run(*batch(step), step.micro_batch)
@@ -123,14 +126,14 @@ def promises(layout: dict[str, Any], step: Step) -> tuple[int, int, int]:
         most = max(most, sum(each.value is not None for each in alive))
         return value
 
-    with joined("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Promise, "read", watched):
+    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Promise, "read", watched):
         pipeline = Pipeline(my_parts(world), world)
         gc.disable()  # only counts of references free memory
         pipeline.run(*batch(step), step.micro_batch)
         return made, most, len(alive)
 
 
-def _run(world: World, steps: list[Step]) -> list[Result]:
+def _run(world: ParallelContext, steps: list[Step]) -> list[Result]:
     parts = my_parts(world)
     pipeline = Pipeline(parts, world)
     results = []
@@ -142,7 +145,7 @@ def _run(world: World, steps: list[Step]) -> list[Result]:
     return results
 
 
-def my_parts(world: World) -> dict[int, Transformer]:
+def my_parts(world: ParallelContext) -> dict[int, Transformer]:
     """Return this rank's stages, not sharded."""
     stages, axis = world.layout.stages, world.axis("pp")
     layers = split_layers(shape().layers, stages)
@@ -180,11 +183,11 @@ def sharded(layouts: list[dict[str, Any]], step: Step, compute: str | None = Non
 
     With `compute` weights are fp32 and products of that type, else all is fp64. dp ranks take turns with sequences.
     """
-    with joined("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+    with init_distributed("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
         return [_sharded(replace(world, layout=Layout(**layout)), step, compute) for layout in layouts]
 
 
-def _sharded(world: World, step: Step, compute: str | None) -> dict[str, Any]:
+def _sharded(world: ParallelContext, step: Step, compute: str | None) -> dict[str, Any]:
     master = torch.float32 if compute else torch.float64
     parts = build_parts(shape(), ROWS, SEED, world, master, getattr(torch, compute) if compute else None)
     pipeline, dp = Pipeline(parts, world), world.axis("dp")

@@ -12,15 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from llama3.model.transformer import Transformer
-from llama3.parallel.build import empty_parts
-from llama3.parallel.fsdp import last_micro_batch
+from llama3.parallel.check_layout import check_layout
+from llama3.parallel.comm_trace import TYPES, imagined, trace
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
-from llama3.parallel.mesh import World, local
+from llama3.parallel.mesh import ParallelContext, local
+from llama3.parallel.parallelize import empty_parts, last_micro_batch
 from llama3.parallel.pipeline import give_up_data
-from llama3.parallel.scale import check_layout
-from llama3.parallel.trace import TYPES, imagined, trace
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 ROWS = 512
 
@@ -57,7 +56,7 @@ def all_held(requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[
     return [held(*request) for request in requests]
 
 
-def _run(part: Transformer, place: World, load: Load, last: bool) -> dict[str, int]:
+def _run(part: Transformer, place: ParallelContext, load: Load, last: bool) -> dict[str, int]:
     tokens = load.seq // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if place.layout.cp > 1 else None

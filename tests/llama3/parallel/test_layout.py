@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
-from llama3.recipe.schema import Model
+from llama3.recipe.sections import Model
 
 ROWS = 128_256
 

@@ -9,12 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.flops import parameter_count
+from llama3.parallel.check_layout import TABLE_4, Published
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, RankMemory, layer_activations, memory, stage_activations
-from llama3.parallel.scale import TABLE_4, Published
-from llama3.parallel.schedule import actions, in_flight
-from llama3.parallel.sizes import Place, local_parameters, stages
-from llama3.recipe.schema import Model
+from llama3.parallel.memory import (
+    Load,
+    RankCoords,
+    RankMemory,
+    layer_activations,
+    local_parameters,
+    memory,
+    stage_activations,
+    stages,
+)
+from llama3.parallel.pipeline_schedule import actions, in_flight
+from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, all_held, names_and_shapes, shape
 
@@ -51,7 +59,7 @@ MORE: list[Case] = [
 def expected(case: Case) -> tuple[int, RankMemory]:
     """Return what a stage keeps of a micro-batch, and the whole table."""
     layout, world, rank, work = case
-    place = Place.of(rank, Layout(**layout))
+    place = RankCoords.of(rank, Layout(**layout))
     (stage,) = stages(shape(), Layout(**layout), place.pp)
     kept = stage_activations(shape(), ROWS, Layout(**layout), work, stage)
     return kept, memory(shape(), ROWS, Layout(**layout), world, work)[place.pp]
@@ -83,7 +91,7 @@ def test_every_rank_holds_the_parameters_that_arithmetic_gives_it(layout: dict[s
     cut, world = Layout(**layout), 8
     (ranks,) = run(1, names_and_shapes, layout, world)
     for rank, found in enumerate(ranks):
-        parts = stages(shape(), cut, Place.of(rank, cut).pp)
+        parts = stages(shape(), cut, RankCoords.of(rank, cut).pp)
         assert {name: size for name, (size, _) in found.items()} == {
             weight.name: weight.shape for part in parts for weight in part.weights(shape(), ROWS)
         }

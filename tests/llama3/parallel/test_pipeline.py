@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import World
+from llama3.parallel.mesh import ParallelContext
 from llama3.parallel.pipeline import Pipeline
-from llama3.parallel.schedule import split_layers
+from llama3.parallel.pipeline_schedule import split_layers
 from tests.dist import run
 from tests.llama3.parallel import pipeline_samples as samples
 from tests.llama3.parallel.pipeline_samples import Result, Step
@@ -156,6 +156,6 @@ def test_zero_bubble_adds_weight_gradients_in_the_precision_of_the_reduction() -
     ],
 )
 def test_what_a_split_backward_pass_cannot_do_is_refused(layout: dict[str, Any], message: str) -> None:
-    world = World(0, 2, torch.device("cpu"), Layout(pp=2, **layout))
+    world = ParallelContext(0, 2, torch.device("cpu"), Layout(pp=2, **layout))
     with pytest.raises(ValueError, match=message):
         Pipeline({}, world)

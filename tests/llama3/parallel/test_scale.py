@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from llama3.parallel.memory import Load
-from llama3.parallel.scale import ROWS, TABLE_4, LayoutCheck, measure_layout, memory_line
-from llama3.parallel.sizes import Place, local_parameters
-from llama3.recipe.schema import Model
+from llama3.parallel.check_layout import ROWS, TABLE_4, LayoutCheck, measure_layout, memory_line
+from llama3.parallel.memory import Load, RankCoords, local_parameters
+from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import checked
 
@@ -40,14 +39,16 @@ def test_data_parallel_sizes_are_the_published_ones() -> None:
 def test_neighbours_share_tensors_then_context_then_layers(row: int) -> None:
     layout, world = TABLE_4[row].layout, TABLE_4[row].world
     for found in checks()[row].ranks:
-        place = Place.of(found.rank, layout)
+        place = RankCoords.of(found.rank, layout)
         assert (found.dp, found.pp, found.cp, found.tp) == (place.dp, place.pp, place.cp, place.tp)
         first = found.rank - place.tp
         assert found.peers["tp"] == list(range(first, first + 8))
         assert found.peers["cp"] == [found.rank + 8 * (other - place.cp) for other in range(layout.cp)]
         stride = 8 * layout.cp
         assert found.peers["pp"] == [found.rank + stride * (other - place.pp) for other in range(16)]
-        same = [rank for rank in range(world) if (at := Place.of(rank, layout)).pp == place.pp and at.tp == place.tp]
+        same = [
+            rank for rank in range(world) if (at := RankCoords.of(rank, layout)).pp == place.pp and at.tp == place.tp
+        ]
         assert found.peers["shards"] == same
 
 

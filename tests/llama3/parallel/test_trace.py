@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from llama3.parallel.comm_records import RankTrace, StageTrace, transfers
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.parallel.schedule import actions
-from llama3.parallel.sizes import layer_weights, stages
-from llama3.parallel.traffic import RankTrace, StageTrace, transfers
-from llama3.recipe.schema import Model
+from llama3.parallel.memory import Load, layer_weights, stages
+from llama3.parallel.pipeline_schedule import actions
+from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, shape, traced
 

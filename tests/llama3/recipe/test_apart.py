@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from llama3.recipe.frozen import check_past
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved, to_yaml
-from llama3.recipe.past import check_past
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 

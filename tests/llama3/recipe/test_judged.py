@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from llama3.recipe.frozen import check_past, past
 from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
-from llama3.recipe.past import check_past, past
 from llama3.recipe.schema import Recipe
 
 QUICKSTART = Path("recipes/quickstart.yaml")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.recipe.frozen import check_past, past
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
-from llama3.recipe.past import check_past, past
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 

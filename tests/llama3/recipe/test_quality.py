@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from llama3.recipe.curation import Curate
-from llama3.recipe.quality import PUBLISHED, Quality
+from llama3.recipe.data_schema import PUBLISHED, Curate, Quality
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

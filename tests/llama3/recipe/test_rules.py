@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from llama3.recipe.rules import GateRule, assign, default_policy, matches
-from llama3.recipe.schema import Promote
+from llama3.recipe.gates import GateRule, assign, default_policy, matches
+from llama3.recipe.sections import Promote
 
 
 @pytest.mark.parametrize(

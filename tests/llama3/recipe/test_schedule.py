@@ -15,7 +15,7 @@ from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Span
-from llama3.scaling.posed import load_study
+from llama3.studies.expand import load_study
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))

@@ -13,19 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.tokens.adversarial_strings import EVERYTHING, hostile
 from llama3.tokens.encoder import (
     LONGEST_SPACE,
     Encoder,
     GigatokenEncoder,
     TiktokenEncoder,
     blank_cuts,
+    encoder_for,
     text_array,
     unassigned,
 )
-from llama3.tokens.hostile import EVERYTHING, hostile
-from llama3.tokens.parity import encoder_for
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.train_bpe import train_bpe
+from llama3.tokens.tokenizer import Tokenizer, train_bpe
 from llama3.tokens.vocabulary import special_tokens
 
 LEARNT = [

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from llama3.tokens.huggingface import byte_level_json, hugging_face_json
-from llama3.tokens.huggingface_reader import parse_hugging_face
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
+from llama3.tokens.hf_tokenizer import byte_level_json, hugging_face_json
+from llama3.tokens.tokenizer import Tokenizer, parse_hugging_face, train_tokenizer, use_tokenizer
 from llama3.tokens.vocabulary import PATTERN, special_tokens
 
 TEXTS = [

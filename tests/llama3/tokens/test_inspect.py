@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
 from llama3.tokens import inspect as module
 from llama3.tokens.inspect import Inspection, inspect
 from llama3.tokens.shards import tokenise

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schema import Recipe
-from llama3.tokens import order
+from llama3.tokens import shuffle
 from llama3.tokens.inspect import inspect
-from llama3.tokens.paged import Runs
+from llama3.tokens.source_stream import CopyRanges
 from llama3.tokens.stream import TokenStream
 from storage.digests import PAGE
-from storage.lazy import lazy_of
+from storage.page_cache import lazy_of
 from tests.dist import run
 from tests.llama3.tokens.token_samples import recipe, stage, synthetic_shards
 from tests.storage.lazy_samples import lazily
@@ -73,7 +73,7 @@ def test_processes_that_share_a_cache_read_the_same(plain: Path, tmp_path: Path)
 def test_the_next_block_is_brought_while_one_is_read(
     plain: Path, expected: TokenStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "BLOCK", 1)  # of 256 documents, a third of a page
+    monkeypatch.setattr(shuffle, "BLOCK", 1)  # of 256 documents, a third of a page
     folder = lazily(tmp_path / "lazy", plain, 500)
     stream, lazy = TokenStream(folder, asked()), lazy_of(folder)
     assert lazy is not None
@@ -83,7 +83,7 @@ def test_the_next_block_is_brought_while_one_is_read(
     starts = general._epoch(0).starts.tolist()
     assert general._bins is not None
     documents = general.overlapping(starts[1], starts[2])
-    runs = Runs(documents.shard, documents.offset, documents.length, documents.start)
+    runs = CopyRanges(documents.shard, documents.offset, documents.length, documents.start)
     pages = np.unique(general._bins._cut(runs, PAGE // 4)[1])
     assert lazy.table.marks[pages].all()
     assert not lazy.table.marks.all()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.tokens.batch import Batch, Batches
+from llama3.tokens.batch import Batches, TokenBatch
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
@@ -16,7 +16,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Batches:
     return Batches(TokenStream(write_shards(tmp_path_factory.mktemp("shards"), asked, LENGTHS), asked))
 
 
-def columns(batch: Batch) -> list[torch.Tensor]:
+def columns(batch: TokenBatch) -> list[torch.Tensor]:
     return [batch.tokens_BS, batch.targets_BS, batch.documents_BS, batch.domains_BS]
 
 

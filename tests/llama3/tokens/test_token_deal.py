@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llama3.tokens.deal import LONGEST_BLOCK, Deal, even_order
+from llama3.tokens.interleave import LONGEST_BLOCK, MixtureInterleaver, even_order
 from llama3.tokens.mix import apportion, leaf_shares, leaves_of
 from tests.llama3.tokens.token_samples import BASE, recipe, stage
 
@@ -41,7 +41,7 @@ ODD = tuple(Fraction(part, 5003) for part in (2, 3, 5, 990, 1000, 3003))
 @example(ODD, LONGEST_BLOCK - 1, 1)
 @example(ODD, 3 * 5 * LONGEST_BLOCK - 1, 5)
 def test_units_tile_the_span_and_end_exact_to_the_token(parts: tuple[Fraction, ...], tokens: int, unit: int) -> None:
-    units = Deal(parts, tokens, unit).units(0, tokens)
+    units = MixtureInterleaver(parts, tokens, unit).units(0, tokens)
     assert units.start[0] == 0
     assert np.array_equal(units.start[1:], (units.start + units.size)[:-1])
     assert units.start[-1] + units.size[-1] == tokens
@@ -56,7 +56,7 @@ def test_units_tile_the_span_and_end_exact_to_the_token(parts: tuple[Fraction, .
 def test_parts_of_a_deal_equal_the_whole(
     parts: tuple[Fraction, ...], tokens: int, unit: int, data: st.DataObject
 ) -> None:
-    deal = Deal(parts, tokens, unit)
+    deal = MixtureInterleaver(parts, tokens, unit)
     whole = deal.units(0, tokens)
     start = data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
@@ -69,7 +69,7 @@ def test_parts_of_a_deal_equal_the_whole(
     assert deal.consumed(tokens).tolist() == deal.totals.tolist()
 
 
-def errors(deal: Deal, positions: range) -> list[float]:
+def errors(deal: MixtureInterleaver, positions: range) -> list[float]:
     """Return how far each leaf is from its share at the worst of `positions`, in units."""
     ideal = np.outer(positions, [float(share) for share in deal.shares])
     consumed = np.array([deal.consumed(position) for position in positions])
@@ -77,7 +77,7 @@ def errors(deal: Deal, positions: range) -> list[float]:
 
 
 def test_every_prefix_of_a_percent_mix_is_within_a_unit() -> None:
-    deal = Deal(PERCENT, 64 * 1000, 64)
+    deal = MixtureInterleaver(PERCENT, 64 * 1000, 64)
     assert max(errors(deal, range(0, 800 * 64, 7))) < 1
     assert max(errors(deal, range(800 * 64, 64_001, 7))) < 1.5
 
@@ -86,19 +86,19 @@ def test_every_prefix_of_a_percent_mix_is_within_a_unit() -> None:
 @given(shares)
 def test_prefixes_of_any_mix_are_within_a_unit_per_leaf(parts: tuple[Fraction, ...]) -> None:
     """Blocks fall short by at most leaves - 1 units, which a leaf has too many by its share; the order adds one."""
-    deal = Deal(parts, 16 * 9000, 16)
+    deal = MixtureInterleaver(parts, 16 * 9000, 16)
     for share, error in zip(parts, errors(deal, range(0, 16 * 8000, 997)), strict=True):
         assert error < 1 + max(1, (len(parts) - 1) * share)
 
 
 def test_a_share_below_one_unit_in_a_million_is_still_dealt() -> None:
     tiny = Fraction(1, 3_000_000)
-    deal = Deal((1 - tiny, tiny), 30_000_000, 10)
+    deal = MixtureInterleaver((1 - tiny, tiny), 30_000_000, 10)
     assert deal.consumed(30_000_000).tolist() == [29_999_990, 10]
 
 
 def test_a_run_of_trillions_is_addressed_like_a_small_one() -> None:
-    deal = Deal(PERCENT, 14_800_000_000_000, 131_072)
+    deal = MixtureInterleaver(PERCENT, 14_800_000_000_000, 131_072)
     units = deal.units(14_000_000_000_000, 14_000_001_048_576)
     assert units.start[0] <= 14_000_000_000_000 < units.start[0] + 131_072
     ideal = np.array([0.5, 0.25, 0.17, 0.08]) * 14_000_000_000_000
@@ -107,15 +107,15 @@ def test_a_run_of_trillions_is_addressed_like_a_small_one() -> None:
 
 @given(shares, st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 9))
 def test_a_longer_span_begins_as_a_shorter_one(parts: tuple[Fraction, ...], one: int, more: int, unit: int) -> None:
-    short, long = Deal(parts, one, unit), Deal(parts, one + more, unit)
+    short, long = MixtureInterleaver(parts, one, unit), MixtureInterleaver(parts, one + more, unit)
     same = min(short.settled, long.settled)
     for name in ("leaf", "first", "start", "size"):
         assert same == 0 or np.array_equal(getattr(short.units(0, same), name), getattr(long.units(0, same), name))
 
 
 def test_only_the_last_units_depend_on_the_end() -> None:
-    assert Deal(PERCENT, 64 * 777 + 5, 64).settled > 64 * (777 - 14)
-    assert Deal(ODD, 3 * LONGEST_BLOCK + 100, 1).settled >= 3 * LONGEST_BLOCK - len(ODD)
+    assert MixtureInterleaver(PERCENT, 64 * 777 + 5, 64).settled > 64 * (777 - 14)
+    assert MixtureInterleaver(ODD, 3 * LONGEST_BLOCK + 100, 1).settled >= 3 * LONGEST_BLOCK - len(ODD)
 
 
 def test_weighted_sources_split_their_domain_exactly() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import digest
-from llama3.tokens.order import shuffled
+from llama3.tokens.shuffle import shuffled
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, stream, write_shards
 

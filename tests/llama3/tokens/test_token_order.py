@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens import order
-from llama3.tokens.order import EpochOrder, Permutation, chunk_edges, shuffled, splitmix64
+from llama3.tokens import shuffle
+from llama3.tokens.shuffle import EpochOrder, Permutation, chunk_edges, shuffled, splitmix64
 
 MASK = 2**64 - 1
 
@@ -73,8 +73,8 @@ def test_permutation_is_uniform() -> None:
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
 def test_blocks_hold_every_document_once(documents: int, chunk: int, block: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "CHUNK", chunk)
-        patch.setattr(order, "BLOCK", block)
+        patch.setattr(shuffle, "CHUNK", chunk)
+        patch.setattr(shuffle, "BLOCK", block)
         found = EpochOrder(documents, 3, "code", epoch)
         blocks = [found.rows_of(number) for number in range(found.blocks)]
         edges = chunk_edges(documents)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.schedule import Schedule
-from llama3.recipe.section import DOMAINS
-from llama3.tokens import order
+from llama3.tokens import shuffle
 from llama3.tokens.batch import Batches
-from llama3.tokens.order import EpochOrder, shuffled
+from llama3.tokens.shuffle import EpochOrder, shuffled
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
@@ -59,8 +59,8 @@ def test_no_ramp_and_no_number_of_ranks_changes_what_is_trained_on(
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of six documents, so that small leaves have several."""
-    monkeypatch.setattr(order, "CHUNK", 2)
-    monkeypatch.setattr(order, "BLOCK", 3)
+    monkeypatch.setattr(shuffle, "CHUNK", 2)
+    monkeypatch.setattr(shuffle, "BLOCK", 3)
 
 
 def slow_documents(count: int, seed: int, name: str, epochs: int) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.section import DOMAINS
-from llama3.tokens.order import shuffled
+from llama3.recipe.base import DOMAINS
+from llama3.tokens.shuffle import shuffled
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import END, LENGTHS, recipe, stage, stream, write_shards
 

@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
-from llama3.tokens.index import write_index
 from llama3.tokens.mix import Leaf, leaves_of
-from llama3.tokens.shards import write_shard
+from llama3.tokens.shards import write_index, write_shard
 from llama3.tokens.stream import TokenStream
 
 BASE = {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import World, joined, local, whole
-from llama3.recipe.schema import Keep, Model
-from llama3.train.checkpoint import Checkpoints, SaveFailed
+from llama3.parallel.mesh import ParallelContext, init_distributed, local, whole
+from llama3.recipe.sections import Keep, Model
+from llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 
 SHAPES = {"wide": (12, 6), "odd": (7, 3), "few": (2, 5), "vector": (9,), "half": (64, 16)}
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = ParallelContext(0, 1, torch.device("cpu"))
 """This process, without others."""
 
 
@@ -34,7 +34,7 @@ def value(name: str, position: int) -> Tensor:
 class State:
     """Tensors plain, or cut over `world`: all rows over all processes, or over half of them with replicas."""
 
-    def __init__(self, world: World = ALONE, position: int = 0, spec: Model | None = None) -> None:
+    def __init__(self, world: ParallelContext = ALONE, position: int = 0, spec: Model | None = None) -> None:
         self.world, self.position, self.averaged, self.rows = world, 0, 0, 12
         self.spec = spec or Model(layers=1, dim=8, ffn=8, heads=1, kv_heads=1, max_seq=8)
         self.held = {name: self._cut(name, value(name, 0)) for name in [*SHAPES, "step"]}
@@ -84,13 +84,13 @@ def assert_holds(arrays: dict[str, np.ndarray], position: int) -> None:
         assert np.array_equal(arrays[name], array), name
 
 
-def opened(folder: Path, world: World = ALONE, last: int = 3, **more: Any) -> Checkpoints:
+def opened(folder: Path, world: ParallelContext = ALONE, last: int = 3, **more: Any) -> Checkpoints:
     return Checkpoints(folder, Keep(last=last), world, **more)
 
 
 def save_in_the_background(folder: Path, positions: list[int], uri: str | None = None) -> list[int]:
     """Save at each of `positions` and change the state at once; return what was committed, in order."""
-    with joined("cpu", 30) as world:
+    with init_distributed("cpu", 30) as world:
         state, checkpoints = State(world), opened(folder, world, uri=uri)
         done = []
         for position in positions:
@@ -104,7 +104,7 @@ def save_in_the_background(folder: Path, positions: list[int], uri: str | None =
 
 def resume(folder: Path, uri: str | None = None) -> tuple[int, tuple[str, ...], dict[str, np.ndarray]]:
     """Load the newest good checkpoint into a fresh state."""
-    with joined("cpu", 30) as world:
+    with init_distributed("cpu", 30) as world:
         state = State(world)
         found = opened(folder, world, uri=uri).resume(state)
         return state.position, found.skipped, state.arrays()
@@ -126,7 +126,7 @@ def fail_then_recover(folder: Path) -> dict[str, Any]:
     """Save at 5; then process 1 cannot write until training was given up once; then save at 10."""
     lines: list[str] = []
     result: dict[str, Any] = {"lines": lines}
-    with joined("cpu", 30) as world:
+    with init_distributed("cpu", 30) as world:
         state, checkpoints = State(world, 5), opened(folder, world, say=lines.append)
         checkpoints.save(state, "main")
         if world.rank == 1:
@@ -152,7 +152,7 @@ def fail_then_recover(folder: Path) -> dict[str, Any]:
 
 def die_while_saving(folder: Path, target: str, calls: int, after: bool, rank: int = 0) -> None:
     """Save at 5; save at 6 in the background and die by SIGKILL at a call that the thread makes."""
-    with joined("cpu", 30) as world:
+    with init_distributed("cpu", 30) as world:
         state, checkpoints = State(world, 5), opened(folder, world, last=1)
         checkpoints.save(state, "main")
         if world.rank == rank:

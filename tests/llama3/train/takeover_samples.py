@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from threading import Event
 
-from llama3.train.manifest import Manifest
-from llama3.train.remote import RemoteShelf
+from llama3.train.checkpoint.manifest import CheckpointManifest
+from llama3.train.checkpoint.storage import RemoteShelf
 from tests.llama3.train.test_bad_steps import poison
 from tests.llama3.train.train_samples import train, train_until_signal
 
@@ -28,7 +28,7 @@ def killed_there(
     poison(poisoned or [], 1e6)
     committed, commit = Event(), RemoteShelf.commit
 
-    def noticed(self: RemoteShelf, building: Path, manifest: Manifest) -> None:
+    def noticed(self: RemoteShelf, building: Path, manifest: CheckpointManifest) -> None:
         commit(self, building, manifest)
         committed.set()
 

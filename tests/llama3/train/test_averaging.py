@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama3.recipe.averaging import Average
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
+from llama3.recipe.sections import Average
 from llama3.train import metrics
 from llama3.train.averaging import FILE, Choice, average_positions
-from llama3.train.held_out_rows import pack
 from llama3.train.journal import read_journal
-from llama3.train.weights import weights_of
+from llama3.train.trainer import weights_of
+from llama3.train.validation_rows import pack
 from tests.dist import run
 from tests.llama3.train.test_held_out import SEQ, Bytes, documents
 from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
@@ -91,7 +91,7 @@ def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     work(path).mkdir()
     pack(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.engine:Engine.take", 4, False)
+        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.train_step:Engine.take", 4, False)
     assert not (work(path) / "result").exists()
     assert run(1, train, path) == [0], output(path)
     assert all(torch.equal(value, model(whole)[name]) for name, value in model(path).items())

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from llama3.recipe.schema import Recipe
+from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import read_rewinds
-from llama3.train.skips import Skip, Skips
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,
@@ -44,7 +44,7 @@ def asked(**changes: Any) -> Recipe:
 
 def poison(steps: list[int], factor: float) -> None:
     """From now on multiply a gradient by `factor` in those steps."""
-    engine: Any = importlib.import_module("llama3.train.engine").Engine
+    engine: Any = importlib.import_module("llama3.train.train_step").Engine
     take = engine.take
 
     def poisoned(self: Any, step: Any, *arguments: Any) -> Any:
@@ -100,7 +100,7 @@ def test_a_skipped_step_changes_nothing(skipping: Path, tmp_path: Path) -> None:
     plain = job(tmp_path, asked(non_finite="skip"))
     work(plain).mkdir()
     skips = (Skip(start=n * STEP, end=(n + 1) * STEP, spike=n * STEP, reason="") for n in (3, 9))
-    Skips(tuple(skips)).write(work(plain))
+    SkippedRanges(tuple(skips)).write(work(plain))
     assert run(1, train, plain) == [0]
     assert weights(skipping) == weights(plain)
 
@@ -153,7 +153,7 @@ def test_a_rollback_passes_over_the_data_around_the_spike(rolled_back: Path) -> 
     assert told["recovery/rollbacks"] == 1.0
     assert told["recovery/replay_max_abs_diff"] == 0.0  # from the checkpoint at 6 to 8: trained again, the same
     assert told["recovery/lost_tokens"] >= 5 * STEP
-    (skip,) = Skips.read(work(rolled_back) / "result").spans
+    (skip,) = SkippedRanges.read(work(rolled_back) / "result").spans
     assert (skip.start, skip.end, skip.spike) == (8 * STEP, 13 * STEP, 10 * STEP)
     assert f"position {10 * STEP}: loss " in output(rolled_back)
     (incident,) = (work(rolled_back) / "result" / "incidents").iterdir()
@@ -164,7 +164,7 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
     """A run that is given the spans from the start, and never sees the fault, has the same weights."""
     path = job(tmp_path, asked(spikes=ROLLBACK))
     work(path).mkdir()
-    Skips.read(work(rolled_back)).write(work(path))
+    SkippedRanges.read(work(rolled_back)).write(work(path))
     assert run(1, train, path) == [0]
     assert weights(path) == weights(rolled_back)
 
@@ -172,15 +172,15 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        ("llama3.train.skips:Skips.write", True),
+        ("llama3.train.incidents:SkippedRanges.write", True),
         *(
             pytest.param(*moment, marks=pytest.mark.slow)
             for moment in [
                 ("llama3.train.trainer:write_incident", True),
-                ("llama3.train.skips:Skips.write", False),
-                ("llama3.train.checkpoint:Checkpoints._forget_after", True),
-                ("llama3.train.recorder:Recorder.rewind", False),
-                ("llama3.train.recorder:Recorder.pass_over", True),
+                ("llama3.train.incidents:SkippedRanges.write", False),
+                ("llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
+                ("llama3.train.metrics_log:Recorder.rewind", False),
+                ("llama3.train.metrics_log:Recorder.pass_over", True),
                 ("llama3.train.trainer:commit_result", False),
             ]
         ),
@@ -205,7 +205,7 @@ def losses_of(path: Path) -> dict[int, float]:
 
 def sick_rank(path: Path, steps: list[int]) -> int:
     """Train; the last rank's part of the gradient norm is not finite in those steps."""
-    engine: Any = importlib.import_module("llama3.train.engine")
+    engine: Any = importlib.import_module("llama3.train.train_step")
     number, real = -1, engine.squared_norm
 
     def sick(parameters: Any) -> Any:

@@ -11,10 +11,9 @@ import pytest
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.stream import TokenStream
-from llama3.train.batch_documents import told, write_incident
-from llama3.train.reader import Step, steps_from
-from llama3.train.skips import Skip
-from llama3.train.spikes import Verdict
+from llama3.train.data_loader import Step, steps_from
+from llama3.train.incidents import Skip
+from llama3.train.loss_spikes import StepDecision, told, write_incident
 from tests.llama3.train.train_samples import STEP, recipe, write_tokens
 
 
@@ -42,7 +41,7 @@ def fifth(asked: Recipe) -> Step:
 
 def test_every_document_of_the_batch_is_named(asked: Recipe, tokens: Path, tmp_path: Path) -> None:
     step = fifth(asked)
-    path = write_incident(tmp_path, tokens, asked, step, Found(17.5), Verdict("skipped", "a reason"))
+    path = write_incident(tmp_path, tokens, asked, step, Found(17.5), StepDecision("skipped", "a reason"))
     assert path == tmp_path / "incidents" / f"{4 * STEP:018}.json"
     incident = json.loads(path.read_text())
     numbers = [incident[key] for key in ("position", "end", "loss", "grad_norm", "score", "outcome", "reason", "skip")]
@@ -61,16 +60,16 @@ def test_every_document_of_the_batch_is_named(asked: Recipe, tokens: Path, tmp_p
 def test_a_number_that_is_none_is_a_word(asked: Recipe, tokens: Path, tmp_path: Path) -> None:
     step = fifth(asked)
     for loss, word in ((float("nan"), "nan"), (float("-inf"), "-inf")):
-        path = write_incident(tmp_path, tokens, asked, step, Found(loss), Verdict("stop", ""))
+        path = write_incident(tmp_path, tokens, asked, step, Found(loss), StepDecision("stop", ""))
         assert json.loads(path.read_text())["loss"] == word
     assert len(list(path.parent.iterdir())) == 1  # the same step again is the same file
 
 
 def test_the_line_says_what_follows_and_names_the_file(asked: Recipe) -> None:
     step, file = fifth(asked), Path("work/incidents/1.json")
-    lines = [told(step, Verdict("skipped", "why"), file), told(step, Verdict("stop", "why"), file)]
+    lines = [told(step, StepDecision("skipped", "why"), file), told(step, StepDecision("stop", "why"), file)]
     skip = Skip(start=768, end=1536, spike=1024, reason="why")
-    lines.append(told(step, Verdict("roll back", "why", skip), file))
+    lines.append(told(step, StepDecision("roll back", "why", skip), file))
     assert lines == [
         "position 1024: why; its batch changed nothing. Documents of the batch: work/incidents/1.json",
         "position 1024: why. Nothing of this step is kept. Look at its documents, or lower lr.peak. "

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.held_out import Document
+from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.task import Request
 from llama3.model.files import load_model
 from llama3.model.loss import NO_TARGET
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
 from llama3.train import metrics
-from llama3.train.held_out import interval
-from llama3.train.held_out_rows import COLUMNS, HeldOut, pack
 from llama3.train.journal import read_journal
+from llama3.train.validation import interval
+from llama3.train.validation_rows import COLUMNS, HeldOut, pack
 from tests.dist import run
 from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
 
@@ -49,8 +49,8 @@ class Bytes:
         return list(text.encode())
 
 
-def documents() -> list[Document]:
-    return [Document(f"d{number}", DOMAINS[number % 4], text) for number, text in enumerate(TEXTS)]
+def documents() -> list[ValidationDocument]:
+    return [ValidationDocument(f"d{number}", DOMAINS[number % 4], text) for number, text in enumerate(TEXTS)]
 
 
 def asked(**evaluate: Any) -> Recipe:
@@ -59,7 +59,7 @@ def asked(**evaluate: Any) -> Recipe:
 
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 24))
 def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq: int) -> None:
-    held = pack([Document(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq)
+    held = pack([ValidationDocument(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq)
     scored = [token for token in held.columns["targets_BS"].flatten().tolist() if token != NO_TARGET]
     assert scored == [token for text in texts for token in list(text.encode())[:seq]]
     assert sum(held.bytes.values()) == len(scored)

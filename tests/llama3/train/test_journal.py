@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llama3.train import journal as module
 from llama3.train.journal import Entry, Journal, Record, Rewind, Tail, read_journal, read_rewinds, to_parquet
-from llama3.train.replay import Attempts, Replay
+from llama3.train.metrics_log import AttemptLog, Replay
 from tests.storage.commit_samples import disk_calls
 
 
@@ -169,13 +169,13 @@ def test_a_step_that_was_good_once_and_bad_once_is_a_difference() -> None:
 
 def test_attempts_count_starts_and_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "attempts.jsonl"
-    first = Attempts(path, 1)
+    first = AttemptLog(path, 1)
     assert first.restarts == 0
-    assert Attempts(path, 2).restarts == 1
+    assert AttemptLog(path, 2).restarts == 1
     path.write_bytes(path.read_bytes() + b'{"time": 1')
-    third = Attempts(path, 1)
+    third = AttemptLog(path, 1)
     assert (third.restarts, third.started) == (2, first.started)
-    assert Attempts(path, 1).restarts == 3
+    assert AttemptLog(path, 1).restarts == 3
 
 
 def test_sync_returns_when_the_lines_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

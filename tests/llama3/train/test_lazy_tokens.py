@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from storage.digests import PAGE
-from storage.lazy import make_lazy
+from storage.page_cache import make_lazy
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, output, recipe, stages, train, weights, work
 from tests.storage.lazy_samples import described, lazily

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.initial import build
+from llama3.model.init import build
 from llama3.model.linear import GRID, used
-from llama3.recipe.schema import Model, Optimizer
+from llama3.recipe.sections import Model, Optimizer
 from llama3.train.optimizer import adamw, scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded

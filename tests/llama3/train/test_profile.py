@@ -14,9 +14,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from llama3.model.initial import build
-from llama3.recipe.schema import Model
-from llama3.train.profile import (
+from llama3.model.init import build
+from llama3.recipe.sections import Model
+from llama3.train.profiler import (
     Profile,
     Profiler,
     dump_flight,
@@ -105,11 +105,11 @@ def test_the_flight_recorder_is_asked_for_under_both_names(tmp_path: Path) -> No
 
 def reduced(work: Path) -> str:
     """Take a collective or two and leave the flight recorder behind."""
-    from llama3.parallel.mesh import joined
+    from llama3.parallel.mesh import init_distributed
 
     asked = Profile(flight=10)
     prepare(asked, work)
-    with joined("cpu", 60) as world:
+    with init_distributed("cpu", 60) as world:
         for size in (3, 5):
             world.sum(torch.ones(size))
         path = dump_flight(asked, work, world.rank)

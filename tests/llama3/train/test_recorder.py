@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from llama3.model.flops import flops_per_token
-from llama3.parallel.mesh import World
+from llama3.parallel.mesh import ParallelContext
+from llama3.recipe.base import Domain
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.section import Domain
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.data_loader import Step, steps_from
+from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import Journal, Rewind, read_journal, read_rewinds, to_parquet
-from llama3.train.peaks import PEAKS, described, peak_of
-from llama3.train.reader import Step, steps_from
-from llama3.train.recorder import Recorder, Timing
-from llama3.train.skips import Skip, Skips
+from llama3.train.metrics_log import Recorder, StepTiming
+from llama3.train.peak_flops import PEAKS, described, peak_of
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")
@@ -46,8 +46,10 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     return TokenStream(write_tokens(tmp_path_factory.mktemp("tokens"), ASKED), ASKED)
 
 
-def recorder(work: Path, stream: TokenStream, position: int = 0, skips: Skips | None = None, size: int = 1) -> Recorder:
-    return Recorder(work, SPAN, stream, ROWS, World(0, size, CPU), position, skips or Skips())
+def recorder(
+    work: Path, stream: TokenStream, position: int = 0, skips: SkippedRanges | None = None, size: int = 1
+) -> Recorder:
+    return Recorder(work, SPAN, stream, ROWS, ParallelContext(0, size, CPU), position, skips or SkippedRanges())
 
 
 def train(to: Recorder, first: int, last: int, **timing: Any) -> None:
@@ -56,7 +58,7 @@ def train(to: Recorder, first: int, last: int, **timing: Any) -> None:
         if to.skips.covers(step.start):
             to.pass_over(step)
         else:
-            to.add(step, Found(10.0 - step.start / STEP), Timing(**{"step": 0.5, "data_wait": 0.1, **timing}))
+            to.add(step, Found(10.0 - step.start / STEP), StepTiming(**{"step": 0.5, "data_wait": 0.1, **timing}))
 
 
 def metrics_of(work: Path) -> list[dict[str, float]]:
@@ -119,7 +121,7 @@ def test_a_bad_step_is_marked_and_its_numbers_are_left_out(stream: TokenStream, 
     train(to, 0, 1)
     bad = Found(float("nan"), float("inf"), score=0.0, skipped=True, domain_loss={"math": float("nan"), "code": 2.0})
     for step in STEPS[1:3]:
-        to.add(step, bad, Timing(0.5, 0.1), {"time/slowest_rank_s": 0.3})
+        to.add(step, bad, StepTiming(0.5, 0.1), {"time/slowest_rank_s": 0.3})
     good, first, second = metrics_of(tmp_path)
     assert not good.keys() & {"train/skipped", "skip/tokens"}
     assert not first.keys() & {"train/loss", "train/grad_norm", "loss/math"}
@@ -128,7 +130,7 @@ def test_a_bad_step_is_marked_and_its_numbers_are_left_out(stream: TokenStream, 
     assert to.useful_s == 0.5
     again = recorder(tmp_path, stream, STEP)
     for step in STEPS[1:4]:
-        again.add(step, bad if step in STEPS[1:3] else Found(7.0), Timing(0.5, 0.1))
+        again.add(step, bad if step in STEPS[1:3] else Found(7.0), StepTiming(0.5, 0.1))
     assert again.replay.largest == 0.0
     assert again.skipped_tokens == 2 * STEP
 
@@ -166,7 +168,7 @@ def test_a_restart_after_a_rollback_is_a_replay_like_any_other(stream: TokenStre
     train(to, 0, 6)
     to.rewind(SKIP, 2 * STEP, trained_to=7 * STEP)
     train(to, 2, 9)
-    again = recorder(tmp_path, stream, 2 * STEP, Skips((SKIP,)))
+    again = recorder(tmp_path, stream, 2 * STEP, SkippedRanges((SKIP,)))
     train(again, 2, 10)
     assert again.replay.largest == 0.0
     told = metrics_of(tmp_path)[9]
@@ -177,7 +179,7 @@ def test_a_restart_after_a_rollback_is_a_replay_like_any_other(stream: TokenStre
 def test_a_rollback_that_was_killed_before_the_journal_knew_is_made_good(stream: TokenStream, tmp_path: Path) -> None:
     with_spike = recorder(tmp_path, stream)
     train(with_spike, 0, 6)
-    again = recorder(tmp_path, stream, 2 * STEP, Skips((SKIP,)))
+    again = recorder(tmp_path, stream, 2 * STEP, SkippedRanges((SKIP,)))
     (rewind,) = read_rewinds(tmp_path / "journal.jsonl")
     assert (rewind.position, rewind.until) == (SKIP.start, SKIP.end)
     train(again, 2, 12)

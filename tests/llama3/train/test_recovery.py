@@ -78,16 +78,16 @@ def test_killed_in_a_step_gives_the_same_bits(undisturbed: Path, interrupted: Pa
     ("target", "calls", "after"),
     [
         ("torch.optim:AdamW.step", 2, True),  # before any checkpoint
-        ("llama3.train.checkpoint:Checkpoints.begin", 2, False),
-        ("llama3.train.checkpoint:Checkpoints.begin", 2, True),
-        ("llama3.train.manifest:write_atomic", 2, False),
-        ("llama3.train.manifest:write_atomic", 2, True),
-        ("llama3.train.checkpoint:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
-        ("llama3.train.shelf:sync_folder", 2, False),
+        ("llama3.train.checkpoint.manager:Checkpoints.begin", 2, False),
+        ("llama3.train.checkpoint.manager:Checkpoints.begin", 2, True),
+        ("llama3.train.checkpoint.manifest:write_atomic", 2, False),
+        ("llama3.train.checkpoint.manifest:write_atomic", 2, True),
+        ("llama3.train.checkpoint.manager:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
+        ("llama3.train.checkpoint.storage:sync_folder", 2, False),
         ("shutil:rmtree", 2, False),  # while an older one is deleted
-        ("llama3.train.finish:save_model", 1, False),
-        ("llama3.train.finish:to_parquet", 1, True),
-        ("llama3.train.finish:sync_folder", 2, False),  # result is in its place
+        ("llama3.train.trainer:save_model", 1, False),
+        ("llama3.train.trainer:to_parquet", 1, True),
+        ("llama3.train.trainer:sync_folder", 2, False),  # result is in its place
     ],
 )
 def test_killed_anywhere_gives_the_same_bits(

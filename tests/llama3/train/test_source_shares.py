@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama3.tokens.stream import TokenStream
-from llama3.train.source_shares import SourceShares
+from llama3.train.metrics_log import SourceShares
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
 MIX = {"base": {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}}

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Spikes
+from llama3.recipe.sections import Spikes
+from llama3.train.data_loader import Step, steps_from
+from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import Record
-from llama3.train.reader import Step, steps_from
-from llama3.train.skips import Skip, Skips
-from llama3.train.spikes import GO_ON, History, Judge, SpikeGuard, Verdict, history
+from llama3.train.loss_spikes import GO_ON, History, SpikeDetector, SpikeGuard, StepDecision, history
 from tests.llama3.train.train_samples import STEP, recipe, stages
 
 CPU = torch.device("cpu")
@@ -163,10 +163,12 @@ def place(steps: int, number: int) -> tuple[StageSpan, Step]:
     return span, list(steps_from(span, 0))[number]
 
 
-def judged(found: Given, bad: int = 0, skips: Skips | None = None, step: int = 10, **settings: Any) -> Verdict:
+def judged(
+    found: Given, bad: int = 0, skips: SkippedRanges | None = None, step: int = 10, **settings: Any
+) -> StepDecision:
     asked = recipe(stages=stages(20), **settings)
     span, at = place(20, step)
-    return Judge(asked, span, History([], [], bad), skips or Skips()).judge(at, found)
+    return SpikeDetector(asked, span, History([], [], bad), skips or SkippedRanges()).judge(at, found)
 
 
 def test_what_follows_from_each_policy() -> None:
@@ -200,19 +202,21 @@ def test_too_many_bad_steps_end_the_run() -> None:
     last = judged(Given(), bad=2, spikes=spikes)
     assert last.kind == "stop"
     assert "bad step 3 of stage main, spikes.most is 3" in last.reason
-    rolled_back = Skips((Skip(start=0, end=STEP, spike=0, reason=""),) * 2)
+    rolled_back = SkippedRanges((Skip(start=0, end=STEP, spike=0, reason=""),) * 2)
     assert judged(Given(), skips=rolled_back, spikes={"policy": "rollback", "most": 3}).kind == "stop"
 
 
 def test_spans_are_kept_on_disk(tmp_path: Path) -> None:
-    assert Skips.read(tmp_path) == Skips()
+    assert SkippedRanges.read(tmp_path) == SkippedRanges()
     skips = (
-        Skips().plus(Skip(start=20, end=50, spike=30, reason="why")).plus(Skip(start=70, end=80, spike=70, reason=""))
+        SkippedRanges()
+        .plus(Skip(start=20, end=50, spike=30, reason="why"))
+        .plus(Skip(start=70, end=80, spike=70, reason=""))
     )
     skips.write(tmp_path)
-    assert Skips.read(tmp_path) == skips
+    assert SkippedRanges.read(tmp_path) == skips
     covered = [start for start in range(0, 100, 10) if skips.covers(start)]
     assert covered == [20, 30, 40, 70]
     (tmp_path / "skips.json").write_text('[{"start": 1}]')
     with pytest.raises(ValueError, match=r"skips\.json: is not a list of spans"):
-        Skips.read(tmp_path)
+        SkippedRanges.read(tmp_path)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import World
+from llama3.parallel.mesh import ParallelContext
 from llama3.train.stragglers import Stopwatch, Stragglers
 from tests.dist import run
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def comparison(peers: list[int]) -> Stragglers:
     hosts = [f"node-{rank // 2}" for rank in range(len(peers))]
-    return Stragglers(Stopwatch([], CPU), World(0, 1, CPU), peers, hosts, every=10)
+    return Stragglers(Stopwatch([], CPU), ParallelContext(0, 1, CPU), peers, hosts, every=10)
 
 
 def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely() -> None:
@@ -52,7 +52,7 @@ def test_ranks_are_compared_with_those_that_hold_the_same_layers() -> None:
 
 def test_figures_come_with_the_next_window() -> None:
     layer = nn.Identity()
-    seen = Stragglers(Stopwatch([layer], CPU), World(0, 1, CPU), [0], ["a"], every=4)
+    seen = Stragglers(Stopwatch([layer], CPU), ParallelContext(0, 1, CPU), [0], ["a"], every=4)
     found = {}
     for number in range(3, 13):
         seen.begin(number, data_wait=float(number))
@@ -67,12 +67,12 @@ def test_figures_come_with_the_next_window() -> None:
 
 def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[float]]:
     """Train a little on each rank, `slow` of which sleeps in its layers; return figures, lines and wall seconds."""
-    from llama3.parallel.build import build_parts
-    from llama3.parallel.mesh import joined
-    from llama3.recipe.schema import Model
+    from llama3.parallel.mesh import init_distributed
+    from llama3.parallel.parallelize import build_parts
+    from llama3.recipe.sections import Model
 
     spec = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=64)
-    with joined("cpu", 60, layout) as world:
+    with init_distributed("cpu", 60, layout) as world:
         parts = build_parts(spec, 64, 0, world, torch.float32, None)
         model: Any = parts[0]
         if world.rank == slow:

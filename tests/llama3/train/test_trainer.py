@@ -15,7 +15,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.tokens.batch import Batches
 from llama3.tokens.stream import TokenStream
 from llama3.train.averaging import average_positions
-from storage.artifact import Design, Store
+from storage.artifact import ArtifactSpec, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     ROWS,
@@ -169,7 +169,7 @@ def test_equal_jobs_give_equal_bytes(tmp_path: Path, chain: tuple[Path, Path]) -
 @pytest.mark.parametrize("harm", ["bit", "cut", "index"])
 def test_changed_token_shards_are_refused_before_the_first_token(tmp_path: Path, harm: str) -> None:
     """As on a machine that did not look at them yet; the next look of every machine reads them again."""
-    store, design = Store(tmp_path), Design("tokens", "tiny", 1, {}, {})
+    store, design = Store(tmp_path), ArtifactSpec("tokens", "tiny", 1, {}, {})
     with store.staging() as folder:
         tokens = store.commit(design, write_tokens(folder, recipe()), {}, "tiny-1", "c0de", 1.0).folder
     name = "tokens.json" if harm == "index" else "math/tokens-00000.bin"

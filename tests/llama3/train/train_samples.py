@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from safetensors import deserialize
 
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import load_recipe, to_yaml
 from llama3.recipe.schema import Recipe
-from llama3.recipe.section import DOMAINS
-from llama3.tokens.index import write_index
 from llama3.tokens.mix import leaves_of
-from llama3.tokens.shards import write_shard
+from llama3.tokens.shards import write_index, write_shard
 from llama3.train.job import TrainJob
 from llama3.train.journal import Record, read_journal
 from tests.llama3.tokens.token_samples import documents
@@ -99,12 +98,12 @@ def initial_digest(path: Path) -> str:
     """Return a digest of the weights that all processes together start with."""
     import torch
 
-    from llama3.parallel.mesh import joined, whole
+    from llama3.parallel.mesh import init_distributed, whole
     from llama3.train.precision import Precision
     from llama3.train.state import TrainState
 
     asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
-    with joined("cpu", 30) as world:
+    with init_distributed("cpu", 30) as world:
         state = TrainState(asked, ROWS, Precision(torch.float32), world, 0)
         state.reset(asked, 0, world)
         weights = {name: whole(parameter.detach()) for name, parameter in state.parameters.items()}

@@ -1,0 +1,334 @@
+"""Measure what the parts of herd cost, beside their peers: `python -m benchmarks data|train|... --json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flows.cli.errors import problems
+
+if TYPE_CHECKING:
+    from benchmarks.rows import Row
+    from benchmarks.session import Session
+    from benchmarks.train_session import TrainSession
+
+
+# How a benchmark tells its rows: a table for people, JSON for machines, and each row's name as it is measured.
+
+out = Console(highlight=False)
+
+
+def told(measured: Iterator[Row], quiet: bool) -> list[Row]:
+    """Return the rows, naming each on standard error as it is measured."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        if not quiet:
+            problems.print(f"[dim]{row.name}[/]")
+    return rows
+
+
+def tell(corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
+    """Print the rows, and write them to `path` if there is one."""
+    from benchmarks.rows import report
+
+    made = report(rows, corpus, versions)
+    text = json.dumps(made, indent=1)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    if as_json:
+        print(text)
+        return
+    out.print(_table(rows))
+    out.print(_about(made))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    from benchmarks.rows import number
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "value", "unit", "target", "ok", ""):
+        table.add_column(column, justify="right" if column in ("value", "target") else "left", no_wrap=column == "name")
+    verdicts = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    for row in rows:
+        value = "-" if row.value is None else number(row.value)
+        table.add_row(row.name, value, row.unit, row.target, verdicts[row.ok], escape(row.note))
+    return table
+
+
+def _about(made: dict[str, Any]) -> str:
+    """Return a line on where and on what this was measured."""
+    machine, corpus = made["machine"], made["corpus"]
+    peers = ", ".join(f"{name} {version}" for name, version in made["peers"].items() if name != "numpy")
+    text = f"; {corpus['documents']:,} documents, {corpus['mb']} MB" if corpus else ""
+    return f"{machine['cpu']}, {machine['cores']} cores{text}; peers: {peers or 'none'}; {made['date']}"
+
+
+bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
+SHARED = Path(__file__).parents[2] / "shared"
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON, with date, machine and versions.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.")]
+WorkOption = Annotated[Path | None, typer.Option(help="Folder to work in and to leave; default: a temporary one.")]
+PeersOption = Annotated[
+    str,
+    typer.Option(envvar="HERD_BENCH_PEERS", help="Python that has the peers; default: this one.", show_default=False),
+]
+
+
+@bench.command()
+def data(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: minhash,lines/exact")] = "",
+    size: Annotated[
+        Literal["small", "full"], typer.Option(help="About 4 MB of text (a minute or two), or 43 MB.")
+    ] = "small",
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    peer_mb: Annotated[float, typer.Option(help="Give the peers the first MB of the text only; 0: all.")] = 0,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of jsonl files; default: shared prose, or what is installed.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tiktoken tokenizer.model; default: shared, or trained here.")
+    ] = None,
+    work: WorkOption = None,
+) -> None:
+    """Data production: pipeline, near-duplicates, lines, filters, tokens, mix, stream, memory. CPU time, one core."""
+    from benchmarks.measure import peer_versions
+    from benchmarks.session import DataSettings, Session
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        settings = DataSettings(
+            folder=_empty(work) if work else Path(temporary),
+            size=size,
+            only=tuple(filter(None, only.split(","))),
+            peers=peers or sys.executable,
+            peer_bytes=int(peer_mb * 1e6),
+            corpus=corpus or _shared("corpora/general"),
+            tokenizer=tokenizer or _shared("tokenizer/tokenizer.model"),
+        )
+        with _mistakes():
+            versions = peer_versions(settings.peers)
+            session = Session(settings)
+            rows = _measure(session, quiet=json_)
+        tell(session.described, rows, versions, json_, out_)
+
+
+@bench.command()
+def train(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: step,loss/time")] = "",
+    size: Annotated[
+        Literal["tiny", "small", "full"], typer.Option(help="full: both models, about 40 minutes; tiny: to try it out.")
+    ] = "small",
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    work: WorkOption = None,
+) -> None:
+    """Training: steps beside public models, loss, checkpoints, restart, loader, layouts, GPU. One core, CPU time."""
+    from benchmarks.train_session import TrainSession, TrainSettings
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        session = TrainSession(
+            TrainSettings(
+                folder=_empty(work) if work else Path(temporary),
+                size=size,
+                only=tuple(filter(None, only.split(","))),
+                peers=peers or sys.executable,
+                restart=_restart,
+            )
+        )
+        with _mistakes():
+            rows = _measure_training(session, quiet=json_)
+        tell({}, rows, session.versions, json_, out_)
+
+
+@bench.command()
+def storage(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: write,reuse/local")] = "",
+    size: Annotated[
+        Literal["tiny", "small", "full"], typer.Option(help="full: 10,000 artifacts in the object store too.")
+    ] = "small",
+    out_: OutOption = None,
+    endpoint: Annotated[
+        str, typer.Option(help="URL of an S3 server, keys in AWS_*; default: moto is started.", show_default=False)
+    ] = "",
+    bucket: Annotated[str, typer.Option(help="Bucket to write to; with --endpoint it must exist.")] = "herd-bench",
+) -> None:
+    """Object store: commits beside a bare put_file, and how long it takes to see that a stage is done."""
+    from benchmarks.rows import installed
+    from benchmarks.storage import StorageSession, StorageSettings, storage_rows
+
+    names = tuple(filter(None, only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        settings = StorageSettings(Path(temporary), size, names, endpoint, bucket)
+        with _mistakes(), StorageSession(settings) as session:
+            rows = told(storage_rows(session), json_)
+        tell({}, rows, installed(("s3fs", "moto")), json_, out_)
+
+
+@bench.command()
+def orchestration(
+    recipe: Annotated[Path, typer.Argument(help="Recipe to run both ways.")] = Path("recipes/quickstart.yaml"),
+    json_: JsonOption = False,
+    out_: OutOption = None,
+) -> None:
+    """Prefect and MLflow: a recipe by `herd run`, and by plain function calls. Wall time; wants a quiet machine."""
+    from benchmarks.overhead import measure_overhead, overhead_rows
+    from benchmarks.rows import installed
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        with _mistakes((ValueError, RuntimeError)):
+            rows = overhead_rows(measure_overhead(recipe, Path(temporary)))
+        tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
+
+
+@bench.command()
+def evaluate(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: lm-eval,sharing/wall")] = "",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder with its tokenizer; default: random weights.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of benchmark files; default: eval of the shared data.")
+    ] = None,
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    work: WorkOption = None,
+) -> None:
+    """Evaluation: likelihood tasks by herd and by lm-eval on the same weights, one thread. Wants a quiet machine."""
+    from benchmarks.evaluate import EvaluateSession, EvaluateSettings, evaluate_rows
+    from benchmarks.rows import installed
+
+    names = tuple(filter(None, only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder = _empty(work) if work else Path(temporary)
+        given = EvaluateSettings(folder, data or _shared("eval") or SHARED / "eval", size, limit, model, names, peers)
+        with _mistakes():
+            rows = told(evaluate_rows(EvaluateSession(given)), json_)
+        tell({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
+
+
+@bench.command()
+def generate(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: cache,transformers/speed")] = "",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
+    out_: OutOption = None,
+    peers: PeersOption = "",
+    work: WorkOption = None,
+) -> None:
+    """Generation: with a cache, computed anew, and by transformers, on the same weights. One core, CPU time."""
+    from benchmarks.generate import GenerateSession, GenerateSettings, generate_rows
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder = _empty(work) if work else Path(temporary)
+        names = tuple(filter(None, only.split(",")))
+        session = GenerateSession(GenerateSettings(folder, size, names, peers or sys.executable))
+        with _mistakes():
+            rows = told(generate_rows(session), json_)
+        tell({}, rows, session.versions, json_, out_)
+
+
+@bench.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="Recipe to plan.")] = Path("recipes/llama3-405b.yaml"),
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: search,recipe/cpu")] = "",
+    out_: OutOption = None,
+) -> None:
+    """Planning: layouts searched per CPU second, and what `herd plan` and `herd plan verify` take. CPU time."""
+    from benchmarks.plan import PlanSession, PlanSettings, plan_rows
+
+    names = tuple(filter(None, only.split(",")))
+    with _mistakes():
+        settings = PlanSettings(names, (sys.executable, "-m", "flows.cli.main"), str(recipe))
+        rows = told(plan_rows(PlanSession(settings)), json_)
+    tell({}, rows, {}, json_, out_)
+
+
+@bench.command()
+def study(
+    recipe: Annotated[Path, typer.Argument(help="Base recipe of the study that is run.")] = Path(
+        "recipes/experiments/base-cpu.yaml"
+    ),
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,overhead/cpu")] = "",
+    tokens: Annotated[str, typer.Option(help="How long each arm of that study trains.")] = "200K",
+    ladder: Annotated[Path, typer.Option(help="Study file whose grid is tried on made-up losses.")] = Path(
+        "recipes/experiments/ladder-llama3.yaml"
+    ),
+    out_: OutOption = None,
+    work: WorkOption = None,
+) -> None:
+    """Studies: how often intervals hold and nothing is found where nothing is, and what a study adds to its arms."""
+    from benchmarks.study import StudySession, StudySettings, study_rows
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
+        settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli.main"), recipe, tokens, ladder)
+        with _mistakes():
+            rows = told(study_rows(StudySession(settings)), json_)
+        tell({}, rows, {}, json_, out_)
+
+
+@contextmanager
+def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""
+    try:
+        yield
+    except kinds as error:
+        problems.print(f"[red]error[/]  {escape(str(error))}")
+        raise typer.Exit(2) from None
+
+
+def _restart(job: Path, ranks: int, logs: Path, torchrun: bool) -> float:
+    from benchmarks.restart import measure_restart
+
+    return measure_restart(job, ranks, logs, torchrun).total
+
+
+def _measure_training(session: TrainSession, quiet: bool) -> list[Row]:
+    from benchmarks.train import train_rows
+
+    return told(train_rows(session), quiet)
+
+
+def _measure(session: Session, quiet: bool) -> list[Row]:
+    from benchmarks.data import data_rows
+
+    return told(data_rows(session), quiet)
+
+
+def _shared(name: str) -> Path | None:
+    """Return a file or folder of the shared data, if it is there."""
+    path = Path(os.environ.get("HERD_SHARED", SHARED)) / name
+    return path if path.exists() else None
+
+
+def _empty(folder: Path) -> Path:
+    """Return `folder`, made if need be. Raises typer.BadParameter if something is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise typer.BadParameter(f"{folder} is not empty; give another", param_hint="--work")
+    return folder.absolute()
+
+
+if __name__ == "__main__":
+    bench(prog_name="python -m benchmarks")

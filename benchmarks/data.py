@@ -1,0 +1,52 @@
+"""The rows of `python -m benchmarks data`: what data production costs here, beside datatrove, datasketch, language
+identifiers and two tokenizers.
+
+Both sides of a ratio are measured in the same run, on the same machine, one after the other, on the same documents and
+thresholds; where they cannot do the same thing, the module of the measured side says what differs. What this gives up:
+nothing here runs on more than one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks import copies, curation, languages, streams, texts
+from benchmarks.rows import TARGETS, Row, rows_of
+from benchmarks.session import Session
+
+MEASURES: dict[str, Callable[[Session, str], Row]] = {
+    "pipeline/datatrove": copies.pipeline,
+    "minhash/datatrove": copies.minhash_datatrove,
+    "minhash/datasketch": copies.minhash_datasketch,
+    "near/datatrove": copies.near_datatrove,
+    "near/recall": copies.near_recall,
+    "near/precision": copies.near_precision,
+    "lines/datatrove": copies.lines_by_sentence,
+    "lines/datatrove-lines": copies.lines_by_line,
+    "lines/exact": copies.lines_exact,
+    "filters/datatrove": texts.filters_cost,
+    "filters/exact": texts.filters_exact,
+    "filters/agreement": texts.filters_agreement,
+    "rules/default": curation.dropped(),
+    "rules/repetition": curation.dropped("repetition"),
+    "decontaminate/questions": curation.questions_found,
+    "language/accuracy": languages.ours,
+    "language/fasttext": languages.peer("fasttext"),
+    "language/cld2": languages.peer("cld2"),
+    "language/cld3": languages.peer("cld3"),
+    "language/py3langid": languages.peer("py3langid"),
+    "tokens/huggingface": texts.tokens_huggingface,
+    "tokens/tiktoken": texts.tokens_tiktoken,
+    "tokens/equal": texts.tokens_equal,
+    "mix/documents": streams.mix,
+    "stream/rate": streams.stream,
+    "memory/peak": streams.memory,
+}
+
+
+def data_rows(run: Session) -> Iterator[Row]:
+    """Yield the wanted rows as they are measured; what a missing library or an error prevents says so.
+
+    Raises ValueError if the user asked for a row that there is not.
+    """
+    return rows_of(run, TARGETS, MEASURES)

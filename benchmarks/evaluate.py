@@ -1,0 +1,195 @@
+"""Rows of `python -m benchmarks evaluate`: herd's evaluator beside lm-eval's own `hf` model.
+
+Each side runs in a process of its own, one thread, one after the other. Imports and the loading of weights are paid for
+before the clock starts, and the imports are a row. lm-eval gets the batch size that was fastest on a quarter of the
+questions. Samples are equal if every decision on them is (right or wrong, by each rule of the task) or, for bits per
+byte, if the likelihoods agree to a ten-thousandth. What this gives up: generation is not timed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
+from benchmarks.measure import Bench, Cost
+from benchmarks.rows import EVALUATE_TARGETS, Row, measured, rows_of
+from llama3.export.convert import convert
+from llama3.model.files import save_model
+from llama3.model.init import build
+from llama3.recipe.sections import Model
+from llama3.tokens.tokenizer import train_tokenizer
+
+EvaluateSize = Literal["tiny", "small"]
+BATCHES = (1, 8, 32)
+"""Batch sizes that lm-eval may have."""
+CLOSE = 1e-4
+"""Relative difference of two likelihoods of a text below which they are the same."""
+
+
+class RandomModelShape(NamedTuple):
+    """Of the random model."""
+
+    layers: int
+    dim: int
+    vocab: int
+
+
+SIZES: Mapping[EvaluateSize, RandomModelShape] = {
+    "tiny": RandomModelShape(2, 32, 300),
+    "small": RandomModelShape(6, 384, 4096),
+}
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """What the user of `python -m benchmarks evaluate` chooses."""
+
+    folder: Path
+    data: Path
+    """Folder of benchmark files (see `evaluate_tasks`)."""
+    size: EvaluateSize = "small"
+    limit: int = 100
+    """Questions of each task."""
+    model: Path | None = None
+    """Model folder with its tokenizer; None: random weights."""
+    only: tuple[str, ...] = ()
+    peers: str = ""
+    """Python that has lm-eval."""
+
+
+@dataclass
+class EvaluateSession:
+    """Measures for the rows of one run."""
+
+    settings: EvaluateSettings
+    _costs: dict[tuple[Any, ...], Cost] = field(default_factory=dict)
+
+    @cached_property
+    def made(self) -> list[TaskPair]:
+        """Raises ValueError if the data folder has none of the files."""
+        made = [pair for pair in pairs(self.settings.data, self.settings.limit) if pair.task.requests]
+        if not made:
+            raise ValueError(f"--data: {self.settings.data} has no file of a task; give a folder with one")
+        return made
+
+    @cached_property
+    def models(self) -> dict[str, str]:
+        """Return the folders of herd's and of lm-eval's model, same weights."""
+        ours, theirs = self.settings.model or self._random(), self.settings.folder / "hf"
+        convert(ours, "herd", theirs, "hf", "fp32")
+        return {"ours": str(ours), "peers": str(theirs)}
+
+    @cached_property
+    def batch(self) -> int:
+        """Return the batch size with which lm-eval needs least wall time."""
+        return min(BATCHES, key=lambda batch: self._cost("peers.lm_eval_tasks", 4, batch=batch).wall_s)
+
+    def ours(self, share: bool = True) -> Cost:
+        return self._cost("ours.evaluate", 1, share=share)
+
+    def theirs(self) -> Cost:
+        return self._cost("peers.lm_eval_tasks", 1, batch=self.batch)
+
+    def _cost(self, module: str, part: int, **options: Any) -> Cost:
+        """Return the cost of a side on one in `part` of the questions, measured once."""
+        key = (module, part, *options.values())
+        if key not in self._costs:
+            bench = (
+                Bench(self.settings.folder, self.settings.peers) if self.settings.peers else Bench(self.settings.folder)
+            )
+            model = self.models[module.split(".")[0]]
+            few = self._job(max(1, self.settings.limit // 20))
+            self._costs[key] = bench.cost(module, self._job(self.settings.limit // part), few, model=model, **options)
+        return self._costs[key]
+
+    def _job(self, limit: int) -> Path:
+        folder = self.settings.folder / f"tasks-{limit}"
+        if not folder.exists():
+            write_job([pair for pair in pairs(self.settings.data, limit) if pair.task.requests], folder)
+        return folder
+
+    def _random(self) -> Path:
+        """Write random weights, large enough to make decisions, and a tokenizer of the questions' own text."""
+        layers, dim, vocab = SIZES[self.settings.size]
+        spec = Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=max(2, dim // 64), kv_heads=2, max_seq=4096)
+        texts = sorted({request.context + request.continuation for pair in self.made for request in pair.task.requests})
+        tokenizer = train_tokenizer(texts, vocab)
+        model = build(spec, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+        folder = self.settings.folder / "model"
+        weights = ((name, value * (3 if value.ndim > 1 else 1)) for name, value in model.state_dict().items())
+        save_model(folder, spec, tokenizer.rows, weights)
+        tokenizer.save(folder)
+        return folder
+
+
+def evaluate_rows(run: EvaluateSession) -> Iterator[Row]:
+    """Yield the wanted rows as they are measured. Raises ValueError for a row that there is not, or without data."""
+    assert run.made
+    return rows_of(run, EVALUATE_TARGETS, MEASURES)
+
+
+def _wall(run: EvaluateSession, name: str) -> Row:
+    ours, theirs = run.ours(), run.theirs()
+    note = f"{ours.wall_s:.2f} s against {theirs.wall_s:.2f} s with batches of {run.batch}"
+    counts = {pair.task.key: len(pair.rows) for pair in run.made}
+    tried = {str(key[2]): round(cost.wall_s, 3) for key, cost in run._costs.items() if key[:2] == _PROBE}
+    return measured(name, theirs.wall_s / ours.wall_s, note, questions=counts, batches_wall_s=tried)
+
+
+def _cpu(run: EvaluateSession, name: str) -> Row:
+    ours, theirs = run.ours(), run.theirs()
+    return measured(name, theirs.cpu_s / ours.cpu_s, f"{ours.cpu_s:.2f} s against {theirs.cpu_s:.2f} s")
+
+
+def _equal(run: EvaluateSession, name: str) -> Row:
+    ours, theirs = (side.facts["samples"] for side in (run.ours(), run.theirs()))
+    margins = differing(ours, theirs)
+    asked = sum(map(len, ours.values()))
+    note = f"{asked} samples of {len(ours)} tasks"
+    if margins:
+        note += f"; {len(margins)} differ, with likelihoods up to {max(margins.values()):.1e} apart (relative)"
+    return measured(name, 100 * (1 - len(margins) / asked), note, differing=margins)
+
+
+def _imports(run: EvaluateSession, name: str) -> Row:
+    ours, theirs = (side.facts["import_s"] for side in (run.ours(), run.theirs()))
+    return measured(name, theirs, f"lm-eval; herd {ours:.1f} s; in no other row")
+
+
+def _sharing(run: EvaluateSession, name: str) -> Row:
+    shared, whole = run.ours(), run.ours(share=False)
+    return measured(name, whole.wall_s / shared.wall_s, f"{shared.wall_s:.2f} s against {whole.wall_s:.2f} s")
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the samples (`task/question`) on which the sides disagree, with how far apart their likelihoods are.
+
+    That is the largest relative difference over the texts of a sample: a decision that differs while likelihoods agree
+    to a millionth was a tie to a millionth. Raises RuntimeError if the sides were not asked the same.
+    """
+    if {key: list(answers) for key, answers in ours.items()} != {key: list(theirs.get(key, ())) for key in ours}:
+        raise RuntimeError("the sides answered different questions")
+    found = {}
+    for task, answers in ours.items():
+        for question, mine in answers.items():
+            other = theirs[task][question]
+            apart = max(abs(a - b) / max(abs(a), abs(b)) for a, b in zip(mine["nats"], other["nats"], strict=True))
+            if mine["decided"] != other["decided"] or (not mine["decided"] and apart > CLOSE):
+                found[f"{task}/{question}"] = apart
+    return found
+
+
+_PROBE = ("peers.lm_eval_tasks", 4)
+MEASURES: dict[str, Callable[[EvaluateSession, str], Row]] = {
+    "lm-eval/wall": _wall,
+    "lm-eval/cpu": _cpu,
+    "lm-eval/equal": _equal,
+    "lm-eval/imports": _imports,
+    "sharing/wall": _sharing,
+}

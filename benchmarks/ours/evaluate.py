@@ -1,0 +1,72 @@
+"""herd's evaluator on the same tasks and weights as `peers.lm_eval_tasks`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_began = time.perf_counter()
+import torch  # noqa: E402
+
+from benchmarks.evaluate_tasks import read_job  # noqa: E402
+from llama3.evaluate.answer_extraction import matches  # noqa: E402
+from llama3.evaluate.generate import answer  # noqa: E402
+from llama3.evaluate.scores import (  # noqa: E402
+    Likelihood,
+    samples,
+)
+from llama3.evaluate.scoring import score_requests  # noqa: E402
+from llama3.evaluate.task import Task  # noqa: E402
+from llama3.model.files import load_model  # noqa: E402
+from llama3.model.transformer import Transformer  # noqa: E402
+from llama3.tokens.tokenizer import Tokenizer  # noqa: E402
+
+IMPORT_S = time.perf_counter() - _began
+Answers = dict[str, dict[str, Any]]
+
+
+def work(source: Path, folder: Path, model: str, share: bool = True, **_: Any) -> dict[str, Any]:
+    """Return what the model in folder `model` answers to the tasks in `source`."""
+    network, tokenizer = _loaded(model)
+    tasks = read_job(source)
+    greedy = {task.key for task in tasks if task.kind == "cloze"}
+    requests = [request for task in tasks for request in task.requests]
+    found = iter(score_requests(network, tokenizer, requests, network.spec.max_seq, greedy=greedy, share=share))
+    answers = {task.key: _scored(task, [next(found) for _ in task.requests]) for task in tasks if task.requests}
+    answers |= {task.key: _written(task, network, tokenizer) for task in tasks if task.prompts}
+    return {"samples": answers, "import_s": IMPORT_S}
+
+
+def _scored(task: Task, likelihoods: Sequence[Likelihood]) -> Answers:
+    """Return what was decided by each rule, and the nats of each text, by question."""
+    answers: Answers = {}
+    for request, likelihood in zip(task.requests, likelihoods, strict=True):
+        answers.setdefault(request.document, {"decided": {}, "nats": []})["nats"].append(likelihood.nats)
+    rules = {"acc": replace(task, normalise="none")} if task.kind != "bits" else {}
+    if task.normalise == "characters":
+        rules["acc_norm"] = task
+    for name, rule in rules.items():
+        for sample in samples(rule, likelihoods):
+            answers[sample.id]["decided"][name] = sample.numerator
+    return answers
+
+
+def _written(task: Task, network: Transformer, tokenizer: Tokenizer) -> Answers:
+    texts = answer(network, tokenizer, task.prompts, task.writing, 0)
+    return {
+        prompt.document: {
+            "decided": {"exact_match": float(matches(text, prompt.gold, task.writing))},
+            "text": text,
+        }
+        for prompt, (text,) in zip(task.prompts, texts, strict=True)
+    }
+
+
+@cache
+def _loaded(model: str) -> tuple[Transformer, Tokenizer]:
+    folder = Path(model)
+    return load_model(folder, dtype=torch.float32, device="cpu").eval(), Tokenizer.load(folder)

@@ -1,0 +1,25 @@
+"""Our line rule: hashes of all lines, counts in buckets, and the texts without the lines that stand too often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from benchmarks.ours.setup import one_shard, write_attributes, write_kept
+from llama3.data.dedup.lines import count_lines, line_hashes, strip_lines
+from llama3.data.mapreduce import in_turn
+
+
+def work(source: Path, folder: Path, max_copies: int = 6, min_chars: int = 8) -> dict[str, Any]:
+    """Write the stripped documents as Parquet; return how many lines went."""
+    job = one_shard(source, folder, {"lines": {"max_copies": max_copies, "min_chars": min_chars}})
+    documents = pq.read_table(source)
+    write_attributes(job, documents, lines=line_hashes(documents["text"], min_chars))
+    count_lines(in_turn, job)
+    columns = (documents[name] for name in ("text", "domain", "language", "id"))
+    stripped = strip_lines(job, *columns)
+    place = documents.schema.get_field_index("text")
+    write_kept(documents.set_column(place, "text", stripped.texts), folder / "kept.parquet")
+    return {"lines": int(stripped.lines.sum()), "documents": str(folder / "kept.parquet")}

@@ -1,0 +1,302 @@
+"""Rows of a benchmark: a measured value beside its target, and the report that holds them.
+
+A row whose library is missing says "not measured" and neither meets nor misses its target: a benchmark without its
+peers still gives our own numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from benchmarks.measure import Cost, NotMeasured
+
+LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken", "s3fs")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The bound of a row, and what it is counted in."""
+
+    bound: float | None
+    """None: shown for what it is."""
+    unit: str
+    kind: Literal["at least", "at most"] = "at least"
+
+    def met(self, value: float) -> bool | None:
+        """Return whether `value` keeps the bound, if there is one."""
+        if self.bound is None:
+            return None
+        return value >= self.bound if self.kind == "at least" else value <= self.bound
+
+    def __str__(self) -> str:
+        return "" if self.bound is None else f"{'>=' if self.kind == 'at least' else '<='} {number(self.bound)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `value` None: not measured, for the reason in `note`."""
+
+    name: str
+    value: float | None
+    unit: str
+    target: str
+    ok: bool | None
+    note: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """What the value was made from: CPU seconds, bytes, documents of either side."""
+
+
+TARGETS: Mapping[str, Target] = {
+    "pipeline/datatrove": Target(50, "x less CPU"),
+    "minhash/datatrove": Target(150, "x less CPU"),
+    "minhash/datasketch": Target(15, "x less CPU"),
+    "near/datatrove": Target(None, "x less CPU"),
+    "near/recall": Target(0.995, "of pairs, J >= 0.8"),
+    "near/precision": Target(0.99, "of verified pairs, J >= 0.7"),
+    "lines/datatrove": Target(100, "x less CPU"),
+    "lines/datatrove-lines": Target(None, "x less CPU"),
+    "lines/exact": Target(100, "% equal"),
+    "filters/datatrove": Target(60, "x less CPU"),
+    "filters/exact": Target(100, "% equal"),
+    "filters/agreement": Target(97, "% agree"),
+    "rules/default": Target(3, "% of bytes dropped", "at most"),
+    "rules/repetition": Target(None, "% of bytes dropped"),
+    "decontaminate/questions": Target(90, "% found"),
+    "language/accuracy": Target(95, "% right"),
+    "language/fasttext": Target(None, "% right"),
+    "language/cld2": Target(None, "% right"),
+    "language/cld3": Target(None, "% right"),
+    "language/py3langid": Target(None, "% right"),
+    "tokens/huggingface": Target(20, "x less CPU"),
+    "tokens/tiktoken": Target(5, "x less CPU"),
+    "tokens/equal": Target(100, "% equal"),
+    "mix/documents": Target(15, "CPU s", "at most"),
+    "stream/rate": Target(200, "M tokens/s"),
+    "memory/peak": Target(100, "% of the limit", "at most"),
+}
+"""Every row of `python -m benchmarks data`, in the order of the table."""
+
+TRAIN_TARGETS: Mapping[str, Target] = {
+    "step/d384-fp32": Target(0.97, "x fastest peer"),
+    "step/d384-bf16": Target(0.97, "x fastest peer"),
+    "step/d512-fp32": Target(0.97, "x fastest peer"),
+    "step/d512-bf16": Target(0.97, "x fastest peer"),
+    "tuned/naive": Target(2.5, "x naive"),
+    "tuned/gemm": Target(40, "% of bf16 GEMM"),
+    "loss/memory": Target(5, "x less than plain"),
+    "loss/time": Target(1.05, "x plain", "at most"),
+    "checkpoint/blocked": Target(15, "% of the save", "at most"),
+    "checkpoint/save": Target(80, "% of raw disk"),
+    "checkpoint/load": Target(80, "% of raw disk"),
+    "restart/agent": Target(10, "s", "at most"),
+    "restart/torchrun": Target(None, "s"),
+    "start/rank": Target(0.3, "CPU s", "at most"),
+    "loader/wait": Target(1, "% of step time", "at most"),
+    "held-out/time": Target(2, "% of training time", "at most"),
+    "layout/time": Target(5, "CPU s", "at most"),
+    "layout/memory": Target(1, "GB", "at most"),
+    "gpu/1b-bf16": Target(50, "% MFU"),
+    "gpu/1b-fp8": Target(1.25, "x bf16"),
+    "gpu/3b-bf16": Target(50, "% MFU"),
+    "gpu/3b-fp8": Target(1.25, "x bf16"),
+    "gpu/8b-bf16": Target(50, "% MFU"),
+    "gpu/8b-fp8": Target(1.25, "x bf16"),
+}
+"""Every row of `python -m benchmarks train`, in order; a step is as fast as a peer's within the noise of some 3 %."""
+
+STORAGE_TARGETS: Mapping[str, Target] = {
+    "write/wall": Target(0.9, "x put_file"),
+    "write/cpu": Target(0.9, "x put_file"),
+    "reuse/local": Target(1, "s", "at most"),
+    "reuse/remote": Target(1, "s", "at most"),
+    "explain/local": Target(1, "s", "at most"),
+    "explain/remote": Target(None, "s"),
+}
+"""Every row of `python -m benchmarks storage`, in order; of several thousand artifacts in one place."""
+
+ORCHESTRATION_TARGETS: Mapping[str, Target] = {
+    "orchestration/seconds": Target(15, "s", "at most"),
+    "orchestration/share": Target(5, "% of the plain calls", "at most"),
+    "orchestration/supervisor": Target(1, "% of a core", "at most"),
+    "orchestration/first-prefect": Target(None, "s"),
+    "orchestration/first-mlflow": Target(None, "s"),
+}
+"""Every row of `python -m benchmarks orchestration`, in order."""
+
+EVALUATE_TARGETS: Mapping[str, Target] = {
+    "lm-eval/wall": Target(2, "x less wall time"),
+    "lm-eval/cpu": Target(None, "x less CPU"),
+    "lm-eval/equal": Target(100, "% of samples"),
+    "lm-eval/imports": Target(None, "s"),
+    "sharing/wall": Target(None, "x less wall time"),
+}
+"""Every row of `python -m benchmarks evaluate`, in order."""
+
+GENERATE_TARGETS: Mapping[str, Target] = {
+    "cache/recompute": Target(5, "x less CPU"),
+    "transformers/speed": Target(1, "x transformers"),
+    "transformers/equal": Target(100, "% of tokens"),
+    "batch/speed": Target(None, "x one by one"),
+}
+"""Every row of `python -m benchmarks generate`, in order."""
+
+PLAN_TARGETS: Mapping[str, Target] = {
+    "search/rate": Target(1000, "layouts per CPU s"),
+    "recipe/cpu": Target(5, "CPU s", "at most"),
+    "verify/cpu": Target(None, "CPU s"),
+    "start/help": Target(0.5, "CPU s", "at most"),
+    "start/usage": Target(0.5, "CPU s", "at most"),
+    "start/status": Target(1, "CPU s", "at most"),
+    "start/plan": Target(1, "CPU s", "at most"),
+    "start/engine": Target(3, "CPU s", "at most"),
+}
+"""Every row of `python -m benchmarks plan`, in order."""
+
+STUDY_TARGETS: Mapping[str, Target] = {
+    "alpha/laptop": Target(93, "of 100 ladders"),
+    "alpha/published": Target(93, "of 100 ladders"),
+    "alpha/shipped": Target(93, "of 100 ladders"),
+    "constants/figure": Target(0.5, "% off 16.3T", "at most"),
+    "constants/text": Target(0.5, "% off 10.5T", "at most"),
+    "same/annealing": Target(5, "of 100 studies", "at most"),
+    "same/sources": Target(5, "of 100 studies", "at most"),
+    "same/mix": Target(5, "of 100 searches", "at most"),
+    "scatter/3-repeats": Target(93.5, "% of intervals"),
+    "scatter/2-repeats": Target(93.5, "% of intervals"),
+    "overhead/record": Target(5, "% of the arms' time", "at most"),
+    "overhead/cpu": Target(5, "% of the arms' CPU", "at most"),
+    "overhead/again": Target(None, "CPU s"),
+}
+"""Every row of `python -m benchmarks study`, in order."""
+
+_BOUNDS = {
+    **TARGETS,
+    **TRAIN_TARGETS,
+    **STORAGE_TARGETS,
+    **ORCHESTRATION_TARGETS,
+    **EVALUATE_TARGETS,
+    **GENERATE_TARGETS,
+    **PLAN_TARGETS,
+    **STUDY_TARGETS,
+}
+
+
+def measured(name: str, value: float, note: str = "", **detail: Any) -> Row:
+    """Return the row `name` with its value."""
+    target = _BOUNDS[name]
+    return Row(name, value, target.unit, str(target), target.met(value), note, detail)
+
+
+def not_measured(name: str, why: str) -> Row:
+    """Return the row `name` without a value."""
+    target = _BOUNDS[name]
+    return Row(name, None, target.unit, str(target), None, f"not measured: {why}")
+
+
+def failed(name: str, why: str) -> Row:
+    """Return the row `name` of a measurement that broke down."""
+    target = _BOUNDS[name]
+    return Row(name, None, target.unit, str(target), False, f"failed: {why}")
+
+
+class BenchmarkRun(Protocol):
+    """One run of a benchmark."""
+
+    @property
+    def settings(self) -> Any:
+        """What the user chose; `only` has names of rows or of their groups."""
+        ...
+
+
+R = TypeVar("R", bound=BenchmarkRun)
+
+
+def rows_of(run: R, targets: Iterable[str], measures: Mapping[str, Callable[[R, str], Row]]) -> Iterator[Row]:
+    """Yield the wanted rows as they are measured; what a missing library or an error prevents says so.
+
+    Raises ValueError if the user asked for a row that there is not.
+    """
+    only, known = run.settings.only, {*measures, *(name.split("/")[0] for name in measures)}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ValueError(f"--only: {', '.join(unknown)} is no row; the rows are {', '.join(measures)}")
+    wanted = [name for name in targets if not only or name in only or name.split("/")[0] in only]
+    for name in wanted:
+        try:
+            yield measures[name](run, name)
+        except NotMeasured as error:
+            yield not_measured(name, str(error))
+        except RuntimeError as error:
+            yield failed(name, str(error).splitlines()[-1])
+
+
+def ratio(name: str, ours: Cost, peer: Cost, ours_bytes: int, peer_bytes: int) -> Row:
+    """Return the row `name`: CPU time per byte of the peer over ours."""
+    value = (peer.cpu_s / peer_bytes) / (ours.cpu_s / ours_bytes)
+    note = f"{ours.cpu_s:.2f} s against {peer.cpu_s:.2f} s"
+    if ours_bytes != peer_bytes:
+        note += f", per byte: {ours_bytes / 1e6:.1f} MB against {peer_bytes / 1e6:.1f} MB"
+    sides = {"ours": (ours, ours_bytes), "peer": (peer, peer_bytes)}
+    return measured(name, value, note, **{side: _side(cost, size) for side, (cost, size) in sides.items()})
+
+
+def _side(cost: Cost, size: int) -> dict[str, Any]:
+    return {
+        "cpu_s": round(cost.cpu_s, 4),
+        "mb_per_cpu_s": round(size / 1e6 / cost.cpu_s, 3),
+        "bytes": size,
+        "peak_mb": round(cost.peak_bytes / 1e6),
+        "repeats": cost.repeats,
+        "facts": {key: fact for key, fact in cost.facts.items() if not isinstance(fact, list)},
+    }
+
+
+def report(rows: Sequence[Row], corpus: Mapping[str, Any], peers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rows with what a reader must know about them: date, machine, versions, corpus. JSON-ready."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **installed(LIBRARIES)},
+        "peers": dict(peers),
+        "corpus": dict(corpus),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor's name and the number of its cores."""
+    return {"cpu": _processor(), "cores": os.cpu_count(), "system": platform.system()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those of `names` that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def number(value: float) -> str:
+    """Return `value` as people write it: three digits or, above a thousand, all before the point."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}" if abs(value) < 1 else f"{value:.3g}"

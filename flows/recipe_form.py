@@ -1,0 +1,389 @@
+"""Parameters of the flows: one model per kind of deployment, so that Prefect draws one form and refuses by schema.
+
+All fields have defaults: Quick Run is one click. Every form of a run settles into `PipelineParameters`, which the
+command line fills in too. Drop-downs are made where the values are known beforehand; stages depend on the recipe, so
+the drop-down knows those of the recipes in the checkout, and a text field beside it takes any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+import yaml
+from coolname.data import config  # what Prefect draws its names from
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_serializer, model_validator
+from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema
+
+from llama3.recipe.base import DOMAINS
+from storage.root import DEFAULT_ROOT, Root
+from tasks.cluster import Cluster
+from tasks.runs.records import StudyPart
+
+# The form's section "Change the recipe": the fields that people change most, as text with units, without YAML.
+#
+# Each field turns into the override that `--set` would write, so there is one way into a recipe. The patterns let
+# the Prefect server refuse nonsense before a run exists. What a pattern cannot know (a mix that does not sum to 100
+# %, a stage that is not there) the recipe's own checks say within a second of the start. Empty fields change
+# nothing.
+
+_NUMBER = r"[0-9][0-9_]*(\.[0-9]+)?"
+_TOKENS = rf"{_NUMBER}\s*((K|M|B|T|Ki|Mi|Gi|Ti)(\s*tokens)?|tokens)"
+_STEPS = rf"{_NUMBER}\s*(K|M|B|T)?\s*steps"
+_TIME = rf"{_NUMBER}\s*(s|min|h|d)"
+_RATE = r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?"
+
+
+def _or_empty(*forms: str) -> str:
+    """Return a pattern of nothing, or one of `forms`, with space around."""
+    return rf"^\s*(({'|'.join(forms)})\s*)?$"
+
+
+TOKENS = _or_empty(_TOKENS)
+SPAN = _or_empty(_TOKENS, _STEPS)
+CADENCE = _or_empty(_TIME, _TOKENS)
+SHARE = _or_empty(rf"{_NUMBER}\s*%")
+RATE = _or_empty(_RATE)
+STAGE_RATE = _or_empty("constant", rf"linear to {_RATE}")
+RATIO = _or_empty(r"0?\.[0-9]+", r"1(\.0*)?", rf"{_NUMBER}\s*%")
+WHOLE = _or_empty(r"[0-9]+")
+NAME = r"^[a-z0-9][a-z0-9.-]{0,62}$"
+
+
+def _field(position: int, title: str, pattern: str, description: str, default: str = "") -> Any:
+    """Return a text field; most are empty until somebody fills them in."""
+    place: JsonDict = {"position": position}
+    return Field(default=default, title=title, pattern=pattern, description=description, json_schema_extra=place)
+
+
+class StageChange(BaseModel):
+    """What is different in one stage."""
+
+    model_config = ConfigDict(extra="forbid", title="Stage")
+
+    name: str = _field(0, "Stage", NAME, "Name of a stage of the recipe, such as main.", "main")
+    until: str = _field(1, "Ends at", TOKENS, "Position in tokens from the start of the run: 840K, 4Mi.")
+    length: str = _field(2, "Or trains for", TOKENS, "Tokens of this stage alone: 160K. Not both.")
+    batch: str = _field(3, "Batch", TOKENS, "Tokens per optimizer step: 4Mi, 512 tokens.")
+    seq: str = _field(4, "Sequence length", WHOLE, "Tokens per sequence: 512.")
+    lr: str = _field(5, "Learning rate", STAGE_RATE, "linear to 0, or constant.")
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.until.strip() and self.length.strip():
+            raise ValueError(f"stage {self.name}: fill in either 'Ends at' or 'Or trains for'")
+        return self
+
+    def overrides(self) -> list[str]:
+        """Return the stage's overrides; a new end takes the place of the one in the recipe, however that is written."""
+        fields = {"until": self.until, "for": self.length, "batch": self.batch, "seq": self.seq, "lr": self.lr}
+        given = {field: text.strip() for field, text in fields.items() if text.strip()}
+        if "until" in given or "for" in given:
+            given = {"until": "null", "for": "null", **given}
+        return [f"stages.{self.name}.{field}={text}" for field, text in given.items()]
+
+
+class MixChange(BaseModel):
+    """New shares of one mix. They must sum to 100% together with those that are left empty."""
+
+    model_config = ConfigDict(extra="forbid", title="Mix")
+
+    name: str = _field(0, "Mix", NAME, "Name of a mix of the recipe, such as base or annealing.", "base")
+    general: str = _field(1, "General", SHARE, "Share of general text: 50%.")
+    math: str = _field(2, "Math", SHARE, "Share of mathematics: 25%.")
+    code: str = _field(3, "Code", SHARE, "Share of code: 17%.")
+    multilingual: str = _field(4, "Multilingual", SHARE, "Share of other languages: 8%.")
+
+    def overrides(self) -> list[str]:
+        given = {domain: str(getattr(self, domain)).strip() for domain in DOMAINS}
+        return [f"mix.{self.name}.{domain}={share}" for domain, share in given.items() if share]
+
+
+class RecipeChange(BaseModel):
+    """What is different from the recipe. Empty fields change nothing."""
+
+    model_config = ConfigDict(extra="forbid", title="Change the recipe")
+
+    stages: list[StageChange] = Field(
+        default=[],
+        title="Stages",
+        description="Where a stage stops, its batch, sequence length or learning rate; one entry per stage.",
+        json_schema_extra={"position": 0},
+    )
+    mixes: list[MixChange] = Field(
+        default=[],
+        title="Mix",
+        description="How much of each domain a mix holds; one entry per mix.",
+        json_schema_extra={"position": 1},
+    )
+    peak: str = _field(2, "Peak learning rate", RATE, "The highest rate, after the warm-up: 2e-3.")
+    warmup: str = _field(3, "Warm-up", SPAN, "Length of the warm-up: 80 steps, 8B.")
+    jaccard: str = _field(4, "Deduplication threshold", RATIO, "Documents that overlap so much are one: 0.7, 70%.")
+    held_out: str = _field(5, "Held out", SHARE, "Share of the documents kept for evaluation: 5%.")
+    every: str = _field(6, "Checkpoint every", CADENCE, "A time or a number of tokens: 10 min, 100M.")
+    seed: str = _field(7, "Seed", WHOLE, "Of initial weights, document order and generated problems: 1.")
+
+    def overrides(self) -> list[str]:
+        """Return what was filled in as overrides (`curate.dedup.jaccard=0.7`)."""
+        fields = {
+            "lr.peak": self.peak,
+            "lr.warmup": self.warmup,
+            "curate.dedup.jaccard": _ratio(self.jaccard),
+            "curate.held_out": self.held_out,
+            "checkpoint.every": self.every,
+            "seed": self.seed,
+        }
+        flat = [f"{path}={text.strip()}" for path, text in fields.items() if text.strip()]
+        parts: list[StageChange | MixChange] = [*self.stages, *self.mixes]
+        return [*(line for part in parts for line in part.overrides()), *flat]
+
+
+def _ratio(text: str) -> str:
+    """Return 70% as 0.7: this field of the recipe is a plain number, and people type both."""
+    number = text.strip().removesuffix("%").strip()
+    return f"{float(number) / 100:.10g}" if text.strip().endswith("%") else number
+
+
+LATEST = "latest"
+NOTHING = "nothing: reuse what is there"
+PRETRAIN, EVALUATE = "pretrain", "evaluate"
+"""Words for the first (or last) training stage and evaluation of a recipe, whatever they are called there."""
+STEPS = ("collect", "annotate", "curate", "tokenizer", "tokenise", PRETRAIN, EVALUATE, "promote")
+RECIPES = Path(__file__).parent.parent / "recipes"
+RESTART = "Train a stage again from its start if all of its checkpoints are damaged; else the run stops and names them."
+Schema = dict[str, Any]
+DRAWN = {
+    "processes": "Processes",
+    "threads": "Threads",
+    "micro_batch": "Sequences per pass",
+    "device": "Device",
+    "launcher": "Launcher",
+    "memory": "Memory for data",
+}
+"""Fields of a cluster that change from run to run, with their titles."""
+
+
+def default_root() -> str:
+    """Return `HERD_ROOT`, or `herd-data` in the current folder."""
+    return os.environ.get("HERD_ROOT") or DEFAULT_ROOT
+
+
+def shipped_stages() -> list[str]:
+    """Return the names of the stages in the recipes of the checkout, each once, in the order of training."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    recipes = [yaml.load(path.read_text(), Loader=loader) for path in sorted(RECIPES.glob("*.yaml"))]
+    return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe["stages"]))
+
+
+def _steps(position: int) -> Callable[[Schema], None]:
+    """Return what makes a drop-down of steps: worked out only where a form is drawn."""
+
+    def drawn(schema: Schema) -> None:
+        before, after = STEPS[: STEPS.index(EVALUATE)], STEPS[STEPS.index(EVALUATE) :]
+        schema |= {"position": position, "enum": [NOTHING, *before, *shipped_stages(), *after]}
+
+    return drawn
+
+
+def field_at(position: int, title: str, default: Any, description: str) -> Any:
+    """Return a field that the form draws at `position` under `title`."""
+    return Field(default=default, title=title, description=description, json_schema_extra={"position": position})
+
+
+class FewFields:
+    """Draws the `DRAWN` fields of a cluster, and takes all of them.
+
+    The whole of it is 60 fields, six screens long. What this gives up: the others are checked when the flow starts,
+    not before there is a run.
+    """
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        drawn = handler(core)
+        section = handler.resolve_ref_schema(drawn)
+        section["properties"] = {
+            name: section["properties"][name] | {"title": title, "position": position}
+            for position, (name, title) in enumerate(DRAWN.items())
+        }
+        section["properties"]["threads"]["description"] += " Empty: all."
+        section["additionalProperties"] = True
+        return drawn
+
+
+class RootParameters(BaseModel):
+    """Where artifacts and runs are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    root: str = field_at(90, "Root", "", "Folder or s3://bucket/prefix; empty: HERD_ROOT of the worker, or herd-data.")
+
+    @property
+    def root_at(self) -> Root:
+        """The root, local or remote."""
+        return Root.of(self.root or default_root())
+
+
+class PlaceParameters(RootParameters):
+    """Where it works."""
+
+    cluster: Annotated[Cluster, FewFields()] = Field(
+        default_factory=Cluster,
+        title="Cluster",
+        description="Where it works; changes nothing about what is made. Layout, Slurm, Kubernetes: as JSON (menu).",
+        json_schema_extra={"position": 91},
+    )
+
+    @field_serializer("cluster")
+    def _few(self, cluster: Cluster) -> dict[str, Any]:
+        """Write what is not as it is by default: the form starts from it, and the page of a flow run shows it."""
+        usual, written = Cluster().model_dump(mode="json"), cluster.model_dump(mode="json")
+        return {name: value for name, value in written.items() if value != usual[name]}
+
+
+class StageParameters(PlaceParameters):
+    """A recipe, up to the step that the deployment is for."""
+
+    recipe: str = field_at(
+        0, "Recipe", "recipes/quickstart.yaml", "A YAML file, relative to the checkout; empty: quickstart."
+    )
+    change: RecipeChange = field_at(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = field_at(
+        2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
+    )
+    new: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
+    restart_damaged: bool = field_at(5, "Restart damaged stages", False, RESTART)
+
+    def settled(self, until: str = "") -> PipelineParameters:
+        """Return what is to be run, with the form's section folded into the overrides."""
+        overrides = [*self.change.overrides(), *self.overrides]
+        plain = {name: getattr(self, name) for name in ("recipe", "new", "restart_damaged", "root", "cluster")}
+        return PipelineParameters(**plain, overrides=overrides, until=until)
+
+
+class PipelineParameters(StageParameters):
+    """A recipe from raw text to a promoted model."""
+
+    until: str = field_at(3, "Stop after", "", "Step to stop after: curate, tokenise, a stage, ...; empty: do all.")
+    rerun_of: SkipJsonSchema[str] = Field(default="", exclude=True)
+    """Earlier run whose recipe is taken instead of the file. Not drawn: the deployment `rerun` is the form for it.
+
+    Not in the form's defaults either: it sends them all back, and the schema, which does not know this one, refuses.
+    """
+    from_step: SkipJsonSchema[str] = Field(default="", exclude=True)
+    """Step from which all is made anew."""
+    study: SkipJsonSchema[StudyPart | None] = Field(default=None, exclude=True)
+    """The study that this run is an arm of. Not drawn: the deployment `study` fills it in."""
+
+    def settled(self, until: str = "") -> PipelineParameters:
+        overrides = [*self.change.overrides(), *self.overrides]
+        return self.model_copy(
+            update={"change": RecipeChange(), "overrides": overrides, "until": until or self.until.strip()}
+        )
+
+
+class RerunParameters(PlaceParameters):
+    """An earlier run once more, from a step on or with changes; what is upstream of them is reused."""
+
+    run: str = field_at(0, "Run", LATEST, "Name of an earlier run, such as quickstart-7; latest: the newest.")
+    from_step: str = Field(
+        default=NOTHING,
+        title="Redo from",
+        description="Step from which all is made anew, even if nothing changed; pretrain is the first stage.",
+        json_schema_extra=_steps(1),
+    )
+    stage: str = field_at(
+        2, "Or redo from", "", "The same for a step that is not in the list: a stage of your own recipe."
+    )
+    change: RecipeChange = field_at(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
+    overrides: list[str] = field_at(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
+    until: str = field_at(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
+    restart_damaged: bool = field_at(6, "Restart damaged stages", False, RESTART)
+
+    def settled(self, run: str) -> PipelineParameters:
+        """Return what is to be run: `run` once more. Raises ValueError if two steps are named to redo from."""
+        named = "" if self.from_step == NOTHING else self.from_step
+        if named and self.stage.strip():
+            raise ValueError(f"stage: 'Redo from' says {named} and 'Or redo from' {self.stage}; fill in one of them")
+        return PipelineParameters(
+            rerun_of=run,
+            from_step=named or self.stage.strip(),
+            overrides=[*self.change.overrides(), *self.overrides],
+            until=self.until.strip(),
+            restart_damaged=self.restart_damaged,
+            root=self.root,
+            cluster=self.cluster,
+        )
+
+
+class CheckpointParameters(PlaceParameters):
+    """A checkpoint to score or to judge, by the recipe of the run that made it."""
+
+    checkpoint: str = field_at(
+        0,
+        "Checkpoint",
+        LATEST,
+        "checkpoint/quickstart-main-1a2b3c4d, a run (its last one), quickstart@champion, or latest.",
+    )
+
+
+class EvaluationParameters(CheckpointParameters):
+    """A checkpoint to score."""
+
+    suite: str = field_at(
+        1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.later of the recipe, or its suite."
+    )
+
+
+class PromotionParameters(CheckpointParameters):
+    """What to decide about a checkpoint."""
+
+    action: Literal["promote", "refuse", "roll back"] = field_at(
+        1,
+        "Action",
+        "promote",
+        "promote: the gate judges it. refuse: a challenger that waits for a person stays a candidate. roll back: its "
+        "family goes back to a model that was champion before.",
+    )
+    to: str = field_at(
+        2, "Back to", "", "For roll back: label of a former champion, or its number in the log; empty: the one before."
+    )
+    by: str = field_at(3, "Your name", "", "Kept with the decision.")
+    comment: str = field_at(4, "Comment", "", "Why; kept with the decision.")
+    override: str = field_at(
+        5, "Override", "", "For promote: why to promote it though the gate refuses it; integrity holds all the same."
+    )
+
+
+class ReportParameters(RootParameters):
+    """A run whose report is written again."""
+
+    run: str = field_at(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")
+
+
+# Tell a flow run's name that a person typed from one that Prefect made up.
+#
+# A flow run that shows which run it works on is easy to find, so one called `calm-otter` is renamed to
+# `quickstart-7`. A name that was typed into the form is somebody's own and stays. What this gives up: who types two
+# words of Prefect's list loses them to the run's name.
+
+_FORM = re.compile(r"[A-Z][a-z]+-[A-Z][a-z]+")
+"""What the form of the V2 UI fills in: Licensed-Krait, from words of its own."""
+
+
+@cache
+def _words() -> frozenset[str]:
+    parts = cast(dict[str, dict[str, Any]], config)
+    return frozenset(word for part in parts.values() for word in part.get("words", []))
+
+
+def is_made_up(name: str) -> bool:
+    """Return whether Prefect made up the flow run's name `name`: two words of its list, `adjective-animal`."""
+    if _FORM.fullmatch(name):
+        return True
+    words = name.split("-")
+    return len(words) == 2 and all(word in _words() for word in words)

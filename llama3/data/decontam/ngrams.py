@@ -1,0 +1,255 @@
+"""Examples of evaluation sets as word 8-grams: what decontamination looks for.
+
+A word is that of `words.py`: curation comes before there is a tokenizer, so the tokens of arXiv 2407.21783, section
+5.1.4, are words here. An example of fewer than 8 words is one gram of all its words; it is counted but drops no
+document, because three words in a row prove nothing. Grams that many examples of a set share (instructions, answer
+formats) are *template*: they count in the share of an example that the corpus holds, as in the paper, but not when one
+document is compared with one example; a prompt template is no leak, and a page with one would meet every example.
+What this gives up: an example that a set repeats more often than that is all template and drops nothing.
+
+An example of several fields is compared as a whole and field by field: pages often hold a question without its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
+from llama3.data.kernels.ngrams import NgramIndex, endings_of, key_table, text_grams
+from llama3.data.mapreduce import CurationJob, write_table
+from llama3.data.readers.files import file_format
+from llama3.data.text.words import WORD
+from llama3.recipe.data_schema import Benchmark
+from llama3.recipe.units import Share
+from storage.filesystem import filesystem_of, glob, local_path
+
+STEP = "contaminated/benchmarks"
+GRAM = 8
+TEMPLATE_LEAST, TEMPLATE_MOST, TEMPLATE_SHARE = 4, 100, 10
+"""A gram is template when more examples than a tenth of the set share it, but at least 4 and at most 100."""
+NEVER = np.iinfo(np.int32).max
+_PACKED = {"gz": "gzip", "zst": "zstd"}
+Flags = NDArray[np.bool_]
+
+
+def check_benchmarks(benchmarks: Sequence[Benchmark]) -> None:
+    """Read all examples once. Raises ValueError that names the field of the recipe, the place and the remedy."""
+    for number, benchmark in enumerate(benchmarks):
+        for _ in read_benchmark(number, benchmark):
+            pass
+
+
+def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[list[str]]:
+    """Yield the field texts of every example of the benchmark with that number in the recipe. Raises ValueError."""
+    where = f"curate.decontaminate.{number}"
+    files = [(uri, kind) for uri in glob(benchmark.uri) if (kind := file_format(uri)) in ("jsonl", "parquet")]
+    if not files:
+        raise ValueError(
+            f"{where}.uri: {benchmark.uri!r} names no jsonl or parquet file; name one, or a folder of them"
+        )
+    count = 0
+    for uri, kind in files:
+        try:
+            for place, record in _records(uri, kind == "parquet"):
+                count += 1
+                yield [_field(record, field, f"{where}.fields: {place}") for field in benchmark.fields]
+        except (OSError, EOFError, pa.ArrowException, orjson.JSONDecodeError) as error:
+            raise ValueError(f"{where}.uri: {uri!r} cannot be read ({error}); repair it or name another") from error
+    if not count:
+        raise ValueError(f"{where}.uri: {benchmark.uri!r} holds no example; name another file")
+
+
+def _records(uri: str, parquet: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of one file."""
+    with filesystem_of(uri).open(str(local_path(uri)) if uri.startswith("file://") else uri, "rb") as raw:
+        if parquet:
+            batches = pq.ParquetFile(raw).iter_batches()
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"{uri} row {number}", row) for number, row in enumerate(rows))
+            return
+        packing = _PACKED.get(uri.lower().rsplit(".", 1)[-1])
+        data = (pa.input_stream(raw, compression=packing) if packing else raw).read()
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if line.strip():
+                yield f"{uri}:{number}", orjson.loads(line)
+
+
+def _field(record: Any, field: str, place: str) -> str:
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} holds {type(record).__name__}, not an object; write one object a line")
+    if field not in record:
+        raise ValueError(f"{place} has no field {field!r}; name one of {', '.join(sorted(record))}")
+    value = record[field]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return " ".join(value)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{place} holds {type(value).__name__} in {field!r}, not text or a list of texts; name another"
+        )
+    return value
+
+
+def write_benchmarks(job: CurationJob, item: int) -> None:
+    """Write all examples of all benchmarks with their grams: each as a whole, then its fields of at least a gram."""
+    numbers: list[int] = []
+    examples: list[int] = []
+    texts: list[str] = []
+    places = count()
+    for number, benchmark in enumerate(job.recipe.curate.decontaminate):
+        for fields, place in zip(read_benchmark(number, benchmark), places, strict=False):
+            alone = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
+            variants = ["\n".join(fields), *alone]
+            numbers += [number] * len(variants)
+            examples += [place] * len(variants)
+            texts += variants
+    column = pa.array(texts, pa.large_string())
+    keys, ends, words, last = text_grams(*text_buffers(column), GRAM)
+    benchmark_of, example_of = np.array(numbers, np.int32), np.array(examples, np.int64)
+    template = _template(keys, np.repeat(np.arange(len(texts)), np.diff(ends)), benchmark_of, example_of)
+    flags = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(template))
+    columns = {"benchmark": benchmark_of, "example": example_of, "text": column, "words": words, "last": last}
+    write_table(pa.table({**columns, "grams": hash_lists(keys, ends), "template": flags}), job.file(STEP, item))
+
+
+def _template(keys: Hashes, text: Offsets, benchmark_of: NDArray[np.int32], example_of: Offsets) -> Flags:
+    """Return for each gram of each text whether so many examples of its set share it that it is template."""
+    flags = np.zeros(len(keys), np.bool_)
+    if not len(keys):
+        return flags
+    sizes = np.bincount(benchmark_of[np.diff(example_of, prepend=-1) != 0])
+    limits = np.maximum(TEMPLATE_LEAST, np.minimum(TEMPLATE_MOST, sizes // TEMPLATE_SHARE))
+    sets, owner = benchmark_of[text], example_of[text]
+    order = np.lexsort((owner, keys, sets))
+    keys, owner, sets = keys[order], owner[order], sets[order]
+    new_gram = np.ones(len(keys), np.bool_)
+    new_gram[1:] = (np.diff(keys) != 0) | (np.diff(sets) != 0)
+    new_owner = new_gram.copy()
+    new_owner[1:] |= np.diff(owner) != 0
+    shared = np.add.reduceat(new_owner.astype(np.int64), np.flatnonzero(new_gram))
+    flags[order] = shared[np.cumsum(new_gram) - 1] > limits[sets]
+    return flags
+
+
+@dataclass(frozen=True)
+class EvalExamples:
+    """The texts of all examples of all benchmarks: each whole and its fields; n texts with g grams together."""
+
+    benchmark: NDArray[np.int32]
+    """int32[n]: place of its benchmark in the recipe."""
+    example: Offsets
+    """int64[n]: number of its example, over all benchmarks; the first text of an example is the whole."""
+    text: pa.ChunkedArray
+    words: Offsets
+    """int64[n]"""
+    last: Hashes
+    """uint64[n]: hash of the last word."""
+    grams: Hashes
+    """uint64[g]: gram k of text i is grams[ends[i] + k]."""
+    ends: Offsets
+    template: Flags
+
+    @classmethod
+    def read(cls, job: CurationJob) -> EvalExamples:
+        """Return what `write_benchmarks` wrote."""
+        file = job.file(STEP, 0)
+        return _read(str(file), file.stat().st_mtime_ns)
+
+    @classmethod
+    def of(cls, table: pa.Table) -> EvalExamples:
+        """Return the examples in a table that `write_benchmarks` wrote."""
+        grams, ends = list_buffers(table["grams"])
+        template = table["template"].combine_chunks().values.to_numpy(zero_copy_only=False)
+        names = ("benchmark", "example", "words", "last")
+        numbers, example, words, last = (table[name].to_numpy() for name in names)
+        return cls(numbers, example, table["text"], words, last, grams, ends, template)
+
+    @cached_property
+    def whole(self) -> Offsets:
+        """The first text of every example."""
+        return np.flatnonzero(np.diff(self.example, prepend=-1))
+
+    @cached_property
+    def owner(self) -> Offsets:
+        """Text of every gram."""
+        return np.repeat(np.arange(len(self.words)), np.diff(self.ends))
+
+    @cached_property
+    def first_word(self) -> Offsets:
+        """First word of every text when all words are numbered through, and their number; int64[n + 1]."""
+        return np.concatenate(([0], np.cumsum(self.words)))
+
+    @cached_property
+    def place(self) -> Offsets:
+        """First word of every gram."""
+        within: Offsets = np.arange(len(self.grams)) - self.ends[self.owner]
+        return self.first_word[self.owner] + within
+
+    @cached_property
+    def width(self) -> Offsets:
+        """Words of every gram."""
+        return np.minimum(self.words, GRAM)[self.owner]
+
+    def covered(self, grams: Flags) -> Offsets:
+        """Return how many words of each text lie in one of the marked grams."""
+        size = int(self.first_word[-1]) + 1
+        starts = np.bincount(self.place[grams], minlength=size)
+        stops = np.bincount((self.place + self.width)[grams], minlength=size)
+        inside = np.concatenate(([0], np.cumsum(np.cumsum(starts - stops) > 0)))
+        return np.diff(inside[self.first_word])
+
+    @cached_property
+    def own(self) -> Offsets:
+        """Words of each text that lie in a gram which is not template."""
+        return self.covered(~self.template)
+
+    def least(self, thresholds: Sequence[Share]) -> Offsets:
+        """Return how many own words make up each text's threshold; NEVER where it has no own words."""
+        top = np.array([one.numerator for one in thresholds], object)[self.benchmark]
+        bottom = np.array([one.denominator for one in thresholds], object)[self.benchmark]
+        needed = np.maximum(1, -(-top * self.own // bottom)).astype(np.int64)
+        return np.where(self.own > 0, needed, NEVER)
+
+    def wanted(self, thresholds: Sequence[Share]) -> NgramIndex:
+        """Return what the kernel scans for; grams are numbered in the order of their hashes."""
+        keys, gram = np.unique(self.grams, return_inverse=True)
+        own = np.flatnonzero(~self.template)
+        order = own[np.argsort(gram[own], kind="stable")]
+        postings = np.concatenate(([0], np.cumsum(np.bincount(gram[own], minlength=len(keys)))))
+        widths = np.zeros(len(keys), np.int32)
+        widths[gram] = self.width
+        owner = np.repeat(np.arange(len(self.words), dtype=np.int32), self.words)
+        need = np.where(self.words >= GRAM, self.least(thresholds), NEVER).astype(np.int32)
+        places, benchmark = self.place[order].astype(np.int32), self.benchmark.astype(np.int32)
+        endings = endings_of(self.last, self.words, GRAM)
+        return NgramIndex(key_table(keys), GRAM, endings, postings, places, widths, owner, benchmark, need)
+
+
+@lru_cache(maxsize=1)  # a worker scans many shards for the same examples; 2 million grams take a second to read
+def _read(file: str, changed: int) -> EvalExamples:
+    return EvalExamples.of(pq.read_table(file))
+
+
+def wanted_in(job: CurationJob) -> NgramIndex:
+    """Return what the documents of `job` are scanned for."""
+    file = job.file(STEP, 0)
+    return _wanted(str(file), file.stat().st_mtime_ns, thresholds(job))
+
+
+@lru_cache(maxsize=1)
+def _wanted(file: str, changed: int, least: tuple[Share, ...]) -> NgramIndex:
+    return _read(file, changed).wanted(least)
+
+
+def thresholds(job: CurationJob) -> tuple[Share, ...]:
+    """Return the thresholds of the job's benchmarks."""
+    return tuple(benchmark.threshold for benchmark in job.recipe.curate.decontaminate)

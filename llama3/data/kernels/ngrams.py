@@ -1,0 +1,276 @@
+"""Word n-grams as 64-bit hashes, a table to look hashes up, and how much of an example one document covers.
+
+A gram's hash is a polynomial of its words' hashes, rolled along the text: two multiplications a word for any n. The
+table is open addressing with a filter before it: nearly every gram of a text is in no table, and 2 bytes a key stay in
+the cache where 48 do not. What this gives up: two grams with equal 64-bit hashes are one (about one chance in
+10^13 for a word of text against 400,000 grams); whoever needs certainty reads the text again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from llama3.data.kernels.words import find_words, mixed
+
+Places = NDArray[np.int32]
+Flags = NDArray[np.uint8]
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK_KEYS = 4
+"""Keys per 64-bit block of the filter: three bits each, so about one wrong key in 100 passes."""
+
+
+class Table(NamedTuple):
+    """Keys by hash; `where[slot]` is the place of `slots[slot]` among the keys that the table was made from."""
+
+    slots: Hashes
+    where: Places
+    filter: Hashes
+
+
+def key_table(keys: Hashes) -> Table:
+    """Return a table of distinct `keys`, uint64[n], which are hashes; 0 marks a free slot and is never found."""
+    slots = 1 << max(4, int(4 * len(keys) - 1).bit_length())
+    blocks = 1 << max(10, (len(keys) // _BLOCK_KEYS).bit_length())
+    table = Table(np.zeros(slots, np.uint64), np.zeros(slots, np.int32), np.zeros(blocks, np.uint64))
+    _fill(*table, np.ascontiguousarray(keys))
+    return table
+
+
+@njit(cache=True, nogil=True)
+def _block(key: np.uint64) -> np.uint64:
+    """Return the three bits of the filter that stand for `key`."""
+    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
+    top = key >> np.uint64(46)
+    return one << (top & last) | one << (top >> six & last) | one << (top >> six >> six & last)
+
+
+@njit(cache=True, nogil=True)
+def _fill(slots: Hashes, where: Places, filters: Hashes, keys: Hashes) -> None:
+    last = np.uint64(len(slots) - 1)
+    for place in range(len(keys)):
+        key = keys[place]
+        slot = key & last
+        while slots[slot] != 0:
+            slot = (slot + np.uint64(1)) & last
+        slots[slot], where[slot] = key, place
+        filters[key & np.uint64(len(filters) - 1)] |= _block(key)
+
+
+@njit(cache=True, nogil=True)
+def place_of(slots: Hashes, where: Places, filters: Hashes, key: np.uint64) -> int:
+    """Return the place of `key` among the keys of a table, or -1."""
+    block = _block(key)
+    if filters[key & np.uint64(len(filters) - 1)] & block != block:
+        return -1
+    last = np.uint64(len(slots) - 1)
+    slot = key & last
+    while slots[slot] != 0:
+        if slots[slot] == key:
+            return int(where[slot])
+        slot = (slot + np.uint64(1)) & last
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def roll(state: np.uint64, hashes: Hashes, at: int, gram: int, top: np.uint64) -> np.uint64:
+    """Return the polynomial of the `gram` words that end at word `at`, from the one before; top = BASE^gram."""
+    state = state * _BASE + hashes[at]
+    return state - hashes[at - gram] * top if at >= gram else state
+
+
+@njit(cache=True, nogil=True)
+def top_of(gram: int) -> np.uint64:
+    """Return BASE^gram, the weight of the word that leaves a gram of so many words."""
+    top = np.uint64(1)
+    for _ in range(gram):
+        top *= _BASE
+    return top
+
+
+@njit(cache=True, nogil=True)
+def gram_key(state: np.uint64, gram: int) -> np.uint64:
+    """Return the hash of a gram, never 0; grams of different lengths differ."""
+    key = mixed(state + np.uint64(gram))
+    return key if key != 0 else np.uint64(1)
+
+
+@njit(cache=True, nogil=True)
+def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offsets, Offsets, Hashes]:
+    """Return (keys, ends, words, last): text i has words[i] words, the last with hash last[i], and the grams
+    keys[ends[i] : ends[i + 1]].
+
+    A text of fewer than `gram` words has one gram of all its words, one without words has none.
+    """
+    room = offsets[-1] - offsets[0] + 1
+    starts, stops, hashes = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint64)
+    keys, ends = np.empty(room, np.uint64), np.zeros(len(offsets), np.int64)
+    words, last = np.zeros(len(offsets) - 1, np.int64), np.zeros(len(offsets) - 1, np.uint64)
+    total = 0
+    for text in range(len(offsets) - 1):
+        words[text] = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+        width, state = min(gram, words[text]), np.uint64(0)
+        top = top_of(width)
+        for at in range(words[text]):
+            state = roll(state, hashes, at, width, top)
+            if at >= width - 1:
+                keys[total] = gram_key(state, width)
+                total += 1
+        if words[text]:
+            last[text] = hashes[words[text] - 1]
+        ends[text + 1] = total
+    return keys[:total].copy(), ends, words, last
+
+
+class NgramIndex(NamedTuple):
+    """The examples to look for. Words of all examples are numbered through; a posting is the first word of a gram."""
+
+    table: Table
+    gram: int
+    """Words per gram; only those of short examples have fewer."""
+    endings: Bytes
+    """uint8[2^16]: bit n of endings[h] is set if a gram of n < 8 words ends in a word whose hash has the top bits h."""
+    postings: Offsets
+    """Postings of gram g are places[postings[g] : postings[g + 1]]."""
+    places: Places
+    widths: Places
+    """Words of gram g."""
+    owner: Places
+    """Example of every word."""
+    benchmark: Places
+    """Benchmark of every example."""
+    need: Places
+    """Words that a document must cover of each example to contain it; above any count where it never does."""
+
+
+class NgramMatches(NamedTuple):
+    """What scanning has found so far; scratch space is kept between documents because clearing it costs more."""
+
+    seen: Flags
+    """1 for every gram that any document holds."""
+    best: Places
+    """Most words of each example that one document covers, 0 for none."""
+    best_row: Offsets
+    gram_stamp: Places
+    word_stamp: Places
+    example_stamp: Places
+    covered: Places
+    hits: Places
+    touched: Places
+
+
+def nothing_found(wanted: NgramIndex) -> NgramMatches:
+    """Return the state before the first document."""
+    grams, words, examples = len(wanted.widths), len(wanted.owner), len(wanted.need)
+    sizes = (examples, grams, words, examples, examples, grams, examples)
+    best, gram_stamp, word_stamp, example_stamp, covered, hits, touched = (np.zeros(n, np.int32) for n in sizes)
+    rows = np.full(examples, -1, np.int64)
+    seen = np.zeros(grams, np.uint8)
+    return NgramMatches(seen, best, rows, gram_stamp, word_stamp, example_stamp, covered, hits, touched)
+
+
+@njit(cache=True, nogil=True)
+def scan(
+    data: Bytes,
+    offsets: Offsets,
+    rows: Offsets,
+    use: Flags,
+    wanted: NgramIndex,
+    found: NgramMatches,
+    stamp: int,
+    contains: Flags,
+) -> int:
+    """Look through the texts with `use` and return the new stamp (a number that no document before has had).
+
+    Updates `found`, where of equally good documents the first stays, and sets contains[document, benchmark].
+    """
+    room = 0
+    for text in range(len(rows)):
+        room = max(room, offsets[text + 1] - offsets[text])
+    starts, stops, hashes = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint64)
+    for text in range(len(rows)):
+        if use[text]:
+            stamp += 1
+            count = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+            hits = _look_up(hashes, count, wanted, found, stamp)
+            if hits:
+                _cover(hits, wanted, found, stamp, rows[text], contains[text])
+    return stamp
+
+
+@njit(cache=True, nogil=True)
+def _look_up(hashes: Hashes, count: int, wanted: NgramIndex, found: NgramMatches, stamp: int) -> int:
+    """Write the wanted grams of a document to found.hits, each once, and return how many there are."""
+    slots, where, filters = wanted.table
+    stamps, hit, gram, endings = found.gram_stamp, found.hits, wanted.gram, wanted.endings
+    state, top, hits = np.uint64(0), top_of(gram), 0
+    for at in range(count):
+        state = roll(state, hashes, at, gram, top)
+        if at >= gram - 1:
+            place = place_of(slots, where, filters, gram_key(state, gram))
+            if place >= 0:
+                hits = _hit(place, stamps, stamp, hit, hits)
+        lengths = endings[hashes[at] >> np.uint64(48)]
+        if lengths:
+            for width in range(1, min(gram, at + 2)):
+                if lengths >> np.uint8(width) & np.uint8(1):
+                    place = place_of(slots, where, filters, _short_key(hashes, at, width))
+                    if place >= 0:
+                        hits = _hit(place, stamps, stamp, hit, hits)
+    return hits
+
+
+@njit(cache=True, nogil=True)
+def _short_key(hashes: Hashes, at: int, width: int) -> np.uint64:
+    """Return the hash of the gram of `width` words that ends with word `at`."""
+    state = np.uint64(0)
+    for place in range(at - width + 1, at + 1):
+        state = state * _BASE + hashes[place]
+    key: np.uint64 = gram_key(state, width)
+    return key
+
+
+@njit(cache=True, nogil=True)
+def _hit(place: int, stamps: Places, stamp: int, hit: Places, hits: int) -> int:
+    if stamps[place] != stamp:
+        stamps[place], hit[hits] = stamp, place
+        hits += 1
+    return hits
+
+
+def endings_of(last: Hashes, words: Offsets, gram: int) -> Bytes:
+    """Return `Wanted.endings` for texts by the hash of their last word and their number of words."""
+    assert gram <= 8  # bits of a byte
+    endings = np.zeros(1 << 16, np.uint8)
+    short = (words < gram) & (words > 0)
+    np.bitwise_or.at(endings, last[short] >> np.uint64(48), (1 << words[short]).astype(np.uint8))
+    return endings
+
+
+@njit(cache=True, nogil=True)
+def _cover(hits: int, wanted: NgramIndex, found: NgramMatches, stamp: int, row: int, contains: Flags) -> None:
+    """Count the words of every example that the document's grams cover."""
+    postings, places, widths, owner = wanted.postings, wanted.places, wanted.widths, wanted.owner
+    examples, covered, word_stamp = found.example_stamp, found.covered, found.word_stamp
+    hit, touched, count = found.hits, found.touched, 0
+    for gram in hit[:hits]:
+        found.seen[gram] = 1
+        for posting in range(postings[gram], postings[gram + 1]):
+            first = places[posting]
+            example = owner[first]
+            if examples[example] != stamp:
+                examples[example], covered[example], touched[count] = stamp, 0, example
+                count += 1
+            for word in range(first, first + widths[gram]):
+                if word_stamp[word] != stamp:
+                    word_stamp[word] = stamp
+                    covered[example] += 1
+    for example in touched[:count]:
+        if covered[example] > found.best[example]:
+            found.best[example], found.best_row[example] = covered[example], row
+        if covered[example] >= wanted.need[example]:
+            contains[wanted.benchmark[example]] = 1

@@ -1,0 +1,343 @@
+"""Files of a source: which there are, whether they are still as listed, and their bytes and lines as streams.
+
+Local or remote, plain or packed (.gz, .zst, .bz2, .xz). Memory does not grow with the files: a stream holds some
+megabytes, or one line of at most MAX_LINE. gzip is inflated by isal where that package happens to be installed (two to
+three times as fast), else by zlib; both give all bytes in front of a break before they complain of it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import fnmatch
+import io
+import lzma
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from llama3.recipe.data_schema import Source
+from storage.filesystem import changed, filesystem_of, is_local, listing, local_path, patiently
+from storage.objects import RemoteFile
+
+# What a reader does about bad input: stop with a message that says where and what to do, or leave it out and count
+# it.
+#
+# Silent loss is worse than a late error, so stopping is the default and skipping names every thing that it left
+# out, up to MOST_NAMED of a kind in a file; the rest of that kind are one line with the file's name and their
+# number.
+
+OVER_LIMIT = "over_limit"
+EMPTY = "empty"
+PASSED_OVER = "passed_over"
+NO_PAGE = "no_page"
+UNREAD_DATE = "unread_date"
+"""Reason of a row that counts documents which were read, but whose date was not."""
+NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
+"""Reasons that are no fault of the input."""
+REMEDY = "or set curate.on_error: skip"
+MOST_NAMED = 10_000
+SCHEMA = pa.schema(
+    {
+        "domain": pa.string(),
+        "source": pa.string(),
+        "place": pa.string(),
+        "reason": pa.string(),
+        "documents": pa.int64(),
+        "bytes": pa.int64(),
+    }
+)
+"""`place` is a file and a line or row of it, or "" for all of a source; `bytes` those of the line or text as found."""
+
+
+class SourceError(ValueError):
+    """A source that cannot be read; the text names the file, what is wrong and what to do."""
+
+
+class Fault(NamedTuple):
+    """Something that cannot be read."""
+
+    reason: str
+    """Name to count it under: bad_json, null_text, ..."""
+    said: str
+    """What is wrong and how to repair it; follows the place in a sentence."""
+
+
+class ReadErrors:
+    """What was left out of one item: (place, reason) -> documents and bytes."""
+
+    def __init__(self, fail: bool = True) -> None:
+        self.fail = fail
+        self.documents: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.unread_dates = 0
+        self._named: Counter[tuple[str, str]] = Counter()
+
+    def fault(self, file: str, place: str, fault: Fault, size: int = 0, documents: int = 1) -> None:
+        """Leave out something faulty. Raises SourceError if bad input is to stop the run."""
+        if self.fail:
+            raise SourceError(
+                f"{place!r} {fault.said}, {REMEDY}" if place == file else f"{place} {fault.said}, {REMEDY}"
+            )
+        self.count(file, place, fault.reason, size, documents)
+
+    def count(self, file: str, place: str, reason: str, size: int, documents: int = 1) -> None:
+        """Count what is left out without being an error."""
+        self._named[file, reason] += 1
+        key = (place if self._named[file, reason] <= MOST_NAMED else file), reason
+        self.documents[key] += documents
+        self.bytes[key] += size
+
+    def rows(self, domain: str, source: str) -> list[tuple[str, str, str, str, int, int]]:
+        """Return what was left out as rows of SCHEMA, in order."""
+        dates = [(domain, source, "", UNREAD_DATE, self.unread_dates, 0)] if self.unread_dates else []
+        keys = sorted(self.documents)
+        return [*dates, *((domain, source, *key, self.documents[key], self.bytes[key]) for key in keys)]
+
+
+_zlib: Any = zlib
+with suppress(ImportError):
+    from isal import isal_zlib as _zlib  # type: ignore[import-not-found,no-redef]
+DAMAGE: tuple[type[Exception], ...] = (EOFError, OSError, UnicodeError, _zlib.error, lzma.LZMAError, pa.ArrowException)
+"""What broken packing and broken Parquet raise; an OSError with a number comes from the machine."""
+
+MAX_LINE = 256_000_000
+"""Bytes of the longest line, or of the longest file that is one document; what is longer is refused by name."""
+_CHUNK = 1 << 20
+_PACKED_CHUNK = 1 << 17
+_ENDINGS = {
+    "txt": ("txt",),
+    "md": ("md", "markdown"),
+    "html": ("html", "htm", "xhtml"),
+    "json": ("json",),
+    "jsonl": ("jsonl", "ndjson"),
+    "csv": ("csv",),
+    "tsv": ("tsv", "tab"),
+    "warc": ("warc", "wet"),
+    "parquet": ("parquet",),
+    "arrow": ("arrow", "feather"),
+}
+_FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
+READ = ", ".join(_ENDINGS)
+COLUMNS = ("parquet", "arrow")
+"""Formats that are read by seeking, so never packed as a whole."""
+_RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
+_PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
+UNKNOWN, SPECIAL = "unknown", "special"
+"""Kinds of files that cannot be read: their ending says nothing, or they are pipes, devices and broken links."""
+_PAPERS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*",
+    re.I,
+)
+_RECORD_PAPERS = re.compile(r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json")
+_MARKS = re.compile(
+    r"_success|_(common_)?metadata|_(committed|started)_.*|(sha(1|256|512)|md5)sums?(\.txt)?"
+    r"|.*\.(crc|md5|sha1|sha256|sha512|asc|sig)",
+    re.I,
+)
+Line = bytes | bytearray | int
+"""A line without its end, or the length of one that is longer than MAX_LINE."""
+
+
+class File(NamedTuple):
+    """A file as it was when it was listed."""
+
+    uri: str
+    kind: str
+    """A format, or UNKNOWN or SPECIAL."""
+    size: int
+    changed: str
+    """What differs when the content does: the time of the last change, or the object store's tag."""
+
+
+class SourceListing(NamedTuple):
+    """What is there of a source."""
+
+    files: list[File]
+    """In order of their names; those that cannot be read among them."""
+    passed_over: int
+    passed_over_bytes: int
+    """Files that are no data (hidden ones, README and LICENSE beside records, checksums) or that `ignore` names."""
+
+
+def list_source(source: Source) -> SourceListing:
+    """Return the files of `source` as they are now. Raises SourceError if they cannot be listed."""
+    try:
+        named = listing(source.uri)
+    except OSError as error:
+        raise SourceError(
+            f"{source.uri!r} cannot be listed ({error}); check the address and your access to it"
+        ) from error
+    root, below = _root(source.uri)
+    kinds = {uri: _kind(uri, info, source) for uri, info in named}
+    beside_records = any(kind in _RECORDS and not _is_paper(uri) for uri, kind in kinds.items())
+    files, over = [], []
+    for uri, info in named:
+        size = info["size"]
+        name = uri[len(root) :].lstrip("/") if uri.startswith(f"{root}/") else ""
+        if name and _passed_over(name, below, source, kinds[uri], beside_records):
+            over.append(int(size or 0))
+        elif size is None:
+            raise SourceError(f"{uri!r} has no size at its server; download it and name the folder")
+        else:
+            files.append(File(uri, kinds[uri], int(size), changed(info)))
+    return SourceListing(files, len(over), sum(over))
+
+
+def source_files(source: Source) -> list[File]:
+    """Return the files of `source`, sorted. Raises SourceError if they cannot be listed."""
+    return list_source(source).files
+
+
+def _root(uri: str) -> tuple[str, str]:
+    """Return the folder below which files are looked at one by one, and what a glob says of their names there."""
+    path = os.path.abspath(local_path(uri)) if is_local(uri) else uri.rstrip("/")
+    mark = re.search(r"[*?\[]", path)
+    if mark is None or (is_local(uri) and os.path.lexists(path)):
+        return path, ""
+    cut = path.rfind("/", 0, mark.start())
+    return path[:cut], path[cut:]
+
+
+def _kind(uri: str, info: dict[str, Any], source: Source) -> str:
+    if info["type"] == "other":
+        return SPECIAL
+    return (file_format(uri) or UNKNOWN) if source.format == "auto" else source.format
+
+
+def _is_paper(uri: str) -> bool:
+    name = uri.rsplit("/", 1)[-1]
+    return bool(_PAPERS.fullmatch(name) or _RECORD_PAPERS.fullmatch(name))
+
+
+def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_records: bool) -> bool:
+    """Return whether a file below a folder is no data: people expect such files to lie beside it."""
+    name = below.rsplit("/", 1)[-1]
+    if any(fnmatch.fnmatchcase(below, glob) or fnmatch.fnmatchcase(name, glob) for glob in source.ignore):
+        return True
+    if any(part.startswith(".") for part in below.split("/")) and "/." not in pattern:
+        return True
+    if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
+        return False  # the glob names it
+    return bool(_MARKS.fullmatch(name)) or (_is_paper(name) and (kind == UNKNOWN or beside_records))
+
+
+def file_format(uri: str) -> str | None:
+    """Return the format that the ending of `uri` names (`jsonl` for `a.jsonl.gz`), or None."""
+    parts = uri.lower().rsplit("/", 1)[-1].split(".")
+    packed = parts[-1] in _PACKED
+    if packed:
+        parts.pop()
+    kind = _FORMATS.get(parts[-1]) if len(parts) > 1 else None
+    return None if packed and kind in COLUMNS else kind
+
+
+def as_listed(file: File) -> bool:
+    """Return whether `file` is there with the size and time that it was listed with. Raises OSError."""
+    try:
+        if is_local(file.uri):
+            info = filesystem_of(file.uri).info(_path(file.uri))
+        else:
+            info = patiently(file.uri, partial(_info, file.uri))
+    except FileNotFoundError:
+        return False
+    return (int(info["size"] or 0), changed(info)) == (file.size, file.changed)
+
+
+def _info(uri: str) -> Any:
+    return filesystem_of(uri).info(uri)
+
+
+def packing(uri: str) -> str | None:
+    """Return `gz`, `zst`, `bz2` or `xz` where the ending of `uri` says so."""
+    return _PACKED.get(uri.lower().rsplit(".", 1)[-1])
+
+
+@contextmanager
+def opened(file: File) -> Iterator[Any]:
+    """Open `file` for reading its bytes as they lie there."""
+    if is_local(file.uri):
+        with open(_path(file.uri), "rb") as raw:
+            yield raw
+    else:
+        yield RemoteFile(file.uri, file.size)
+
+
+def chunks(raw: Any, uri: str) -> Iterator[bytes]:
+    """Yield the bytes of `raw`, unpacked by the ending of `uri`, in pieces of about a megabyte.
+
+    Packed members one after the other are read as one. Raises one of DAMAGE where the packing breaks.
+    """
+    kind = packing(uri)
+    if kind == "gz":
+        yield from _inflated(raw)
+        return
+    unpack: dict[str | None, Any] = {
+        "zst": partial(pa.input_stream, compression="zstd"),
+        "bz2": bz2.open,
+        "xz": lzma.open,
+    }
+    stream = unpack[kind](raw) if kind in unpack else raw
+    while chunk := stream.read(_CHUNK):
+        yield chunk
+
+
+def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[list[Line]]:
+    """Yield the lines of `pieces`, as many at a time as a piece completes; the last one needs no line end.
+
+    A line inside one piece is never too long, so pieces must not be longer than `longest`.
+    """
+    pending, size = bytearray(), 0
+    for piece in pieces:
+        head, *lines = piece.split(b"\n")
+        size += len(head)
+        if size <= longest:
+            pending += head
+        else:
+            pending = bytearray()
+        if lines:
+            complete: list[Line] = [pending if size <= longest else size, *lines[:-1]]
+            pending, size = bytearray(lines[-1]), len(lines[-1])
+            yield complete
+    if size:
+        yield [pending if size <= longest else size]
+
+
+def whole(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
+    """Return the bytes of `pieces`, or their number as far as read if they are more than `longest`."""
+    buffer = io.BytesIO()
+    for piece in pieces:
+        buffer.write(piece)
+        if buffer.tell() > longest:
+            return buffer.tell()
+    return buffer.getvalue()
+
+
+def _inflated(raw: Any) -> Iterator[bytes]:
+    """Yield the bytes of gzip members; zeros between and after them are padding."""
+    member, fresh = _zlib.decompressobj(wbits=31), True
+    packed = b""
+    while packed := packed or raw.read(_PACKED_CHUNK):
+        if fresh and not (packed := packed.lstrip(b"\0")):
+            continue
+        data = member.decompress(packed, _CHUNK)
+        fresh, packed = False, member.unconsumed_tail
+        if data:
+            yield data
+        if member.eof:
+            packed = member.unused_data
+            member, fresh = _zlib.decompressobj(wbits=31), True
+    if not fresh:
+        yield member.flush()
+        if not member.eof:
+            raise EOFError("it ends too early")
+
+
+def _path(uri: str) -> str:
+    return os.fspath(local_path(uri)) if is_local(uri) else uri

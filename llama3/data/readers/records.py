@@ -1,0 +1,587 @@
+"""Documents out of files, as batches: one reader each for JSON lines, JSON, CSV, web archives and single documents.
+
+A JSON field or column `url`, `language`, `licence` (or `license`), `format` (`text`, `md` or `html`) and the date
+fields of `dates.py` are taken over where they exist; what the recipe says of the whole source wins. Every fault of the
+input has one of two ends, a SourceError or a count by reason (`skips.py`), and never a third. A text column of Parquet
+stays Arrow; JSON goes through orjson, and what that refuses (NaN, halves of surrogate pairs) through `json`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from itertools import chain
+from typing import Any, NoReturn
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+from llama3.data.readers.document import FIELDS, DocumentBatch, Gatherer, Row, format_of, record_date
+from llama3.data.readers.files import (
+    COLUMNS,
+    DAMAGE,
+    MAX_LINE,
+    NO_PAGE,
+    READ,
+    SPECIAL,
+    UNKNOWN,
+    Fault,
+    File,
+    Line,
+    ReadErrors,
+    SourceError,
+    as_listed,
+    chunks,
+    opened,
+    split_lines,
+    whole,
+)
+from llama3.recipe.data_schema import Source
+from storage.filesystem import is_local
+
+# Documents out of a Parquet or Arrow file, as batches whose text stays Arrow from the file to the shard.
+#
+# Columns that are absent or of another type in one file than in the next do not matter: only the text column has to
+# be there and to hold strings, and all others are taken over where they are of use.
+
+_MOST_ROWS = 8192
+_NULL = Fault("null_text", "is a row whose text is null; remove it")
+_BAD_UTF8 = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
+
+
+def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most: int) -> Iterator[DocumentBatch]:
+    """Yield the rows of `file` in batches of about `most` bytes. Raises SourceError, or Arrow's and OS errors."""
+    parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+    fault = _fault_of(parquet.schema_arrow, source.text)
+    if fault:
+        skips.fault(file.uri, file.uri, fault, file.size, documents=parquet.metadata.num_rows)
+        return
+    columns = _columns(parquet.schema_arrow, source.text)
+    rows = 0
+    for batch in parquet.iter_batches(_rows_at_a_time(parquet, source.text, most), columns=columns):
+        yield _batch(batch, rows, file, source, skips)
+        rows += len(batch)
+
+
+def arrow_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most: int) -> Iterator[DocumentBatch]:
+    """Yield the rows of an Arrow file or stream (`.feather`, `.arrow`) like those of a Parquet file."""
+    marked = raw.read(6) == b"ARROW1"
+    raw.seek(0)
+    reader = pa.ipc.open_file(raw) if marked else pa.ipc.open_stream(raw)
+    found = (reader.get_batch(place) for place in range(reader.num_record_batches)) if marked else iter(reader)
+    fault = _fault_of(reader.schema, source.text)
+    if fault:
+        documents = sum(len(batch) for batch in found)
+        skips.fault(file.uri, file.uri, fault, file.size, documents=documents)
+        return
+    columns, rows = _columns(reader.schema, source.text), 0
+    for batch in found:
+        chosen = batch.select(columns)
+        step = max(1, min(_MOST_ROWS, most * len(batch) // max(batch[source.text].nbytes, 1)))
+        for start in range(0, len(batch), step):
+            piece = chosen.slice(start, step)
+            yield _batch(piece, rows, file, source, skips)
+            rows += len(piece)
+
+
+def _columns(schema: Any, text: str) -> list[str]:
+    """Return the columns that are of use; one that is named twice is of none."""
+    wanted = {text, "url", "language", "licence", "license", "format", *FIELDS}
+    return [name for name in schema.names if name in wanted and schema.names.count(name) == 1]
+
+
+def _fault_of(schema: Any, field: str) -> Fault | None:
+    if field not in schema.names:
+        known = ", ".join(sorted(schema.names)) or "none"
+        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+    if schema.names.count(field) > 1:
+        return Fault("doubled_column", f"has two columns {field!r}; rename one")
+    kind = schema.field(field).type
+    if not _is_text(kind) and not pa.types.is_null(kind):
+        return Fault("not_text", f"{field!r} holds {kind}, not text; name another column with text:")
+    return None
+
+
+def _is_text(kind: Any) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _rows_at_a_time(parquet: Any, field: str, most: int) -> int:
+    """Return how many rows hold about `most` bytes of text, by the sizes in the file's footer."""
+    metadata, size, total = parquet.metadata, 0, int(parquet.metadata.num_rows)
+    for group in range(metadata.num_row_groups):
+        columns = (metadata.row_group(group).column(place) for place in range(metadata.num_columns))
+        size += sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+    return max(1, min(_MOST_ROWS, most * total // max(size, 1)))
+
+
+def _batch(batch: Any, before: int, file: File, source: Source, skips: ReadErrors) -> DocumentBatch:
+    """Return the rows of an Arrow batch that can be read; `before` rows of the file came before it."""
+    places = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
+    text = batch[source.text].cast(pa.large_string())
+    good = ~np.asarray(text.is_null())
+    for place in np.flatnonzero(~good):
+        skips.fault(file.uri, places[place], _NULL)
+    text = pc.fill_null(text, "")
+    for place in _not_utf8(text):
+        skips.fault(file.uri, places[place], _BAD_UTF8, len(text[place].as_buffer()))
+        good[place] = False
+    url, language, licence = (_texts(batch, *names) for names in (("url",), ("language",), ("licence", "license")))
+    whole = DocumentBatch(
+        text,
+        places,
+        [own or place for own, place in zip(url, places, strict=True)],
+        [source.language or own for own in language],
+        [source.licence if source.licence != "unknown" else own or "unknown" for own in licence],
+        list(map(format_of, _texts(batch, "format"))),
+        _dates(batch),
+    )
+    return whole.keep(good)
+
+
+def _texts(batch: Any, *names: str) -> list[str | None]:
+    """Return the first of the columns `names` that holds text, or None for every row."""
+    for name in names:
+        if name in batch.schema.names and _is_text(batch.schema.field(name).type):
+            column = batch[name].cast(pa.large_string())
+            bad = set(_not_utf8(column).tolist())
+            return [None if i in bad else column[i].as_py() for i in range(len(column))] if bad else column.to_pylist()
+    return [None] * len(batch)
+
+
+def _dates(batch: Any) -> list[str]:
+    """Return every row's date out of the first column that gives it one."""
+    columns = {name: _values(batch[name]) for name in FIELDS if name in batch.schema.names}
+    if not columns:
+        return [""] * len(batch)
+    return [record_date(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+
+
+def _values(column: Any) -> list[object]:
+    """Return a column of dates as Python values; nothing where Python cannot hold them."""
+    if pa.types.is_timestamp(column.type):  # nanoseconds do not fit Python's datetime
+        column = column.cast(pa.timestamp("s", "UTC" if column.type.tz else None), safe=False)
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):  # a year beyond 9999, text that is not UTF-8
+        return [None] * len(column)
+
+
+def _not_utf8(text: Any) -> NDArray[np.int64]:
+    """Return which texts are not UTF-8, which Parquet does not promise whatever its schema says."""
+    try:
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        return np.array([i for i in range(len(text)) if not _is_utf8(text[i])], np.int64)
+    return np.zeros(0, np.int64)
+
+
+def _is_utf8(text: Any) -> bool:
+    try:
+        text.as_py()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+BATCH = 4_000_000
+"""Characters of text in a batch, about."""
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
+BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
+UNREAD = {
+    UNKNOWN: Fault("unknown_format", f"has an ending that is not read ({READ}); write format:, name it under ignore:"),
+    SPECIAL: Fault("not_a_file", "is a pipe, a device or a link to nothing; remove it, name it under ignore:"),
+}
+_WARC_HEADER = 1 << 20
+"""Bytes of the longest header of a record in a web archive."""
+
+
+def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: int = BATCH) -> Iterator[DocumentBatch]:
+    """Yield the documents of `files` in order, in batches of about `most` characters. Raises SourceError."""
+    rows = Gatherer(most)
+    for file in files:
+        yield from _read(file, source, skips, rows)
+    yield from rows.take()
+
+
+def _read(file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    """Read one file as it was listed; what is wrong with the file as a whole is caught here."""
+    if file.kind in UNREAD:
+        skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
+        return
+    raw = None
+    try:
+        if not as_listed(file):
+            _gone(file)
+        with opened(file) as raw:
+            if file.kind in COLUMNS:
+                yield from rows.take()
+                columns = parquet_batches if file.kind == "parquet" else arrow_batches
+                yield from columns(raw, file, source, skips, rows.most)
+            else:
+                yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, rows)
+        if not as_listed(file):
+            _gone(file)
+    except DAMAGE as error:
+        skips.fault(file.uri, file.uri, _damage(file, raw, error), file.size)
+
+
+def _gone(file: File, error: Exception | None = None) -> NoReturn:
+    raise SourceError(
+        f"{file.uri!r} went away or changed since it was listed; run again when nobody writes there"
+    ) from error
+
+
+def _damage(file: File, raw: Any, error: Exception) -> Fault:
+    """Return the fault of a damaged file. Raises SourceError where the machine or the store failed and not the file.
+
+    Only bytes that were read whole are called damaged: a remote file is read once more to the end before that.
+    """
+    failure = error if raw is None else getattr(raw, "failure", None)
+    if failure is None and isinstance(error, OSError) and error.errno is not None:
+        failure = error
+    if failure is None:
+        try:
+            if not is_local(file.uri):
+                raw.verify()
+            if not as_listed(file):
+                _gone(file)
+        except OSError as again:
+            failure = again
+    if isinstance(failure, FileNotFoundError):
+        _gone(file, failure)
+    if failure is not None:
+        remedy = "run again when it can be read; what was read stays"
+        raise SourceError(f"{file.uri!r} was not read to its end ({failure}); {remedy}") from failure
+    return Fault("truncated_file", f"cannot be read as {file.kind} ({error}); repair it or set format:")
+
+
+def _lines(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    yield from _json_lines(chunks(raw, file.uri), file, source, skips, rows)
+
+
+def _json_lines(
+    pieces: Iterable[bytes], file: File, source: Source, skips: ReadErrors, rows: Gatherer
+) -> Iterator[DocumentBatch]:
+    number = 0
+    for lines in split_lines(iter(pieces), MAX_LINE):
+        lines.reverse()
+        while lines:  # nothing but the batch may hold a line of 200 MB
+            number += 1
+            if _add_line(lines.pop(), f"{file.uri}:{number}", file, source, skips, rows):
+                yield from rows.take()
+
+
+def _add_line(line: Line, place: str, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> bool:
+    """Take the document in a line, or note what is wrong with it, and return whether the batch is full."""
+    found = _row(line, place, source)
+    if isinstance(found, Fault):
+        skips.fault(file.uri, place, found, line if isinstance(line, int) else len(line))
+        return False
+    return found is not None and rows.add(found)
+
+
+def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    """Read one list of objects, one object, or objects a line, which people also call .json."""
+    pieces, head = chunks(raw, file.uri), bytearray()
+    for piece in pieces:
+        head += piece
+        if (b"\n" in piece and b"\n" in head.removeprefix(_BOM).lstrip()) or len(head) > MAX_LINE:
+            break
+    full = head.removeprefix(_BOM).strip()
+    first = full.partition(b"\n")[0]
+    if first[:1] == b"{" and len(first) < len(full) and isinstance(_parsed(first), dict):
+        yield from _json_lines(chain([bytes(head)], pieces), file, source, skips, rows)
+        return
+    data = whole(chain([bytes(head)], pieces), MAX_LINE)
+    value = _parsed(data) if isinstance(data, bytes) else Fault("line_too_long", f"{TOO_LONG.said}, one object a line")
+    if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
+        yield from _json_lines([data], file, source, skips, rows)  # each line that is wrong is named
+        return
+    size = data if isinstance(data, int) else len(data)
+    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+        place = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
+        found = record if isinstance(record, Fault) else _record(record, place, source)
+        if isinstance(found, Fault):
+            skips.fault(file.uri, place, found, 0 if isinstance(value, list) else size)
+        elif rows.add(found):
+            yield from rows.take()
+
+
+def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    """Read rows of cells under a row of names."""
+    csv.field_size_limit(MAX_LINE)
+    table = csv.reader(_text_lines(raw, file, skips), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+    names: list[str] | None = None
+    while True:
+        try:
+            cells = next(table, None)
+        except csv.Error as error:
+            if "unexpected end" in str(error):  # a quote that does not end has taken all rows behind it
+                raise EOFError(error) from error
+            fault = Fault(
+                "bad_csv", f"is no row of a table ({error}); write quotes around cells and double those inside"
+            )
+            skips.fault(file.uri, f"{file.uri}:{table.line_num}", fault)
+            continue
+        if cells is None:
+            return
+        place = f"{file.uri}:{table.line_num}"
+        if not cells:
+            continue
+        if names is None:
+            names = [name.strip() for name in cells]
+            if names.count(source.text) != 1:
+                skips.fault(file.uri, file.uri, _no_column(names, source.text), file.size)
+                return
+        elif len(cells) != len(names):
+            said = f"has {len(cells)} cells, the first row {len(names)}; write as many"
+            skips.fault(file.uri, place, Fault("bad_csv", said), sum(map(len, cells)))
+        else:
+            record = dict(zip(names, cells, strict=True))
+            try:
+                record[source.text].encode()
+            except UnicodeEncodeError:
+                skips.fault(file.uri, place, BAD_UTF8, len(record[source.text]))
+                continue
+            clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
+            if rows.add(_fields(clean, clean[source.text], place, source)):
+                yield from rows.take()
+
+
+def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
+    """Yield the lines of a file with their ends; bytes that are not UTF-8 become surrogates."""
+    number, start = 0, _BOM
+    for lines in split_lines(chunks(raw, file.uri), MAX_LINE):
+        for line in lines:
+            number += 1
+            if isinstance(line, int):
+                skips.fault(file.uri, f"{file.uri}:{number}", TOO_LONG, line)
+            else:
+                yield line.removeprefix(start).decode("utf-8", "surrogateescape") + "\n"
+            start = b""
+
+
+def _no_column(names: list[str], field: str) -> Fault:
+    if field in names:
+        return Fault("doubled_column", f"has two columns {field!r}; rename one")
+    return Fault("no_text_field", f"has no text column {field!r}; name one of {', '.join(sorted(names))} with text:")
+
+
+def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    """Read the pages of a web archive: of responses their HTML or plain text, of conversions (.wet) their text."""
+    stream = io.BufferedReader(_Pieces(chunks(raw, file.uri)))
+    number = 0
+    while (headers := _warc_header(stream)) is not None:
+        number += 1
+        place, kind, length = f"{file.uri}:{number}", headers.get("warc-type"), int(headers["content-length"])
+        if kind not in ("response", "conversion") or length > MAX_LINE:
+            if kind in ("response", "conversion"):
+                skips.fault(file.uri, place, TOO_LONG, length)
+            for taken in range(0, length, _WARC_HEADER):
+                _exactly(stream, min(_WARC_HEADER, length - taken))
+            continue
+        found = _page(_exactly(stream, length), kind)
+        if found is None:
+            skips.count(file.uri, place, NO_PAGE, length)
+            continue
+        form, body, charset = found
+        text = _decoded(body, form, charset)
+        if isinstance(text, Fault):
+            skips.fault(file.uri, place, text, len(body))
+            continue
+        url = headers.get("warc-target-uri", "").strip("<>")
+        record = {"url": url, "date": headers.get("warc-date"), "format": form}
+        if rows.add(_fields(record, text, place, source)):
+            yield from rows.take()
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes as a stream."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        super().__init__()
+        self._pieces, self._rest = pieces, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._rest or next(self._pieces, b"")
+        size = min(len(buffer), len(data))
+        buffer[:size], self._rest = data[:size], data[size:]
+        return size
+
+
+def _warc_header(stream: Any) -> dict[str, str] | None:
+    """Return the header of the next record by names in small letters, or None at the end. Raises EOFError."""
+    line = b"\n"
+    while line in (b"\r\n", b"\n"):
+        line = stream.readline(_WARC_HEADER)
+    if not line:
+        return None
+    if not line.startswith(b"WARC/"):
+        raise EOFError("no record of a web archive begins where one should")
+    headers, size = {}, 0
+    while (line := stream.readline(_WARC_HEADER)) not in (b"\r\n", b"\n"):
+        size += len(line)
+        if not line.endswith(b"\n") or size > _WARC_HEADER:
+            raise EOFError("the header of a record does not end")
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers[name.strip().lower()] = value.strip()
+    if not headers.get("content-length", "").isdecimal():
+        raise EOFError("a record has no length")
+    return headers
+
+
+def _exactly(stream: Any, size: int) -> bytes:
+    data: bytes = stream.read(size)
+    if len(data) < size:
+        raise EOFError("it ends too early")
+    return data
+
+
+def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
+    """Return format, bytes and charset of the page in a record, or None if it is none."""
+    if kind == "conversion":
+        return "txt", body, "utf-8"
+    if body.startswith(b"HTTP/2"):
+        body = b"HTTP/1.1" + body[body.find(b" ") :]
+    try:
+        answer = HTTPResponse(_Answer(body))  # type: ignore[arg-type]
+        answer.begin()
+        data = answer.read()
+    except IncompleteRead as short:  # crawlers cut long pages off, and some keep the header of what they unpacked
+        data = short.partial or body.partition(b"\r\n\r\n")[2]
+    except (HTTPException, ValueError):
+        return None
+    if answer.headers.get("Content-Encoding", "").lower() in ("gzip", "x-gzip", "deflate"):
+        with suppress(zlib.error):
+            data = zlib.decompressobj(47).decompress(data, MAX_LINE)
+    form = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "txt", "text/markdown": "md"}
+    media = form.get(answer.headers.get_content_type()) if answer.status == 200 else None
+    return (media, data, str(answer.headers.get_content_charset() or "")) if media else None
+
+
+class _Answer:
+    """What HTTPResponse takes for a socket."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self.data)
+
+
+def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+    """Read a file that is one document."""
+    data = whole(chunks(raw, file.uri), MAX_LINE)
+    text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
+    if isinstance(text, Fault):
+        size = data if isinstance(data, int) else len(data)
+        skips.fault(file.uri, file.uri, text, size)
+    elif rows.add(_fields({"format": file.kind}, text, file.uri, source)):
+        yield from rows.take()
+
+
+def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
+    """Return `data` as text; HTML that is not UTF-8 says in which encoding it is, or its server does, or shows it."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if kind != "html" and not charset:
+            return BAD_UTF8
+    encoding = charset or detect_encoding(data, html5_compatible=True) or "windows-1252"
+    return str(bytes_to_str(data, encoding))
+
+
+def _row(line: Line, place: str, source: Source) -> Row | Fault | None:
+    """Return the document in a line, what is wrong with the line, or None if there is nothing in it."""
+    if isinstance(line, int):
+        return TOO_LONG
+    if not line or line.isspace():
+        return None
+    return _record(_parsed(line), place, source)
+
+
+def _record(record: Any, place: str, source: Source) -> Row | Fault:
+    """Return the document in an object, or what is wrong with it."""
+    if not isinstance(record, dict):
+        said = f"holds {type(record).__name__}, not an object; write one object a line"
+        return record if isinstance(record, Fault) else Fault("bad_json", said)
+    text = record.get(source.text)
+    return _fields(record, text, place, source) if isinstance(text, str) else _no_text(record, source.text)
+
+
+def _parsed(data: bytes | bytearray) -> Any:
+    """Return the value that JSON holds, or the fault in it."""
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return _slowly(data)
+
+
+def _slowly(line: bytes | bytearray) -> Any:
+    """Return what a line holds that orjson refuses, without halves of surrogate pairs, or the fault in it."""
+    try:
+        record = json.loads(line.decode().removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        return Fault("bad_utf8", f"is not UTF-8 ({error.reason} at byte {error.start}); convert it")
+    except (ValueError, RecursionError) as error:
+        return Fault("bad_json", f"is not JSON ({error}); write one object a line")
+    return [_whole_pairs(value) for value in record] if isinstance(record, list) else _whole_pairs(record)
+
+
+def _whole_pairs(record: Any) -> Any:
+    """Return an object without halves of surrogate pairs in its texts."""
+    if not isinstance(record, dict):
+        return record
+    return {
+        name: value.encode("utf-8", "ignore").decode() if isinstance(value, str) else value
+        for name, value in record.items()
+    }
+
+
+def _no_text(record: dict[str, Any], field: str) -> Fault:
+    if field not in record:
+        known = ", ".join(sorted(record)) or "none"
+        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+    value = record[field]
+    if value is None:
+        return Fault("null_text", f"has null in {field!r}; remove the record")
+    return Fault("not_text", f"{field!r} holds {type(value).__name__}, not text; name another field with text:")
+
+
+def _fields(record: dict[str, Any], text: str, place: str, source: Source) -> Row:
+    """Return the document with `text`; what the recipe says of the whole source wins over the record's own fields."""
+    get = record.get
+    url, language, licence = get("url"), source.language or get("language"), source.licence
+    if licence == "unknown":
+        own = get("licence") or get("license")
+        licence = own if isinstance(own, str) else licence
+    return (
+        text,
+        place,
+        url if isinstance(url, str) and url else place,
+        language if isinstance(language, str) and language else None,
+        licence,
+        format_of(get("format")),
+        record_date(record),
+    )
+
+
+_READERS = {"jsonl": _lines, "json": _json, "csv": _csv, "tsv": _csv, "warc": _warc}

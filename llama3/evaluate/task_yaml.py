@@ -1,0 +1,362 @@
+"""A task as YAML: which rows of a published set are asked, how they are written, and how answers count.
+
+A task holds no data, only templates over the fields of the rows, so a set is used as its authors publish it. Fields of
+text are jinja2 templates (`"{{ question }}"`); `choices`, `contexts` and `gold` are expressions: what would stand
+between the braces. Nothing is stripped: a model reads the texts as the templates give them. There is no code in a task:
+a set that templates cannot express is converted once, outside, or given as a folder of rendered requests.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from llama3.evaluate.answer_extraction import check_writing
+from llama3.evaluate.task import Normalise, Writing
+from llama3.recipe.base import Section, read_plain
+from storage.filesystem import filesystem_of, is_local, local_path
+
+TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
+FileKind = Literal["choice", "letters", "schema", "cloze", "rolling", "generate", "code"]
+CONTENT: dict[FileKind, tuple[set[str], set[str]]] = {
+    "choice": ({"context", "choices", "gold"}, set()),
+    "letters": ({"context", "choices", "gold"}, {"line"}),
+    "schema": ({"contexts", "continuation", "gold"}, set()),
+    "cloze": ({"context", "continuation"}, set()),
+    "rolling": (set(), {"text", "split_at"}),
+    "generate": ({"context", "gold"}, {"answer", "writing"}),
+    "code": ({"context", "tests"}, {"answer", "program", "writing"}),
+}
+"""Kind -> the fields that it needs, and those that it may have and others not."""
+_OF_SOME = set().union(*(needed | allowed for needed, allowed in CONTENT.values()))
+
+
+class Shots(Section):
+    """Solved examples before each question; never the question itself."""
+
+    count: int = Field(default=0, ge=0)
+    data: str | None = None
+    """File of the examples; left out: that of the questions."""
+    choose: Literal["first", "seed"] = "seed"
+    """`first`: the first of the file (or group); `seed`: drawn anew for each question, from `seed` and its text."""
+    seed: int = 0
+    same_group: bool = False
+    """Only from the question's own `group`."""
+
+
+class TaskFile(Section):
+    """One task."""
+
+    name: str = Field(pattern=f"^{TASK_NAME}$")
+    """Its score is called `eval/<name>`."""
+    version: int = Field(default=1, ge=1)
+    """Raise it with every change that gives other requests or another score."""
+    kind: FileKind
+    """`choice`: the likeliest of several answers. `letters`: the same, but the answers stand in the question and their
+    letters are scored. `schema`: one ending, the likeliest of several beginnings. `cloze`: right if each token of the
+    continuation is the model's likeliest. `rolling`: bits per byte of whole texts. `generate`: the model writes, and
+    what is extracted is compared with `gold`. `code`: what the model writes is run with `tests`."""
+    data: list[str] = Field(min_length=1)
+    """Files of questions: .jsonl, .json, .parquet, or .txt for `rolling`, all but Parquet also with .gz. A name begins
+    in the recipe's `evaluate.data`, one with `./` beside this file; absolute paths and URIs are taken as they are."""
+    sha256: dict[str, str] = Field(default_factory=dict)
+    """File -> SHA-256 (hex) that it must have."""
+    preamble: str = ""
+    """Template of what stands before everything, shots included; give it its own line ends."""
+    context: str = ""
+    """Template of the question."""
+    contexts: str = ""
+    """Expression: the list of beginnings (`schema`)."""
+    choices: str = ""
+    """Expression: the list of answers."""
+    continuation: str = ""
+    """Template of the ending that is scored (`schema`, `cloze`)."""
+    gold: str = ""
+    """Expression: place of the right one, from 0; for `generate` the right answer, or a list of them."""
+    answer: str = ""
+    """Template of the answer that a solved example shows (`generate`, `code`)."""
+    tests: str = ""
+    """Template of the Python that is run after `program` and the model's answer together (`code`)."""
+    program: str = "{{ context }}"
+    """Template of what stands before the answer in the program that is run (`code`)."""
+    text: str = "{{ text }}"
+    """Template of the text that is scored (`rolling`)."""
+    split_at: str = ""
+    """Regular expression at whose matches a new text of a .txt file begins; `^` and `$` match at lines (`rolling`)."""
+    line: str = "{{ letter }}. {{ choice }}"
+    """Template of a line that shows an answer (`letters`)."""
+    group: str = ""
+    """Template of what the score is also averaged by, such as a subject."""
+    before_answer: str = " "
+    """Between question and answer. Spaces before the answer count as part of it, because tokens begin with them."""
+    between_shots: str = "\n\n"
+    shots: Shots = Shots()
+    limit: int | None = Field(default=None, ge=1)
+    """Most questions: those whose text has the smallest hash, whatever their order; none: all."""
+    normalise: Normalise = "bytes"
+    """What the nats of an answer are divided by before the fewest win; `characters` leaves out spaces that join it."""
+    average: Literal["items", "groups"] = "items"
+    """`groups`: the mean of the groups' means."""
+    chance: float | None = Field(default=None, ge=0, lt=1)
+    """What guessing scores; left out: 1 / choices, or 0."""
+    writing: Writing = Writing()
+    """How answers are written (`generate`, `code`)."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("shots", mode="before")
+    @classmethod
+    def _only_count(cls, value: object) -> object:
+        return {"count": value} if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> Self:
+        needed, allowed = CONTENT[self.kind]
+        given = self.model_fields_set
+        if missing := sorted(needed - given):
+            raise ValueError(f"{missing[0]}: is missing; kind {self.kind} needs it")
+        if extra := sorted((given & _OF_SOME) - needed - allowed):
+            raise ValueError(f"{extra[0]}: has no meaning for kind {self.kind}; leave it out")
+        if self.shots.count and self.kind == "rolling":
+            raise ValueError("shots: kind rolling scores whole texts and takes none; leave it out")
+        if self.shots.count and self.kind in ("generate", "code") and not self.answer:
+            raise ValueError(f"answer: is missing; the {self.shots.count} shots need to show one")
+        if (self.shots.same_group or self.average == "groups") and not self.group:
+            raise ValueError("group: is missing; shots.same_group and average: groups need it")
+        if self.writing.k > self.writing.samples:
+            raise ValueError(f"writing.k: {self.writing.k} of {self.writing.samples} samples; raise writing.samples")
+        if "writing" in given:
+            check_writing(self.writing)
+        if unknown := sorted(self.sha256.keys() - set(self.files)):
+            raise ValueError(f"sha256: {unknown[0]!r} is no data file of this task; those are {', '.join(self.files)}")
+        return self
+
+    @property
+    def joint(self) -> str:
+        """What stands between question and answer: nothing in code, unless `before_answer` is given."""
+        return "" if self.kind == "code" and "before_answer" not in self.model_fields_set else self.before_answer
+
+    @property
+    def files(self) -> list[str]:
+        """All data files, that of the shots included."""
+        return [*self.data, *([self.shots.data] if self.shots.data and self.shots.count else [])]
+
+
+def parse_task(data: object, place: str) -> TaskFile:
+    """Return the task that the mapping `data` describes; `place` is what errors call it.
+
+    Raises ValueError with one line per fault: file, field, remedy.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{place}: must be a mapping with the keys {', '.join(TaskFile.model_fields)}")
+    try:
+        return TaskFile.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(faults(error, place))) from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds. Raises ValueError if it cannot be read, or its aliases stand for too much."""
+    try:
+        return read_plain(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply; write it flat") from None
+
+
+def faults(error: ValidationError, place: str) -> list[str]:
+    """Return one line per fault that pydantic found in the file `place`."""
+    return [f"{place}: {_fault(dict(fault))}" for fault in error.errors()]
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    field = ".".join(str(part) for part in fault["loc"])
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    match fault["type"]:
+        case "value_error":
+            return f"{field}: {message}" if field else message
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"{field}: unknown key; leave it out"
+        case "missing":
+            return f"{field}: is missing"
+        case _:
+            return f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+# Rows of a task's data file: JSON lines, JSON, Parquet or plain text, here or in an object store, checked by
+# digest.
+#
+# Published sets are small, so a file is read whole, once: its digest and its rows then come from the same bytes,
+# and a file that changes underneath cannot be half of each. What this gives up: sets of many gigabytes.
+
+FORMATS = (".jsonl", ".json", ".parquet", ".txt")
+
+
+class MissingFile(ValueError):
+    """A data file that a task names and that is not there."""
+
+
+@dataclass(frozen=True)
+class DataRow:
+    place: str
+    """`FILE:LINE`, for messages."""
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    name: str
+    """As the task writes it."""
+    sha256: str
+    """Of the file's bytes, as they lie there (compressed, if they are)."""
+    rows: list[DataRow]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the names of data files in a task begin."""
+
+    data: str | None = None
+    """`evaluate.data`: a folder, here or in an object store."""
+    beside: Path | None = None
+    """The folder of the task's own file, for names that begin with `./`."""
+
+    def uri(self, name: str) -> str:
+        """Return where the data file `name` lies. Raises MissingFile if it takes `evaluate.data` and there is none."""
+        if "://" in name or Path(name).expanduser().is_absolute():
+            return name
+        if name.startswith("./") and self.beside is not None:
+            return str(self.beside / name)
+        if self.data is None:
+            raise MissingFile(f"evaluate.data: is not set, and {name} lies in it; name the folder of published sets")
+        return f"{self.data.rstrip('/')}/{name}"
+
+
+def read_rows(name: str, places: Places, sha256: str = "", split_at: str = "", most: int | None = None) -> DataFile:
+    """Return the rows of the data file `name`, or the first `most` of them.
+
+    A text file is one row with the field `text`, or one for each match of the regular expression `split_at`, at which
+    a new text begins. Raises MissingFile if there is no such file and ValueError if its digest is not `sha256` (hex;
+    empty: any will do), it cannot be read as what its name says, or it holds no row.
+    """
+    uri, data, found = read_bytes(name, places, sha256)
+    return DataFile(name, found, parse_rows(uri, data, split_at, most))
+
+
+def read_bytes(name: str, places: Places, sha256: str = "") -> tuple[str, bytes, str]:
+    """Return where the data file `name` lies, its bytes and their SHA-256. Raises as `read_rows` does for them."""
+    uri = places.uri(name)
+    data = _read(uri)
+    found = hashlib.sha256(data).hexdigest()
+    if sha256 and found != sha256:
+        raise ValueError(
+            f"{uri}: sha256 is {found}, the task was written for {sha256}; get that file, or write the new digest into "
+            "the task and raise its version"
+        )
+    return uri, data, found
+
+
+def parse_rows(uri: str, data: bytes, split_at: str = "", most: int | None = None) -> list[DataRow]:
+    """Return the rows of the file `uri`, whose bytes are `data`. Raises as `read_rows` does for them."""
+    rows = list(islice(_rows(uri, data, split_at), most))
+    if not rows:
+        raise ValueError(f"{uri}: holds no row; give a file with questions")
+    return rows
+
+
+def file_sha256(uri: str) -> str:
+    """Return the SHA-256 (hex) of a file's bytes. Raises MissingFile if there is none."""
+    return hashlib.sha256(_read(uri)).hexdigest()
+
+
+def _path(uri: str) -> str:
+    return str(local_path(uri)) if is_local(uri) else uri
+
+
+def _read(uri: str) -> bytes:
+    try:
+        data: bytes = filesystem_of(uri).cat_file(_path(uri))
+    except (FileNotFoundError, IsADirectoryError):
+        raise MissingFile(f"{uri}: is not a file; put it there, or set evaluate.missing to skip") from None
+    except (OSError, ImportError, ValueError) as error:  # no right to it, no such store, no such protocol
+        raise ValueError(f"{uri}: cannot be read ({error}); check evaluate.data and the keys of its store") from None
+    return data
+
+
+def _rows(uri: str, data: bytes, split_at: str) -> Iterator[DataRow]:
+    suffixes = [suffix for suffix in PurePosixPath(uri).suffixes if suffix != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix not in FORMATS:
+        raise ValueError(f"{uri}: is none of {', '.join(FORMATS)} (or one of them with .gz); convert it")
+    try:
+        data = gzip.decompress(data) if uri.endswith(".gz") else data
+        yield from _parse(uri, data, suffix, split_at)
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException) as error:
+        raise ValueError(f"{uri}: cannot be read as {suffix} ({error}); get it again") from None
+
+
+def _parse(uri: str, data: bytes, suffix: str, split_at: str) -> Iterator[DataRow]:
+    match suffix:
+        case ".jsonl":
+            lines = data.decode().split("\n")
+            yield from (_object(f"{uri}:{n}", line) for n, line in enumerate(lines, 1) if line.strip())
+        case ".json":
+            yield from (_fields(f"{uri}:{n}", row) for n, row in enumerate(_list(uri, data.decode()), 1))
+        case ".parquet":
+            table = pq.read_table(io.BytesIO(data))
+            yield from (DataRow(f"{uri}:{n}", row) for n, row in enumerate(table.to_pylist(), 1))
+        case _:
+            yield from _texts(uri, data.decode(), split_at)
+
+
+def _object(place: str, line: str) -> DataRow:
+    try:
+        return _fields(place, json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: is not JSON ({error.msg}); write one object a line") from None
+
+
+def _fields(place: str, row: object) -> DataRow:
+    if not isinstance(row, dict):
+        raise ValueError(f'{place}: is not a JSON object with fields; write one such as {{"question": ...}}')
+    return DataRow(place, row)
+
+
+def _list(uri: str, text: str) -> list[Any]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{uri}:{error.lineno}: is not JSON ({error.msg}); correct it") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{uri}: is not a JSON list of objects; write [{{...}}, ...]")
+    return rows
+
+
+def _texts(uri: str, text: str, split_at: str) -> Iterator[DataRow]:
+    """Yield the texts between matches of `split_at`, each with the line at which it begins."""
+    starts = [0, *(match.start() for match in re.finditer(split_at, text, re.MULTILINE))] if split_at else [0]
+    line, last = 1, 0
+    for begin, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        line, last = line + text.count("\n", last, begin), begin
+        if text[begin:end].strip():
+            yield DataRow(f"{uri}:{line}", {"text": text[begin:end]})

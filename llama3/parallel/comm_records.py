@@ -1,0 +1,100 @@
+"""What a process sends in a step, as plain records that the planner reads: no torch, and JSON both ways.
+
+`llama3.parallel.comm_trace` fills them from the engine; transfers of the pipeline are arithmetic and stand here.
+Bytes are those of whole tensors, which do not depend on how a library moves them: a ring moves (n - 1) / n of them
+per process in a gather or a reduce-scatter and twice that in an all-reduce.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load
+from llama3.recipe.sections import Model
+
+NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+"""Type of the residual stream, as torch calls it."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A kind of message that a process takes part in, and how often."""
+
+    kind: str
+    """all-gather, reduce-scatter, all-reduce; send (which as many receives answer) between pipeline stages."""
+    axis: str
+    """tp, cp, fsdp (dp and cp together), replica or pp."""
+    phase: str
+    """forward or backward."""
+    when: str
+    """each micro-batch, or once a step: at its first or its last micro-batch."""
+    place: str
+    """layer: in the stage's layers, equally often in each; ends: embedding, last norm, output and loss."""
+    bytes: int
+    """Of the whole tensor: what a gather returns, a reduction takes in. A ring moves (n - 1) / n of it per process."""
+    dtype: str
+    group_size: int
+    count: float
+    """In the stage, for one `when`; whole but for `StageTrace.per_layer`."""
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """One pipeline stage of a rank."""
+
+    stage: int
+    layers: int
+    collectives: list[Collective]
+
+    def per_layer(self) -> list[Collective]:
+        """Return the collectives of one layer: equally many in each, but for weights that FSDP gathers in vain.
+
+        In the last backward pass of a stage without ends, it gathers the last layer for the micro-batch before (torch
+        2.13): 1 / layers in this list.
+        """
+        mine = [found for found in self.collectives if found.place == "layer"]
+        return [replace(found, count=found.count / self.layers) for found in mine]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """All that a rank sends in a step; `as_json` is for the planner."""
+
+    rank: int
+    world: int
+    stages: list[StageTrace]
+
+    def as_json(self) -> str:
+        """Return the trace as JSON."""
+        return json.dumps(asdict(self))
+
+    def step_bytes(self, micro_batches: int) -> dict[str, int]:
+        """Return bytes of whole tensors per axis in a step of so many micro-batches."""
+        total: Counter[str] = Counter()
+        for stage in self.stages:
+            for found in stage.collectives:
+                total[found.axis] += found.bytes * int(found.count) * (micro_batches if found.when == "each" else 1)
+        return dict(total)
+
+    @classmethod
+    def from_json(cls, text: str) -> RankTrace:
+        """Return the trace that `as_json` wrote."""
+        data = json.loads(text)
+        stages = [
+            StageTrace(stage["stage"], stage["layers"], [Collective(**found) for found in stage["collectives"]])
+            for stage in data["stages"]
+        ]
+        return cls(data["rank"], data["world"], stages)
+
+
+def transfers(number: int, spec: Model, layout: Layout, load: Load) -> list[Collective]:
+    """Return what stage `number` sends to its neighbours for each micro-batch: [B, S, D] of this process's tokens."""
+    if layout.pp == 1:
+        return []
+    size = load.micro_batch * load.seq // (layout.cp * layout.tp) * spec.dim * load.narrow
+    ways = [("forward", number < layout.stages - 1), ("backward", number > 0)]
+    dtype = NAMES[load.compute]
+    return [Collective("send", "pp", phase, "each", "ends", size, dtype, 2, 1) for phase, there in ways if there]

@@ -1,0 +1,151 @@
+"""The exchange of a cut model over process groups: tensor parallelism with sequence parallelism, context parallelism.
+
+Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds its part of the tokens; `gather`
+and `scatter` go from there to all tokens and back, so that a layer sends the bytes of two all-reduces in four halves
+and norms are not computed twice. Context parallel (Llama 3, section 3.3.2): a sequence is cut in 2 x cp chunks, process
+i holds chunks i and 2 x cp - 1 - i, which evens out the causal half, and keys and values are gathered: they are small
+under grouped-query attention, and any document mask works. Collectives are torch's functional ones, which compile.
+What this gives up: inputs of products, keys and values are gathered a second time for the backward pass, so that no
+layer keeps what its peers hold (2205.05198, section 4.2.2); a layer of the 405B would keep two and a half times as
+much.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from llama3.parallel.mesh import ParallelContext
+
+# Collectives as plain functions of tensors, the same on torch 2.11 and 2.13, and traceable by torch.compile.
+#
+# torch's own wrappers changed names between the two versions and warn; the operators below them did not. Each call
+# waits for its result where it stands; under torch.compile the inductor moves the waits and may overlap them.
+
+
+def all_gather(part: Tensor, dim: int, group: Any) -> Tensor:
+    """Return the parts of all processes of `group` joined along `dim`, in the order of ranks."""
+    size = group.size()
+    flat = torch.ops._c10d_functional.all_gather_into_tensor(part.contiguous(), size, group.group_name)
+    joined: Tensor = torch.ops._c10d_functional.wait_tensor(flat)
+    if dim == 0:
+        return joined
+    if part.shape[0] == 1 and dim == 1:  # the parts lie one after another already
+        return joined.reshape(1, -1, *part.shape[2:])
+    return torch.cat(joined.chunk(size), dim=dim)
+
+
+def reduce_scatter(whole: Tensor, dim: int, group: Any) -> Tensor:
+    """Return this process's part along `dim` of the sum of `whole` over `group`."""
+    size = group.size()
+    stacked = whole if dim == 0 else torch.cat(whole.chunk(size, dim=dim))
+    part = torch.ops._c10d_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", size, group.group_name)
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(part)
+    return done
+
+
+def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: Any) -> Tensor:
+    """Return the elementwise sum or maximum of `x` over `group`, as a new tensor."""
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, group.group_name)
+    )
+    return total
+
+
+class MeshComms:
+    """Fills the seam of `llama3.model.comms` for one process of a world."""
+
+    def __init__(self, world: ParallelContext) -> None:
+        self.tensor, self.context = world.axis("tp"), world.axis("cp")
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_Gather, x_BSD, 1, self.tensor.group)
+
+    def scatter(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_Scatter, x_BSD, 1, self.tensor.group)
+
+    def shared(self, weight: Tensor) -> Tensor:
+        return weight if self.tensor.size == 1 else _call(_Shared, weight, self.tensor.group)
+
+    def first_row(self, rows: int) -> int:
+        return rows * self.tensor.rank
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x if self.tensor.size == 1 else all_reduce(x, "max", self.tensor.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        return x if self.tensor.size == 1 else all_reduce(x, "sum", self.tensor.group)
+
+    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.context.size == 1:
+            return k, v
+        both = _call(_Gather, torch.cat([k, v], dim=-1), 1, self.context.group)
+        k_all, v_all = both.chunk(2, dim=-1)
+        return k_all, v_all
+
+    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.context.size == 1:
+            positions = torch.arange(seq, device=device)
+            return positions, positions
+        parts = [held_positions(seq, rank, self.context.size).to(device) for rank in range(self.context.size)]
+        return parts[self.context.rank], torch.cat(parts)
+
+    def sequence(self, tokens: int, whole: bool) -> int:
+        return tokens * self.context.size * (1 if whole else self.tensor.size)
+
+
+def held_positions(seq: int, rank: int, size: int) -> Tensor:
+    """Return the positions of a sequence of `seq` tokens that context-parallel process `rank` of `size` holds (int64).
+
+    Head and tail chunk pairs: process 0 of 2 holds chunks 0 and 3 of four.
+    """
+    if size == 1:
+        return torch.arange(seq)
+    chunks = torch.arange(seq).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def _call(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of all processes joined along `dim`; gradients are summed over processes and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.place = dim, group
+        return all_gather(part, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(gradients[0], *ctx.place), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sum over processes, of which each keeps its part along `dim`; gradients are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.place = dim, group
+        return reduce_scatter(partial, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(gradients[0], *ctx.place), None, None
+
+
+class _Shared(torch.autograd.Function):
+    """The same weight on every process; its gradient is the sum over their tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradients[0], "sum", ctx.group), None

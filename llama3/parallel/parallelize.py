@@ -1,0 +1,191 @@
+"""Build this process's part of a model: its layers, cut by tensor parallelism, sharded by FSDP, with initial weights.
+
+Weights are a function of seed and name, so each process draws the whole of one matrix at a time and keeps its part;
+no process ever holds the model, and every layout starts from the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from llama3.model.init import initial_value
+from llama3.model.linear import Linear, RMSNorm, use_float8
+from llama3.model.transformer import Transformer
+from llama3.parallel.comms import MeshComms
+from llama3.parallel.mesh import ParallelContext, local
+from llama3.parallel.pipeline_schedule import split_layers
+from llama3.recipe.sections import Model
+
+# Data parallelism by FSDP2: gradients and optimizer state are sharded over dp and cp together.
+#
+# ZeRO-2 by default: weights stay gathered between forward and backward (Llama 3, section 3.3.2), which costs their
+# memory and saves half of the gathers; ZeRO-3 gathers again. Blocks travel and work in the compute type; the
+# embedding, the last norm and the output travel in fp32, because their gradients are sums over many tokens.
+# Gradients are summed, not averaged (the loss is a sum over targets), accumulated and reduced in fp32, or in fp64
+# where `exact` asks for sums that do not depend on the number of processes. Each layer is a group, so gathers
+# overlap with the layers before.
+
+
+def shard(model: Transformer, world: ParallelContext, compute: torch.dtype | None, exact: bool) -> None:
+    """Shard a model or a part of one in place. Its weights are master weights; blocks work in `compute`."""
+    reduce = torch.float64 if exact else None
+    if compute is not None and not exact:
+        reduce = torch.float32
+    blocks = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    ends = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    again = world.layout.zero == 3
+    for block in model.layers.values():
+        fully_shard(block, mesh=world.shards, reshard_after_forward=again, mp_policy=blocks)
+    fully_shard(model, mesh=world.shards, reshard_after_forward=False, mp_policy=ends)
+    for module in model.modules():  # neither setting reaches the groups inside a group
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
+    """Have a sharded model reduce its gradients once, after the last micro-batch; a plain model needs nothing.
+
+    With ZeRO-3 the layers give up what they gathered after every micro-batch.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+    for block in model.layers.values() if zero == 3 else ():
+        assert isinstance(block, FSDPModule)
+        block.set_reshard_after_backward(True)
+
+
+def release(model: Transformer) -> None:
+    """Have a sharded model give up what a forward pass without gradients gathered: no backward pass will."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# Which way tensor parallelism cuts each weight: columns, then rows, so that a pair of products needs one exchange.
+#
+# q, k, v, gate and up are cut by output features, o and down by input features, embedding and output by vocabulary
+# rows; norms are whole on every process. Weights become DTensors, so that FSDP, checkpoints and norms know the
+# global shape; arithmetic is on local tensors (`llama3.model.linear`), half the time of DTensor's own dispatch in
+# small models.
+
+BY_OUTPUT = ("q.weight", "k.weight", "v.weight", "gate.weight", "up.weight", "embedding.weight", "output.weight")
+BY_INPUT = ("o.weight", "down.weight")
+
+
+def placement(name: str) -> Shard | Replicate:
+    """Return how the weight called `name` lies on the tensor-parallel axis."""
+    if name.endswith(BY_OUTPUT):
+        return Shard(0)
+    return Shard(1) if name.endswith(BY_INPUT) else Replicate()
+
+
+def cut(model: nn.Module, mesh: Any) -> None:
+    """Replace every weight of `model` (on the meta device) by a DTensor cut over the one-dimensional `mesh`."""
+    for name, parameter in list(model.named_parameters()):
+        owner_name, _, last = name.rpartition(".")
+        made = distribute_tensor(parameter.detach(), mesh, [placement(name)], src_data_rank=None)
+        assert isinstance(made, DTensor)
+        model.get_submodule(owner_name).register_parameter(last, nn.Parameter(made))
+
+
+Value = Callable[[str, torch.Size], Tensor]
+"""Returns the whole value of the parameter of a name and global shape."""
+
+
+def empty_parts(
+    spec: Model,
+    rows: int,
+    world: ParallelContext,
+    master: torch.dtype,
+    compute: torch.dtype | None,
+    exact: bool = False,
+    float8: bool = False,
+) -> dict[int, Transformer]:
+    """Return this process's pipeline stages by number, cut and sharded, on the meta device.
+
+    `master` is the type of weights, `compute` that of products (None: the same), in the blocks as float8 if asked.
+    """
+    layout = world.layout
+    ranges = split_layers(spec.layers, layout.stages)
+    mine = range(world.axis("pp").rank, layout.stages, layout.pp)
+    parts = {}
+    for stage in mine:
+        first, last = stage == 0, stage == layout.stages - 1
+        with torch.device("meta"):
+            model = Transformer(spec, rows, ranges[stage], first, last, MeshComms(world)).to(master)
+        model.compute, model.recompute = compute, layout.recompute
+        for module in model.modules():
+            if isinstance(module, Linear | RMSNorm | Transformer):
+                module.exact = exact
+        if layout.tp > 1:
+            cut(model, world.tensor_mesh)
+        if float8:
+            use_float8(model.layers)
+        if layout.compile:
+            compile_blocks(model, world)
+        shard(model, world, compute, exact)
+        parts[stage] = model
+    return parts
+
+
+def compile_blocks(model: Transformer, world: ParallelContext) -> None:
+    """Compile each block by itself: equal blocks share the work, and a sequence ramp compiles again."""
+    if world.layout.async_tp:  # not run: no GPU was at hand
+        from torch._inductor import config
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        if world.device.type != "cuda":
+            raise ValueError("cluster.layout.async_tp: needs GPUs; leave it out on processors")
+        config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(world.axis("tp").group.group_name)
+    for block in model.layers.values():
+        block.compile()
+
+
+def build_parts(
+    spec: Model,
+    rows: int,
+    seed: int,
+    world: ParallelContext,
+    master: torch.dtype,
+    compute: torch.dtype | None,
+    exact: bool = False,
+) -> dict[int, Transformer]:
+    """Return this process's pipeline stages with the initial weights of `seed`."""
+    parts = empty_parts(spec, rows, world, master, compute, exact)
+    for model in parts.values():
+        model.to_empty(device=world.device)
+    fill(parts.values(), lambda name, shape: initial_value(spec, seed, name, shape), world)
+    return parts
+
+
+def fill(parts: Iterable[Transformer], value: Value, world: ParallelContext) -> None:
+    """Set every parameter of `parts` to this process's share of its value."""
+    with torch.no_grad():
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                share = my_share(value(name, parameter.shape), name, world)
+                local(parameter).copy_(share.to(parameter.dtype))
+
+
+def my_share(whole: Tensor, name: str, world: ParallelContext) -> Tensor:
+    """Return what this process holds of the parameter `name`: cut by tensor parallelism first, by FSDP then."""
+    if world.mesh is None:
+        return whole
+    tensor, shards = world.axis("tp"), world.shards["fsdp"]
+    where = placement(name)
+    if tensor.size > 1 and isinstance(where, Shard):
+        whole = whole.chunk(tensor.size, where.dim)[tensor.rank]
+    pieces = whole.chunk(shards.size())
+    rank = shards.get_local_rank()
+    return pieces[rank] if rank < len(pieces) else whole[:0]

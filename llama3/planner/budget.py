@@ -1,0 +1,185 @@
+"""Time, money, energy and storage of a recipe on a cluster: sums over its stages, with every price a parameter.
+
+    days = sum of steps x step time / goodput;  GPU-hours = GPUs x hours;  money = GPU-hours x price + storage;
+    energy = GPU-hours x (GPU watts x load + server watts / GPUs) x PUE
+
+Goodput is the share of wall time that goes into steps that count (`uptime`). Defaults are stated with their source;
+most of them are assumed, since nobody publishes prices. Given up: people, failed experiments, and the network's power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+HOURS_A_MONTH = 730.0
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A part of the schedule on its GPUs. Raises ValueError for times that cannot be."""
+
+    name: str
+    tokens: int
+    steps: int
+    gpus: int
+    step_s: float
+    goodput: float
+    """Share of wall time that goes into steps that count."""
+    products_s: float = 0.0
+    """Seconds of a step that shrink with faster matrix products."""
+    messages_s: float = 0.0
+    """Seconds of a step in messages that nothing hides."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.step_s) and self.step_s > 0):
+            raise ValueError(f"{self.name}: step_s: {self.step_s:g} is not a time; write seconds above 0")
+        if not 0 < self.goodput <= 1:
+            raise ValueError(
+                f"{self.name}: goodput: {self.goodput:g} on {self.gpus:,} GPUs is not in (0, 1]; "
+                "use fewer GPUs, or save and restart faster"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Wall time."""
+        return self.steps * self.step_s / self.goodput
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours, interruptions included."""
+        return self.seconds * self.gpus / 3600
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things cost; each field says where its default comes from."""
+
+    gpu_hour: float = 2.5
+    """Money per GPU-hour. Assumed: rented H100s went for 2 to 4 USD in 2024 and 2025."""
+    gpu_watts: float = 700.0
+    """Of one GPU (arXiv 2407.21783, section 3.3.1)."""
+    gpu_load: float = 0.9
+    """Share of that which training draws on average. Assumed."""
+    server_watts: float = 300.0
+    """Processors, fans and cards, per GPU. Assumed: eight-GPU servers draw 8 to 10 kW."""
+    pue: float = 1.1
+    """Power of the site over that of its servers. Assumed, as of large sites."""
+    gb_month: float = 0.02
+    """Money per GB and month of storage. Assumed, as of object stores."""
+    spare_share: float = 0.0
+    """Hosts that wait as spares, as a share of the job: they cost as much."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {value:g} is no amount; write a number of 0 or more")
+        if self.pue < 1:
+            raise ValueError(f"pue: {self.pue:g} is below 1; a site draws at least what its servers draw")
+        if self.gpu_load > 1:
+            raise ValueError(f"gpu_load: {self.gpu_load:g} is above 1; write the share of gpu_watts that is drawn")
+
+
+@dataclass(frozen=True)
+class StorageUse:
+    """What lies in storage while the run lasts."""
+
+    text_bytes: float | None
+    """None where the sources were not looked at."""
+    token_bytes: float
+    checkpoint_bytes: float
+    """Of one checkpoint: weights and both moments."""
+    checkpoints: float
+    """How many are kept in the end."""
+
+    @property
+    def total(self) -> float:
+        """Bytes at the end of the run, the most there ever are; text that is not known is left out."""
+        return (self.text_bytes or 0.0) + self.token_bytes + self.checkpoint_bytes * self.checkpoints
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a recipe takes."""
+
+    stages: tuple[StageTime, ...]
+    prices: Prices
+    stored: StorageUse
+
+    @property
+    def days(self) -> float:
+        """Wall time of all stages."""
+        return sum(stage.seconds for stage in self.stages) / 86_400
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of all stages, without spares."""
+        return sum(stage.gpu_hours for stage in self.stages)
+
+    @property
+    def gpu_money(self) -> float:
+        """Money for GPUs, spares included."""
+        return self.gpu_hours * (1 + self.prices.spare_share) * self.prices.gpu_hour
+
+    @property
+    def storage_money(self) -> float:
+        """Money for storage, as if all of it lay there from the first day."""
+        return self.stored.total / 1e9 * self.prices.gb_month * self.days * 24 / HOURS_A_MONTH
+
+    @property
+    def money(self) -> float:
+        """All of it."""
+        return self.gpu_money + self.storage_money
+
+    @property
+    def mwh(self) -> float:
+        """Energy."""
+        prices = self.prices
+        watts = (prices.gpu_watts * prices.gpu_load + prices.server_watts) * prices.pue
+        return self.gpu_hours * (1 + prices.spare_share) * watts / 1e6
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every figure, stage by stage and in all."""
+        stages = [{**asdict(one), "days": one.seconds / 86_400, "gpu_hours": one.gpu_hours} for one in self.stages]
+        return {
+            "stages": stages,
+            "days": self.days,
+            "gpu_hours": self.gpu_hours,
+            "money": self.money,
+            "gpu_money": self.gpu_money,
+            "storage_money": self.storage_money,
+            "mwh": self.mwh,
+            "stored": {**asdict(self.stored), "total": self.stored.total},
+            "prices": asdict(self.prices),
+        }
+
+    def with_goodput(self, factor: float) -> Budget:
+        """Return the budget with goodput times `factor`, at most 1."""
+        return self._stages(lambda one: replace(one, goodput=min(1.0, one.goodput * factor)))
+
+    def with_products(self, factor: float) -> Budget:
+        """Return the budget with matrix products `factor` times as fast."""
+        return self._stages(lambda one: replace(one, step_s=one.step_s + one.products_s * (1 / factor - 1)))
+
+    def with_messages(self, factor: float) -> Budget:
+        """Return the budget with a network `factor` times as fast."""
+        return self._stages(lambda one: replace(one, step_s=one.step_s + one.messages_s * (1 / factor - 1)))
+
+    def with_price(self, **changes: float) -> Budget:
+        """Return the budget with other prices."""
+        return replace(self, prices=replace(self.prices, **changes))
+
+    def _stages(self, change: Callable[[StageTime], StageTime]) -> Budget:
+        return replace(self, stages=tuple(change(one) for one in self.stages))
+
+
+def checkpoint_bytes(parameters: int, master: int = 4) -> float:
+    """Return the bytes of a checkpoint: weights and both of AdamW's moments in the master's type."""
+    return 3.0 * master * parameters
+
+
+def total_of(stages: Sequence[StageTime]) -> tuple[float, float]:
+    """Return days and GPU-hours of stages."""
+    return sum(one.seconds for one in stages) / 86_400, sum(one.gpu_hours for one in stages)

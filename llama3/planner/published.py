@@ -1,0 +1,88 @@
+"""Llama 3's own runs as inputs of the models: what was trained, on what, and the one constant fitted to it.
+
+The step-time model has one free constant on Hopper, the share of the peak that an endless matrix product reaches. It is
+fitted on the first row of Table 4 and holds everything that is not modelled: launch gaps, clocks under load, overlap.
+The two other rows are predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from scipy.optimize import brentq
+
+from llama3.model.flops import flops_per_token
+from llama3.parallel.check_layout import ROWS, TABLE_4
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load
+from llama3.planner.device_curves import Curves, priors
+from llama3.planner.layout_search import Candidate, LayoutQuery, judge
+from llama3.planner.network import Network
+from llama3.planner.step_time import StepModel
+from llama3.planner.topology import Fabric, load_fabric
+from llama3.recipe.sections import Model
+
+TABLE_4_BATCH = 2**24
+"""Tokens of a step: 32 sequences of 8,192 on 64 replicas (Table 4; the paper's 16M)."""
+VIRTUAL = 8
+"""Stages per rank: 126 layers with embedding and output as one each are 128 = 16 x 8 (section 3.3.2)."""
+
+
+def meta_layout(row: int, virtual: int = VIRTUAL) -> Layout:
+    """Return the layout of a row of Table 4, 0 the first."""
+    layout = TABLE_4[row].layout
+    return layout.model_copy(update={"virtual": virtual, "contiguous": layout.pp})
+
+
+def wanted(row: int) -> LayoutQuery:
+    """Return what a row of Table 4 asks for."""
+    published = TABLE_4[row]
+    return LayoutQuery(llama_405b(), ROWS, published.seq, TABLE_4_BATCH, published.world, 80e9)
+
+
+@cache
+def llama_405b() -> Model:
+    """Return the 405B's shape."""
+    return Model.model_validate({"preset": "405b"})
+
+
+@cache
+def roce_24k() -> Fabric:
+    """Return the cluster that it was trained on."""
+    return load_fabric("roce-24k")
+
+
+def step_model(curves: Curves) -> StepModel:
+    """Return the model of steps of the 405B on the RoCE cluster."""
+    return StepModel(llama_405b(), ROWS, Network(roce_24k()), curves)
+
+
+def predict(row: int, curves: Curves, virtual: int = VIRTUAL) -> Candidate:
+    """Return the prediction of a row of Table 4."""
+    return judge(wanted(row), meta_layout(row, virtual), 1, step_model(curves))
+
+
+@cache
+def fitted(virtual: int = VIRTUAL, attention_tflops: float | None = None) -> Curves:
+    """Return Hopper's curves with the ceiling of products that gives the first row of Table 4."""
+    start = priors(roce_24k().accelerator)
+    if attention_tflops is not None:
+        start = start.with_attention(attention_tflops * 1e12)
+
+    def curves(ceiling: float) -> Curves:
+        return replace(start, gemm=replace(start.gemm, ceiling=ceiling))
+
+    target = TABLE_4[0].tflops
+    work = flops_per_token(llama_405b(), ROWS, wanted(0).seq).causal * TABLE_4_BATCH / TABLE_4[0].world / 1e12
+    layout, load = meta_layout(0, virtual), Load(wanted(0).seq, 1, TABLE_4[0].sequences)
+
+    def miss(ceiling: float) -> float:
+        return work / step_model(curves(ceiling)).predict(layout, TABLE_4[0].world, load).total - target
+
+    return curves(float(brentq(miss, 0.2, 1.5, xtol=1e-6)))
+
+
+def llama3_model() -> StepModel:
+    """Return the step model fitted on the first row of Table 4."""
+    return step_model(fitted())

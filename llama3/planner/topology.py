@@ -1,0 +1,144 @@
+"""A cluster as data: servers under tiers of switches, each tier with a size and an oversubscription.
+
+Training sees a network as layers: what stays in a server, in a rack, in a pod, and what crosses. A tier says how many
+GPUs it joins and how much of a card's rate is left for traffic that crosses the groups below it, which is all that most
+models of this room need; routing over the single links of a Clos is in `clos`. Numbers of GPUs count from 0 in the
+order of the wiring: server by server, rack by rack. Given up: cables, optics and uneven wiring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llama3.planner.hardware import (
+    Accelerator,
+    Described,
+    Server,
+    load_accelerator,
+    load_server,
+    preset_names,
+    read_description,
+    validated,
+)
+
+FIELD = "cluster"
+Routing = Literal["ecmp", "pinning", "e-ecmp", "adaptive"]
+
+
+class Tier(BaseModel):
+    """Switches that join groups of the tier below."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    gpus: int = Field(ge=1)
+    """GPUs below one group of these switches."""
+    oversubscription: float = Field(default=1.0, ge=1)
+    """What the cards of a group below could send, over what leads from it up to this tier; 1: full bisection."""
+    latency_us: float = Field(default=14.0, ge=0)
+    """Time of one message through this tier and back down."""
+
+
+class Fabric(Described):
+    """A cluster: its servers, and the network between them."""
+
+    accelerator: Accelerator
+    server: Server
+    network: Literal["roce", "infiniband"]
+    routing: Routing
+    """How flows find their way: hashed (ecmp), one path per destination (pinning), hashed per queue pair (e-ecmp), or
+    by load at every switch (adaptive)."""
+    queue_pairs: int = Field(default=1, ge=1)
+    """Flows into which the traffic of a pair of GPUs is cut."""
+    tiers: tuple[Tier, ...] = Field(min_length=1)
+    """Innermost first; the last one joins the whole cluster."""
+    uplinks: float = Field(default=1.0, gt=0)
+    """Capacity of a rack switch's uplinks over that of its downlinks."""
+    storage_gb_s: float = Field(default=2000.0, gt=0)
+    """What the file system takes from the whole cluster, sustained, 10^9 bytes a second."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Fabric:
+        sizes = [("server", self.server.gpus), *((tier.name, tier.gpus) for tier in self.tiers)]
+        for (inner, small), (outer, large) in pairwise(sizes):
+            if large < small or large % small:
+                near = max(1, round(large / small)) * small
+                raise ValueError(
+                    f"tiers: {outer} joins {large} GPUs, which is no multiple of the {small} of a {inner}; write {near}"
+                )
+        names = [name for name, _ in sizes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tiers: two have the same name: {', '.join(names)}")
+        if self.queue_pairs > 1 and self.routing in ("ecmp", "pinning"):
+            raise ValueError(
+                f"queue_pairs: {self.queue_pairs} take one path under {self.routing}, which does not hash them; "
+                "write 1, or routing: e-ecmp"
+            )
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole cluster."""
+        return self.tiers[-1].gpus
+
+    @property
+    def servers(self) -> int:
+        """Servers of the whole cluster."""
+        return self.gpus // self.server.gpus
+
+    def layers(self) -> list[Layer]:
+        """Return what a GPU can send inside a server and across each tier, innermost first."""
+        rate, layers = self.server.nic_bytes_per_s, [_inside(self.server)]
+        for tier in self.tiers:
+            rate = rate / tier.oversubscription  # what crosses an outer tier has crossed the inner ones
+            layers.append(Layer(tier.name, tier.gpus, rate, tier.latency_us * 1e-6))
+        return layers
+
+    def layer_of(self, gpus: list[int]) -> int:
+        """Return the number of the innermost layer (of `layers`) that joins these GPUs."""
+        sizes = [self.server.gpus, *(tier.gpus for tier in self.tiers)]
+        low, high = min(gpus), max(gpus)
+        return next(number for number, size in enumerate(sizes) if low // size == high // size)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What joins the GPUs of a group: the server, or a tier of switches."""
+
+    name: str
+    gpus: int
+    bytes_per_s: float
+    """Per GPU and direction, when all send at once."""
+    latency_s: float
+
+
+def _inside(server: Server) -> Layer:
+    return Layer("server", server.gpus, server.link_gb_s * 1e9, server.link_latency_us * 1e-6)
+
+
+def fabric_names() -> list[str]:
+    """Return the presets of whole clusters."""
+    return preset_names("tiers")
+
+
+def load_fabric(named: str, sparse: bool = False) -> Fabric:
+    """Return the cluster that a preset or a YAML file describes. Raises ValueError, a line per fault.
+
+    `sparse` lets the accelerator's peak be the one with 2:4 sparsity.
+    """
+    near = Path(named).parent
+    return make_fabric(read_description(named, FIELD, "tiers"), near, sparse)
+
+
+def make_fabric(data: dict[str, Any], near: Path | None = None, sparse: bool = False) -> Fabric:
+    """Return a mapping, in which accelerator and server may be names, as a cluster. Raises ValueError."""
+    for field, preset in (("accelerator", "h100"), ("server", "grand-teton")):
+        if field not in data:
+            raise ValueError(f"{FIELD}.{field}: is not given; write a preset such as {preset}, or its figures")
+    accelerator = load_accelerator(data["accelerator"], near, sparse)
+    return validated(Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD)

@@ -1,0 +1,205 @@
+"""How much of the wall time a job of some GPUs will train: the reliability part of a plan, in one record.
+
+Rates are those of the Llama 3 405B's 54 days, by component and scaled to the job; what a restart takes and what
+checkpoints cost are stated, measured by the platform itself where there is a run to look at. The closed form gives the
+cadence, the simulation the spread. Given up: a fleet's early life and failures that come together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappushpop
+from math import floor
+
+import numpy as np
+
+from llama3.planner.goodput import (
+    BYTECHECKPOINT,
+    CheckpointCosts,
+    CheckpointInterval,
+    Recovery,
+    best_cadence,
+    longest_restart,
+)
+from llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
+
+# Effective training time by simulation: a job is played through a trace of failures, from one to the next.
+#
+# It works and saves in turn; a save blocks for a while and counts only once it is committed. A failure is noticed
+# (at once, or by a timeout), takes a spare host if hardware broke, and restarts the job from the newest committed
+# save; one that comes meanwhile makes the restart begin again. What this gives up: slow steps (see `stragglers`),
+# saves that fail, notice before planned interruptions, and failures whose effect is not seen at once (silent data
+# corruption).
+
+SEEDS = range(64)
+
+
+@dataclass(frozen=True)
+class Played:
+    """Where the wall time of a job went, in seconds."""
+
+    span_s: float
+    useful_s: float
+    """Steps that count."""
+    lost_s: float
+    """Steps that had to be done again."""
+    blocked_s: float
+    """Standing still for saves."""
+    down_s: float
+    """From failures to the first steps after them, waiting for hosts included."""
+    waiting_s: float
+    """Of that, waiting for a spare host."""
+    failures: int
+
+    @property
+    def share(self) -> float:
+        """Effective training time: useful over wall time."""
+        return self.useful_s / self.span_s
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Effective time over many traces."""
+
+    mean: float
+    error: float
+    """Standard error of the mean."""
+    low: float
+    """One trace in twenty is below."""
+    high: float
+    """One trace in twenty is above."""
+
+    @classmethod
+    def of(cls, shares: Sequence[float]) -> Spread:
+        """Return the spread of at least two shares."""
+        low, high = np.quantile(shares, [0.05, 0.95])
+        error = np.std(shares, ddof=1) / np.sqrt(len(shares))
+        return cls(float(np.mean(shares)), float(error), float(low), float(high))
+
+
+class Cycle:
+    """Work and save in turn, from a start: what is done and what is committed after a time."""
+
+    def __init__(self, interval_s: float, costs: CheckpointCosts) -> None:
+        """Save after `interval_s` of work each time. Raises ValueError if that is not above 0."""
+        if interval_s <= 0:
+            raise ValueError(f"interval_s: {interval_s:g} s; write a time above 0")
+        self.interval_s, self.save_s = interval_s, costs.save_s
+        self.period_s = interval_s + costs.blocked_s(interval_s)
+
+    def done_s(self, elapsed_s: float) -> float:
+        """Return the work that is done after `elapsed_s`."""
+        whole = floor(elapsed_s / self.period_s)
+        return whole * self.interval_s + min(elapsed_s - whole * self.period_s, self.interval_s)
+
+    def committed_s(self, elapsed_s: float) -> float:
+        """Return the work in the newest save that is committed after `elapsed_s`; 0 if there is none yet."""
+        since_first = elapsed_s - self.save_s - self.interval_s
+        return 0.0 if since_first < 0 else (floor(since_first / self.period_s) + 1) * self.interval_s
+
+
+class Hosts:
+    """Spare hosts: who breaks is repaired and then a spare itself."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.repair_s = recovery.repair_s
+        self.free: list[float] | None = None if recovery.spares is None else [0.0] * recovery.spares
+        """When each spare host can be had."""
+
+    def replacement(self, time_s: float) -> float:
+        """Return when a host can take the place of one that breaks at `time_s`."""
+        return time_s if self.free is None else max(time_s, heappushpop(self.free, time_s + self.repair_s))
+
+
+def play(trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts, recovery: Recovery) -> Played:
+    """Return where `span_s` seconds of a job that meets the failures of `trace` go. Raises ValueError."""
+    cycle, hosts = Cycle(interval_s, costs), Hosts(recovery)
+    up_since = ready = useful = lost = running = waiting = 0.0
+    met = [failure for failure in trace if failure.time_s < span_s]
+    for failure in met:
+        if failure.time_s > up_since:
+            elapsed = failure.time_s - up_since
+            kept, done = cycle.committed_s(elapsed), cycle.done_s(elapsed)
+            useful, lost, running = useful + kept, lost + done - kept, running + elapsed
+        noticed = max(ready, failure.time_s + (recovery.timeout_s if failure.hangs else recovery.notice_s))
+        ready = max(noticed, hosts.replacement(failure.time_s)) if failure.spare else noticed
+        waiting += min(ready, span_s) - min(noticed, span_s)
+        up_since = ready + recovery.relaunch_s + costs.load_s
+    elapsed = max(0.0, span_s - up_since)
+    useful, running = useful + cycle.done_s(elapsed), running + elapsed
+    return Played(span_s, useful, lost, running - useful - lost, span_s - running, waiting, len(met))
+
+
+def monte_carlo(
+    model: FailureModel,
+    fleet: Fleet,
+    days: float,
+    interval_s: float,
+    costs: CheckpointCosts,
+    recovery: Recovery,
+    seeds: Iterable[int] = SEEDS,
+) -> Spread:
+    """Return the effective time of a job on `fleet` over seeded traces of `days` days. Raises ValueError."""
+    traces = (make_trace(model, fleet, days, seed) for seed in seeds)
+    return Spread.of([play(trace, days * 86_400, interval_s, costs, recovery).share for trace in traces])
+
+
+RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)
+"""Assumed: a dead process is noticed in half a minute, a hang by the collectives' timeout, five minutes to relaunch."""
+DAYS, UPTIME_SEEDS = 54.0, range(16)
+TARGET = 0.90
+"""Effective training time that is planned for (arXiv 2407.21783, section 3.3.4: more than 90 %)."""
+
+
+@dataclass(frozen=True)
+class Uptime:
+    """What failures do to a job."""
+
+    gpus: int
+    mtti_s: float
+    """Mean time to interruption."""
+    restart_s: float
+    """From a failure to the first step after it, mean."""
+    interval_s: float
+    """Between two checkpoints, as the recipe says."""
+    cadence: CheckpointInterval
+    """What would be best."""
+    spread: Spread
+    """Effective training time over seeded traces at `interval_s`."""
+    spares: int
+    """Hosts that must wait so that one is there 99 % of the time."""
+    restart_budget_s: float | None
+    """Longest restart that still gives `TARGET`; None if none does, or where the formula does not hold."""
+    costs: CheckpointCosts
+
+    @property
+    def share(self) -> float:
+        """Effective training time."""
+        return self.spread.mean
+
+
+def uptime(
+    gpus: int,
+    interval_s: float,
+    costs: CheckpointCosts = BYTECHECKPOINT,
+    recovery: Recovery = RECOVERY,
+    model: FailureModel | None = None,
+    gpus_per_host: int = 8,
+) -> Uptime:
+    """Return what failures do to a job on `gpus`. Raises ValueError for times that cannot be."""
+    model = model or llama3_failures()
+    fleet = Fleet(gpus, gpus_per_host)
+    mtti_s = model.mtti_s(fleet)
+    restart_s = recovery.restart_s(model.hang_share(fleet), costs)
+    return Uptime(
+        gpus,
+        mtti_s,
+        restart_s,
+        interval_s,
+        best_cadence(mtti_s, restart_s, costs),
+        monte_carlo(model, fleet, DAYS, interval_s, costs, recovery, UPTIME_SEEDS),
+        spare_hosts(model, fleet, recovery.repair_s),
+        longest_restart(TARGET, mtti_s, interval_s, costs),
+        costs,
+    )

@@ -1,0 +1,99 @@
+"""This process's share of every step, read by a thread one step ahead.
+
+Data-parallel processes take equal, contiguous runs of sequences; context-parallel ones take their chunks of each;
+tensor- and pipeline-parallel ones all read the same. Reading is a hundredth of a step, and hidden; the thread asks in
+the order of positions, so nothing depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llama3.parallel.mesh import ParallelContext
+from llama3.recipe.schedule import StageSpan
+from llama3.tokens.batch import Batches, TokenBatch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: `batch` tokens from `start` on, in sequences of `seq`."""
+
+    start: int
+    seq: int
+    batch: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.batch
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """What one process trains on in one step. B sequences, S of their tokens, L whole length."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    domains_BS: Tensor
+    documents_BS: Tensor | None
+    """Document number of every token of the whole sequences [B, L], on the host, where attention counts their lengths;
+    None if each sequence is one document."""
+
+
+def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
+    """Yield the steps of a stage from `position` on. Raises ValueError if no step starts there."""
+    expected = position
+    for segment in span.segments:
+        done = max(0, position - segment.start)
+        if done < segment.tokens and done % segment.batch:
+            raise ValueError(
+                f"stage {span.name}: position {position} is inside a step of {segment.batch} tokens that starts at "
+                f"{position - done % segment.batch}; the batch was another when it was saved: remove the checkpoints"
+            )
+        for start in range(segment.start + done, segment.end, segment.batch):
+            assert start == expected
+            expected = start + segment.batch
+            yield Step(start, segment.seq, segment.batch)
+
+
+def read_ahead(batches: Batches, steps: Iterator[Step], world: ParallelContext) -> Iterator[tuple[Step, LocalBatch]]:
+    """Yield each step with this process's share of it."""
+    dp = world.axis("dp")
+
+    def read(step: Step) -> tuple[Step, LocalBatch]:
+        count = step.batch // step.seq // dp.size
+        return step, share_of(batches.sequences(step.start, step.seq, dp.rank * count, count), world)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
+        ahead = None
+        for step in steps:
+            ready, ahead = ahead, pool.submit(read, step)
+            if ready is not None:
+                yield ready.result()
+        if ahead is not None:
+            yield ahead.result()
+
+
+def share_of(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
+    """Return the tokens of `batch` that a context-parallel process holds, on its device."""
+    context = world.axis("cp")
+    documents = batch.documents_BS if batch.documents_BS.any() else None  # numbered from 0
+    columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
+    if context.size > 1:
+        from llama3.parallel.comms import held_positions
+
+        here = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
+        columns = [column[:, here] for column in columns]
+    tokens, targets, domains = (_on(world.device, column) for column in columns)
+    return LocalBatch(tokens, targets, domains, documents)
+
+
+def _on(device: torch.device, column: Tensor) -> Tensor:
+    """Copy to the device without waiting for it."""
+    if device.type == "cpu":
+        return column
+    return column.pin_memory().to(device, non_blocking=True)

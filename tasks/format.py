@@ -1,0 +1,151 @@
+"""Times, sizes, losses and commands as people read them, in tables, on pages and below a run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from storage.root import DEFAULT_ROOT, Root
+
+
+def command(root: Root, *words: str) -> str:
+    """Return a command line of herd that works as printed: on this root, by the program that was started."""
+    program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
+    place = [] if Root.of(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
+    return shlex.join([program, *words, *place])
+
+
+def losses(facts: Mapping[str, Any], digits: int = 3) -> str:
+    """Return the mean losses at both ends of a stage: `5.390 > 4.978`."""
+    return f"{facts['first_loss']:.{digits}f} > {facts['last_loss']:.{digits}f}"
+
+
+def bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
+    """Return what a stage scored on held-out text at its end; empty where nothing was scored."""
+    return f"{facts['bits_per_byte']:.{digits}f}" if "bits_per_byte" in facts else ""
+
+
+def clock(seconds: float) -> str:
+    """Return a length of time: `45 s`, `3:07 min`, `5:12 h`, `3 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole // 3600
+    if hours == 0:
+        return f"{minutes}:{whole % 60:02d} min"
+    return f"{hours}:{minutes % 60:02d} h" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes: `812 B`, `4.2 MB`, `1.7 TB` (powers of 1000)."""
+    for suffix, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {suffix}"
+    return f"{count:.0f} B"
+
+
+# A table that fits: where the terminal is narrow it leaves columns out, the least important first, and says which.
+#
+# Squeezed columns cut run names and numbers to two letters; a missing column is one command away. In a pipe nothing
+# is left out and nothing is wrapped, so that `grep` and `awk` see whole lines. Columns in which every cell is empty
+# are not shown at all. What this gives up: two looks at the same root may have different columns.
+
+UNBOUNDED = 10_000
+WRAPPED = ("why", "what")
+"""Columns of sentences, which are wrapped between words."""
+LEAST_WRAPPED = 30
+"""Characters that such a column needs."""
+
+
+@dataclass
+class FittedTable:
+    """Rows of cells with rich's markup."""
+
+    title: str
+    headers: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Columns that may be left out, the first one first."""
+    numbers: tuple[str, ...] = ()
+    """Columns that are set to the right."""
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row; cells that are not given are empty."""
+        self.rows.append((*cells, *[""] * (len(self.headers) - len(cells))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = width_of(console, options)
+        shown = [header for at, header in enumerate(self.headers) if any(row[at] for row in self.rows)]
+        gone: list[str] = []
+        for header in self.left_out:
+            if self._needs(console, shown) <= width:
+                break
+            if header in shown:
+                shown.remove(header)
+                gone.append(header)
+        yield from console.render(self._table(shown), options.update(width=max(width, self._needs(console, shown))))
+        if gone:
+            yield Text(f"no room for: {', '.join(gone)}", style="dim")
+
+    def _needs(self, console: Console, shown: list[str]) -> int:
+        """Return the width that the columns need, with those of sentences as narrow as they may be."""
+        words = [header for header in shown if header in WRAPPED]
+        others = self._table([header for header in shown if header not in WRAPPED])
+        natural = Measurement.get(console, console.options.update(width=UNBOUNDED), others).maximum
+        return natural + len(words) * (LEAST_WRAPPED + 2)
+
+    def _table(self, shown: list[str]) -> Table:
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+            header_style="bold",
+            title=self.title or None,
+            title_justify="left",
+            title_style="bold cyan",
+        )
+        for header in shown:
+            right = header in self.numbers
+            table.add_column(
+                header, justify="right" if right else "left", no_wrap=header not in WRAPPED, overflow="fold"
+            )
+        for row in self.rows:
+            table.add_row(*[row[self.headers.index(header)] for header in shown])
+        return table
+
+
+@dataclass
+class FactTable:
+    """Names and values, one a line; values are wrapped between words, and an address or a path is never broken."""
+
+    rows: dict[str, str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = max(map(len, self.rows), default=0) + 2
+        room = max(20, width_of(console, options) - indent)
+        for name, value in self.rows.items():
+            text = Text.from_markup(value)
+            longest = max(map(cell_len, text.plain.split()), default=0)
+            for number, line in enumerate(text.wrap(console, max(room, longest))):
+                line.rstrip()
+                yield Text.assemble(("" if number else name).ljust(indent), line, no_wrap=True, overflow="ignore")
+
+
+def width_of(console: Console, options: ConsoleOptions) -> int:
+    """Return the width to fit into: the terminal's, or none in a pipe unless COLUMNS is set."""
+    bounded = console.is_terminal or os.environ.get("COLUMNS")
+    return options.max_width if bounded else UNBOUNDED

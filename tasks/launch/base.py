@@ -1,0 +1,143 @@
+"""Start the trainer on whatever the deployment names, and say how it ended. Here: the contract, and this machine.
+
+Each attempt is a fresh launch: ranks, port and store are new (in-job restarts with gloo fail on stale addresses: 9 of
+9 fresh launches recovered, 3 of 12 in-job restarts did). On this machine one agent forks the ranks of all stages and
+evaluations of a run, so only the first pays the imports. Output goes to files, never to a pipe, so the trainer cannot
+block or die with whoever reads it. What this gives up: a failure stops all ranks, also those that could have gone on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Protocol
+
+from llama3.recipe.schedule import StageSpan
+from llama3.train.job import GRACE_S, AttemptResult
+from storage.filesystem import write_atomic
+from tasks.cluster import Cluster
+from tasks.errors import TrainingFailed
+
+REAP_S = 5.0
+"""From the end of the ranks' grace to the end of their agent."""
+SHUTDOWN_S = GRACE_S + REAP_S
+"""As long as an agent may take whose ranks have nothing to save."""
+WATCH_S = 0.1
+"""Between two looks at a launch: part of every restart."""
+AGENT_DIED = -signal.SIGKILL
+
+
+class Launch(Protocol):
+    """A trainer that was started and may still run."""
+
+    @property
+    def label(self) -> str:
+        """Return what a person would look for: `Slurm job 17`."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder of this attempt's logs, one file for each rank."""
+        ...
+
+    def poll(self) -> AttemptResult | None:
+        """Return how it ended, or None while it waits or runs."""
+        ...
+
+    def waits(self) -> bool:
+        """Return whether it waits in a queue, so that no step can be expected."""
+        ...
+
+    def used_s(self) -> float | None:
+        """Return the processor seconds that it has used on this machine; None if it works elsewhere."""
+        ...
+
+    def stop(self) -> None:
+        """Ask the trainer to save and leave; see to it that nothing is left after the grace."""
+        ...
+
+
+class Launcher(Protocol):
+    """What can start the trainer."""
+
+    def capacity(self) -> int:
+        """Return how many processes could be started now, at most as many as were asked for."""
+        ...
+
+    def live(self, job: Path) -> Launch | None:
+        """Return the trainer that a supervisor left behind when it died, or None.
+
+        Whoever holds the lease of the artifact follows it instead of starting another: two trainers would work in one
+        folder. One that was started with another job file (a stage made longer, another layout) is told to save and
+        leave first. A flow that is cancelled stops its trainer; a supervisor that is killed leaves it running.
+        """
+        ...
+
+    def start(self, job: Path, processes: int, logs: Path) -> Launch:
+        """Start `processes` ranks for the job file `job`, each with its own log in the folder `logs`."""
+        ...
+
+
+def launch_key(job: Path) -> str:
+    """Return the name by which a new supervisor finds the trainer of the job file `job`.
+
+    The folder's name says stage and design; the end tells apart equal recipes in two roots, since a scheduler has one
+    list of names for all its users.
+    """
+    return f"{job.parent.name}-{hashlib.sha256(os.path.realpath(job).encode()).hexdigest()[:8]}"
+
+
+def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
+    """Return how many processes to start when `capacity` are there: whole copies of the model that split each batch.
+
+    tp, cp and pp stay as they are and dp shrinks; the stream is a function of the position, so the same data follow.
+    Raises TrainingFailed if not even one copy fits.
+    """
+    copy, replicas = cluster.layout.model_parallel, cluster.layout.replicas
+    for dp in range(min(capacity, cluster.processes) // copy, 0, -1):
+        if dp % replicas == 0 and all(part.batch % (part.seq * dp) == 0 for part in span.segments):
+            return dp * copy
+    raise TrainingFailed(
+        f"stage {span.name}: {capacity} of {cluster.processes} processes are there, and the layout needs "
+        f"{copy * replicas} or a multiple that splits the batch; bring nodes back, or make cluster.layout smaller"
+    )
+
+
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Return the variables that every trainer process gets, on whichever machine."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
+        # torch keeps 1,024 products of bf16 by their shapes, and documents have ever new ones: 0.7 GiB on a CPU
+        "LRU_CACHE_CAPACITY": "128",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's would start in the agent, before the fork
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def keep_job(job: Path, logs: Path) -> None:
+    """Leave a copy of the job file with the logs: what this attempt was asked to do."""
+    write_atomic(logs / job.name, job.read_bytes())
+
+
+def same_job(launch: Launch, job: Path) -> bool:
+    """Return whether an attempt was asked to do what the job file says now."""
+    copy = launch.logs / job.name
+    return copy.exists() and copy.read_bytes() == job.read_bytes()
+
+
+def agent_command(processes: int, per_node: int) -> str:
+    """Return the shell command of a node's agent, but for the node's number and where rank 0 is.
+
+    What may hold a blank comes from `agent_variables`, so that it stands nowhere in quotes inside quotes.
+    """
+    counts = f"--processes {processes} --per-node {per_node}"
+    return f'exec "$HERD_PYTHON" -m llama3.train.launch "$HERD_JOB" --logs "$HERD_LOGS" {counts}'
+
+
+def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
+    """Return the variables that `agent_command` reads."""
+    return {"HERD_PYTHON": python, "HERD_JOB": str(job), "HERD_LOGS": str(logs)}

@@ -1,0 +1,182 @@
+"""Start the trainer on this machine: one agent forks the ranks of all stages and the evaluators of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from llama3.train.job import GRACE_S, Attempt, AttemptResult, last_lines
+from storage.processes import die_with_parent
+from tasks.cluster import Cluster
+from tasks.launch.base import AGENT_DIED, REAP_S, WATCH_S, trainer_environment
+
+
+@dataclass
+class Agent:
+    """A process that has imported torch and forks ranks from itself; what it is asked it does one after the other."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    attempt: Attempt | None = None
+    """What it was asked last."""
+
+    def ask(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        assert self.process.stdin is not None
+        self.process.stdin.write(attempt.model_dump_json().encode() + b"\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        """End it and its ranks, which are asked to save; kill what is left after the grace."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.terminate()
+        asked = time.time()
+        while self.process.poll() is None:
+            left = (self.attempt.leave_by(asked) if self.attempt else asked + GRACE_S) + REAP_S - time.time()
+            if left <= 0:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(min(max(left, 0.0), 1.0))
+
+
+class Agents:
+    """The agents of this machine, one for each number of threads: they live until this is closed."""
+
+    def __init__(self, log: Path) -> None:
+        """What the agents themselves print, mostly nothing, goes to the file `log`."""
+        self.log = log
+        self._agents: dict[int, Agent] = {}
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all agents; ranks that still run are asked to save. A later `start` begins a new one."""
+        while self._agents:
+            self._agents.popitem()[1].end()
+
+    def start(self, attempt: Attempt, threads: int) -> LocalLaunch:
+        """Start the ranks of `attempt` with `threads` OpenMP threads each."""
+        attempt.logs.mkdir(parents=True, exist_ok=True)
+        agent = self._agents.get(threads)
+        if agent is None or agent.process.poll() is not None:
+            agent = self._agents[threads] = _new_agent(self.log, threads)
+        attempt.outcome.unlink(missing_ok=True)
+        agent.ask(attempt)
+        return LocalLaunch(attempt, agent)
+
+
+def _new_agent(log: Path, threads: int) -> Agent:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llama3.train.launch", "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **trainer_environment(threads)},
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+    return Agent(process, log)
+
+
+class LocalLauncher:
+    """Ranks on this machine."""
+
+    def __init__(self, cluster: Cluster, agents: Agents, capacity: Callable[[], int] | None = None) -> None:
+        """`capacity` says how many processes this machine can run now; by default its GPUs, if it has any."""
+        self.cluster, self.agents = cluster, agents
+        self.capacity = capacity or self._present
+
+    def live(self, job: Path) -> None:
+        """Nothing can be left behind: the kernel tells the agent when its supervisor dies, and its ranks save."""
+
+    def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
+        """Start `processes` ranks on this machine."""
+        return self.agents.start(Attempt(job=job, logs=logs, processes=processes), self.cluster.process_threads)
+
+    def _present(self) -> int:
+        gpus = 0 if self.cluster.device == "cpu" else visible_gpus()
+        if not gpus and self.cluster.device != "cuda":
+            return self.cluster.processes  # processors take any number of processes
+        return min(gpus, self.cluster.processes)
+
+
+class LocalLaunch:
+    """One attempt on this machine."""
+
+    def __init__(self, attempt: Attempt, agent: Agent) -> None:
+        self.attempt, self.agent = attempt, agent
+        self.label, self.logs = "trainer on this machine", attempt.logs
+        self._outcome = str(attempt.outcome)
+
+    def poll(self) -> AttemptResult | None:
+        """Return how it ended, or None while it runs."""
+        gone = self.agent.process.poll() is not None  # asked first: the outcome is written before the agent leaves
+        if os.path.exists(self._outcome):  # asked ten times a second
+            return AttemptResult.model_validate_json(self.attempt.outcome.read_text())
+        if gone:
+            words = f"the agent ended with status {self.agent.process.returncode}; the end of {self.agent.log}:\n"
+            return AttemptResult(status=AGENT_DIED, words=words + last_lines(self.agent.log))
+        return None
+
+    def wait(self) -> AttemptResult:
+        """Return how it ended, once it has; stop it if that is interrupted."""
+        try:
+            while (outcome := self.poll()) is None:
+                time.sleep(WATCH_S)
+        except BaseException:
+            self.stop()
+            raise
+        return outcome
+
+    def waits(self) -> bool:
+        """Nothing waits here: there is no queue."""
+        return False
+
+    def used_s(self) -> float:
+        """Return the processor seconds of agent and ranks."""
+        return processor_seconds(self.agent.process.pid)
+
+    def stop(self) -> None:
+        """Ask the trainer to save and leave; kill what is left after the grace."""
+        self.agent.end()
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor seconds of a process and all below it that live."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs a process here could use, as the driver's tool counts them; torch would start CUDA."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))

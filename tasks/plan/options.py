@@ -1,0 +1,67 @@
+"""What the options of `herd plan` name: a cluster, GPUs of stages, and the curves of a cluster's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llama3.planner.device_curves import Curves, in_a_step, priors
+from llama3.planner.projection import StagePlacement
+from llama3.planner.topology import Fabric, fabric_names, load_fabric
+from llama3.recipe.base import read_plain
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import Recipe
+from storage.root import Root
+from tasks.cluster import Cluster, load_cluster
+from tasks.plan.calibrate import load_calibration
+
+
+def curves_of(fabric: Fabric, root: Root | None = None) -> Curves:
+    """Return what the cluster's GPUs do: as `herd plan calibrate` measured such a one under `root`, or else assumed."""
+    device = fabric.accelerator
+    measured = load_calibration(root, device.driver_name) if root is not None and device.driver_name else None
+    return in_a_step(measured) if measured else priors(device)
+
+
+def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
+    """Return GPUs of all stages (0: not said), and of single ones. Raises ValueError for what is no number."""
+    everywhere, places = 0, {}
+    for text in asked:
+        name, _, number = text.rpartition("=")
+        if not number.replace(",", "").isdecimal() or not int(number.replace(",", "")):
+            raise ValueError(f"gpus: {text!r} is no number of GPUs; write 8192, or main=16384 for one stage")
+        if name:
+            places[name] = StagePlacement(int(number.replace(",", "")))
+        else:
+            everywhere = int(number.replace(",", ""))
+    return everywhere, places
+
+
+def known_stages(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
+    """Raise ValueError if a place is for a stage that the recipe does not have."""
+    known = Schedule(recipe).names
+    for name in sorted(set(places) - known):
+        raise ValueError(f"gpus: {name} is no stage of the recipe; there are {', '.join(sorted(known))}")
+
+
+def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Cluster | None]:
+    """Return the devices and network that `named` describes, and where a run is to work if it is `herd run`'s file.
+
+    Such a file may name no fabric: then nothing is known of devices and network. Raises ValueError.
+    """
+    if named in fabric_names() or not Path(named).is_file():
+        return load_fabric(named, sparse), None
+    data = read_plain(Path(named).read_text())
+    if isinstance(data, dict) and "tiers" in data:
+        return load_fabric(named, sparse), None
+    place = load_cluster(Path(named))
+    return (load_fabric(place.fabric, sparse) if place.fabric else None), place
+
+
+def places_of(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
+    """Return where a run's file puts each trained part."""
+    found = {}
+    for span in Schedule(recipe).trained:
+        mine = cluster.at(span.stage.name, span.name)
+        found[span.name] = StagePlacement(mine.processes, mine.layout, mine.micro_batch)
+    return found

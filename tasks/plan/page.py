@@ -1,0 +1,142 @@
+"""The page of a plan: one self-contained HTML file with tables and pictures, for those who decide.
+
+Everything on it comes from the same `Planned` that the console prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from llama3.parallel.memory import RankCoords, memory
+from llama3.planner.goodput import effective_time
+from llama3.planner.layout_search import LayoutQuery, search
+from llama3.planner.projection import step_model
+from llama3.planner.uptime import uptime
+from storage.filesystem import write_atomic
+from tasks.plan import plots
+from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, placement_lines, uptime_lines
+from tasks.plan.recipe import stage_rows
+from tasks.plan.tables import NAMES, degrees, inner, layout_words, memory_words, reasons
+
+LAYOUTS = 12
+"""On the page; the rest is in --json."""
+
+
+LEAST_GPUS = 16
+"""The smallest job in the picture of cost is so many times smaller than the cluster."""
+
+
+def write_page(planned: ClusterPlan, path: Path) -> None:
+    """Write the page of a plan."""
+    write_atomic(path, page(planned))
+
+
+def page(planned: ClusterPlan) -> str:
+    """Return the page of a plan as HTML text."""
+    environment = Environment(
+        loader=PackageLoader("tasks"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    main = planned.main
+    return environment.get_template("plan.html").render(
+        planned=planned,
+        main=main,
+        best=main.best,
+        stages=stage_rows(planned.plan),
+        fabric=list(fabric_lines(planned.projection.fabric, planned.projection.curves.source)),
+        money=[line for line in (*placement_lines(planned), *budget_lines(planned)) if line],
+        failures=list(uptime_lines(planned)),
+        seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
+        names=NAMES,
+        words=memory_words(main.best, main.best.memory.total + main.best.margin),
+        found=main.found.fitting[:LAYOUTS] if main.found else [],
+        reasons=reasons(main.found) if main.found else [],
+        degrees=degrees,
+        inner=inner,
+        layout_words=layout_words,
+        figures=figures(planned),
+    )
+
+
+def figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
+    """Return title, explanation and SVG of every picture."""
+    projection, main = planned.projection, planned.main
+    best, fabric = main.best, projection.fabric
+    model = step_model(_wanted(planned, best.world), fabric, projection.curves)
+    parts = model.pipeline(best.layout, best.world, best.load)
+    rank = np.array([RankCoords.of(number, best.layout).pp for number in range(best.world)])
+    needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
+    whole = fabric.accelerator.memory_gb * 1e9
+    return [
+        (
+            "The job on the cluster",
+            "Each square is a server, its colour the pipeline rank that it works on; grey servers are free.",
+            plots.topology(fabric, planned.placement.placement, rank, best.layout.pp),
+        ),
+        (
+            "Traffic of a step",
+            "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism.",
+            plots.traffic(planned.placement.traffic, best.world),
+        ),
+        (
+            "The pipeline",
+            "Who works when; light and dark are virtual stages in turn.",
+            plots.pipeline(main, parts),
+        ),
+        (
+            "Memory of a GPU",
+            "At the fullest moment, by pipeline rank. Dashed: what a process may use.",
+            plots.memory(needs, best.memory.total + best.margin, whole),
+        ),
+        ("How often to save", "Effective training time in closed form.", _cadence(planned)),
+        (
+            "Cost against days",
+            "The main stage's best layout on other numbers of GPUs, taken for the whole recipe, failures included.",
+            plots.cost(cost_points(planned)),
+        ),
+    ]
+
+
+def _cadence(planned: ClusterPlan) -> str:
+    found = planned.uptimes[planned.main.best.world]
+    return plots.cadence(
+        lambda seconds: effective_time(found.mtti_s, found.restart_s, seconds, found.costs),
+        found.cadence.interval_s,
+        found.interval_s,
+    )
+
+
+def _wanted(planned: ClusterPlan, world: int) -> LayoutQuery:
+    projection, segment = planned.projection, planned.main.segment
+    fabric, recipe = projection.fabric, projection.recipe
+    memory_bytes, servers = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
+    return LayoutQuery(
+        recipe.model, projection.rows, segment.seq, segment.batch, world, memory_bytes, servers, recipe.compute
+    )
+
+
+def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
+    """Return GPUs, days and money of jobs of other sizes, if all stages slowed down as the main one does."""
+    projection, main = planned.projection, planned.main
+    points: list[tuple[int, float, float]] = []
+    hold = planned.uptimes[main.best.world]
+    world = 1 << (projection.fabric.gpus.bit_length() - 1)
+    while world >= max(1, main.best.world // LEAST_GPUS):
+        wanted = _wanted(planned, world)
+        found = search(wanted, step_model(wanted, projection.fabric, projection.curves)).fitting
+        if found:
+            share = uptime(world, hold.interval_s, hold.costs, gpus_per_host=projection.fabric.server.gpus).share
+            slower = found[0].time.total / main.best.time.total * hold.share / share
+            days = planned.budget.days * slower
+            hours = days * 24 * world
+            prices = planned.budget.prices
+            points.append((world, days, hours * (1 + prices.spare_share) * prices.gpu_hour))
+        world //= 2
+    return points

@@ -1,0 +1,178 @@
+"""What a run will do, before it does anything: the stage table, totals, FLOPs and warnings.
+
+Everything is computed from the recipe alone; only the surveys of sources and evaluation data look at the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rich.table import Table
+
+from llama3.data.readers.sources import DomainSurvey
+from llama3.evaluate.policy import check_evaluation
+from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
+from llama3.parallel.check_layout import memory_line
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load, memory
+from llama3.recipe.base import DOMAINS, Domain
+from llama3.recipe.lint import lint, placeholders
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Recipe
+from llama3.recipe.units import Tokens, tokens
+from storage.filesystem import is_local
+
+MOST_TOKENS_PER_BYTE = 1 / 1.5
+"""No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
+USUAL_TOKENS_PER_BYTE = 1 / 4
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    recipe: Recipe
+    schedule: Schedule
+    rows: int
+    """Embedding rows: base vocabulary and special tokens."""
+    warnings: list[str]
+    sources: list[DomainSurvey]
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.recipe.model, self.rows)
+
+    def flops(self) -> tuple[float, float]:
+        """Return the run's FLOPs as 6N per token, and with causal attention counted."""
+        model, parts = self.recipe.model, [part for span in self.schedule.trained for part in span.segments]
+        pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq)) for part in parts]
+        return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
+
+
+def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> RunPlan:
+    """Return the plan of `recipe`, given what a survey found in its sources and which tasks lack their data."""
+    rows = embedding_rows(recipe)
+    short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
+    lacking = [f"evaluate: leaves out {line}" for line in left_out]
+    return RunPlan(recipe, Schedule(recipe), rows, [*placeholders(recipe), *lint(recipe), *short, *lacking], sources)
+
+
+def survey_evaluation(recipe: Recipe) -> list[str]:
+    """Return a line for each task that lacks its data on this machine; what is remote is looked at when a run begins.
+
+    Raises ValueError as `check_evaluation`, which looks at the first rows of each file here.
+    """
+    return check_evaluation(recipe, look=is_local(recipe.evaluate.data or ""))
+
+
+def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
+    """Return how many tokens the whole run trains on: of the source that stands apart as `name`, or of all others."""
+    apart = recipe.apart
+
+    def share(span: StageSpan) -> Fraction:
+        added = {one: Fraction(of_one) for one, of_one in span.stage.add.items() if apart[one] == domain}
+        return added.get(name, Fraction(0)) if name else span.shares.get(domain, Fraction(0)) - sum(added.values())
+
+    return round(sum(span.tokens * share(span) for span in Schedule(recipe).spans))
+
+
+def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
+    """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
+    needed, once = tokens_needed(recipe, found.domain, found.name), found.bytes * tokens_per_byte
+    if needed <= once * recipe.tokens.max_epochs or not found.complete:
+        return ""
+    return (
+        f"sources.{found.title}: {found.bytes / 1e6:.2f} MB of text are about {tokens(once)} tokens; "
+        f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
+        f"add text, lower the share of {found.title}, or shorten the run"
+    )
+
+
+HEADERS = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
+
+
+def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:
+    """Return the stage table as text, a row per stage under `HEADERS`."""
+    return [_row(plan, span) for span in plan.schedule.spans]
+
+
+def stage_table(plan: RunPlan) -> Table:
+    """Return the stage table for a console."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for header in HEADERS:
+        table.add_column(header, justify="left" if header in ("stage", "lr", "mix") else "right", no_wrap=True)
+    for row in stage_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+def _row(plan: RunPlan, span: StageSpan) -> tuple[str, ...]:
+    schedule = plan.schedule
+    lengths = span.stage.lengths
+    seq = str(lengths[0]) if len(lengths) == 1 else f"{Tokens(lengths[0])}..{Tokens(lengths[-1])}"
+    last = span.segments[-1]
+    first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
+    shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
+    shares += "".join(f" with {share} {name}" for name, share in span.stage.add.items())
+    return (
+        span.name,
+        tokens(span.start),
+        tokens(span.tokens),
+        f"{span.steps:,}",
+        seq,
+        str(Tokens(last.batch)),
+        f"{_rate(first_rate)} > {_rate(last_rate)}" if span in schedule.spans[schedule.given :] else "not trained",
+        shares,
+    )
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def summary_lines(plan: RunPlan) -> list[str]:
+    """Return the totals below the stage table, one fact a line."""
+    dense, causal = plan.flops()
+    model = plan.recipe.model
+    lines = [
+        f"model    {tokens(plan.parameters)} parameters: {model.layers} layers, dim {model.dim}, {model.heads} heads / "
+        f"{model.kv_heads} KV, FFN {model.ffn}, vocabulary {plan.rows:,} rows",
+        f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
+        f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
+    ]
+    if plan.recipe.start is not None:
+        trained = plan.schedule.tokens - plan.schedule.trained[0].start
+        lines.append(f"start    from {plan.recipe.start.origin}; {tokens(trained)} tokens are trained here")
+    for found in plan.sources:
+        lines.append(f"source   {found.title}: {_found(found)}")
+    return lines
+
+
+def _found(found: DomainSurvey) -> str:
+    if not found.complete and not found.documents:
+        return "not looked at (remote)"
+    least = "" if found.complete else "at least "
+    made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
+    unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
+    return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}{unread}"
+
+
+def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
+    """Return what the fullest process needs at each sequence length, with the largest batch of that length."""
+    batches = {part.seq: part.batch for part in sorted(plan.schedule.segments, key=lambda part: part.batch)}
+    lines = []
+    for seq, batch in sorted(batches.items()):
+        count = max(1, batch // (seq * layout.dp(processes) * micro_batch))
+        load = Load(seq, micro_batch, count, plan.recipe.compute)
+        needs = memory(plan.recipe.model, plan.rows, layout, processes, load)
+        lines.append(f"memory   {memory_line(max(needs, key=lambda need: need.total))} (sequences of {seq:,})")
+    return lines
+
+
+def plan_markdown(plan: RunPlan) -> str:
+    """Return the plan as markdown, for Prefect's page of the run."""
+    head = "| stage | from | tokens | steps | seq | batch | lr | mix |\n|---|---|---|---|---|---|---|---|"
+    rows = ["| " + " | ".join(row) + " |" for row in stage_rows(plan)]
+    facts = [f"- {line}" for line in summary_lines(plan)]
+    warnings = [f"- warning: {warning}" for warning in plan.warnings]
+    return "\n".join([f"# Plan of {plan.recipe.name}", "", head, *rows, "", *facts, *warnings])

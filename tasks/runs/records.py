@@ -1,0 +1,273 @@
+"""The record of runs: names people can read, what each run made, and how it stands.
+
+A record is a small JSON file in the run's folder, rewritten atomically at every change. It is the truth that reports,
+reruns and MLflow are made from; nothing here needs a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel
+
+from llama3.recipe.base import read_plain
+from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
+from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schema import Recipe
+from storage.artifact import Artifact, Store
+from storage.digests import READERS, each
+from storage.filesystem import write_atomic
+from storage.lease import Lease, LeaseLost
+from storage.root import Root
+
+log = logging.getLogger(__name__)
+Record = TypeVar("Record")
+State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
+
+
+class DamagedRecord(ValueError):
+    """A record that is none; the text names the file."""
+
+
+def read_records(read: Callable[[str], Record | None], names: Sequence[str], strict: bool) -> list[Record]:
+    """Return the records of `names` that exist; a damaged one is left out, with a warning, or raises if `strict`."""
+
+    def checked(name: str) -> Record | None:
+        try:
+            return read(name)
+        except DamagedRecord as error:
+            if strict:
+                raise
+            log.warning("%s", error)
+            return None
+
+    return [record for record in each(checked, names, READERS) if record is not None]
+
+
+class StepRecord(BaseModel):
+    """One step of a run: which artifact it stands on and where that came from."""
+
+    artifact: str
+    outcome: str
+    """`made`, `reused`, or `resumed at 1.2B`."""
+    why: str = ""
+    """For a step that was made: what was new about it."""
+    seconds: float = 0.0
+    mlflow_run: str = ""
+
+
+class StudyPart(BaseModel):
+    """Which part of a study a run is."""
+
+    study: str
+    arm: str
+    repeat: int
+    mlflow_run: str = ""
+    """The study's own, under which the run's is shown."""
+
+
+class RunRecord(BaseModel):
+    name: str
+    family: str
+    recipe_digest: str
+    state: State = "running"
+    attempts: int = 1
+    started: str
+    ended: str = ""
+    code: str
+    study: StudyPart | None = None
+    """Set for a run that a study asked for."""
+    rerun_of: str = ""
+    redo_from: str = ""
+    """Step from which this run makes everything anew, whatever exists."""
+    until: str = ""
+    """Last step that was asked for; empty: all."""
+    steps: dict[str, StepRecord] = {}
+    verdict: str = ""
+    """`promoted`, `refused`, or empty while there is none."""
+    error: str = ""
+    mlflow_run: str = ""
+    mlflow_experiment: str = ""
+    mlflow_stale: bool = False
+    """Whether MLflow was away at some time and may lack something; `herd republish` sends everything again."""
+    prefect_run: str = ""
+    peak_memory_gib: float = 0.0
+
+    def apart(self, stage: str) -> str:
+        """Return what gives a stage of this run a work folder that no other run goes on with; empty: it shares one.
+
+        A stage that is redone has its own; so has each arm of a study, since they differ from their first token on.
+        """
+        if stage == self.redo_from:
+            return self.name
+        return self.recipe_digest if self.study else ""
+
+
+class Runs:
+    """The runs under one root."""
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self._held: dict[str, Lease] = {}
+
+    def hold(self, name: str, held: Lease) -> None:
+        """Have run `name` written only while `held`, its lease, was not taken over."""
+        self._held[name] = held
+
+    def check(self, name: str) -> None:
+        """Raise LeaseLost if the lease of run `name`, held here, was taken over; OSError if nobody answers."""
+        if name in self._held:
+            self._held[name].check()
+
+    def lost(self, name: str) -> bool:
+        """Return whether the lease of run `name` was taken over; a root that does not answer does not say so."""
+        try:
+            self.check(name)
+        except LeaseLost:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def place(self, name: str) -> Path:
+        """Return the run's folder here: recipe, logs, report. Raises ValueError for a name that leaves it."""
+        return self.root.file("runs", name)
+
+    def all(self, strict: bool = False) -> list[RunRecord]:
+        """Return every run, oldest first.
+
+        A damaged record is left out, with a warning; `strict` raises DamagedRecord.
+        """
+        return self._records(self.root.names("runs"), strict)
+
+    def find(self, name: str) -> RunRecord:
+        """Return the run called `name`. Raises ValueError naming the runs that exist."""
+        record = self._read(name)
+        if record is None:
+            known = ", ".join(self.root.names("runs")) or "none yet; start one with: herd run RECIPE"
+            raise ValueError(f"run {name!r} does not exist under {self.root.uri}; runs: {known}")
+        return record
+
+    def recipe(self, name: str) -> Recipe:
+        """Return the resolved recipe that run `name` was started with."""
+        text = self.root.read("runs", self.find(name).name, "recipe.yaml") or b""
+        return parse_recipe(read_plain(text), f"{name}/recipe.yaml", [])
+
+    def save(self, record: RunRecord) -> None:
+        """Write a record. Raises LeaseLost, with nothing written, if another process has taken the run over."""
+        self.check(record.name)
+        self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
+
+    def publish(self, name: str, file: str) -> None:
+        """Bring a file of the run's folder to the root, where everybody sees it."""
+        if not self.root.is_local:
+            self.root.write(self.place(name).joinpath(file).read_bytes(), "runs", name, file)
+
+    def unfinished(self, recipe: Recipe, until: str = "") -> RunRecord | None:
+        """Return the newest run of exactly this recipe, up to the same step, if it did not finish.
+
+        It is continued, not begun again.
+        """
+        wanted = (digest(resolved(recipe)), until)
+        same = [record for record in self.family(recipe.name) if (record.recipe_digest, record.until) == wanted]
+        return same[-1] if same and same[-1].state != "finished" else None
+
+    def of_flow_run(self, recipe: Recipe, flow_run: str) -> RunRecord | None:
+        """Return the run of this recipe that the Prefect flow run `flow_run` began: a Retry goes on with it."""
+        mine = [record for record in self.family(recipe.name) if flow_run and record.prefect_run == flow_run]
+        return mine[-1] if mine else None
+
+    def begin(self, recipe: Recipe, code: str, rerun_of: str = "", redo_from: str = "", until: str = "") -> RunRecord:
+        """Create the next run of the recipe's family (`quickstart-7`) and write its resolved recipe."""
+        while True:
+            record = RunRecord(
+                name=self._next_name(recipe.name),
+                family=recipe.name,
+                recipe_digest=digest(resolved(recipe)),
+                started=now(),
+                code=code,
+                rerun_of=rerun_of,
+                redo_from=redo_from,
+                until=until,
+            )
+            claim = f"{record.started} {uuid.uuid4().hex}\n"  # the name is ours if this, and nobody else's, is there
+            if self.root.create(claim, "runs", record.name, "claim"):
+                break
+        self.root.write(to_yaml(recipe), "runs", record.name, "recipe.yaml")
+        self.save(record)
+        return record
+
+    def local_recipe(self, name: str) -> Path:
+        """Return the run's recipe as a file of this machine."""
+        path = self.place(name) / "recipe.yaml"
+        if not self.root.is_local:
+            write_atomic(path, self.root.read("runs", name, "recipe.yaml") or b"")
+        return path
+
+    def _read(self, name: str) -> RunRecord | None:
+        try:
+            text = self.root.read("runs", name, "run.json")
+        except ValueError:
+            return None
+        try:
+            return RunRecord.model_validate_json(text) if text else None
+        except ValueError as error:
+            raise DamagedRecord(
+                f"run {name}: {self.root.join('runs', name, 'run.json')} is no record of a run "
+                f"({' '.join(str(error).split())[:200]}); restore it from a copy, or delete the run's folder"
+            ) from None
+
+    def family(self, name: str) -> list[RunRecord]:
+        """Return the runs of a recipe family, oldest first."""
+        return self._records([run for run in self.root.names("runs") if family_number(name, run)])
+
+    def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
+        """Return the runs of these names that exist, oldest first."""
+        found = read_records(self._read, names, strict)
+        return sorted(found, key=lambda record: record.started)
+
+    def _next_name(self, family: str) -> str:
+        taken = [family_number(family, name) for name in self.root.names("runs")]
+        return f"{family}-{max(taken, default=0) + 1}"
+
+
+def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
+    """Return the training stages that the run has finished, in order."""
+    return [span for span in Schedule(recipe).trained if span.name in record.steps]
+
+
+def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Artifact | None:
+    """Return the run's first evaluation of a checkpoint, by its own suite, that is still there."""
+    for step in record.steps.values():
+        if step.artifact.startswith("evaluation/"):
+            with suppress(ValueError):  # deleted by retention
+                evaluation = store.at(step.artifact)
+                if evaluation.manifest.inputs.get("checkpoint") == checkpoint.key:
+                    return evaluation
+    return None
+
+
+def family_number(family: str, name: str) -> int:
+    """Return the number of a run of `family`, or 0 for the name of another."""
+    match = re.fullmatch(rf"{re.escape(family)}-(\d+)", name)
+    return int(match[1]) if match else 0
+
+
+def now() -> str:
+    """Return the time as ISO 8601 text in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+OPEN = "open"
+
+
+def mark_open(root: Root, run: str) -> None:
+    """Leave the mark of a run that is about to work. Raises OSError."""
+    root.write(f"{now()}\n", OPEN, run)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+from llama3.planner.validation import step, verify
+from llama3.recipe.load import to_yaml
+from tasks.cluster import load_cluster
+from tests.llama3.planner.plan_samples import cluster_file, recipe
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "ANCHORS", (step.megascale_anchors, step.megatron_anchors))
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and a cluster, and no root."""
+    made = recipe().model_copy(update={"name": "small"})
+    (tmp_path / "recipe.yaml").write_text(to_yaml(made))
+    cluster_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ask(*words: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, words)], env={"COLUMNS": "100"})
+
+
+def strict(text: str) -> Any:
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_recipe_alone_is_its_stage_table(room: Path) -> None:
+    found = ask("recipe.yaml")
+    assert found.exit_code == 0
+    assert found.output.split()[0] == "stage"
+    assert "step s" not in found.output
+    assert found.output == ask("recipe", "recipe.yaml").output  # the word may be left out
+
+
+def test_on_a_cluster_there_are_layouts_days_and_failures(room: Path) -> None:
+    found = ask("recipe.yaml", "--cluster", "small.yaml", "--gpus", "64", "--gpus", "long=32", "--top", 2)
+    assert found.exit_code == 0
+    for words in ("cluster  small: 64 h100", "layouts,", "takes", "failures 64 GPUs", "failures 32 GPUs"):
+        assert words in found.output
+    assert ask("--cluster", "small.yaml", "recipe.yaml").exit_code == 0  # options may come first
+    assert sorted(path.name for path in room.iterdir()) == ["recipe.yaml", "small.yaml"]  # a plan leaves nothing
+
+
+def test_json_is_json_though_files_are_written_too(room: Path) -> None:
+    words = ("recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--json", "--html", "p.html", "--write", "w.yaml")
+    found = ask(*words)
+    assert found.exit_code == 0
+    told = strict(found.stdout)
+    assert [part["gpus"] for part in told["stages"]] == [16, 16]
+    assert "p.html" in found.stderr
+    assert (room / "p.html").read_text().startswith("<!doctype html>")
+    assert load_cluster(room / "w.yaml").processes == 16
+    again = ask("recipe.yaml", "--cluster", "w.yaml", "--json")
+    assert again.exit_code == 0
+    assert [part["step_s"] for part in strict(again.stdout)["stages"]] == [part["step_s"] for part in told["stages"]]
+
+
+def test_prices_are_the_users(room: Path) -> None:
+    def budget(*words: object) -> Any:
+        return strict(ask("recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--json", *words).stdout)["budget"]
+
+    usual, dear = budget(), budget("--price", 5)
+    assert dear["gpu_money"] == pytest.approx(2 * usual["gpu_money"])
+    assert budget("--watts", 1400)["mwh"] > usual["mwh"]
+    assert budget("--pue", 2.2)["mwh"] == pytest.approx(2 * usual["mwh"])
+
+
+def test_a_runs_file_without_a_fabric_tells_memory_and_no_speed(room: Path) -> None:
+    (room / "run.yaml").write_text("processes: 8\nlayout: {tp: 2}\n")
+    found = ask("recipe.yaml", "--cluster", "run.yaml")
+    assert found.exit_code == 0
+    assert "memory " in found.output
+    assert "what a step takes is unknown" in found.output
+
+
+MISTAKES = [
+    (("--cluster", "small.yaml", "--gpus", "many"), "gpus: 'many' is no number of GPUs"),
+    (("--cluster", "small.yaml", "--gpus", "warmup=8"), "gpus: warmup is no stage of the recipe; there are long"),
+    (("--cluster", "small.yaml", "--gpus", "65"), "gpus: 65 are more than the 64 of small; ask for fewer"),
+    (("--cluster", "small.yaml", "--gpus", "37"), "no layout of 37 GPUs fits"),
+    (("--cluster", "h900"), "cluster: 'h900' is unknown hardware, and nothing is guessed for it"),
+    (("--cluster", "run.yaml", "--json"), "cluster: --json need one whose devices and network are known"),
+    (("--write", "w.yaml", "--html", "p.html"), "cluster: --html, --write need one whose devices"),
+    (("--gpus", "8"), "cluster: --gpus need one"),
+    (("--cluster", "wrong.yaml"), "tiers: pod joins 24 GPUs, which is no multiple of the 16 of a rack; write 32"),
+    (("--set", "stages.main.seq=4097"), "4097"),
+]
+
+
+def test_mistakes_are_lines_and_status_2(room: Path) -> None:
+    (room / "run.yaml").write_text("processes: 8\n")
+    tiers = [{"name": "rack", "gpus": 16}, {"name": "pod", "gpus": 24}]
+    wrong = {**yaml.safe_load((room / "small.yaml").read_text()), "tiers": tiers}
+    (room / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    for words, told in MISTAKES:
+        found = ask("recipe.yaml", *words)
+        assert found.exit_code == 2, words
+        assert told in " ".join(found.stderr.split())
+        assert found.stdout == ""
+        assert not (room / "w.yaml").exists()
+
+
+def test_a_recipe_that_is_not_there_is_told(room: Path) -> None:
+    found = ask("none.yaml")
+    assert found.exit_code == 2
+    assert "none.yaml: cannot be read" in found.stderr
+
+
+def test_verify_exits_0_if_all_rows_are_as_they_must_be() -> None:
+    found = ask("verify")
+    assert found.exit_code == 0
+    assert "A4" in found.output
+    assert "all as they must be" in found.output
+    rows = strict(ask("verify", "--json").stdout)
+    assert {row["number"] for row in rows} == {"A4", "A5"}
+    assert all(row["ok"] for row in rows)
+
+
+def test_verify_exits_1_if_a_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = step.SYSTEMS
+    changed = second._replace(seconds={**second.seconds, 8192: 11.0})
+    monkeypatch.setattr(step, "SYSTEMS", (first, changed))
+    found = ask("verify")
+    assert found.exit_code == 1
+    assert "OUTSIDE" in found.output
+    assert "1 are not as they must be: A5" in " ".join(found.output.split())
+    told = ask("verify", "a5", "--json")
+    assert told.exit_code == 1
+    assert [row["what"] for row in strict(told.stdout) if not row["ok"]] == ["MegaScale, 8,192 GPUs"]
+    assert ask("verify", "A4").exit_code == 0
+
+
+def test_verify_refuses_an_unknown_anchor() -> None:
+    found = ask("verify", "A99")
+    assert found.exit_code == 2
+    assert "anchor: 'A99' is none; there are A4 to A5" in found.stderr
+
+
+def test_the_table_of_anchors_fits_100_columns() -> None:
+    text = ask("verify").output
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+    assert "…" not in text  # nothing was cut off for it
+
+
+def test_presets_are_listed_and_printed_to_be_copied(room: Path) -> None:
+    listed = ask("show")
+    assert listed.exit_code == 0
+    kinds = dict(line.split()[:2] for line in listed.output.splitlines()[1:] if line[0] != " ")
+    assert kinds.items() >= {("h100", "GPU"), ("grand-teton", "server"), ("roce-24k", "cluster")}
+    (room / "copy.yaml").write_text(ask("show", "roce-24k").stdout)
+    assert ask("recipe.yaml", "--cluster", "copy.yaml", "--gpus", 8).exit_code == 0
+    assert ask("show", "none").exit_code == 2
+
+
+@pytest.mark.slow
+def test_fabrics_compares_clusters(room: Path) -> None:
+    words = ("fabrics", "recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--root", "root", "--json")
+    found = ask(*words)
+    assert found.exit_code == 0
+    (one,) = strict(found.stdout)
+    assert (one["cluster"], one["gpus"]) == ("small", 16)
+    refused = ask("fabrics", "recipe.yaml", "--gpus", "warmup=8", "--root", "root")
+    assert refused.exit_code == 2
+    assert "gpus: warmup is no stage" in refused.stderr
+
+
+def test_without_words_there_is_help() -> None:
+    assert "verify" in ask().output
+    assert "verify" in ask("--help").output

@@ -1,0 +1,98 @@
+"""`herd generate`: the text goes to standard output as it is, and what it took to standard error."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from flows.cli import models
+from flows.cli.main import app
+from llama3.evaluate.generate import generate
+from llama3.model.files import load_model, save_model
+from llama3.model.init import build
+from llama3.recipe.sections import Model
+from llama3.tokens.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
+SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    model = build(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
+    save_model(made, SPEC, TOKENIZER.rows, model.state_dict())
+    TOKENIZER.save(made)
+    return made
+
+
+def herd(folder: Path, *options: str, given: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["generate", str(folder), *options], input=given)
+
+
+def due(folder: Path, prompt: str, tokens: int, top_p: float = 1.0) -> str:
+    return generate(load_model(folder), TOKENIZER, prompt, tokens, 0.8, top_p, 3)
+
+
+def test_the_text_stands_alone_on_standard_output(folder: Path) -> None:
+    prompt = "Once [b]up :smile:"
+    result = herd(folder, "--prompt", prompt, "--tokens", "30", "--top-p", "0.9", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert result.stdout_bytes.decode() == prompt + due(folder, prompt, 30, 0.9) + "\n"
+    assert re.fullmatch(
+        r"30 tokens, [\d.]+ tokens/s, first after \d+\.\d\d s, peak memory \d+\.\d\d GiB\n", result.stderr
+    )
+
+
+def test_a_dash_takes_the_prompt_from_standard_input(folder: Path) -> None:
+    result = herd(folder, "--prompt", "-", "--tokens", "5", "--seed", "3", given="two\nlines\n")
+    assert result.stdout_bytes.decode() == "two\nlines" + due(folder, "two\nlines", 5) + "\n"
+
+
+def test_the_text_ends_before_a_stop_text(folder: Path) -> None:
+    text = due(folder, "The", 30)
+    stop = text[7:9]
+    result = herd(folder, "--tokens", "30", "--seed", "3", "--stop", "never there", "--stop", stop)
+    assert result.stdout_bytes.decode() == "The" + text[: text.index(stop)] + "\n"
+
+
+def test_on_a_terminal_the_prompt_is_dim_and_nothing_written_can_steer_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = StringIO()
+    monkeypatch.setattr(
+        models, "out", Console(file=shown, force_terminal=True, color_system="standard", soft_wrap=True)
+    )
+    result = herd(folder, "--prompt", "a\x1b[31mb", "--tokens", "60", "--temperature", "3", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    dim, text = shown.getvalue().split("\x1b[0m", 1)
+    assert dim == "\x1b[2ma\N{SYMBOL FOR ESCAPE}[31mb"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    written = generate(load_model(folder), TOKENIZER, "a\x1b[31mb", 60, 3.0, 1.0, 3)
+    assert re.search(r"[\x00-\x08\x0b-\x1f]", written)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--top-p", "0"], "top_p 0.0 in (0, 1]"), (["--stop", ""], "no text in until"), (["--tokens", "0"], "--tokens")],
+)
+def test_settings_without_meaning_are_refused(folder: Path, options: list[str], message: str) -> None:
+    result = herd(folder, *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert "The" not in result.stdout
+
+
+def test_the_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    Tokenizer([*TOKENIZER.base, b"ab"]).save(tmp_path)
+    result = herd(tmp_path)
+    assert result.exit_code == 2
+    assert "512 embedding rows, the tokenizer 513" in " ".join(result.output.split())

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llama3.data.dedup import minhash
+from llama3.data.dedup.minhash import ROUNDS, near_duplicates, verdict_files
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, in_turn, write_table
+from llama3.data.text.words import words
+from llama3.recipe.data_schema import Curate, Dedup
+from tests.llama3.data.shard_samples import attributes, drops, make_job
+
+Document = dict[str, Any]
+VOCABULARY = [f"w{i}" for i in range(3000)]
+ALPHABETS = {
+    "en": ("abcdefghijklmnopqrstuvwxyz", " "),
+    "ru": ("абвгдежзийклмнопрстуфхцчшщыэюя", " "),
+    "hi": ("कखगघचछजझटठडढतथदधनपफबभमयरलवशसह", " "),
+    "zh": ("".join(chr(0x4E00 + i) for i in range(400)), ""),
+}
+
+
+def planted(seed: int, families: int) -> list[Document]:
+    """Return families of documents: an original and up to four copies with 0.2 to 8 % of the words replaced."""
+    rng = random.Random(seed)
+    documents = []
+    for family in range(families):
+        language = sorted(ALPHABETS)[family % len(ALPHABETS)]
+        letters, blank = ALPHABETS[language]
+        vocabulary = ["".join(rng.choices(letters, k=rng.randint(2, 9) if blank else 1)) for _ in range(800)]
+        original = rng.choices(vocabulary, k=rng.randint(60, 400))
+        for copy in range(rng.randint(1, 5)):
+            rate = rng.uniform(0.002, rng.choice((0.02, 0.08))) if copy else 0
+            edited = [rng.choice(vocabulary) if rng.random() < rate else word for word in original]
+            documents.append({"text": blank.join(edited), "language": language, "rank": rng.choice((0.0, 0.5))})
+    return list({document["text"]: document for document in documents}.values())
+
+
+def ran(folder: Path, documents: list[Document], shards: int = 1, parts: int = 1, **dedup: Any) -> CurationJob:
+    job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(dedup=Dedup(**dedup))))
+    near_duplicates(in_turn, job)
+    return job
+
+
+def texts_of(job: CurationJob) -> dict[str, str]:
+    """Return id -> text."""
+    tables = [pq.read_table(shard.text, columns=["id", "text"]) for shard in job.shards]
+    return {row["id"]: row["text"] for table in tables for row in table.to_pylist()}
+
+
+def clusters(job: CurationJob) -> dict[str, tuple[str, float, int]]:
+    """Return id -> (id of the one kept, jaccard, size) of every document in a cluster."""
+    rows = [row for file in job.files("near/clusters") for row in pq.read_table(file).to_pylist()]
+    assert all(row["id"] == attributes_of[row["row"]]["id"] for attributes_of in [attributes(job)] for row in rows)
+    return {row["id"]: (row["cluster"], row["jaccard"], row["size"]) for row in rows}
+
+
+def true_pairs(job: CurationJob) -> dict[frozenset[str], float]:
+    """Return the Jaccard of all pairs of documents of one language that share a shingle, by plain Python."""
+    language = {one["id"]: one["language"] for one in attributes(job).values()}
+    sets = {}
+    for name, text in texts_of(job).items():
+        found = words(text)
+        sets[name] = {tuple(found[i : i + 5]) for i in range(max(1, len(found) - 4))}
+    pairs = [(a, b) for a, b in combinations(sets, 2) if language[a] == language[b] and sets[a] & sets[b]]
+    return {frozenset(pair): len(sets[pair[0]] & sets[pair[1]]) / len(sets[pair[0]] | sets[pair[1]]) for pair in pairs}
+
+
+def joined(pairs: list[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Return the connected component of every end of `pairs`."""
+    group: dict[str, frozenset[str]] = {}
+    for pair in pairs:
+        merged = frozenset[str]().union(*(group.get(one, frozenset([one])) for one in pair))
+        group |= dict.fromkeys(merged, merged)
+    return group
+
+
+@pytest.fixture(scope="module")
+def planted_job(tmp_path_factory: pytest.TempPathFactory) -> CurationJob:
+    return ran(tmp_path_factory.mktemp("planted"), planted(1, 120), shards=2, parts=2)
+
+
+@pytest.fixture(scope="module")
+def pairs(planted_job: CurationJob) -> dict[frozenset[str], float]:
+    return true_pairs(planted_job)
+
+
+def apart(job: CurationJob, pairs: dict[frozenset[str], float]) -> list[float]:
+    """Return the Jaccard of the `pairs` whose ends are not in one cluster."""
+    found = clusters(job)
+    return [jaccard for pair, jaccard in pairs.items() if len({found.get(one, (one,))[0] for one in pair}) == 2]
+
+
+def test_only_bands_lose_pairs(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
+    """A pair shares no band with probability (1 - J^rows)^bands; what follows loses none of the rest."""
+    alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
+    assert len(alike) > 120
+    expected = sum((1 - jaccard**8) ** 14 for jaccard in alike.values())
+    assert len(apart(planted_job, alike)) <= expected + expected**0.5
+
+
+def test_recall_and_precision_with_more_bands(tmp_path: Path) -> None:
+    job = ran(tmp_path, planted(1, 120), bands=20, rows=6)
+    pairs = true_pairs(job)
+    alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
+    assert len(apart(job, alike)) <= 0.005 * len(alike)
+    chained = [pairs.get(frozenset((one, str(kept))), 0) for one, (_, kept) in drops(job, "near").items()]
+    assert sum(jaccard >= 0.7 for jaccard in chained) >= 0.97 * len(chained)
+
+
+def test_clusters_are_components_of_pairs_that_are_alike(
+    planted_job: CurationJob, pairs: dict[frozenset[str], float]
+) -> None:
+    truth = joined([pair for pair, jaccard in pairs.items() if jaccard >= 0.8])
+    for name, (cluster, jaccard, size) in clusters(planted_job).items():
+        assert cluster in truth[name]
+        assert 1 < size <= len(truth[name])
+        assert jaccard in [value for pair, value in pairs.items() if name in pair and value >= 0.8]
+
+
+def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
+    ids = {row: one["id"] for row, one in attributes(planted_job).items()}
+    rows = [row for file in verdict_files(planted_job) for row in pq.read_table(file).to_pylist()]
+    assert len(rows) > 250
+    for row in rows:
+        assert row["jaccard"] == pairs.get(frozenset((ids[row["centre"]], ids[row["row"]])), 0)
+        assert row["alike"] == (row["jaccard"] >= 0.8)
+    assert not all(row["alike"] for row in rows)  # bands alone would join these
+
+
+def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob) -> None:
+    documents = {one["id"]: one for one in attributes(planted_job).values()}
+    dropped = drops(planted_job, "near")
+    found = clusters(planted_job)
+    assert dropped == {one: ("near_duplicate", kept) for one, (kept, _, _) in found.items() if one != kept}
+    for kept in {kept for kept, _, _ in found.values()}:
+        members = [documents[one] for one in found if found[one][0] == kept]
+        assert len(members) == found[kept][2]
+        assert kept == min(members, key=lambda one: (-one["rank"], one["id"]))["id"]
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(16, 1), (3, 7)])
+def test_equal_for_any_shards_parts_and_order(
+    planted_job: CurationJob, tmp_path: Path, shards: int, parts: int
+) -> None:
+    documents = planted(1, 120)
+    random.Random(shards).shuffle(documents)
+    job = ran(tmp_path, documents, shards, parts)
+    assert clusters(job) == clusters(planted_job)
+    assert drops(job, "near") == drops(planted_job, "near")
+
+
+def test_rounds_are_cut_finer_where_there_is_much(
+    planted_job: CurationJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minhash, "PART_BYTES", 50_000)
+    job = make_job(tmp_path, planted(1, 120), shards=3, parts=2)
+    near_duplicates(two_threads, job)
+    assert len(job.files("near/00/verdicts")) > 5
+    assert len(job.files("near/drop")) == 2
+    assert clusters(job) == clusters(planted_job)
+
+
+def two_threads(job: CurationJob, step: str, work: Any, items: Any) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(partial(work, job), items)) == [None] * len(items)
+
+
+def test_rank_then_date_then_id(tmp_path: Path) -> None:
+    base = VOCABULARY[:200]
+    text = {name: " ".join([*base, name]) for name in "abcd"}
+    found = {}
+    for case, of in {
+        "rank": {"a": {"rank": 0.1, "date": "2024-01-01"}, "b": {"rank": 0.2}},
+        "date": {"a": {"date": "2023-12-31"}, "b": {"date": "2024-01-01"}, "c": {}},
+        "id": {"a": {}, "b": {}, "c": {}, "d": {}},
+    }.items():
+        job = ran(tmp_path / case, [{"text": text[name], **rest} for name, rest in of.items()])
+        dropped = drops(job, "near")
+        assert len(dropped) == len(of) - 1
+        found[case] = texts_of(job)[str(next(iter(dropped.values()))[1])][-1]
+        smallest = min(texts_of(job))
+    assert found["rank"] == found["date"] == "b"
+    assert texts_of(job)[smallest][-1] == found["id"]
+
+
+def test_a_hot_bucket_costs_its_size(tmp_path: Path) -> None:
+    page = VOCABULARY[:300]
+    documents = [{"text": " ".join([*page, f"visitor {i}"])} for i in range(2000)]
+    job = ran(tmp_path, documents, shards=2, parts=3)
+    rays = sum(pq.read_metadata(file).num_rows for file in verdict_files(job))
+    assert rays <= 2000 * Dedup().bands
+    assert len(drops(job, "near")) == 1999
+    assert {kept for _, kept in drops(job, "near").values()} == {min(texts_of(job))}
+
+
+def test_a_bucket_of_unlike_documents_costs_a_few_stars(tmp_path: Path) -> None:
+    """All share their first words, so bands of one row meet all the time, but no two are alike."""
+    rng = random.Random(3)
+    page = VOCABULARY[:60]
+    documents = [{"text": " ".join(page + rng.choices(VOCABULARY, k=60))} for _ in range(200)]
+    job = ran(tmp_path, documents, bands=4, rows=1)
+    assert drops(job, "near") == {}
+    assert len({file.split("/")[-3] for file in verdict_files(job)}) == ROUNDS
+    rays = sum(pq.read_metadata(file).num_rows for file in verdict_files(job))
+    assert 200 < rays <= 200 * 4 * ROUNDS
+
+
+def test_one_centre_is_not_enough(tmp_path: Path) -> None:
+    """Two pairs of alike documents in buckets that all four share."""
+    page, tails = VOCABULARY[:150], (VOCABULARY[500:570], VOCABULARY[600:670])
+    documents = [{"text": " ".join([*page, *tail, f"x{i}"])} for tail in tails for i in range(2)]
+    job = ran(tmp_path, documents, bands=20, rows=1)
+    assert sorted(size for _, _, size in clusters(job).values()) == [2, 2, 2, 2]
+
+
+def test_short_documents_and_scripts_without_spaces(tmp_path: Path) -> None:
+    chinese = "深度学习模型需要大量的文本数据。" * 3 + "我们在这里描述如何收集、清理和去除重复的文档。"
+    other = "今天天气很好，我们决定去公园散步，然后在湖边吃午饭，看孩子们放风筝，直到太阳下山才回家。"
+    texts = ["one two", "One, two!", "two one", "!!!", "???", "", chinese, chinese + "好", other]
+    job = ran(tmp_path, [{"text": text} for text in texts])
+    found = {frozenset((texts_of(job)[one], texts_of(job)[str(kept)])) for one, (_, kept) in drops(job, "near").items()}
+    assert found == {frozenset(("one two", "One, two!")), frozenset((chinese, chinese + "好"))}
+
+
+def test_each_domain_and_language_for_itself(tmp_path: Path) -> None:
+    text = " ".join(VOCABULARY[:100])
+    places = [("general", "en"), ("general", "de"), ("multilingual", "de")]
+    documents = [{"text": f"{text} {i}", "domain": domain, "language": of} for i, (domain, of) in enumerate(places)]
+    assert drops(ran(tmp_path / "apart", documents), "near") == {}
+    documents += [{"text": f"{text} other", "domain": "multilingual", "language": "de"}]
+    assert len(drops(ran(tmp_path / "together", documents), "near")) == 1
+
+
+def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
+    """The document that would be kept was dropped by an earlier step."""
+    documents = [{"text": " ".join([*VOCABULARY[:100], name]), "rank": rank} for name, rank in (("a", 1.0), ("b", 0.0))]
+    recipe = SimpleNamespace(curate=Curate())
+    job = make_job(tmp_path, documents, recipe=recipe)
+    gone = next(row for row, one in attributes(job).items() if one["rank"] == 1)
+    write_table(pa.table({"row": [gone], "outcome": ["x"], "kept": [None]}, DROP_SCHEMA), job.file("filter/drop", 0))
+    near_duplicates(in_turn, job)
+    assert drops(job, "near") == {}
+
+
+def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
+    text = " ".join(VOCABULARY[:50])
+    job = ran(tmp_path, [{"text": text}, {"text": text.upper()}], parts=2, jaccard=1)
+    assert drops(job, "near") == clusters(job) == {}
+    assert len(job.files("near/drop")) == len(job.files("near/clusters")) == 2
+
+
+def test_a_killed_job_goes_on(tmp_path: Path) -> None:
+    documents = planted(2, 30)
+    whole = ran(tmp_path / "whole", documents, shards=2, parts=2)
+    count = len(list(whole.folder.rglob("*.parquet")))
+    for stop in range(3, count, 17):
+        job = make_job(tmp_path / str(stop), documents, shards=2, parts=2)
+        with pytest.raises(KeyboardInterrupt):
+            near_duplicates(stopping(stop), job)
+        near_duplicates(in_turn, job)
+        assert {file.name: file.read_bytes() for file in (job.folder / "near/drop").iterdir()} == {
+            file.name: file.read_bytes() for file in (whole.folder / "near/drop").iterdir()
+        }
+
+
+def stopping(after: int) -> Any:
+    """Return a runner that stops after so many items."""
+    left = iter(range(after))
+
+    def runner(job: CurationJob, step: str, work: Any, items: Any) -> None:
+        for item in items:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            work(job, item)
+
+    return runner

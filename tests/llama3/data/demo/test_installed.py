@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import ast
+import gettext
+import inspect
+import json as json_module
+import statistics
+import struct
+import textwrap
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from llama3.data.demo.installed import InstalledFile, distributions, installed_documents, package_files, spread
+from llama3.data.demo.manual_pages import arguments, manual_text, unescape
+from llama3.data.demo.translations import (
+    catalogue_documents,
+    catalogue_language,
+    description,
+    docstrings,
+    read_mo,
+    read_po,
+)
+from llama3.recipe.base import DOMAINS
+
+MAN = r"""'\" t
+.\" a comment
+.TH LS 1 "May 2024"
+.ss \n[.ss] 0
+.de Macro
+never shown
+..
+.SH NAME
+ls \- list directory contents
+.SH "SEE ALSO" THIS
+Words are \fBfilled\fP
+into lines.\" another comment
+.PP
+.BR ls (1)
+and
+.I "two words" ;
+.TP
+\fB\-a\fR, \fB\-\-all\fR
+do not ignore \(lqdot\(rq files
+.nf
+$ ls   -l
+  total
+.fi
+.if n \{
+.B hidden
+.\}
+.TS
+a	b
+.TE
+After the table.
+"""
+MDOC = r""".Dd May 1, 2024
+.Dt CAT 1
+.Sh NAME
+.Nm cat
+.Nd concatenate files
+.Sh SYNOPSIS
+.Nm cat
+.Op Fl u
+.Op Ar file ...
+.Bl -tag
+.It Fl n
+Number the lines; see
+.Xr less 1 .
+.El
+"""
+
+
+def test_manual_pages_become_prose() -> None:
+    assert manual_text(MAN).split("\n\n") == [
+        "NAME",
+        "ls - list directory contents",
+        "SEE ALSO THIS",
+        "Words are filled into lines.",
+        "ls(1) and two words ;",
+        "-a, --all do not ignore “dot” files",
+        "$ ls   -l\n  total",
+        "After the table.",
+    ]
+    text = manual_text(MDOC)
+    for part in ("cat [-u] [file ...]", "-n Number the lines; see less(1).", "concatenate files"):
+        assert part in text
+    assert manual_text(".so man1/other.1") == ""
+
+
+def test_roff_escapes_and_arguments() -> None:
+    assert unescape(r"a\-b \fIc\fP \(bu \[u00E9] \*(aq \s-1x\s0 \\ \e") == r"a-b c • é ' x \ " + "\\"
+    assert arguments('one "two words" "a ""quote"""') == ["one", "two words", 'a "quote"']
+
+
+def build_mo(messages: list[tuple[str, str]]) -> bytes:
+    pairs = [(a.encode(), b.encode()) for a, b in messages]
+    head, at, tables, data = 28, 28 + 16 * len(pairs), [b"", b""], b""
+    for side in (0, 1):
+        for pair in pairs:
+            tables[side] += struct.pack("<2I", len(pair[side]), at + len(data))
+            data += pair[side] + b"\0"
+    offsets = (len(pairs), head, head + 8 * len(pairs), 0, 0)
+    return b"\xde\x12\x04\x95" + struct.pack("<I5I", 0, *offsets) + b"".join(tables) + data
+
+
+def test_compiled_catalogues_agree_with_gettext(tmp_path: Path) -> None:
+    found = [file for file in package_files() if file.ending == ".mo"]
+    made = tmp_path / "made.mo"
+    made.write_bytes(build_mo([("", "Content-Type: text/plain; charset=UTF-8\n"), ("Open file", "Datei öffnen")]))
+    agreed = 0
+    for path in (made, *(Path(file.path) for file in found[:20])):
+        with path.open("rb") as stream:
+            oracle = gettext.GNUTranslations(stream)
+        read: dict[str, set[str]] = {}
+        for original, text in read_mo(path.read_bytes()):
+            read.setdefault(original, set()).add(text)  # the same words may have several contexts
+        for original, texts in read.items():
+            known = {oracle.gettext(original), *(oracle.ngettext(original, original, n) for n in range(120))} - {
+                original
+            }
+            if original and known:  # gettext finds no message that has a context
+                agreed += 1
+                assert texts & known or texts == {original}
+    assert agreed > len(found)
+    with pytest.raises(ValueError, match="magic number"):
+        list(read_mo(b"something else" * 10))
+    with pytest.raises(ValueError, match="cut short"):
+        list(read_mo(made.read_bytes()[:40]))
+
+
+def test_source_catalogues_are_read() -> None:
+    text = 'msgid ""\nmsgstr "Language: de\\n"\n\n#: a.c\nmsgid "Open "\n"file"\nmsgstr "Datei "\n"\\"öffnen\\""\n'
+    assert list(read_po(text)) == [("", "Language: de\n"), ("Open file", 'Datei "öffnen"')]
+
+
+def test_catalogue_documents_have_a_sensible_length_and_no_originals() -> None:
+    messages = [(f"message {i}", f"die Übersetzung Nummer {i} der Meldung") for i in range(400)]
+    documents = list(
+        catalogue_documents(iter([("", "header"), ("same text here", "same text here"), *messages, *messages]))
+    )
+    assert "\n".join(documents).split("\n") == [text for _, text in messages]
+    assert all(3500 < len(document) < 5000 for document in documents[:-1])
+
+
+def test_catalogue_languages() -> None:
+    for name, language in [
+        ("locale/pt_BR/LC_MESSAGES/x.mo", "pt"), ("packages/a/locale/sr@latin/LC_MESSAGES/a.mo", "sr"),
+        ("packages/a/po/de.po", "de"), ("packages/a/models.mo", None),
+    ]:  # fmt: skip
+        assert catalogue_language(name) == language
+
+
+def test_docstrings_are_those_that_the_parser_finds() -> None:
+    for module in [textwrap, statistics, json_module, inspect]:
+        code = inspect.getsource(module)  # type: ignore[arg-type]
+        found = "\n\n\n".join(docstrings(code, "module"))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        wanted = [ast.get_docstring(node) for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
+        long = [text for text in wanted if text and len(text) > 80 and "\\" not in text]
+        assert len(long) > 3
+        assert [text for text in long if text not in found] == []
+        assert "import " not in found.split("\n")
+
+
+def test_a_description_is_name_summary_and_body() -> None:
+    metadata = (
+        "Metadata-Version: 2.1\nName: tool\nVersion: 1\nSummary: Does things\nLicense: MIT\n\n# Tool\n\nIt works.\n"
+    )
+    assert description(metadata) == "tool\n\nDoes things\n\n# Tool\n\nIt works."
+
+
+def test_spreading_takes_one_of_each_group_in_turn() -> None:
+    files = [
+        InstalledFile("", f"packages/{package}/{i}.py", 1)
+        for package, n in (("a", 50), ("b", 3), ("c", 1))
+        for i in range(n)
+    ]
+    order = spread(reversed(files))
+    assert order == spread(files)
+    assert {file.group for file in order[:3]} == {"packages/a", "packages/b", "packages/c"}
+    assert {file.group for file in order[3:5]} == {"packages/a", "packages/b"}
+    assert len(order) == len(files)
+
+
+def test_every_domain_has_text_with_python_and_its_packages_alone() -> None:
+    for domain in DOMAINS:
+        found = list(islice(installed_documents(domain, "installed", 1, system=False), 60))
+        assert found == list(islice(installed_documents(domain, "installed", 1, system=False), 60))
+        assert sum(document.size for document in found) > 10_000
+        places = {document.url.split("/")[0] for document in found}
+        assert places <= {"packages", "stdlib", "problems"}
+        if domain in ("general", "code"):
+            assert len({tuple(document.url.split("/")[:2]) for document in found}) > 30
+        if domain == "multilingual":
+            assert len({document.language for document in found}) > 4
+            assert not {document.language for document in found} & {"en", None}
+
+
+def test_distributions_are_named_with_their_versions() -> None:
+    assert any(name.startswith("pyarrow-") for name in distributions())

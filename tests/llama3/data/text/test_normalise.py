@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import time
+import unicodedata
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.data.kernels.arrow import text_buffers
+from llama3.data.kernels.text import GARBLED, UNCOMPOSED, scan
+from llama3.data.text.normalize import SIGNS, normalise, normalise_texts, repair
+
+TRICKY = st.text(
+    "a \t\n\r\x00\x0b\x0c\x1f\x7f\x85\x9f\xa0\u0301\u2028\u2029\ufeff\uffff\ufffeé漢か\u3099가ᄀ\u1161😀", max_size=40
+)
+VALID = st.one_of(TRICKY, st.text(st.characters(codec="utf-8"), max_size=40))
+
+
+def column(texts: list[str]) -> Any:
+    return pa.array(texts, pa.large_string())
+
+
+def flags_of(texts: list[str]) -> list[int]:
+    data, offsets = text_buffers(column(texts))
+    flags = np.zeros(len(texts), np.uint8)
+    scan(data, offsets[:-1].copy(), offsets[1:].copy(), flags)
+    return list(map(int, flags))
+
+
+@given(st.text(st.characters(codec=None)))
+def test_normalising_twice_changes_nothing(text: str) -> None:
+    once = normalise(text)
+    assert normalise(once) == once
+    assert once.encode().decode() == once  # no lone surrogate is left
+    assert unicodedata.is_normalized("NFC", once)
+    assert not any(c != "\n" and c != "\t" and unicodedata.category(c) == "Cc" for c in once)
+
+
+def test_normalising_keeps_what_means_something() -> None:
+    assert normalise("\ufeffa\r\n\tb  \rc\x00\n\n\n\n\n\nx²\n") == "a\n\tb\nc\n\n\nx²"
+    assert normalise("e\u0301") == "é"
+
+
+@given(st.lists(VALID, max_size=6))
+def test_a_column_is_normalised_as_its_texts_are(texts: list[str]) -> None:
+    result = normalise_texts(column(texts))
+    result.validate(full=True)
+    assert result.to_pylist() == [normalise(text) for text in texts]
+    assert normalise_texts(result).to_pylist() == result.to_pylist()
+
+
+def test_a_slice_of_a_column_is_normalised_alone() -> None:
+    assert normalise_texts(column(["x\r", "a \n", "\nb", "y "])[1:3]).to_pylist() == ["a", "b"]
+    assert normalise_texts(column([])).to_pylist() == []
+
+
+def test_only_characters_that_stand_alone_under_composition_are_passed_without_a_look() -> None:
+    points = [point for point in range(0x80, 0x110000) if not 0xD800 <= point < 0xE000]
+    joining = {0x1161 + i for i in range(21)} | {0x11A8 + i for i in range(27)}  # Hangul vowels and finals
+    for point in points:
+        parts = unicodedata.decomposition(chr(point)).split()
+        if len(parts) == 2 and not parts[0].startswith("<"):
+            joining.add(int(parts[1], 16))
+    for point, flags in zip(points, flags_of(list(map(chr, points))), strict=True):
+        if not flags & UNCOMPOSED:
+            assert unicodedata.is_normalized("NFC", chr(point)), hex(point)
+            assert unicodedata.combining(chr(point)) == 0, hex(point)
+            assert point not in joining, hex(point)
+
+
+def test_wrongly_decoded_text_is_set_right() -> None:
+    for code in ["latin-1", "cp1252"]:
+        for text in [
+            "l’été à Paris",
+            "naïve café Größe",
+            "Привет мир",
+            "Ελληνικά γράμματα",
+            "emoji 😀 here",
+            "日 Ä “quoted” … ok",
+        ]:
+            try:
+                garbled = text.encode().decode(code)
+            except UnicodeDecodeError:
+                garbled = text.encode().decode("latin-1")
+            assert repair(garbled) == text
+            assert repair(f"right: é\n{garbled}") == f"right: é\n{text}"
+            assert normalise_texts(column([garbled]), repairing=True).to_pylist() == [text]
+            assert normalise_texts(column([garbled])).to_pylist() == [normalise(garbled)]
+
+
+def test_right_text_is_not_repaired() -> None:
+    right = [
+        "été\u00a0» et «\u00a0là\u00a0»",
+        "CAÑÓN, NÃO, Äpfel…",
+        "„Fuß“ Spaß»",
+        "Привет",
+        "日本語",
+        "2 × 3 ± 1",
+        "Ø 5 mm",
+    ]
+    assert [repair(text) for text in right] == right
+
+
+@given(st.one_of(VALID, st.text("ÂÃâãé\x80\x99\xa0\xa9€™œ…a", max_size=12)))
+def test_repair_looks_only_where_the_scan_saw_something(text: str) -> None:
+    if not SIGNS.search(text):
+        assert repair(text) == text
+    else:
+        assert flags_of([text])[0] & GARBLED or SIGNS.search(text.strip("\n\t ")) is None
+
+
+def test_endless_marks_on_one_letter_take_time_by_their_number() -> None:
+    text = "a" + "\u0301\u0316" * 100_000
+    began = time.process_time()
+    [found] = normalise_texts(pa.array([text, "e\u0301" * 10], pa.large_string())).to_pylist()[:1]
+    assert time.process_time() - began < 10
+    assert found == normalise(text)
+    assert found.replace("\u034f", "").count("\u0316") == 100_000
+    assert normalise("e" + "\u0301" * 40) == "é" + "\u0301" * 39  # as ever

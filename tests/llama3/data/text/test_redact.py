@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.data.text.pii import redact, redact_text
+
+
+def test_mail_addresses_become_one_that_nobody_has() -> None:
+    for text, becomes in [
+        ("write to jane.doe+x@mail.corp.co.uk, or bob@x.org.", "write to email@example.com, or email@example.com."),
+        ("mailto:a_b@uni.edu?x <o'neil@irish.ie>", "mailto:email@example.com?x <email@example.com>"),
+        ("Joe.Blow@ACME.COM (mailto://joe@acme.com)", "email@example.com (mailto://email@example.com)"),
+        (f"{'x' * 64}@a.org", "email@example.com"),
+        ("张三@qq.com、jane@uni-köln.de", "email@example.com、email@example.com"),
+        ("请发邮件至zhang@qq.com联系", "请发邮件至email@example.com联系"),
+        ("문의jane@naver.com으로", "문의email@example.com으로"),
+        ("jörg.müller@web.de; почта@пример.рф!", "email@example.com; email@example.com!"),
+        (
+            "see http://a.org/?to=jane@x.org [jane@x.org](mailto:j@ab.org)",
+            "see http://a.org/?to=email@example.com [email@example.com](mailto:email@example.com)",
+        ),
+        ("jane@wp.pl, j@web.de and jane@t.co", "email@example.com, email@example.com and email@example.com"),
+    ]:
+        assert redact_text(text, "email") == (becomes, becomes.count("email@"))
+
+
+def test_what_is_nobodys_mail_stays() -> None:
+    for text in [
+        "git@github.com:a/b.git",
+        "x@self.weight @decorator a@b pkg@1.2.3",
+        "you@example.org",
+        "a@b.com@c.org",
+        "@",
+        "http://user:pass@complex.url.com/",
+        "ftp://jane@ftp.uni.de/x",
+        "W@x.to(device)",
+        "A@B.at[0]",
+        "a@b.py",
+        "y = self.W@self.x.to(device)",
+        "run@main.py",
+        "redis://:pw@cache.host.net:6379",
+    ]:
+        assert redact_text(text, "email") == (text, 0)
+
+
+def test_public_addresses_become_one_for_documentation() -> None:
+    assert redact_text("ping 93.184.216.34.", "ip") == ("ping 192.0.2.1.", 1)
+    assert redact_text("http://93.184.216.34:80/24 (8.8.18.8)", "ip") == ("http://192.0.2.1:80/24 (192.0.2.1)", 2)
+
+
+def test_public_ipv6_addresses_become_one_for_documentation() -> None:
+    text = "from 2a00:1450:4001:81b::200e to [2606:4700:4700::1111]:443, 2400:CB00:2048:1:0:0:6810:2A4F."
+    becomes = "from 2001:db8::1 to [2001:db8::1]:443, 2001:db8::1."
+    assert redact_text(text, "ip") == (becomes, 3)
+    assert redact(pa.array(["a 2606:4700:4700::1111 b"]), ["ip"])[0].to_pylist() == ["a 2001:db8::1 b"]
+
+
+def test_versions_and_addresses_of_nobody_stay() -> None:
+    for text in [
+        "kernel 4.15.0.112", "see 12.4.2.1", "from 10.x to 11.0.1.22", "Upgraded to 93.184.21.3", "2.4 - 11.0.1.22",
+        "in the year 2006::", "2262::1",
+        "2001:db8::7", "fe80::1ff:fe23:4567:890a", "2024:10:11", "std::2000::x", "2024:1a2b:ff", "3fff:1::2",
+        "1.2.3.4567", "v93.1.2.3", "version 93.184.21.3", "==93.184.216.34", "section 12.3.4.50", "1.3.6.1.4.1.99",
+        "93.184.216.34-rc", "256.1.1.1", "1.2.3.4", "192.168.1.1 127.0.0.1 10.0.0.1 224.0.0.1 172.20.3.4 203.0.113.77",
+    ]:  # fmt: skip
+        assert redact_text(text, "ip") == (text, 0)
+
+
+def test_a_column_is_redacted_and_counted() -> None:
+    texts = pa.chunked_array([["a@b.org 93.184.216.34 c@d.org", "nothing"], [None, "e@f.org"]], pa.large_string())
+    found, counts = redact(texts, ["email", "ip"])
+    assert found.to_pylist() == ["email@example.com 192.0.2.1 email@example.com", "nothing", None, "email@example.com"]
+    assert counts.tolist() == [3, 0, 0, 1]
+    assert found.type == texts.type
+    assert redact(texts, ["ip"])[1].tolist() == [1, 0, 0, 0]
+    assert redact(texts, [])[0] is texts
+
+
+@given(st.text("ab1289.@-_ \n", max_size=60), st.sampled_from(["email", "ip"]))
+def test_redacting_twice_changes_nothing(text: str, kind: str) -> None:
+    once, _ = redact_text(text, kind)
+    assert redact_text(once, kind) == (once, 0)
+
+
+@given(
+    st.text("ab .,@\n", max_size=60), st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8})?@[a-z]{1,8}\.(org|de)", fullmatch=True)
+)
+def test_an_address_between_blanks_never_stays(text: str, address: str) -> None:
+    if not address.endswith("@example.org") and not address.startswith("git@"):
+        found, count = redact_text(f"{text} {address} {text}", "email")
+        assert f" {address} " not in found
+        assert count >= 1

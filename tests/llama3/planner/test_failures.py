@@ -1,0 +1,113 @@
+"""Rates come from the published counts, grow with what they belong to, and traces keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.planner.reliability import (
+    FailureModel,
+    Fleet,
+    Offenders,
+    counts,
+    from_json,
+    llama3_failures,
+    make_trace,
+    mttf_by_node_rate,
+    repeaters,
+    scaled,
+    to_json,
+)
+
+MODEL, FLEET = llama3_failures(), Fleet(16_384)
+
+
+def test_the_published_counts() -> None:
+    by_name = {cause.name: cause.count for cause in MODEL.causes}
+    assert (MODEL.total, MODEL.unexpected, len(by_name)) == (466, 419, 19)
+    assert (by_name["faulty GPU"], by_name["GPU HBM3 memory"], by_name["planned"]) == (148, 72, 47)
+    assert MODEL.mtti_s(FLEET) / 3600 == pytest.approx(54 * 24 / 466)
+    assert MODEL.hang_share(FLEET) == pytest.approx((35 + 7) / 466)
+
+
+def test_rates_grow_with_their_component() -> None:
+    rates = {cause.name: MODEL.per_hour(cause, Fleet(32_768)) * 54 * 24 for cause in MODEL.causes}
+    assert rates["faulty GPU"] == pytest.approx(2 * 148)
+    assert rates["planned"] == pytest.approx(47)
+    wide = {cause.name: MODEL.per_hour(cause, Fleet(16_384, 16, 32)) * 54 * 24 for cause in MODEL.causes}
+    assert (wide["power supply"], wide["network switch or cable"]) == pytest.approx((1.5, 17.5))
+    assert MODEL.rate(FLEET, spare=True) * 54 * 24 == pytest.approx(466 - 54 - 7 - 2 - 47)
+
+
+@given(seed=st.integers(0, 2**32 - 1), days=st.floats(0.5, 60), gpus=st.integers(8, 40_000))
+def test_traces_are_seeded_ordered_and_survive_json(seed: int, days: float, gpus: int) -> None:
+    fleet = Fleet(gpus)
+    trace = make_trace(MODEL, fleet, days, seed, Offenders())
+    assert trace == make_trace(MODEL, fleet, days, seed, Offenders())
+    assert from_json(to_json(trace)) == trace
+    assert list(trace) == sorted(trace, key=lambda failure: failure.time_s)
+    assert all(0 <= failure.time_s < days * 86_400 and 0 <= failure.host < fleet.hosts for failure in trace)
+
+
+def test_other_seeds_give_other_traces_with_the_same_mean() -> None:
+    totals = [len(make_trace(MODEL, FLEET, 54, seed)) for seed in range(60)]
+    assert np.mean(totals) == pytest.approx(466, rel=0.02)
+    assert np.var(totals) == pytest.approx(466, rel=0.5)  # Poisson: variance = mean
+
+
+def test_offenders_keep_the_total_and_repeat() -> None:
+    offenders = Offenders(share=0.02, factor=20)
+    plain = [make_trace(MODEL, FLEET, 54, seed) for seed in range(20)]
+    uneven = [make_trace(MODEL, FLEET, 54, seed, offenders) for seed in range(20)]
+    assert np.mean([len(trace) for trace in uneven]) == pytest.approx(466, rel=0.03)
+    thrice = [sum(len(repeaters(trace, times=3)) for trace in traces) for traces in (plain, uneven)]
+    assert thrice[1] > 4 * thrice[0]
+    assert all(count >= 3 for count in repeaters(uneven[0], times=3).values())
+
+
+def test_what_removing_offenders_avoids() -> None:
+    """Against a count: failures on offending hosts above what ordinary ones would have had."""
+    offenders, rng = Offenders(share=0.1, factor=5), np.random.default_rng(1)
+    weights = offenders.weights(1000, rng)
+    bad = weights > weights.min() * 2
+    struck = bad[rng.choice(1000, 200_000, p=weights)].mean()
+    assert bad.sum() == 100
+    assert struck * (1 - 1 / 5) == pytest.approx(offenders.avoided(), abs=0.01)
+    assert Offenders(share=0, factor=5).avoided() == 0
+
+
+def test_scaled_traces_keep_order_causes_and_hosts() -> None:
+    trace = make_trace(MODEL, FLEET, 54, 7)
+    short = scaled(trace, 0.001, until_s=1000)
+    assert 0 < len(short) < len(trace)
+    assert [failure.time_s for failure in short] == pytest.approx([f.time_s / 1000 for f in trace[: len(short)]])
+    assert counts(short) == counts(trace[: len(short)])
+
+
+def test_mean_time_to_failure_is_a_rate_per_server() -> None:
+    assert mttf_by_node_rate(16_384) == pytest.approx(1.8, rel=0.03)
+    assert mttf_by_node_rate(131_072) == pytest.approx(mttf_by_node_rate(16_384) / 8)
+    assert mttf_by_node_rate(1_024) > 3 * 7.9  # what was measured: the known miss
+
+
+def test_own_counts_replace_the_published_ones(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\ndays: 10\nfleet_gpus: 64\ncauses: [{name: fan, count: 5, component: host}]\n")
+    assert FailureModel.load(str(path)).rate(Fleet(128)) == pytest.approx(1 / 24)
+
+
+def test_mistakes_are_named() -> None:
+    for call, words in [
+        (lambda: Fleet(0), "gpus: 0 is no number of GPUs; write 1 or more"),
+        (lambda: Offenders(share=1.5), "1.5 of the hosts"),
+        (lambda: FailureModel.load("failures-2030"), "'failures-2030' is unknown"),
+        (lambda: from_json("[{}]"), "is not a list of failures"),
+        (lambda: from_json("no"), "is not a list of failures"),
+        (lambda: FailureModel.load({"name": "x", "days": -1, "fleet_gpus": 8, "causes": []}), "days"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()  # type: ignore[operator]

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llama3.planner.hardware import Accelerator, load_accelerator, load_server, preset_names, preset_text, validated
+from llama3.train.peak_flops import PEAKS
+
+H100: dict[str, Any] = yaml.safe_load(preset_text("h100"))
+
+
+def test_presets_have_a_source_for_every_figure_and_the_makers_peak() -> None:
+    for name in preset_names("dense_tflops"):
+        device = load_accelerator(name)
+        assert set(Accelerator.figures()) - {"driver_name"} == set(device.sources)
+        assert device.dense_tflops * 1e12 == PEAKS[device.driver_name]["bf16"]
+
+
+def test_grand_teton_has_the_stated_priors() -> None:
+    server = load_server("grand-teton")
+    assert server.nic_bytes_per_s == pytest.approx(48.5e9)
+    assert (server.gpus, server.link_gb_s, server.link_latency_us) == (8, 360, 3.4)
+
+
+def test_unknown_hardware_is_not_guessed() -> None:
+    with pytest.raises(
+        ValueError, match=r"'b300' is unknown hardware, and nothing is guessed .* presets are h100, h200"
+    ):
+        load_accelerator("b300")
+    with pytest.raises(ValueError, match="preset: 'b300' is unknown; there are ai-zone"):
+        preset_text("b300")
+
+
+def test_the_sparse_peak_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"1979 is the peak with 2:4 sparsity.*dense is 989.*--sparse"):
+        load_accelerator({**H100, "dense_tflops": 1979})
+    assert load_accelerator({**H100, "dense_tflops": 1979}, sparse=True).dense_tflops == 1979
+
+
+def test_a_wrong_figure_is_named() -> None:
+    for change, told in [
+        ({"dense_tflop": 1}, "cluster.accelerator.dense_tflop: Extra inputs"),
+        ({"memory_gb": 0}, r"cluster.accelerator.memory_gb: .* greater than 0 \(it is 0\)"),
+        ({"reached_tflops": 990}, "reached_tflops: 990 is above the peak 989"),
+        ({"sources": {"speed": "x"}}, "sources: speed name no field"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            validated(Accelerator, {**H100, **change}, "cluster.accelerator")
+
+
+def test_a_copied_preset_is_a_file_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(preset_text("h100").replace("memory_gb: 80", "memory_gb: 96"))
+    assert load_accelerator(str(path)).memory_gb == 96
+    assert load_accelerator("mine.yaml", near=tmp_path).memory_gb == 96
+    with pytest.raises(ValueError, match=r"cluster.accelerator: .*none.yaml cannot be read"):
+        load_accelerator("none.yaml", near=tmp_path)

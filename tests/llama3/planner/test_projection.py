@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llama3.model.flops import flops_per_token
+from llama3.parallel.layout import Layout
+from llama3.planner.layout_search import SearchResult
+from llama3.planner.projection import Projection, StagePlacement, most_gpus, project, smallest_cluster
+from llama3.recipe.schedule import Schedule
+from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, projection, recipe, wanted
+
+TINY = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
+"""An H100 with 8 GB."""
+
+
+def made(places: dict[str, StagePlacement] | None = None, gpus: int = 0, *overrides: str, **changes: Any) -> Projection:
+    return project(recipe(*overrides), ROWS, fabric(**changes), curves(), places or {}, gpus)
+
+
+def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
+    found = projection()
+    assert [(part.stage, part.best.world) for part in found.parts] == [("main", 64), ("long", 32)]
+    for part in found.parts:
+        assert part.found is not None
+        assert part.best == part.found.fitting[0]
+        assert part.seconds == pytest.approx(part.segment.steps * part.best.time.total)
+        work = flops_per_token(found.recipe.model, ROWS, part.segment.seq).causal * part.segment.batch
+        assert part.mfu == pytest.approx(work / part.best.world / part.best.time.total / 989e12)
+
+
+def test_the_main_part_is_the_one_with_most_gpu_hours() -> None:
+    found = projection()
+    hours = {part.stage: part.seconds * part.best.world for part in found.parts}
+    assert found.main.stage == max(hours, key=lambda name: hours[name]) == "main"
+
+
+def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
+    stage = "{name: long, for: 32Mi, seq: [8192, 16384], batch: 1Mi, mix: base, advance: [short-context]}"
+    gated = f"stages=[{{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}}, {stage}]"
+    found = made({"long": StagePlacement(32), "long-16384": StagePlacement(16)}, 64, gated)
+    assert [(part.stage, part.best.world) for part in found.parts] == [
+        ("main", 64),
+        ("long-8192", 32),
+        ("long-16384", 16),
+    ]
+
+
+def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
+    both = "stages=[{name: main, until: 64Mi, seq: [4096, 16384], batch: 1Mi, mix: base}]"
+    short, long = made(None, 32, both).parts
+    assert (short.segment.seq, long.segment.seq) == (4096, 16384)
+    assert short.best.layout == long.best.layout
+    assert short.best.load.micro_batch == long.best.load.micro_batch
+    assert [short.found is None, long.found is None].count(False) == 1
+    assert min(short.best.margin, long.best.margin) >= 0
+
+
+def test_a_given_layout_is_judged_and_nothing_is_searched() -> None:
+    layout = Layout(tp=2, cp=2, recompute="full")
+    found = made({name: StagePlacement(16, layout, 2) for name in ("main", "long")})
+    assert [part.best.layout for part in found.parts] == [layout, layout]
+    assert [part.best.load.micro_batch for part in found.parts] == [2, 2]
+    assert [part.found for part in found.parts] == [None, None]
+
+
+def test_without_a_wish_as_many_gpus_are_taken_as_can_work() -> None:
+    assert [part.best.world for part in made().parts] == [64, 64]
+    few = "stages=[{name: main, until: 64Mi, seq: 4096, batch: 8Ki, mix: base}]"
+    one = made(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").parts[0].best
+    assert (one.world, one.layout.tp, one.dp) == (4, 2, 2)  # two sequences of a step, two heads of keys, no pipeline
+
+
+def test_the_most_gpus_follow_from_sequences_of_the_smallest_step() -> None:
+    spans = Schedule(recipe()).trained
+    assert [most_gpus(fabric(), span) for span in spans] == [64, 64]
+    tiny = Schedule(recipe("stages=[{name: main, until: 64Mi, seq: 4096, batch: 4Ki, mix: base}]")).trained[0]
+    large = fabric(tiers=[{"name": "cluster", "gpus": 4096}])
+    assert most_gpus(large, tiny) == 8 * 16  # one sequence: a server by 16 ranks of a pipeline
+
+
+def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(
+        ValueError, match=r"main: tp 1 x cp 1 x pp 1 x dp 16.* does not fit: [0-9.]+ GB of 7\.5: "
+    ) as told:
+        made({name: StagePlacement(16, Layout()) for name in ("main", "long")}, accelerator=TINY)
+    remedy = str(told.value).rsplit("; ", 1)[1]
+    assert remedy.startswith("tp ")
+    assert float(remedy.rsplit(" ", 1)[1]) <= 7.5  # GB that it needs
+    assert "micro-batch 1 would, with" in remedy
+
+
+def test_what_fits_nowhere_names_the_smallest_number_of_gpus_that_would_do() -> None:
+    with pytest.raises(ValueError, match=r"main: no layout of 1 GPUs fits sequences of 4,096 \(memory: ") as told:
+        made(None, 1, accelerator=TINY)
+    enough = int(str(told.value).rsplit("; ", 1)[1].split()[0])
+    assert 1 < enough <= 64
+    asked = wanted(memory_bytes=8e9)
+    assert smallest_cluster(asked, fabric(accelerator=TINY), curves()) == enough
+    made(None, enough, "stages=[{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}]", accelerator=TINY)
+    with pytest.raises(ValueError, match="no layout of"):
+        made(None, enough // 2, accelerator=TINY)
+
+
+def test_what_no_size_of_the_cluster_fits_says_so() -> None:
+    with pytest.raises(ValueError, match=r"no layout of 64 GPUs .*; no number of GPUs of small would do"):
+        made(None, 64, accelerator={**TINY, "memory_gb": 0.1})
+
+
+def test_more_gpus_than_the_cluster_has_are_refused() -> None:
+    for places, gpus in [({}, 65), ({"long": StagePlacement(128)}, 0)]:
+        most = max(gpus, *(place.gpus for place in places.values()), 0)
+        with pytest.raises(ValueError, match=f"gpus: {most} are more than the 64 of small; ask for fewer"):
+            made(places, gpus)
+
+
+def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
+    """37 GPUs are a prime number of replicas, or of pipeline ranks."""
+    with pytest.raises(ValueError, match=r"main: no layout of 37 GPUs fits .*37 must divide them.*; 1 GPUs would do"):
+        made(None, 37)
+
+
+def test_the_search_result_knows_what_was_asked() -> None:
+    part = projection().parts[0]
+    assert isinstance(part.found, SearchResult)
+    assert (part.found.wanted.world, part.found.wanted.seq) == (64, 4096)
+    assert part.found.wanted.spec.layers == SMALL["layers"]

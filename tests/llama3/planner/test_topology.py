@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.planner.hardware import preset_text
+from llama3.planner.topology import Fabric, fabric_names, load_fabric, make_fabric
+
+ROCE: dict[str, Any] = yaml.safe_load(preset_text("roce-24k"))
+
+
+def changed(**changes: Any) -> Fabric:
+    return make_fabric({**ROCE, **changes})
+
+
+def test_the_roce_cluster_is_the_published_one() -> None:
+    fabric = load_fabric("roce-24k")
+    assert (fabric.gpus, fabric.servers) == (24_576, 3_072)
+    rates = {layer.name: layer.bytes_per_s for layer in fabric.layers()}
+    assert rates == pytest.approx({"server": 360e9, "rack": 48.5e9, "pod": 48.5e9, "cluster": 48.5e9 / 7})
+
+
+def test_every_preset_names_its_sources() -> None:
+    for name in fabric_names():
+        fabric = load_fabric(name)
+        assert set(fabric.sources) >= {"tiers", "routing", "queue_pairs", "uplinks", "storage_gb_s"}
+
+
+def test_infiniband_has_full_bisection() -> None:
+    assert {layer.bytes_per_s for layer in load_fabric("ib-24k").layers()[1:]} == {48.5e9}
+
+
+def test_an_inconsistent_cluster_is_refused() -> None:
+    for changes, told in [
+        ({"tiers": [{"name": "rack", "gpus": 12}]}, r"rack joins 12 GPUs, which is no multiple of the 8.*; write 16"),
+        ({"tiers": [{"name": "rack", "gpus": 16}, {"name": "pod", "gpus": 8}]}, "pod joins 8 GPUs.*write 16"),
+        ({"tiers": [{"name": "rack", "gpus": 16}, {"name": "rack", "gpus": 32}]}, "two have the same name"),
+        ({"tiers": [{"name": "rack", "gpus": 16, "oversubscription": 0.5}]}, "oversubscription.*greater than or equal"),
+        ({"routing": "ecmp"}, "queue_pairs: 16 take one path under ecmp"),
+        ({"accelerator": "mi300x"}, "cluster.accelerator: 'mi300x' is unknown hardware"),
+        ({"network": "ethernet"}, "cluster.network"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            changed(**changes)
+
+
+def test_a_description_without_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cluster.server: is not given; write a preset such as grand-teton"):
+        make_fabric({key: value for key, value in ROCE.items() if key != "server"})
+
+
+def test_a_users_file_may_name_presets_and_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "gpu.yaml").write_text(preset_text("h100").replace("name: h100", "name: mine"))
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump({**ROCE, "name": "ours", "accelerator": "gpu.yaml"}))
+    fabric = load_fabric(str(tmp_path / "ours.yaml"))
+    assert (fabric.name, fabric.accelerator.name) == ("ours", "mine")
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Fabric:
+    return load_fabric("roce-24k")
+
+
+@given(st.lists(st.integers(0, 24_575), min_size=2, max_size=6))
+def test_the_layer_that_joins_gpus_is_the_innermost(fabric: Fabric, gpus: list[int]) -> None:
+    layers = fabric.layers()
+    found = fabric.layer_of(gpus)
+    assert len({gpu // layers[found].gpus for gpu in gpus}) == 1
+    assert found == 0 or len({gpu // layers[found - 1].gpus for gpu in gpus}) > 1

@@ -1,0 +1,248 @@
+"""The Kubernetes manifests: rendered, parsed again, and held against the controllers' own schemas.
+
+Kubeflow's package of API models has JobSet, the Job in it and the pod, generated from their OpenAPI documents: types,
+required fields, and no field that the schema does not know. Not checked by it: rules between fields and patterns (an
+API server's admission), and PyTorchJob around its pods, which it no longer has. Nothing was ever applied here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import IoK8sApiCoreV1PodTemplateSpec
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from pydantic import ValidationError
+
+from llama3.train.launch import _parsed
+from tasks.cluster import Cluster
+from tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
+
+JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+QUANTITY = re.compile(r"\d+(\.\d+)?([KMGT]i?)?")
+
+
+def rendered(kind: str, processes: int = 16, **settings: Any) -> dict[str, Any]:
+    """Return the manifest as a cluster would read it: through YAML."""
+    cluster = Cluster.model_validate({
+        "processes": processes, "launcher": "kubernetes", "kubernetes": {"kind": kind, **settings}
+    })  # fmt: skip
+    text = manifest_text(cluster, job_name("main-1a2b"), JOB, processes, LOGS)
+    assert "&id" not in text  # references are YAML, but hard to read
+    read: dict[str, Any] = yaml.safe_load(text)
+    return read
+
+
+def pods(read: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return (how many, pod template) of a manifest."""
+    if read["kind"] == "JobSet":
+        return [(job["replicas"] * job["template"]["spec"]["completions"], job["template"]["spec"]["template"])
+                for job in read["spec"]["replicatedJobs"]]  # fmt: skip
+    return [(part["replicas"], part["template"]) for part in read["spec"]["pytorchReplicaSpecs"].values()]
+
+
+def agent(pod: dict[str, Any], **variables: str) -> Any:
+    """Return what the pod's agent would be told: its own parser reads what a shell makes of the command."""
+    (container,) = pod["spec"]["containers"]
+    shell, option, line = container["command"]
+    variables |= {entry["name"]: entry["value"] for entry in container["env"]}
+    words = subprocess.run(
+        [shell, option, line.replace("exec ", 'printf "%s\\0" ', 1)], env=variables, capture_output=True, text=True
+    ).stdout.split("\0")
+    assert words[:3] == ["python", "-m", "llama3.train.launch"]
+    return _parsed(words[3:-1])
+
+
+@pytest.mark.parametrize("processes", [1, 16])
+@pytest.mark.parametrize("gpus", [True, False])
+def test_job_set_is_what_the_schema_allows(processes: int, gpus: bool) -> None:
+    """The models drop what they do not know, so what comes back must be what went in."""
+    read = rendered("JobSet", processes, queue="research", gpus=gpus)
+    model = JobsetV1alpha2JobSet.from_dict(read)
+    assert model is not None
+    assert model.to_dict() == read
+
+
+def test_the_schema_refuses_what_a_cluster_would_refuse() -> None:
+    read = rendered("JobSet")
+    (job,) = read["spec"]["replicatedJobs"]
+    job["template"]["spec"]["completions"] = "2"
+    with pytest.raises(ValidationError, match="completions"):
+        JobsetV1alpha2JobSet.from_dict(read)
+    read = rendered("JobSet")
+    read["spec"]["maxRestarts"] = 0  # belongs into failurePolicy
+    model = JobsetV1alpha2JobSet.from_dict(read)
+    assert model is not None
+    assert model.to_dict() != read
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+def test_pods_are_what_the_schema_allows(kind: str) -> None:
+    for _, pod in pods(rendered(kind)):
+        model = IoK8sApiCoreV1PodTemplateSpec.from_dict(pod)
+        assert model is not None
+        assert model.to_dict() == pod
+
+
+def test_job_set() -> None:
+    read = rendered("JobSet", queue="research", namespace="team")
+    assert (read["apiVersion"], read["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert read["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    assert read["metadata"]["namespace"] == "team"
+    assert read["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    (job,) = read["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert (spec["parallelism"], spec["completions"], spec["completionMode"], spec["backoffLimit"]) == (
+        2, 2, "Indexed", 0
+    )  # fmt: skip
+    told = agent(spec["template"], JOB_COMPLETION_INDEX="1")
+    assert (told.node, told.processes, told.per_node, told.ranks) == (1, 16, 8, range(8, 16))
+    # <set>-<job>-<number of job>-<number of pod>.<set>, the host names that JobSet documents
+    assert told.address == f"{read['metadata']['name']}-{job['name']}-0-0.{read['metadata']['name']}"
+    assert (told.job, told.logs) == (JOB, LOGS)
+
+
+def test_pytorch_job() -> None:
+    read = rendered("PyTorchJob", processes=24)
+    assert (read["apiVersion"], read["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert read["spec"]["runPolicy"] == {"backoffLimit": 0, "cleanPodPolicy": "All"}
+    parts = read["spec"]["pytorchReplicaSpecs"]
+    assert {name: part["replicas"] for name, part in parts.items()} == {"Master": 1, "Worker": 2}
+    for part in parts.values():
+        assert part["restartPolicy"] == "Never"
+        assert "restartPolicy" not in part["template"]["spec"]
+        (container,) = part["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert container["ports"][0]["name"] == "pytorchjob-port"
+    told = agent(parts["Worker"]["template"], RANK="2", MASTER_ADDR="main-master-0", MASTER_PORT="29500")
+    assert (told.node, told.ranks, told.address, told.port) == (2, range(16, 24), "main-master-0", 29500)
+    alone = rendered("PyTorchJob", processes=8)
+    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]  # no workers, rather than none of them
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+@pytest.mark.parametrize("gpus", [True, False])
+def test_what_every_pod_needs(kind: str, gpus: bool) -> None:
+    read = rendered(kind, gpus=gpus, environment={"NCCL_SOCKET_IFNAME": "eth0"}, grace_s=45)
+    assert DNS_LABEL.fullmatch(read["metadata"]["name"])
+    assert sum(count for count, _ in pods(read)) == 2
+    for _, pod in pods(read):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["terminationGracePeriodSeconds"] == 45
+        limits = container["resources"]["limits"]
+        assert limits == container["resources"]["requests"]
+        assert limits["cpu"] == 64
+        assert limits.get("nvidia.com/gpu") == (8 if gpus else None)
+        assert QUANTITY.fullmatch(limits["memory"])
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert variables["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert all(isinstance(value, str) for value in variables.values())  # a number is refused by the API
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts == {"root": "/herd", "shm": "/dev/shm"}
+        assert {volume["name"] for volume in spec["volumes"]} == set(mounts)
+
+
+def test_names_are_what_kubernetes_allows() -> None:
+    for name in ("main-1A2b", "ramp_1", "a" * 90, "long stage/name-"):
+        made = job_name(name)
+        assert DNS_LABEL.fullmatch(made)
+        assert len(f"{made}-node-0-15") <= 63
+
+
+def test_a_root_that_pods_cannot_see_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(launcher="kubernetes")
+    with pytest.raises(ValueError, match=r"cluster\.kubernetes\.mount: .* is not below /herd"):
+        manifest(cluster, "herd-main", tmp_path / "job.json", 1, LOGS)
+
+
+def test_no_kubectl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match=r"cluster\.launcher: kubernetes needs kubectl on the PATH"):
+        KubernetesLauncher(Cluster(), "main")
+
+
+KUBECTL = """\
+#!{python}
+# Stands for kubectl and a cluster with room for one job: a file.
+import json, sys, yaml
+from pathlib import Path
+file, words = Path(__file__).with_name("job.json"), [word for word in sys.argv[1:] if not word.startswith("--")]
+match words:
+    case ["get", "pods"]:
+        print(json.dumps({{"items": [{{"status": {{"phase": "Running"}}}}] if file.exists() else []}}))
+    case ["get", _]:
+        print(file.read_text() if file.exists() else "", end="")
+    case ["create"]:
+        if file.exists():
+            sys.exit("Error from server (AlreadyExists)")
+        file.write_text(json.dumps(yaml.safe_load(sys.stdin)))
+    case ["delete", _]:
+        file.unlink(missing_ok=True)
+"""
+
+
+def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kubectl").write_text(KUBECTL.format(python=sys.executable))
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cluster = Cluster.model_validate({"kubernetes": {"mount": str(tmp_path), "poll_s": 1e-9}})
+    job, first, second = (tmp_path / name for name in ("job", "attempt-1", "attempt-2"))
+    job.write_text("{}")
+    launcher = KubernetesLauncher(cluster, "main-1a2b")
+    assert launcher.live(job) is None
+    launch = launcher.start(job, 1, first)
+    assert launch.poll() is None
+    assert not launch.waits()
+    with pytest.raises(RuntimeError, match="AlreadyExists"):
+        launcher.start(job, 1, second)
+    found = KubernetesLauncher(cluster, "main-1a2b").live(job)
+    assert found is not None
+    assert (found.logs, found.label) == (first, "JobSet herd-main-1a2b")
+    read = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps(read | {"status": {"conditions": [FAILED]}}))
+    over = found.poll()
+    assert over is not None
+    assert (over.status, over.words) == (1, "JobSet herd-main-1a2b: Failed: FailedJobs a job failed")
+    assert launcher.live(job) is None
+    again = launcher.start(job, 1, second)  # in place of the one that has ended
+    job.write_text("{ }")  # asked for something else since
+    assert launcher.live(job) is None
+    assert launcher.live(job) is None
+    ended_by_us = again.poll()
+    assert ended_by_us is not None
+    assert "it was deleted" in ended_by_us.words
+
+
+FAILED = {"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "a job failed"}
+
+
+def test_ends_are_read_from_conditions() -> None:
+    def told(*conditions: tuple[str, str]) -> dict[str, Any]:
+        return {"status": {"conditions": [{"type": kind, "status": status} for kind, status in conditions]}}
+
+    assert ended({}) is None
+    assert ended(told(("Created", "True"), ("Running", "True"))) is None
+    assert ended(told(("Running", "False"), ("Succeeded", "True"))) == (0, "Succeeded:")
+    assert ended(told(("Completed", "True"))) == (0, "Completed:")
+    assert ended(told(("Failed", "False"))) is None
+    assert ended({"status": {"conditions": [FAILED]}}) == (1, "Failed: FailedJobs a job failed")
+
+
+def test_capacity_counts_nodes_that_are_ready_and_open() -> None:
+    def node(ready: str, gpus: str, **spec: Any) -> dict[str, Any]:
+        conditions = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]
+        return {"spec": spec, "status": {"conditions": conditions, "allocatable": {"nvidia.com/gpu": gpus}}}
+
+    listed = {"items": [
+        node("True", "8"), node("True", "7"), node("Unknown", "8"), node("True", "8", unschedulable=True)
+    ]}  # fmt: skip
+    assert ready_nodes(listed, "nvidia.com/gpu", 8) == 1
+    assert ready_nodes(listed, "", 8) == 2

@@ -1,0 +1,266 @@
+"""The Slurm launcher against a real slurmctld with two emulated nodes; the script it writes against a golden one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from llama3.recipe.schedule import Schedule
+from llama3.train.job import AttemptResult, outcomes_in
+from tasks.cluster import Cluster, load_cluster
+from tasks.launch.base import Launch, fitting
+from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
+from tests.dist import run
+from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
+from tests.tasks.slurm_daemons import slurm_for_children
+
+GOLDEN = Path("tests/golden/attempt.sbatch")
+WAIT_S = 240
+SETTINGS = {"processes_per_node": 1, "gpus": False, "cpus_per_process": 1, "poll_s": 0.2, "partition": "train"}
+ASKED = recipe(stages=stages(200))
+
+
+def test_script_is_the_golden_one() -> None:
+    cluster = Cluster.model_validate({
+        "processes": 16, "launcher": "slurm", "slurm": {
+            "partition": "h100", "account": "llm", "time": "2-00:00:00", "cpus_per_process": 12,
+            "lines": ["--exclusive", "--qos=high"], "setup": ["module load cuda"],
+            "srun": ["--container-image=/shared/herd 1.sqsh"], "python": "/shared/venv/bin/python",
+            "environment": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"},
+        },
+    })  # fmt: skip
+    work, logs = Path("/shared/herd data/work/main-1a2b"), Path("/shared/herd data/runs/tiny-1/logs/main/attempt-1")
+    script = slurm_script(cluster, "herd-main-1a2b", work / "job.json", 16, logs)
+    script = script.replace(f"--chdir={CHECKOUT}", "--chdir=/shared/herd")
+    assert script == GOLDEN.read_text()
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, "x\ntouch PWNED") for name in ("partition", "account", "time", "python")),
+        *((name, ["--qos=high\n\rtouch PWNED"]) for name in ("lines", "srun")),
+        ("environment", {"A; touch PWNED; B": "1"}),
+        ("environment", {"A\n": "1"}),
+    ],
+)
+def test_what_would_become_a_command_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    """But for `setup`, which is shell."""
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"launcher": "slurm", "slurm": {field: value}}))
+    with pytest.raises(ValueError, match=rf"(?s)cluster\.slurm\.{field}.*(write one line|no name of a variable)"):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_folder_with_a_line_break_in_its_name_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster.model_validate({"launcher": "slurm"})
+    with pytest.raises(ValueError, match=r"root: .*choose another folder"):
+        slurm_script(cluster, "herd-main", tmp_path / "job.json", 1, tmp_path / "x\ntouch PWNED")
+
+
+def test_values_of_variables_are_only_values(tmp_path: Path) -> None:
+    value = "$(touch PWNED)\n'\"; touch PWNED"
+    cluster = Cluster.model_validate({"launcher": "slurm", "slurm": {"environment": {"GIVEN": value}}})
+    script = slurm_script(cluster, "herd-main", tmp_path / "job.json", 1, tmp_path)
+    head = script.split("# The first node")[0] + '\nprintf %s "$GIVEN"'
+    done = subprocess.run(["bash"], input=head, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == value
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[None]:
+    """A Slurm of this module's own, in the environment of its commands."""
+    with slurm_for_children():
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = job(tmp_path_factory.mktemp("undisturbed"), ASKED)
+    assert run(1, train, path) == [0]
+    return path
+
+
+def cluster_of(processes: int) -> Cluster:
+    return Cluster.model_validate({"processes": processes, "launcher": "slurm", "slurm": SETTINGS})
+
+
+@pytest.mark.slow
+def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    """Two nodes; a rank is killed and a node goes down; the next attempt takes what is left, and the same data."""
+    tmp_path = tmp_path / "with a blank"
+    path, cluster = job(tmp_path, ASKED), cluster_of(2)
+    launcher = SlurmLauncher(cluster, "lost-node")
+    assert launcher.capacity() == 2
+    launch = launcher.start(path, 2, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: len(records(path)) >= 5, launch)
+    rank_of(path, 1).kill()
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status == -9
+    assert ended.words.startswith("rank 1 was killed by SIGKILL; the end of ")
+    with node_down("n2"):
+        assert launcher.capacity() == 1
+        left = fitting(Schedule(ASKED).span("main"), cluster, launcher.capacity())
+        again = launcher.start(path, left, tmp_path / "logs" / "attempt-2")
+        wait_for(lambda: again.poll() is not None)
+    assert again.poll() == AttemptResult(status=0)
+    assert [log.name for log in (tmp_path / "logs" / "attempt-2").glob("rank-*")] == ["rank-0.log"]
+    one, other = losses(undisturbed), losses(path)
+    assert one.keys() == other.keys()
+    for position, values in one.items():
+        assert other[position] == pytest.approx(values, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "with a blank"
+    path, cluster = job(tmp_path, ASKED), cluster_of(1)
+    assert SlurmLauncher(cluster, "orphan").live(path) is None
+    launch = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: len(records(path)) >= 2, launch)
+    assert SlurmLauncher(cluster, "orpha").live(path) is None
+    found = SlurmLauncher(cluster, "orphan").live(path)
+    assert found is not None
+    assert (found.job_id, found.logs, found.label) == (launch.job_id, launch.logs, f"Slurm job {launch.job_id}")
+    assert found.poll() is None
+    assert not found.waits()
+    found.stop()
+    assert found.poll() is not None
+    assert [told.status for told in outcomes_in(launch.logs)] == [143]
+    newest = max(int(folder.name) for folder in (work(path) / "checkpoints").iterdir())
+    assert newest == records(path)[-1].position  # not a step is lost
+    assert SlurmLauncher(cluster, "orphan").live(path) is None
+    last = SlurmLauncher(cluster, "orphan").start(path, 1, tmp_path / "logs" / "attempt-3")
+    assert last.job_id != launch.job_id
+    wait_for(lambda: last.poll() is not None)
+    assert last.poll() == AttemptResult(status=0)
+    assert weights(path) == weights(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_start_says_why(running: None, tmp_path: Path) -> None:
+    cluster = Cluster.model_validate(
+        {"launcher": "slurm", "slurm": {**SETTINGS, "setup": ["echo no module cuda; exit 3"]}}
+    )
+    launch = SlurmLauncher(cluster, "broken").start(job(tmp_path, ASKED), 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert f"Slurm job {launch.job_id} ended (FAILED)" in ended.words
+    assert "no module cuda" in ended.words
+
+
+SBATCH = """\
+#!/bin/bash
+{real} "$@"
+{then}
+"""
+
+
+def in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """Put an sbatch before the real one that submits and then does what a busy controller or a person may do."""
+    real = shutil.which("sbatch")
+    (folder / "sbatch").write_text(SBATCH.format(real=real, then=then))
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.slow
+def test_a_job_is_followed_although_sbatch_gave_up_waiting(
+    running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way(tmp_path, monkeypatch, 'echo "Socket timed out on send/recv operation" >&2; exit 1')
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "late")
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    live = launcher.live(path)
+    assert live is not None
+    assert launch.job_id == live.job_id
+    launch.stop()
+    assert launcher.live(path) is None
+
+
+@pytest.mark.slow
+def test_a_job_with_another_task_is_not_followed(running: None, tmp_path: Path) -> None:
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "before")
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    path.write_text(path.read_text() + "\n")
+    assert launcher.live(path) is None
+    assert launch.poll() is not None
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_job_is_submitted_leaves_none(
+    running: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way(tmp_path, monkeypatch, f"kill -INT {os.getpid()}; sleep 5")
+    path, launcher = job(tmp_path, ASKED), SlurmLauncher(cluster_of(1), "regretted")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    wait_for(lambda: launcher.live(path) is None)
+
+
+@contextmanager
+def node_down(name: str) -> Iterator[None]:
+    subprocess.run(["scontrol", "update", f"nodename={name}", "state=down", "reason=test"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=True)
+
+
+def rank_of(path: Path, rank: int) -> psutil.Process:
+    """Return the process of `rank` of the job file `path`; slurmd's children are not ours."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == f"herd-rank-{rank}" and str(path) in (process.info["cmdline"] or ()):
+            return process
+    raise LookupError(f"no process of rank {rank}")
+
+
+def wait_for(condition: Callable[[], bool], launch: Launch | None = None) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        ended = launch.poll() if launch is not None else None
+        assert ended is None, ended
+        time.sleep(0.02)
+
+
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Put commands before Slurm's that do what `scripts` say, or nothing."""
+    for name in ("sbatch", "squeue", "scancel", "sinfo", "scontrol"):
+        (folder / name).write_text(f"#!/bin/sh\n{scripts.get(name, '')}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_capacity_is_what_is_up_and_no_more_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, sinfo="echo n1; echo n2; echo n2; echo n3")
+    assert [SlurmLauncher(cluster_of(asked), "up").capacity() for asked in (1, 3, 8)] == [1, 3, 3]
+
+
+def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins(tmp_path, monkeypatch, scontrol="echo JobId=7 JobState=NODE_FAIL")
+    (tmp_path / "job.sbatch").write_text("#SBATCH --nodes=2\n")
+    launch, done = SlurmLaunch("7", tmp_path, 0.0), AttemptResult(status=0)
+    (tmp_path / "node-0.json").write_text(done.model_dump_json())
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status == -9
+    assert "ended (NODE_FAIL) and not every node said how" in ended.words
+    (tmp_path / "node-1.json").write_text(done.model_dump_json())
+    assert launch.poll() == done
+    (tmp_path / "node-0.json").unlink()
+    (tmp_path / "node-1.json").write_text(AttemptResult(status=1, words="rank 1").model_dump_json())
+    assert launch.poll() == AttemptResult(status=1, words="rank 1")

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llama3.data.readers.sources import DomainSurvey
+from llama3.evaluate import suite
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.load import RecipeError, load_recipe
+from llama3.recipe.schedule import Schedule
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.plan.recipe import make_plan, plan_markdown, shortage, stage_rows, stage_table, summary_lines, tokens_needed
+from tasks.runs.preflight import check_place, preflight
+
+PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
+QUICKSTART = Path("recipes/quickstart.yaml")
+REMEDY = " is a placeholder; write your own in its place"
+
+
+def test_the_published_plan_in_numbers() -> None:
+    plan = make_plan(PUBLISHED, [])
+    assert plan.parameters == 405_853_388_800
+    dense, causal = plan.flops()
+    assert dense == pytest.approx(6 * 403.75e9 * 15.6e12, rel=0.01)
+    assert causal > dense
+    placeholder, *published = plan.warnings
+    assert "<your-bucket> is a placeholder" in placeholder
+    assert len(published) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama3-8b", {"<your-bucket>": ["sources.general.0.uri", "sources.multilingual.0.uri", "evaluate.data"]}),
+        (
+            "domain-adaptation",
+            {
+                "<your-bucket>": ["sources.general.0.uri", "sources.general.1.uri", "sources.code.0.uri"],
+                "<folder of Llama-3.1-8B>": ["start.from", "tokenizer.use"],
+            },
+        ),
+    ],
+)
+def test_a_placeholder_is_warned_of_in_a_plan_and_refused_in_a_run(
+    name: str, fields: dict[str, list[str]], tmp_path: Path
+) -> None:
+    recipe = load_recipe(Path(f"recipes/{name}.yaml"))
+    warned = [line for line in make_plan(recipe, []).warnings if "is a placeholder" in line]
+    with pytest.raises(RecipeError) as refused:
+        check_place(recipe, Cluster(), Root.of(tmp_path))
+    assert str(refused.value).splitlines() == warned
+    told = {words.removesuffix(REMEDY): names.split(", ") for names, words in (line.split(": ") for line in warned)}
+    assert told.keys() == fields.keys()
+    assert all(set(fields[placeholder]) <= set(told[placeholder]) for placeholder in fields)
+
+
+def test_what_ships_to_be_run_has_no_placeholder() -> None:
+    assert not [line for line in make_plan(load_recipe(QUICKSTART), []).warnings if "placeholder" in line]
+
+
+def test_the_table_fits_a_terminal_and_names_every_stage() -> None:
+    console = Console(width=80, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(stage_table(make_plan(PUBLISHED, [])))
+    lines = console.export_text().rstrip().splitlines()
+    assert [line.split()[0] for line in lines] == ["stage", "ramp-4k", "ramp-8k", "main", "long", "anneal"]
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+
+
+def test_markdown_and_summary_hold_the_same_facts() -> None:
+    plan = make_plan(load_recipe(QUICKSTART), [DomainSurvey("math", 10, 4_000_000, 1_000_000, True)])
+    text = plan_markdown(plan)
+    assert all(line in text for line in summary_lines(plan))
+    assert "math: 4.0 MB in 10 documents, 25% of it generated problems" in text
+
+
+def test_tokens_needed_add_up_to_the_run() -> None:
+    recipe = load_recipe(QUICKSTART)
+    assert sum(tokens_needed(recipe, domain) for domain in DOMAINS) == pytest.approx(Schedule(recipe).tokens, abs=4)
+
+
+def test_a_stage_says_what_it_adds_and_needs_it_beside_its_domain() -> None:
+    new = "sources.math=[{uri: installed}, {uri: installed, name: gsm}]"
+    plain, recipe = (load_recipe(QUICKSTART, [new, f"stages.anneal.add={add}"]) for add in ("{}", "{gsm: 30%}"))
+    assert stage_rows(make_plan(plain, []))[-1][-1] == "30/40/22/8"
+    assert stage_rows(make_plan(recipe, []))[-1][-1] == "21/58/15.4/5.6 with 30% gsm"
+    anneal = Schedule(recipe).span("anneal").tokens
+    assert tokens_needed(recipe, "math", "gsm") == round(anneal * 0.3)
+    assert tokens_needed(plain, "math") - tokens_needed(recipe, "math") == pytest.approx(anneal * 0.4 * 0.3, abs=1)
+    fault = shortage(recipe, DomainSurvey("math", 3, 1000, 0, True, "gsm"), 1 / 4)
+    assert re.search(r"sources\.math \(gsm\): .* lower the share of math \(gsm\)", fault)
+
+
+def test_a_short_domain_is_told_with_what_to_do() -> None:
+    recipe = load_recipe(QUICKSTART)
+    fault = shortage(recipe, DomainSurvey("code", 3, 1000, 0, True), 1 / 4)
+    assert re.search(r"sources\.code: .* about 250 tokens; .*max_epochs 4 allows; add text, lower the share", fault)
+    assert not shortage(recipe, DomainSurvey("code", 3, 10**9, 0, True), 1 / 4)
+    assert not shortage(recipe, DomainSurvey("code", 0, 0, 0, False), 1 / 4), "a remote source is not judged unseen"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "fault"),
+    [
+        ([], 3, r"stages.ramp-1.batch: 512 tokens is not a multiple of sequence 128 x data-parallel size 3; write"),
+        (["evaluate.tasks=[none.jsonl]"], 1, r"none: .*none.jsonl: is not a file; put it there"),
+        (["tokenizer={use: none.model}"], 1, r"tokenizer.use: 'none.model' is not a file; give a tiktoken"),
+    ],
+)
+def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.of(tmp_path))
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
+        check_place(load_recipe(QUICKSTART), Cluster(), Root.of(tmp_path / "root"))
+
+
+def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, words = Root.of(tmp_path / "root"), ["evaluate.suite=core", "evaluate.data=memory://none"]
+    remote = load_recipe(QUICKSTART, words)
+    assert check_place(remote, Cluster(), root) == []
+    with pytest.raises(RecipeError, match=r"hellaswag: memory://none/.* is not a file; put it there"):
+        preflight(remote, Cluster(), root)
+    looks: list[int | None] = []
+    look = suite.check_rows
+    monkeypatch.setattr(suite, "check_rows", lambda file, at, rows: (looks.append(rows), look(file, at, rows)))
+    left_out = check_place(load_recipe(QUICKSTART, [*words, "evaluate.missing=skip"]), Cluster(), root, thorough=True)
+    assert len(left_out) == 20
+    assert looks == [None] * 20
+    plan = make_plan(remote, [], left_out)
+    assert [line for line in plan.warnings if line.startswith("evaluate: leaves out hellaswag: memory://none")]
+    assert len(looks) == 20
+
+
+def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
+    with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
+        preflight(recipe, Cluster(), Root.of(tmp_path / "root"))

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from llama3.parallel.memory import memory
+from tasks.plan import plots
+from tasks.plan.page import cost_points, page, write_page
+from tests.tasks.plan_room import planned
+
+INSIDE = ("#", "data:")
+"""Addresses of what is in the page itself."""
+
+
+class Reader(HTMLParser):
+    """What a browser would fetch or run, the text that it would show, and tags that were not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts = 0
+        self.words: list[str] = []
+        self.pictures = 0
+        self.headings: list[str] = []
+        self.inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside = tag
+        self.scripts += tag in ("script", "iframe", "object", "embed") or any(
+            name.startswith("on") for name, _ in attrs
+        )
+        self.pictures += tag == "svg"
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "data") and not (value or "").startswith(INSIDE):
+                self.fetched.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.inside in ("h1", "h2"):
+            self.headings.append(data.strip())
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return page(planned("64", "long=32"))
+
+
+@pytest.fixture(scope="module")
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    return reader
+
+
+def test_the_page_needs_nothing_from_outside(text: str, read: Reader) -> None:
+    assert read.fetched == []
+    assert read.scripts == 0
+    assert "@import" not in text
+    assert text.count("url(") == text.count("url(#")
+
+
+def test_six_pictures_each_under_its_title(read: Reader) -> None:
+    titles = ("The job on the cluster", "Traffic of a step", "The pipeline", "Memory of a GPU", "How often to save")
+    assert read.pictures == 6
+    assert set(read.headings) >= {*titles, "Cost against days"}
+
+
+def test_the_page_has_the_figures_of_the_console(read: Reader) -> None:
+    found, words = planned("64", "long=32"), " ".join(" ".join(read.words).split())
+    best = found.main.best
+    told = (
+        f"{found.budget.days:.1f}",
+        f"{best.tflops:.0f} TFLOP/s",
+        f"{100 * found.main.mfu:.1f} %",
+        f"{100 * found.uptimes[64].share:.1f} %",
+        f"{best.time.gemm * 1e3:,.0f}",
+        f"{best.memory.total / 1e9:.1f} GB of",
+        f"{best.layout.tp}·{best.layout.cp}·{best.layout.pp}·{best.dp}",
+        "64 H100" if "64 H100" in words else "64 h100",
+    )
+    assert [each for each in told if each not in words] == []
+
+
+def test_a_name_is_text_and_no_markup() -> None:
+    found = planned("64")
+    recipe = found.plan.recipe.model_copy(update={"name": "<b>x</b>"})
+    object.__setattr__(found.plan, "recipe", recipe)
+    try:
+        assert "<b>x</b>" not in page(found)
+    finally:
+        object.__setattr__(found.plan, "recipe", found.projection.recipe)
+
+
+def test_the_file_is_written_whole(tmp_path: Path, text: str) -> None:
+    write_page(planned("64", "long=32"), tmp_path / "plan.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
+    assert len((tmp_path / "plan.html").read_text()) == pytest.approx(len(text), rel=0.05)
+
+
+def test_cost_against_days_goes_through_the_plan_itself() -> None:
+    """All stages on as many GPUs, so that the point of that size is the budget's own."""
+    found = planned("64")
+    points = {gpus: (days, money) for gpus, days, money in cost_points(found)}
+    assert set(points) == {64, 32, 16, 8, 4}
+    days, money = points[64]
+    budget = found.budget
+    assert days == pytest.approx(budget.days)
+    assert money == pytest.approx(budget.gpu_hours * (1 + budget.prices.spare_share) * budget.prices.gpu_hour)
+    taken = [points[gpus][0] for gpus in sorted(points)]
+    assert taken == sorted(taken, reverse=True)  # fewer GPUs, more days
+
+
+def test_memory_in_the_picture_is_all_of_it() -> None:
+    found = planned("64")
+    best, spec = found.main.best, found.projection.recipe.model
+    for need in memory(spec, found.projection.rows, best.layout, best.world, best.load):
+        parts = plots.memory_parts(need)
+        assert sum(parts.values()) == need.total
+        assert set(parts) == set(plots.MEMORY)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from llama3.parallel.layout import Layout
+from llama3.planner.device_curves import Curves
+from llama3.planner.layout_search import RESERVE
+from llama3.planner.projection import project
+from llama3.recipe.schedule import Schedule
+from llama3.train import metrics
+from llama3.train.peak_flops import device_name
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.plan import predict as module
+from tasks.plan.calibrate import load_calibration, store_calibration
+from tasks.plan.options import curves_of, places_of
+from tasks.plan.predict import Device, device_of, memory_faults, needs, predict, remedy
+from tests.llama3.planner.plan_samples import ROWS, cluster_file, fabric, recipe
+from tests.llama3.planner.test_calibration import calibration, points
+
+H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
+"""An H100 with 8 GB."""
+PLENTY = Device("plenty", 1e15, cuda=True)
+
+
+def on(folder: Path, accelerator: Any = "h100", **fields: Any) -> Cluster:
+    """Return where a run works: the small cluster's GPUs."""
+    return Cluster.model_validate({"fabric": str(cluster_file(folder, accelerator=accelerator)), **fields})
+
+
+def test_a_described_cluster_has_its_memory_but_for_a_reserve(tmp_path: Path) -> None:
+    found = device_of(on(tmp_path, H8, processes=8))
+    assert found == Device("h8", 8e9 * (1 - RESERVE), cuda=True)
+
+
+def test_processes_share_this_machines_memory() -> None:
+    one, four = (device_of(Cluster(processes=count, device="cpu")) for count in (1, 4))
+    assert one is not None
+    assert four is not None
+    assert one.limit == pytest.approx(psutil.virtual_memory().total * (1 - RESERVE))
+    assert four.limit == pytest.approx(one.limit / 4)
+    assert not one.cuda
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
+def test_devices_of_machines_elsewhere_are_unknown(launcher: Any, tmp_path: Path) -> None:
+    place = Cluster(processes=8, launcher=launcher)
+    assert device_of(place) is None
+    assert memory_faults(recipe(), place) == []
+    assert predict(Root.of(tmp_path), recipe(), place, Schedule(recipe()).trained[0]) is None
+
+
+def test_what_fits_has_no_fault(tmp_path: Path) -> None:
+    assert memory_faults(recipe(), on(tmp_path, processes=16, micro_batch=1)) == []
+
+
+def test_what_does_not_fit_is_told_by_stage_with_a_change_that_helps(tmp_path: Path) -> None:
+    place = on(tmp_path, H8, processes=16, micro_batch=16, layout={"tp": 8})
+    faults = memory_faults(recipe(), place)
+    assert len(faults) == 2
+    for name, fault in zip(("main", "long"), faults, strict=True):
+        assert fault.startswith(f"cluster.layout: {name} does not fit h8: ")
+        assert " GB of 7.5: " in fault
+        words = fault.rsplit("; write ", 1)[1].split(", ")
+        changes = dict(word.split(": ") for word in words)
+        layout = place.layout.model_copy(
+            update={key.removeprefix("layout."): value for key, value in changes.items() if key.startswith("layout.")}
+        )
+        fixed = Layout.model_validate({**layout.model_dump(), "zero": int(layout.zero)})
+        size = int(changes.get("micro_batch", place.micro_batch))
+        better = place.model_copy(update={"layout": fixed, "micro_batch": size})
+        assert not [each for each in memory_faults(recipe(), better) if f" {name} does" in each]
+
+
+def test_only_the_stage_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    own = {"main": {"layout": {"tp": 8, "pp": 2, "recompute": "full"}, "micro_batch": 1}}
+    faults = memory_faults(recipe(), on(tmp_path, H8, processes=16, micro_batch=4, stages=own))
+    assert [fault.split()[1] for fault in faults] == ["long"]
+
+
+def remedied(limit: float, **fields: Any) -> str:
+    place = Cluster.model_validate({"processes": 16, "micro_batch": 8, **fields})
+    segment = Schedule(recipe()).trained[0].segments[0]
+    return remedy(recipe(), place, segment, replace(PLENTY, limit=limit))
+
+
+def test_the_remedy_is_the_least_costly() -> None:
+    """A smaller micro-batch costs less than recomputation, and that less than ZeRO-3 with it."""
+    segment = Schedule(recipe()).trained[0].segments[0]
+
+    def total(size: int, **layout: Any) -> float:
+        place = Cluster(processes=16, micro_batch=size, layout=Layout(**layout))
+        return float(needs(recipe(), place, segment, PLENTY).total)
+
+    assert remedied(total(4)) == "write micro_batch: 4"
+    assert remedied(total(1)) == "write micro_batch: 1"
+    assert "recompute: " in remedied(total(1) - 1)
+    least = total(1, zero=3, recompute="full")
+    assert remedied(least) == "write micro_batch: 1, layout.zero: 3, layout.recompute: full"
+    assert remedied(least - 1).startswith("no micro-batch, ZeRO level or recomputation helps; take more processes")
+
+
+def test_a_schedule_that_allows_neither_is_given_a_smaller_micro_batch_or_nothing() -> None:
+    layout = {"pp": 2, "schedule": "zero-bubble"}
+    segment = Schedule(recipe()).trained[0].segments[0]
+    place = Cluster.model_validate({"processes": 16, "micro_batch": 1, "layout": layout})
+    least = needs(recipe(), place, segment, PLENTY).total
+    assert remedied(least, layout=layout) == "write micro_batch: 1"
+    assert remedied(least - 1, layout=layout).startswith("no micro-batch")
+
+
+def test_micro_batches_are_those_of_the_engine() -> None:
+    """16 sequences of a process in parts of at most 6: as many as in parts of 4 in a pipeline, and 6, 6, 4 without."""
+    segment = Schedule(recipe()).trained[0].segments[0]
+
+    def total(size: int, **layout: Any) -> int:
+        gpus = 16 * Layout(**layout).pp
+        return needs(
+            recipe(), Cluster(processes=gpus, micro_batch=size, layout=Layout(**layout)), segment, PLENTY
+        ).total
+
+    assert total(6, pp=2) == total(4, pp=2)
+    assert total(6) > total(4)
+    assert total(64) == total(16)
+
+
+def test_the_prediction_is_that_of_the_plan(tmp_path: Path) -> None:
+    """What `herd plan` says of a run's file is what the run says of itself."""
+    place = on(tmp_path, processes=32, micro_batch=2, layout={"tp": 2, "pp": 2, "virtual": 2})
+    made = project(recipe(), ROWS, fabric(), curves_of(fabric()), places_of(recipe(), place))
+    for part, span in zip(made.parts, Schedule(recipe()).trained, strict=True):
+        found = predict(Root.of(tmp_path), recipe(), place, span)
+        assert found is not None
+        assert found.processes == 32
+        told = found.by_seq[part.segment.seq]
+        assert told[metrics.PLANNED_STEP_S] == pytest.approx(part.best.time.total)
+        assert told[metrics.PLANNED_TFLOPS] == pytest.approx(part.best.tflops)
+        assert told[metrics.PLANNED_GIB] == pytest.approx(part.best.memory.total / 2**30)
+
+
+def test_every_length_of_a_stage_is_predicted(tmp_path: Path) -> None:
+    both = recipe("stages=[{name: main, until: 64Mi, seq: [4096, 16384], batch: 1Mi, mix: base}]")
+    found = predict(Root.of(tmp_path), both, on(tmp_path, processes=8, micro_batch=1), Schedule(both).trained[0])
+    assert found is not None
+    assert set(found.by_seq) == {4096, 16384}
+    short, long = (found.by_seq[seq] for seq in (4096, 16384))
+    assert long[metrics.PLANNED_STEP_S] > short[metrics.PLANNED_STEP_S]
+    assert long[metrics.PLANNED_GIB] > short[metrics.PLANNED_GIB]
+
+
+def test_nobody_measured_this_machine_so_its_speed_is_absent(tmp_path: Path) -> None:
+    found = predict(Root.of(tmp_path), recipe(), Cluster(device="cpu"), Schedule(recipe()).trained[0])
+    assert found is not None
+    assert set(found.by_seq[4096]) == {metrics.PLANNED_GIB}
+
+
+def test_one_process_of_a_measured_machine_is_predicted_and_several_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What messages between processes take here, nobody measured."""
+    asked: list[str] = []
+    store_calibration(Root.of(tmp_path), calibration(points(1e11), device_name(torch.device("cpu"))), 1.0, "abc")
+
+    def load(root: Root, device: str) -> Curves | None:
+        asked.append(device)
+        return load_calibration(root, device)
+
+    monkeypatch.setattr(module, "load_calibration", load)
+    span = Schedule(recipe()).trained[0]
+    alone, four = (predict(Root.of(tmp_path), recipe(), Cluster(processes=n, device="cpu"), span) for n in (1, 4))
+    assert alone is not None
+    assert four is not None
+    assert alone.by_seq[4096][metrics.PLANNED_STEP_S] > 0
+    assert metrics.PLANNED_STEP_S not in four.by_seq[4096]
+    assert len(asked) == 1
+
+
+def test_a_layout_that_cannot_be_cut_so_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tp: 32 does not divide heads 16"):
+        memory_faults(recipe(), on(tmp_path, processes=32, layout={"tp": 32}))

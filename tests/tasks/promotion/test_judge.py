@@ -1,0 +1,192 @@
+"""A candidate is vetted and weighed against the champion of the moment; what is seeded into it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama3.evaluate.gate import Evidence
+from llama3.model.files import WEIGHTS
+from llama3.tokens.tokenizer import train_tokenizer
+from storage.artifact import Artifact
+from storage.processes import free_port
+from tasks.promotion import gate
+from tasks.promotion.gate import CHAMPION, CandidateJudge, Override, vet
+from tasks.promotion.log import PROMOTED, REFUSED, WAITS, Log, Promotion, PromotionLog
+from tasks.stages.evaluate import evaluate_model
+from tests.llama3.export.export_samples import TEXTS
+from tests.tasks.mlflow_server import use
+from tests.tasks.promotion_room import PromotionRoom
+
+CHECKS = ["integrity/files", "integrity/reload", "integrity/export", "integrity/tokenizer", "serving", "contamination"]
+
+
+@pytest.fixture(autouse=True)
+def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score without a flow around it, and with MLflow away: no judgement needs either.
+
+    Serving takes a process that loads MLflow: test_serving.py has it.
+    """
+    use(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(gate, "evaluate_model", evaluate_model.fn)
+    monkeypatch.setattr(gate, "smoke", lambda folder: None)
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> PromotionRoom:
+    return PromotionRoom(tmp_path, "promote.when={eval/bpb: better}")
+
+
+def judge_of(room: PromotionRoom, checkpoint: Artifact, scored: Artifact | None = None, **said: str) -> CandidateJudge:
+    """Return the judge of `checkpoint`, with the scores of another model where its own cannot be had."""
+    return CandidateJudge(
+        room.context, checkpoint, room.evaluation(scored or checkpoint), room.curated, Override(**said)
+    )
+
+
+def failed(record: Promotion) -> list[str]:
+    return [row.metric for row in record.decision.rows if not row.passed]
+
+
+def test_a_whole_candidate_is_promoted_where_there_is_no_champion(room: PromotionRoom) -> None:
+    record = judge_of(room, room.checkpoint())([])
+    assert (record.kind, record.champion, record.by) == (PROMOTED, "", "")
+    assert [row.metric for row in record.decision.rows] == [*CHECKS, "integrity/finite", "eval/bpb"]
+    reasons = {row.metric: row.reason for row in record.decision.rows}
+    unchecked = [row for row in record.decision.rows if row.verdict == "not checked"]
+    assert [(row.metric, row.checked, row.reason) for row in unchecked] == [
+        ("contamination", False, "curate.decontaminate names no evaluation sets")
+    ]
+    assert record.tags["gate.contamination"] == "not checked: curate.decontaminate names no evaluation sets"
+    assert record.evidence is not None
+    assert Evidence.model_validate_json(record.evidence.model_dump_json()).decide() == record.gate
+    assert reasons["serving"] == "loads in a process of its own without pickle, and answers"
+
+
+def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(room: PromotionRoom) -> None:
+    first, second = room.checkpoint(1), room.checkpoint(2)
+    log, judges = PromotionLog(room.root, "quickstart"), [judge_of(room, one) for one in (first, second)]
+    met: list[str] = []
+
+    def late(records: Log) -> Promotion:
+        record = judges[1](records)
+        met.append(record.champion)
+        if len(met) == 1:  # before it is written another promoter wins
+            PromotionLog(room.root, "quickstart").append(judges[0])
+        return record
+
+    record = log.append(late)
+    assert met == ["", first.label]
+    assert (record.n, record.against, record.champion) == (2, 1, first.label)
+    assert record.evidence is not None
+    assert record.evidence.champion is not None
+    assert record.evidence.differences is not None
+    assert "eval/bpb" in record.evidence.differences
+    assert record.evidence.decide() == record.gate
+    assert record.evidence.used == 1, "the winner was judged on the same documents"
+
+
+def test_a_judgement_survives_records_that_change_no_champion(room: PromotionRoom) -> None:
+    first, second = room.checkpoint(1), room.checkpoint(2)
+    log = [judge_of(room, first)([])]
+    judged = judge_of(room, second)
+    before = judged(log)
+    after = judged([*log, log[0].model_copy(update={"kind": REFUSED, "n": 2})])
+    assert (after.evidence, after.gate, after.against) == (before.evidence, before.gate, 1)
+
+
+def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(model: Path) -> None:
+        state = load_file(model / WEIGHTS)
+        change(state)
+        save_file(state, model / WEIGHTS)
+
+    return rewrite
+
+
+def test_weights_that_are_not_finite_are_refused(room: PromotionRoom) -> None:
+    whole = room.checkpoint(1)
+    broken = room.checkpoint(2, rewritten(lambda state: state["norm.weight"][0].fill_(float("nan"))))
+    record = judge_of(room, broken, whole)([])
+    assert record.kind == REFUSED
+    assert "integrity/reload" in failed(record)
+
+
+def test_a_damaged_file_is_refused(room: PromotionRoom) -> None:
+    checkpoint = room.checkpoint()
+    scores = room.evaluation(checkpoint)
+    path = checkpoint.path / "model" / WEIGHTS
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x01
+    path.write_bytes(data)
+    record = CandidateJudge(room.context, checkpoint, scores, room.curated, Override())([])
+    assert failed(record) == ["integrity/files"]
+    assert "model.safetensors changed since it was committed" in record.why
+
+
+def test_another_tokenizer_is_refused(room: PromotionRoom) -> None:
+    other = train_tokenizer([text.upper() for text in TEXTS], 290)
+    assert other.rows == room.coder.rows
+    record = judge_of(room, room.checkpoint(change=other.save))([])
+    assert (record.kind, failed(record)) == (REFUSED, ["integrity/tokenizer"])
+
+
+@pytest.mark.parametrize(
+    ("action", "confirmed", "passes"), [("report", 0, True), ("report", 1, False), ("drop", 9, True)]
+)
+def test_examples_that_were_trained_on_are_refused(
+    room: PromotionRoom, action: str, confirmed: int, passes: bool
+) -> None:
+    room.curated = room.with_benchmark(action, confirmed)
+    record = judge_of(room, room.checkpoint())([])
+    assert failed(record) == ([] if passes else ["contamination/trivia"])
+    (row,) = [row for row in record.decision.rows if row.metric == "contamination/trivia"]
+    assert row.reason.startswith(f"trivia: {confirmed} of 50 examples are in the documents")
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_what_it_said(
+    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "smoke", lambda folder: "serving: no")
+    found = {check.metric: check for check in vet(room.context, room.checkpoint(), room.curated)}
+    assert (found["serving"].passed, found["serving"].reason) == (False, "serving: no")
+
+
+def test_a_person_may_decide_against_the_gate_but_not_against_integrity(room: PromotionRoom) -> None:
+    room.curated = room.with_benchmark("report", 1)
+    record = judge_of(room, room.checkpoint(1), by="Ada", override="the set is retired")([])
+    assert (record.kind, record.override, record.by) == (PROMOTED, "the set is retired", "Ada")
+    assert failed(record) == ["contamination/trivia"]
+    assert record.gate is not None
+    assert not record.gate.accepted
+    other = train_tokenizer([text.upper() for text in TEXTS], 290)
+    with pytest.raises(ValueError, match="nobody may decide against integrity/tokenizer"):
+        judge_of(room, room.checkpoint(2, other.save), override="trust me")([])
+
+
+def test_a_champion_that_was_deleted_is_refused_by_name_until_somebody_decides(room: PromotionRoom) -> None:
+    first, second = room.checkpoint(1), room.checkpoint(2)
+    log = [judge_of(room, first)([])]
+    room.store.delete(first.label)
+    record = judge_of(room, second)(log)
+    assert (record.kind, failed(record)) == (REFUSED, [CHAMPION])
+    assert f"artifact '{first.label}': there is none" in record.why
+    assert "herd rollback quickstart --to" in record.why
+    assert judge_of(room, second, override="it is lost")(log).kind == PROMOTED
+
+
+def test_what_passes_waits_where_a_person_is_asked(tmp_path: Path) -> None:
+    room = PromotionRoom(tmp_path, "promote.approval=person")
+    first = room.checkpoint(1)
+    record = judge_of(room, first)([])
+    assert (record.kind, record.asked) == (WAITS, True)
+    assert record.decision.refusals == ["waits for approval by a person"]
+    insisted = judge_of(room, first, by="Ada", override="I read it")([])
+    assert (insisted.kind, insisted.override, insisted.comment) == (PROMOTED, "", "I read it")
+    assert insisted.decision.rows[-1].reason.startswith("approved by Ada at ")
+    champion = record.decided(True, "Ada", "", "noon", 1)
+    assert judge_of(room, first)([record, champion]).kind == PROMOTED, "it is the champion already"

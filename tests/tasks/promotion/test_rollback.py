@@ -1,0 +1,212 @@
+"""A rollback gives the alias back at once, is one record, and refuses what cannot be gone back to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from storage.artifact import Artifact
+from storage.object_artifact import open_store
+from storage.processes import free_port
+from storage.root import Root
+from tasks.models.lookup import label_of_alias
+from tasks.promotion import promote
+from tasks.promotion.log import (
+    CHAMPION,
+    PREVIOUS,
+    REFUSED,
+    ROLLED_BACK,
+    Promotion,
+    PromotionLog,
+    Write,
+    decided,
+    holders,
+    read_log,
+    reigning,
+    reigns,
+)
+from tasks.promotion.promote import RollbackRequest, roll_back
+from tasks.runs.recovery import reconcile, show_aliases
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.registry import Registry
+from tests.tasks.mlflow_server import use
+from tests.tasks.promotion_samples import FAMILY, add, champions, judged_record
+from tests.tasks.tracked_run import models, two_runs
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
+    """A root whose MLflow is away: nothing here may need it."""
+    use(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    return Root.of(tmp_path)
+
+
+def back(root: Root, to: str = "", **more: str) -> str:
+    """Roll back and return the label of the champion."""
+    record, shown = roll_back(root, RollbackRequest(FAMILY, to=to, by="Ada", **more))
+    assert not shown, "MLflow is away"
+    assert read_log(root, FAMILY)[-1] == record
+    return record.artifact
+
+
+def test_it_goes_back_one_champion_at_a_time_and_never_to_one_that_was_left(root: Root) -> None:
+    first, second, third = (artifact.label for artifact in champions(root, 3))
+    assert back(root) == second
+    assert label_of_alias(root, FAMILY, CHAMPION) == second
+    assert label_of_alias(root, FAMILY, PREVIOUS) == first
+    assert back(root, comment="it loops") == first
+    record = read_log(root, FAMILY)[-1]
+    assert (record.kind, record.champion, record.by, record.comment) == (ROLLED_BACK, second, "Ada", "it loops")
+    assert (record.run, record.position, record.against) == ("tiny-1", 100, 4)
+    with pytest.raises(ValueError, match=rf"tiny@champion is {first}, no model held it before; name one with --to"):
+        back(root)
+    assert back(root, to=third) == third  # forward again
+    assert back(root) == first
+    assert "tiny@champion: rolled back from" in decided(read_log(root, FAMILY)[-1], True)
+
+
+def test_a_model_is_named_by_its_label_or_by_a_number_of_the_log(root: Root) -> None:
+    first, second, third = (artifact.label for artifact in champions(root, 3))
+    assert back(root, to="1") == first
+    assert back(root, to=second.removeprefix("checkpoint/")) == second
+    with pytest.raises(ValueError, match=f"{second} holds tiny@champion already"):
+        back(root, to="2")
+    refused = add(root, 9, REFUSED)
+    for wrong in (refused.artifact, str(refused.n), "99", "checkpoint/tiny-main-12345678"):
+        with pytest.raises(ValueError, match=f"'{wrong}' never held tiny@champion; choose .*3 {third}"):
+            back(root, to=wrong)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_model_whose_artifact_is_not_there_is_refused_with_those_that_are(root: Root, damage: str) -> None:
+    first, second, _ = champions(root, 3)
+    if damage == "gone":
+        open_store(root).delete(second.label)
+    else:
+        (second.folder / "data.txt").write_text("x")
+    before = read_log(root, FAMILY)
+    with pytest.raises(ValueError, match=rf"{second.label}.*; choose --to {first.label}"):
+        back(root)
+    open_store(root).delete(first.label)
+    with pytest.raises(ValueError, match="no other model that held it is there"):
+        back(root)
+    assert read_log(root, FAMILY) == before
+
+
+def test_where_nothing_was_promoted_there_is_nothing_to_go_back_to(root: Root) -> None:
+    with pytest.raises(ValueError, match="no model of tiny was promoted to champion yet"):
+        back(root)
+    add(root, 1, REFUSED)
+    with pytest.raises(ValueError, match="no model of tiny was promoted to staging yet"):
+        roll_back(root, RollbackRequest(FAMILY, "staging"))
+
+
+def test_a_champion_that_changes_meanwhile_stops_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two people who see the same bad champion would go back twice."""
+    first, second, third = (artifact.label for artifact in champions(root, 3))
+    append, others = PromotionLog.append, iter([third])
+
+    def late(log: PromotionLog, write: Write) -> Promotion:
+        if next(others, ""):
+            assert back(root) == second  # somebody else was faster
+        return append(log, write)
+
+    monkeypatch.setattr(PromotionLog, "append", late)
+    with pytest.raises(ValueError, match=f"tiny@champion was {third} and is {second} by now"):
+        back(root)
+    assert label_of_alias(root, FAMILY, CHAMPION) == second
+    assert label_of_alias(root, FAMILY, PREVIOUS) == first
+
+
+@given(st.lists(st.one_of(st.just(""), st.integers(1, 4).map(str)), max_size=8))
+def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
+    tmp_path_factory: pytest.TempPathFactory, asked: list[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, f"http://127.0.0.1:{free_port()}")
+        root = Root.of(tmp_path_factory.mktemp("root"))
+        made = {artifact.label for artifact in champions(root, 4)}
+        patch.setattr(promote, "show", lambda *_: False)
+        for to in asked:
+            log = read_log(root, FAMILY)
+            try:
+                champion = back(root, to)
+            except ValueError:
+                assert read_log(root, FAMILY) == log
+                continue
+            assert champion in made
+            assert champion != reigning(log, CHAMPION)
+            assert to or champion == reigns(log, CHAMPION)[-2].artifact
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    """A root with two runs whose models were promoted one after the other, shown in its own MLflow."""
+    return two_runs(tmp_path_factory.mktemp("runs"))
+
+
+def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
+    runs: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = runs
+    tracker = Tracker(root, FAMILY)
+    first, second = (record.artifact for record in read_log(root, FAMILY))
+    assert models(tracker)["aliases"] == {CHAMPION: second, PREVIOUS: first, "candidate": second}
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            roll_back(root, RollbackRequest(FAMILY, by="Ada"))
+    assert label_of_alias(root, FAMILY, CHAMPION) == first, "the log has it"
+    assert models(tracker)["aliases"][CHAMPION] == second, "MLflow is behind"
+    settled = [line.after for line in reconcile(root, None) if line.run == FAMILY]
+    assert settled == ["champion: version 1", "previous: none"]
+    assert models(tracker)["aliases"] == {CHAMPION: first, "candidate": second}
+    assert show_aliases(root, FAMILY) == []
+
+    record, shown = roll_back(root, RollbackRequest(FAMILY, to=second, by="Ada", comment="it was not the model"))
+    assert shown
+    found = models(tracker)
+    assert found["aliases"] == holders(read_log(root, FAMILY))
+    for label in (first, second):
+        assert found["versions"][label]["rollback"].endswith(f"by Ada at {record.time}: it was not the model")
+
+
+def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> None:
+    root, labels = runs, [record.artifact for record in read_log(runs, FAMILY)[:2]] * 2
+
+    def promoter(number: int) -> None:
+        log = PromotionLog(root, FAMILY)
+        for label in labels:
+            log.append(lambda records, label=label: judged_record(number, log=records, artifact=label))  # type: ignore[misc]
+            Registry(Tracker(root, FAMILY)).show(log, label)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(promoter, range(4)))
+    assert models(Tracker(root, FAMILY))["aliases"] == holders(read_log(root, FAMILY))
+
+
+def test_the_command_loads_no_torch_and_tells_what_it_did(tmp_path: Path) -> None:
+    made: list[Artifact] = champions(Root.of(tmp_path), 2)
+    call = "app(sys.argv[1:], standalone_mode=False)"
+    script = f"import sys; from flows.cli.main import app; {call}; print('torch' in sys.modules)"
+    words = ["rollback", FAMILY, "--root", str(tmp_path), "--by", "Ada", "--comment", "loops"]
+    environment = {**os.environ, "COLUMNS": "300", "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
+    run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
+    said, torch = run.stdout.splitlines()
+    assert said.startswith(f"tiny@champion: rolled back from {made[1].label} to {made[0].label}"), run.stderr
+    assert torch == "False"
+    words = ["promotions", FAMILY, "--root", str(tmp_path)]
+    shown = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    last = next(line for line in shown.output.splitlines() if line.startswith("3 "))
+    assert "rolled back" in last
+    assert "Ada" in last
+    assert "loops" in last

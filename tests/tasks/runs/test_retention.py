@@ -1,0 +1,321 @@
+"""What is referenced is never deleted; what is not, is, once it is old."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console as RichConsole
+
+from flows.maintenance import clean_up
+from llama3.evaluate.gate import Decision
+from storage.artifact import Artifact, ArtifactSpec
+from storage.filesystem import write_atomic
+from storage.lease import lease
+from storage.object_artifact import open_store
+from storage.objects import files_below, put_bytes
+from storage.root import Root
+from tasks.console import TerminalConsole
+from tasks.promotion.log import WAITS, Promotion, PromotionLog, labels_held, last_promotion
+from tasks.runs.gc import COPY, GcPlan, carry_out, closure, plan_retention, retention_rows
+from tasks.runs.records import RunRecord, Runs, StepRecord
+from tasks.study.records import Studies, StudyRecord
+from tests.tasks.standing_root import commit
+
+LATER = 20 * 86400.0
+"""Days are made to pass by telling the plan another time."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return Root.of(tmp_path)
+
+
+def chain(root: Root, family: str, seed: int) -> list[Artifact]:
+    """Commit tokens, a first and a last checkpoint; all families share one collection."""
+    collected = commit(root, "collected", "shared")
+    tokens = commit(root, "tokens", family, collected=collected.key, seed=str(seed))
+    first = commit(root, "checkpoint", f"{family}-ramp", tokens=tokens.key)
+    return [collected, tokens, first, commit(root, "checkpoint", f"{family}-main", tokens=tokens.key, parent=first.key)]
+
+
+def day(ago: float) -> str:
+    """Return the time so many days before the one that plans are made at."""
+    return datetime.fromtimestamp(time.time() + LATER - ago * 86400, UTC).isoformat(timespec="milliseconds")
+
+
+def ended(
+    root: Root, number: int, artifacts: list[Artifact], state: str = "finished", family: str = "tiny"
+) -> RunRecord:
+    record = RunRecord(
+        name=f"{family}-{number}",
+        family=family,
+        recipe_digest="0" * 64,
+        state=state,  # type: ignore[arg-type]
+        started=day(30 - number),
+        code="abc",
+        steps={
+            artifact.manifest.name + artifact.manifest.kind: StepRecord(artifact=artifact.label, outcome="made")
+            for artifact in artifacts
+        },
+    )
+    Runs(root).save(record)
+    return record
+
+
+def promoted(root: Root, run: str, artifact: Artifact, kind: str = "promoted", at: int = 1) -> Promotion:
+    promotion = Promotion(
+        time=day(30 - at),
+        kind=kind,  # type: ignore[arg-type]
+        run=run,
+        family="tiny",
+        artifact=artifact.label,
+        digest="f" * 64,
+        position=100,
+        alias="champion",
+        gate=Decision(accepted=True, rows=()),
+    )
+    return PromotionLog(root, "tiny").append(lambda log: promotion)
+
+
+def doomed(plan: GcPlan) -> set[str]:
+    return {item.label for item in plan.doomed}
+
+
+def planned(root: Root, keep: int = 1, aliases: tuple[str, ...] = (), older: float = 86400.0) -> GcPlan:
+    return plan_retention(root, keep, older, aliases, time.time() + LATER)
+
+
+def test_the_artifacts_of_older_runs_go_and_those_of_the_newest_stay(root: Root) -> None:
+    old, new = chain(root, "tiny", 1), chain(root, "tiny", 2)
+    ended(root, 1, old)
+    ended(root, 2, new)
+    assert doomed(planned(root)) == {artifact.label for artifact in old[1:]}  # both stand on the collection
+    assert doomed(planned(root, keep=2)) == set()
+
+
+def test_the_champion_the_one_before_a_challenger_and_what_they_stand_on_stay(root: Root) -> None:
+    chains = [chain(root, "tiny", number) for number in range(1, 7)]
+    for number, artifacts in enumerate(chains, start=1):
+        ended(root, number, artifacts)
+    for number in (1, 2, 3):  # each takes over from the one before
+        promoted(root, f"tiny-{number}", chains[number - 1][-1], at=number)
+    promoted(root, "tiny-4", chains[3][-1], WAITS, at=4)
+    gone = doomed(planned(root, aliases=(chains[4][-1].label,)))
+    assert gone == {artifact.label for artifact in chains[0][1:]}
+
+
+def test_what_an_old_champion_was_found_to_do_stays(root: Root) -> None:
+    """Its card and the next comparison read the evaluation, which nothing is made from."""
+    old, new = chain(root, "tiny", 1), chain(root, "tiny", 2)
+    first, last = (commit(root, "evaluation", made.manifest.name, checkpoint=made.key) for made in old[-2:])
+    ended(root, 1, [*old, first, last])
+    ended(root, 2, new)
+    assert doomed(planned(root)) == {artifact.label for artifact in [*old[1:], first, last]}
+    promoted(root, "tiny-1", old[-1])
+    assert doomed(planned(root)) == {first.label}
+
+
+def test_what_the_report_of_a_study_is_made_from_stays_as_long_as_the_study_is_there(root: Root) -> None:
+    chains = [chain(root, "tiny", number) for number in range(1, 5)]
+    for number, (artifacts, digest) in enumerate(zip(chains, "abcd", strict=True), start=1):
+        record = ended(root, number, artifacts)
+        record.recipe_digest = digest
+        Runs(root).save(record)
+    arms = ["a", "b", "never run"]
+    study = StudyRecord(name="tiny", digest="0", kind="compare", recipe="r", started=day(9), code="abc", recipes=arms)
+    Studies(root).save(study)
+    assert doomed(planned(root)) == {artifact.label for artifact in chains[2][1:]}
+    root.remove("studies", "tiny")
+    assert doomed(planned(root)) == {artifact.label for artifacts in chains[:3] for artifact in artifacts[1:]}
+
+
+def test_the_newest_calibration_of_each_device_stays(root: Root) -> None:
+    store, made = open_store(root), []
+    for device, measured in (("cpu", "1"), ("cpu", "2"), ("gpu", "1")):
+        parameters = {"device": device, "dtype": "bf16"}
+        with store.staging() as folder:
+            (folder / "calibration.json").write_text(measured)
+            design = ArtifactSpec("calibration", device, 1, parameters, {"measured": measured})
+            made.append(store.commit(design, folder, {}, "a test", "abc", 1.0))
+    plan = plan_retention(root, 1, 0.0, (), now=made[-1].created + 1e6)
+    assert doomed(plan) == {made[0].label}
+
+
+def test_the_artifacts_of_unfinished_runs_stay(root: Root) -> None:
+    for number, state in enumerate(("failed", "interrupted", "running", "finished"), start=1):
+        ended(root, number, chain(root, "tiny", number), state)
+    assert doomed(planned(root)) == set()
+
+
+def test_a_run_that_nobody_went_on_with_for_long_is_given_up(root: Root) -> None:
+    ended(root, -2, chain(root, "tiny", 1), "failed")  # 32 days ago
+    ended(root, 1, chain(root, "tiny", 2))
+    assert len(doomed(planned(root))) == 3
+
+
+def test_what_is_new_or_being_made_or_of_a_family_at_work_stays(root: Root) -> None:
+    lost = chain(root, "tiny", 1)
+    other = commit(root, "tokens", "other", seed="9")
+    assert doomed(planned(root, older=2 * LATER)) == set()
+    with lease(root, other.label, "a maker"):
+        assert doomed(planned(root)) == {artifact.label for artifact in lost}
+    ended(root, 7, [], "running")
+    with lease(root, "runs/tiny-7", "tiny-7"):
+        assert doomed(planned(root)) == {other.label, lost[0].label}
+
+
+def test_what_comes_into_use_between_plan_and_deletion_stays(root: Root) -> None:
+    lost = chain(root, "tiny", 1)
+    plan = planned(root)
+    ended(root, 3, lost[:2], "running")
+    with lease(root, lost[2].label, "a maker"):
+        deleted = carry_out(root, plan)
+    assert {item.label for item in deleted} == {lost[3].label}
+    assert open_store(root).at(lost[2].label)
+
+
+def test_a_run_that_started_between_plan_and_deletion_keeps_its_family(root: Root) -> None:
+    chain(root, "tiny", 1)
+    plan = planned(root)
+    ended(root, 3, [], "running")
+    with lease(root, "runs/tiny-3", "tiny-3"):
+        assert {item.label.split("/")[0] for item in carry_out(root, plan)} == {"collected"}
+
+
+def test_half_done_work_goes_after_a_month_unless_somebody_is_at_it(root: Root) -> None:
+    for name in ("main-1a2b3c4d", "curate-5e6f7a8b"):
+        write_atomic(root.local / "work" / name / "checkpoints" / "4096" / "weights.bin", b"0" * 4096)
+    early, late = (plan_retention(root, 1, 0, [], now=time.time() + days * 86400) for days in (29, 31))
+    assert early.doomed == []
+    assert {item.label for item in late.doomed} == {"work/main-1a2b3c4d", "work/curate-5e6f7a8b"}
+    assert late.freed >= 2 * 4096
+    with lease(root, "work/curate-5e6f7a8b", "tiny-2"):
+        assert [item.label for item in carry_out(root, late)] == ["work/main-1a2b3c4d"]
+    assert [path.name for path in (root.local / "work").iterdir()] == ["curate-5e6f7a8b"]
+
+
+def test_checkpoints_of_given_up_work_leave_the_object_store(bucket: str, tmp_path: Path) -> None:
+    root = Root.of(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
+    for name in ("main-1a2b3c4d", "anneal-5e6f7a8b"):
+        put_bytes(root.join("in-progress", name, "4096", "weights.bin"), b"0" * 4096)
+    plan = plan_retention(root, 1, 0, [], now=time.time() + 31 * 86400)
+    assert {(item.label, item.bytes) for item in plan.doomed} == {
+        ("work/main-1a2b3c4d", 4096),
+        ("work/anneal-5e6f7a8b", 4096),
+    }
+    assert len(carry_out(root, plan)) == 2
+    assert files_below(root.join("in-progress")) == {}
+
+
+def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_listed(bucket: str, tmp_path: Path) -> None:
+    root = Root.of(f"{bucket}/caches", scratch=str(tmp_path / "scratch"))
+    used, lost = commit(root, "tokens", "tiny"), commit(root, "tokens", "other")
+    ended(root, 7, [used], "running")
+    caches = {artifact.label: root.file("lazy", artifact.label) for artifact in (used, lost)}
+    for artifact in (used, lost):
+        shard = caches[artifact.label] / artifact.manifest.attempt / "shard.bin"
+        write_atomic(shard, b"x")
+        os.truncate(shard, 2**30)
+    others = [root.file(*names) for names in (("comparisons", "a-b.html"), ("work", "main-1a2b3c4d", "manifest.json"))]
+    for path in others:
+        write_atomic(path, "x")
+    plan = planned(root)
+    why = {item.copy: item.why for item in plan.items if item.kind == COPY}
+    assert why == {
+        used.folder: "a run needs it",
+        caches[used.label]: "a run needs it",
+        lost.folder: "",
+        caches[lost.label]: "",
+    }
+    assert {item.label for item in plan.items if item.kind == COPY} == {used.label, lost.label}
+    assert plan.freed < 2**20  # holes take no space
+    assert {item.label for item in carry_out(root, plan)} == {lost.label}
+    assert {path for path in why if path and path.exists()} == {used.folder, caches[used.label]}
+    assert all(path.exists() for path in others)
+
+
+def test_bytes_are_reported_by_kind_and_a_dry_run_deletes_nothing(root: Root) -> None:
+    old, new = chain(root, "tiny", 1), chain(root, "tiny", 2)
+    ended(root, 1, old)
+    ended(root, 2, new)
+    plan = planned(root)
+    rows = {row["kind"]: row for row in retention_rows(plan, None)}
+    assert rows["checkpoint"]["deleted"] == rows["checkpoint"]["kept"] == "2"
+    assert rows["collected"]["deleted"] == "0"
+    assert rows["all"]["deleted bytes"] == f"{sum(artifact.bytes for artifact in old[1:])} B"
+    assert all(open_store(root).at(artifact.label) for artifact in old)
+
+
+def test_the_flow_lists_and_then_deletes(root: Root) -> None:
+    ended(root, 1, chain(root, "tiny", 1))
+    new = ended(root, 2, chain(root, "tiny", 2))
+    printed = io.StringIO()
+    console = TerminalConsole(RichConsole(file=printed, width=200))
+    assert "dry run: 3 of 7 would be deleted" in clean_up(root, 1, "0 s", True, console)
+    assert printed.getvalue().count("would delete checkpoint/tiny-") == 2
+    assert clean_up(root, 1, "0 s", False, console).startswith("deleted ")
+    assert "dry run: 0 of 4" in clean_up(root, 1, "0 s", True, console)
+    assert all(open_store(root).at(step.artifact) for step in new.steps.values())
+
+
+@pytest.mark.parametrize(
+    ("keep", "age", "names"), [(0, "7 d", "keep_runs: 0"), (1, "7", "older_than: '7' is not a time")]
+)
+def test_wrong_words_are_refused(root: Root, keep: int, age: str, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        clean_up(root, keep, age, False, TerminalConsole(RichConsole(file=io.StringIO())))
+
+
+def test_the_log_names_what_must_stay(root: Root) -> None:
+    first, second = chain(root, "tiny", 1)[-1], chain(root, "tiny", 2)[-1]
+    promoted(root, "tiny-1", first, at=1)
+    assert set(labels_held(root)) == {first.label}
+    promoted(root, "tiny-2", second, WAITS, at=2)
+    assert set(labels_held(root)) == {first.label, second.label}
+    last = last_promotion(root, "tiny-2")
+    assert last is not None
+    assert last.kind == WAITS
+    assert last_promotion(root, "tiny-9") is None
+
+
+@given(st.data())
+def test_what_is_referenced_is_never_deleted(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A random graph of artifacts, runs and aliases: every path from what is kept leads to what is there."""
+    root = Root.of(tmp_path_factory.mktemp("graph"))
+    artifacts: list[Artifact] = []
+    for number in range(data.draw(st.integers(1, 8))):
+        parents = data.draw(st.lists(st.integers(0, number - 1), max_size=2)) if number else []
+        inputs = {f"input{place}": artifacts[parent].key for place, parent in enumerate(parents)}
+        artifacts.append(commit(root, data.draw(st.sampled_from(["tokens", "checkpoint"])), f"a{number}", **inputs))
+    places = st.lists(st.integers(0, len(artifacts) - 1), max_size=3)
+    records = [
+        ended(
+            root, number, [artifacts[place] for place in data.draw(places)], data.draw(st.sampled_from(STATES)), family
+        )
+        for number, family in enumerate(data.draw(st.lists(st.sampled_from(["tiny", "other"]), max_size=4)), start=1)
+    ]
+    aliases = [artifacts[place].label for place in data.draw(places)]
+    keep = data.draw(st.integers(1, 3))
+    gone = {item.label for item in carry_out(root, planned(root, keep, tuple(aliases)))}
+
+    by_label = {artifact.label: artifact for artifact in artifacts}
+    for family in ("tiny", "other"):
+        newest = [record for record in records if record.family == family][-keep:]
+        open_ones = [record for record in records if record.state != "finished"]  # all are younger than a month
+        for record in [*newest, *open_ones]:
+            assert not closure([step.artifact for step in record.steps.values()], by_label) & gone
+    assert not closure(aliases, by_label) & gone
+    left = {artifact.label for kind in ("tokens", "checkpoint") for artifact in open_store(root).all(kind)}
+    assert left == set(by_label) - gone
+    referenced = {step.artifact for record in records for step in record.steps.values()} | set(aliases)
+    assert gone >= set(by_label) - closure(referenced, by_label)  # and what nothing ever referred to does go
+
+
+STATES = ["finished", "finished", "failed", "running"]

@@ -1,0 +1,167 @@
+"""`herd status` says what is: live, dead, finished, and where everything stands."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from storage.lease import lease
+from storage.root import Root
+from tasks.console import TerminalConsole
+from tasks.promotion.log import WAITS
+from tasks.runs.progress import standings
+from tasks.runs.records import Runs
+from tasks.runs.status import status_tables
+from tasks.stages.alerts import Alert, tell
+from tests.tasks.standing_root import begun, log_attempt, tiny, train
+
+
+def shown(root: Root, run: str | None = None, width: int = 120) -> str:
+    console = RichConsole(width=width, file=io.StringIO(), force_terminal=True, color_system=None, soft_wrap=True)
+    for table in status_tables(root, run):
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert (
+        max((len(line.rstrip()) for line in text.splitlines() if line.count("/") < 3), default=0) <= width
+    )  # a path is not broken
+    return text
+
+
+def row(text: str, name: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.split()[:1] == [name]).split()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return Root.of(tmp_path / "root")
+
+
+def test_a_run_that_works_shows_position_loss_speed_checkpoint_and_time_left(root: Root) -> None:
+    recipe = tiny()
+    record = begun(root, recipe)
+    train(root, recipe, record, steps=10, saved=8)
+    with lease(root, f"runs/{record.name}", record.name):
+        text = shown(root)
+        detail = shown(root, record.name)
+    found = row(text, "tiny-1")
+    assert found[1:7] == ["running", "main", "36.86K", "37%", "5.100", "20K"]
+    assert "93%" in found
+    assert "32.77K" in found  # the checkpoint
+    assert "3 s" in text  # 45,056 tokens of main and 16,384 of anneal at 20,000 a second
+    assert "speed       20K tokens/s, goodput 93%, 3 s left" in detail
+    assert "main       running" in detail
+    assert "20.48K of 65.54K" in detail
+    assert "process     tiny-1 (process" in detail
+
+
+def test_a_record_that_claims_to_run_is_not_believed_without_a_process(root: Root) -> None:
+    recipe = tiny()
+    record = begun(root, recipe)
+    train(root, recipe, record, steps=3, saved=2)
+    assert "no live process" in shown(root)
+    assert "none; it was in main at 22.53K" in shown(root, record.name)
+
+
+def test_a_stage_without_its_journal_stands_at_its_newest_checkpoint(root: Root) -> None:
+    recipe = tiny()
+    record = begun(root, recipe)
+    work = train(root, recipe, record, steps=10, saved=8)
+    (work / "journal.jsonl").unlink()
+    found = standings(root, [record])[0]
+    assert (found.step, found.position, found.loss) == ("main", 32_768, 6.01)
+
+
+def test_only_the_end_of_a_journal_is_read(root: Root) -> None:
+    """A broken line long before the newest checkpoint is not even looked at."""
+    recipe = tiny()
+    record = begun(root, recipe)
+    work = train(root, recipe, record, steps=10, saved=8)
+    text = (work / "journal.jsonl").read_bytes()
+    first = text.splitlines(keepends=True)[0]
+    (work / "journal.jsonl").write_bytes(b"broken\n" + first * 1000 + text)
+    assert standings(root, [record])[0].position == 36_864
+
+
+def test_finished_waiting_and_failed_runs(root: Root) -> None:
+    runs = Runs(root)
+    for number, (state, verdict, error) in enumerate(
+        [("finished", "promoted", ""), ("interrupted", WAITS, ""), ("failed", "", "ValueError: no text")]
+    ):
+        record = begun(root, tiny(f"seed={number}"))
+        record.state, record.verdict, record.error = state, verdict, error  # type: ignore[assignment]
+        record.ended = record.started
+        runs.save(record)
+    text = shown(root)
+    assert "finished" in row(text, "tiny-1")
+    waiting = next(line for line in text.splitlines() if line.startswith("tiny-2"))
+    assert waiting.split()[1] == "waiting"
+    assert waiting.rstrip().endswith("challenger")
+    assert "waits for approval" in shown(root, "tiny-2")
+    assert "failed" in row(text, "tiny-3")
+    assert "ValueError: no text" in shown(root, "tiny-3")
+
+
+def test_restarts_and_alerts_are_in_the_detail(root: Root) -> None:
+    recipe = tiny()
+    record = begun(root, recipe)
+    log_attempt(root, record.name, "main", 1, -9, "rank 1 was killed by SIGKILL\nlast lines")
+    log_attempt(root, record.name, "main", 2, 0, "")
+    console = TerminalConsole(RichConsole(file=io.StringIO()))
+    alert = Alert(time=0.0, kind="disk", run=record.name, stage="main", text="1.0 GB free [in] /x", position=5)
+    tell(root, console, alert)
+    text = shown(root, record.name)
+    assert "rank 1 was killed by SIGKILL" in text
+    assert next(line for line in text.splitlines() if "rank 1 was" in line).split()[:3] == ["main", "1", "SIGKILL"]
+    assert "complete" in text
+    assert "1.0 GB free [in] /x" in text
+    assert "restarts    1, attempt 1 of the run" in text
+
+
+def test_an_artifact_that_was_deleted_is_said_to_be_gone(root: Root) -> None:
+    record = begun(root, tiny())
+    (root.local / record.steps["collect"].artifact / "manifest.json").unlink()
+    assert "gone" in shown(root, record.name)
+
+
+def test_a_narrow_terminal_leaves_columns_out_and_squeezes_none(root: Root) -> None:
+    recipe = tiny()
+    record = begun(root, recipe)
+    train(root, recipe, record, steps=10, saved=8)
+    with lease(root, f"runs/{record.name}", record.name):
+        narrow, wide = shown(root, width=80), shown(root, width=120)
+    assert row(narrow, "tiny-1")[1:3] == ["running", "main"]
+    assert "no room for: checkpoint" in narrow
+    assert "no room" not in wide
+    assert {"tokens/s", "left", "goodput", "checkpoint"} <= set(wide.split())
+    for label in [step.artifact for step in record.steps.values()]:
+        assert label in shown(root, "tiny-1", width=80)
+        assert label in shown(root, "tiny-1", width=66)
+
+
+def test_nothing_is_left_out_or_wrapped_in_a_pipe(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    record = begun(root, tiny())
+    record.error = "ValueError: " + "a long word " * 30
+    Runs(root).save(record)
+    console = RichConsole(width=40, file=io.StringIO(), soft_wrap=True)
+    for table in [*status_tables(root, None), *status_tables(root, "tiny-1")]:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "no room" not in text
+    assert record.error.strip() in text
+    assert "checkpoint/tiny-ramp-" in text
+
+
+def test_an_empty_root_says_so(root: Root) -> None:
+    assert f"none in {root.uri}" in shown(root)
+
+
+def test_an_unknown_run_names_those_that_exist(root: Root) -> None:
+    begun(root, tiny())
+    with pytest.raises(ValueError, match="tiny-1"):
+        status_tables(root, "tiny-9")

@@ -1,0 +1,175 @@
+"""The supervisor's own part: it notices silence, counts fruitless attempts, and says what the last one said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.restart import rank_process
+from llama3.recipe.schedule import Schedule
+from llama3.train import job as jobs
+from llama3.train import metrics
+from llama3.train.job import AttemptResult
+from llama3.train.journal import Journal, Record
+from storage.artifact import Store
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.console import TerminalConsole
+from tasks.errors import TrainingFailed
+from tasks.launch import base as launch_base
+from tasks.launch.local import Agents, LocalLauncher
+from tasks.runs.records import Runs
+from tasks.stages.follow import HUNG, Follower
+from tasks.stages.train import StageAttempts, _resumes
+from tasks.step import Context
+from tasks.tracking.mlflow import Tracker
+from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
+
+ASKED = recipe(stages=stages(4000))
+SPAN = Schedule(ASKED).span("main")
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is suspended saves nothing, however long it is waited for."""
+    monkeypatch.setattr(jobs, "GRACE_S", 0.5)
+    monkeypatch.setattr(launch_base, "REAP_S", 0.5)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    runs, cluster = Runs(Root.of(tmp_path)), Cluster(processes=2, attempts=2)
+    record = runs.begin(ASKED, "code")
+    tracker = Tracker(Root.of(tmp_path), "tiny")
+    record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
+    return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), ["main"])
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[LocalLauncher]:
+    with Agents(Path("/dev/null")) as agents:
+        yield LocalLauncher(Cluster(), agents)
+
+
+def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
+    """One process alone: no peer waits for it."""
+    path = job(tmp_path, ASKED, timeout_s=1)
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    while len(records(path)) < 3:
+        assert launch.poll() is None
+        time.sleep(0.01)
+    hung = rank_process(0)
+    hung.suspend()
+    with context.console.progress("main", SPAN.tokens) as line:
+        follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, line)
+        ended = follower.follow(launch, 0, 2.0)
+    assert ended == AttemptResult(status=HUNG, words="no step for 2 s; it was stopped")
+    assert follower.position >= 3 * STEP
+    await_end(hung)
+
+
+def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_out_text(
+    context: Context, tmp_path: Path
+) -> None:
+    """Batches alternate between an easy domain and a hard one; a single loss would say which came last."""
+    losses = [2.0, 8.0] * 40
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for number, loss in enumerate(losses, start=1):
+            scored = {metrics.HELD_OUT: 3.0 - number / 100} if number in (20, 70) else {}
+            journal.add(Record(float(number), number * STEP, {metrics.LOSS: loss, **scored}))
+    shown: list[tuple[float | None, ...]] = []
+
+    class Line:
+        def update(self, position: int, *values: float | None) -> None:
+            shown.append((position, *values))
+
+    follower = Follower(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
+    follower._take(0)
+    assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+
+
+@pytest.mark.slow
+def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
+    context: Context, launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    path = job(tmp_path, ASKED, timeout_s=1)
+    launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
+    while not (hung := agent_children()):
+        time.sleep(0.001)
+    hung[0].suspend()
+    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    ended = follower.follow(launch, 0, 3.0, 600.0)
+    assert ended == AttemptResult(status=HUNG, words="it did nothing for 3 s before its first step; it was stopped")
+    assert records(path) == []
+    await_end(hung[0])
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tmp_path: Path) -> None:
+    path = job(tmp_path, ASKED, timeout_s=1)
+    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    with Agents(Path("/dev/null")) as agents:  # an agent that begins now
+        launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "attempt-1")
+        ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
+    assert ended == AttemptResult(status=HUNG, words="no step and no line of log for 0 s; it was stopped")
+
+
+def agent_children() -> list[psutil.Process]:
+    """Return the ranks that agents of this process have forked."""
+    agents = [child for child in psutil.Process().children() if "llama3.train.launch" in " ".join(child.cmdline())]
+    return [rank for agent in agents for rank in agent.children()]
+
+
+def await_end(process: psutil.Process) -> None:
+    """Wait for a process that was killed with its agent: it ends a moment later, and init may not have looked yet."""
+    deadline = time.monotonic() + 30
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"{process} runs on"
+        time.sleep(0.01)
+
+
+class Unseen:
+    """A progress line that nobody looks at."""
+
+    def update(self, position: int, *values: float | None) -> None:
+        """Show nothing."""
+
+
+def test_a_stage_resumes_where_its_progress_line_goes_on(tmp_path: Path) -> None:
+    """Both count the stage's tokens, not the run's."""
+    span = Schedule(recipe()).span("anneal")
+    assert span.start > 0
+    assert _resumes(span, tmp_path, None) is None
+    saved = tmp_path / "checkpoints" / f"{span.start + 3 * STEP:018}"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    assert _resumes(span, tmp_path, None) == 3 * STEP
+    (tmp_path / "result").mkdir()
+    assert _resumes(span, tmp_path, None) == span.tokens
+
+
+def test_attempts_end_when_none_gets_further(
+    context: Context, launcher: LocalLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job(tmp_path, ASKED)
+    attempts = StageAttempts(context, SPAN, launcher)
+    killed = AttemptResult(status=-9, words="rank 1 was killed by SIGKILL; the end of [x].log:\nlast line")
+    for number in (1, 2, 3):
+        attempts.start(path).stop()
+        assert attempts.folder == context.folder / "logs" / "main" / f"attempt-{number}"
+        if number < 3:
+            attempts.ended(killed, progress=number == 2)  # the second got further, so the count begins anew
+    attempts.ended(killed, progress=False)
+    printed = capsys.readouterr().out
+    assert "main: starts on 1 processes instead of 2; the data stay the same" in printed
+    assert "main: the trainer died (status -9); starting it again" in printed
+    assert "main: rank 1 was killed by SIGKILL; the end of [x].log:" in printed
+    with pytest.raises(TrainingFailed, match=r"2 time\(s\) in a row .*attempt-3\):\nrank 1 was (.|\n)*last"):
+        attempts.ended(killed, progress=False)
+    full = AttemptResult(status=1, words="trainer: OSError: [Errno 28] No space left on device")
+    with pytest.raises(OSError, match=r"No space left on device: .*attempt-3"):
+        attempts.ended(full, progress=True)

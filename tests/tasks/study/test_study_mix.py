@@ -1,0 +1,46 @@
+"""The analysis of a mix search: mixes without a domain, and arms that change something else than shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import simulated_studies
+from llama3.studies.expand import ExpandedStudy, load_study
+from llama3.studies.results import HURTS
+from tasks.study.analysis import mix_analysis
+
+BASE = Path("recipes/experiments/base-cpu.yaml").absolute()
+DOCUMENTS = dict.fromkeys(("general", "math", "code", "multilingual"), 48)
+
+
+def posed(folder: Path, text: str) -> ExpandedStudy:
+    path = folder / "study.yaml"
+    path.write_text(f"name: tried\nrecipe: {BASE}\nseeds: [1, 2, 3]\n{text}")
+    return load_study(path)
+
+
+def ran(study: ExpandedStudy, **effects: dict[str, float]) -> list[simulated_studies.Outcome]:
+    """Return made-up runs of all arms; those not named in `effects` have none."""
+    arms = dict.fromkeys(run.arm.name for run in study.runs)
+    truth = simulated_studies.PlantedEffects(DOCUMENTS, {}, {arm: effects.get(arm, {}) for arm in arms})
+    return simulated_studies.outcomes(truth, seed=1)
+
+
+def test_arms_that_change_something_else_alone_are_compared(tmp_path: Path) -> None:
+    study = posed(tmp_path, "mix: {others: {strict: [curate.dedup.jaccard=0.7], loose: [curate.dedup.jaccard=0.9]}}")
+    math = {"math": 0.3, "general": 0.3, "code": 0.3, "multilingual": 0.3}
+    made = mix_analysis(study, ran(study, strict=math, loose={key: -value for key, value in math.items()}))
+    assert made.verdict.headline[0].startswith("take strict: helps +0.")
+    assert made.verdict.change == ["curate.dedup.jaccard=0.7"]
+    assert {one.says for one in made.verdict.findings if one.arm == "loose"} == {HURTS}
+
+
+def test_an_arm_may_leave_out_a_domain(tmp_path: Path) -> None:
+    arms = "{no-code: {general: 60%, math: 30%, multilingual: 10%}}"
+    study = posed(tmp_path, f"mix: {{design: {{kind: around}}, arms: {arms}}}")
+    made = mix_analysis(study, ran(study))
+    table = next(table for table in made.tables if table.title == "Mixes")
+    (row,) = [row for row in table.rows if row[0] == "no-code"]
+    assert row[table.columns.index("code")] == "0.0%"
+    assert made.verdict.change == []
+    assert {one.arm for one in made.verdict.findings} == {run.arm.name for run in study.runs} - {"base"}

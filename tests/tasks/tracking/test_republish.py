@@ -1,0 +1,161 @@
+"""What MLflow shows of a run is made again from its record, artifacts and decisions: the same, once, anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama3.recipe.schedule import Schedule
+from llama3.train import metrics
+from llama3.train.journal import Journal, Record
+from storage.processes import free_port
+from storage.root import Root
+from tasks.console import TerminalConsole
+from tasks.runs.records import Runs, StepRecord
+from tasks.stages.follow import Follower
+from tasks.tracking.backfill import catch_up, republish, watch
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.steps import Thinning
+from tests.tasks.mlflow_server import empty_database, use
+from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    """Two runs of one family, tracked in the root's own database; the second reuses the tokens."""
+    return two_runs(tmp_path_factory.mktemp("root"))
+
+
+def test_an_empty_database_shows_the_same_as_the_live_one(
+    root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["tiny-1", "tiny-2"]
+    live = Tracker(root, "tiny")
+    expected, expected_models = seen(live, names), models(live)
+    assert set(expected) == {
+        *(f"{run} {step}" for run in names for step in ("tokenise", "main", "anneal", "evaluate-anneal", "promote")),
+        *names,
+    }
+    use(monkeypatch, empty_database(tmp_path / "empty"))
+    for name in reversed(names):  # in any order
+        done = republish(root, name)
+        assert (done.runs, done.versions, done.gone, done.complete) == (6, 1, 0, True)
+    rebuilt = Tracker(root, "tiny")
+    assert expected_models["aliases"]["champion"].startswith("checkpoint/tiny-anneal")
+    for _ in range(2):
+        assert seen(rebuilt, names) == expected
+        assert models(rebuilt) == expected_models
+        for name in names:
+            republish(root, name)
+    assert Runs(root).find("tiny-1").mlflow_run == Tracker(root, "tiny").open_run("tiny-1", {}, {})
+
+
+def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MLflow showed as ended stays so, also while it is sent once more or if the sending breaks off."""
+    tracker = Tracker(root, "tiny")
+    before, during = seen(tracker, ["tiny-1"]), []
+    log_batch = tracker.client.log_batch
+
+    def watched(*words: Any, **more: Any) -> None:
+        found = tracker.client.search_runs([tracker.experiment], tracker.query("tiny-1"))
+        during.extend(each.info.status for each in found)
+        log_batch(*words, **more)
+
+    monkeypatch.setattr(tracker.client, "log_batch", watched)
+    assert republish(root, "tiny-1", tracker).complete
+    assert set(during) == {"FINISHED"}
+    assert seen(tracker, ["tiny-1"]) == before
+
+
+def test_a_decision_is_shown_though_another_evaluation_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention keeps the champion's own evaluation of an old run, and no other."""
+    root = Root.of(tmp_path)
+    record = TrackedRun(root).all().context.record
+    record.steps = {"evaluate-main": StepRecord(artifact="evaluation/tiny-main-0", outcome="made"), **record.steps}
+    Runs(root).save(record)
+    use(monkeypatch, empty_database(tmp_path / "empty"))
+    done = republish(root, record.name)
+    assert (done.versions, done.gone) == (1, 1)
+
+
+def test_a_stage_shows_what_it_went_on_from_and_its_metrics_once(root: Root) -> None:
+    tracker = Tracker(root, "tiny")
+    shown = seen(tracker, ["tiny-1"])
+    steps = Runs(root).find("tiny-1").steps
+    assert shown["tiny-1 anneal"]["tags"]["parent.checkpoint"] == steps["main"].artifact
+    assert "parent.checkpoint" not in shown["tiny-1 main"]["tags"]
+    assert [position for position, _, _ in shown["tiny-1 main"]["points"][metrics.LOSS]] == list(range(256, 3073, 256))
+    assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 12 + 8
+    assert shown["tiny-1"]["points"]["eval/bpb"][0][0] == 20 * 256
+    assert shown["tiny-1 tokenise"]["points"]["odd_key"], "a name that MLflow would refuse"
+
+
+def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    root = Root.of(tmp_path / "root")
+    run = TrackedRun(root)
+    context = run.context
+    watch(context)
+    tokens, parent = run.tokens(), None
+    for span in Schedule(context.recipe).trained:
+        parent = run.stage(span, tokens, parent)
+    assert context.tracker.stale
+    assert context.tracker.page(context.record.mlflow_run) == ""
+    assert not catch_up(context)
+    assert Runs(root).find("tiny-1").mlflow_stale
+    run.end()
+    assert "mlflow_stale=True" in repr(Runs(root).find("tiny-1"))
+    use(monkeypatch, empty_database(tmp_path / "late"))
+    republish(root, "tiny-1")
+    record = Runs(root).find("tiny-1")
+    assert not record.mlflow_stale
+    shown = seen(Tracker(root, "tiny"), ["tiny-1"])
+    assert {run["status"] for run in shown.values()} == {"FINISHED"}
+    assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 20
+    assert Tracker(root, "tiny").client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
+
+
+def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path: Path) -> None:
+    run = TrackedRun(Root.of(tmp_path))
+    context = run.context
+    span = Schedule(context.recipe).span("main")
+    tags = {**context.tags(), "kind": "checkpoint", "stage": "main", "artifact.key": "k" * 16}
+    child = context.tracker.open_child(context.record.mlflow_run, "tiny-1", tags)
+    work = tmp_path / "work" / "main-0123"
+    with TerminalConsole().progress("main", span.tokens) as line:
+        runs = [context.record.mlflow_run, child]
+        Follower(context, runs, work / "journal.jsonl", span.steps, line, span.end)
+    with Journal(work / "journal.jsonl") as journal:
+        for record in records(span, Schedule(context.recipe))[:5]:
+            journal.add(record)
+    context.record.state, context.record.ended = "interrupted", "2026-11-22T00:00:00+00:00"
+    context.runs.save(context.record)
+    for _ in range(2):
+        republish(Root.of(tmp_path), "tiny-1")
+    shown = seen(Tracker(Root.of(tmp_path), "tiny"), ["tiny-1"])
+    assert set(shown) == {"tiny-1", "tiny-1 main"}
+    assert shown["tiny-1 main"]["status"] == "KILLED"
+    assert len(shown["tiny-1 main"]["points"][metrics.LOSS]) == 5
+    assert shown["tiny-1"]["points"][metrics.LOSS] == shown["tiny-1 main"]["points"][metrics.LOSS]
+
+
+def test_thinning_keeps_the_last_point_and_what_is_rare() -> None:
+    thinning = Thinning(steps=6000, end=6000)
+    sent = [thinning.points(Record(0.0, step, {metrics.STEP: float(step), metrics.LOSS: 1.0})) for step in range(6001)]
+    kept = [point.position for points in sent for point in points if point.key == metrics.LOSS]
+    assert kept == [*range(0, 6001, 3)]
+    rare = thinning.points(Record(0.0, 7, {metrics.STEP: 7.0, metrics.LOSS: 1.0, metrics.CHECKPOINT_S: 2.0}))
+    assert [point.key for point in rare] == [metrics.CHECKPOINT_S]
+    assert len(Thinning(7, 100).points(Record(0.0, 100, {metrics.STEP: 7.0, metrics.LOSS: 1.0}))) == 2
+
+
+def test_a_server_that_is_away_is_a_plain_error(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ValueError, match="does not answer; start it"):
+        republish(root, "tiny-1")

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama3.recipe.load import load_recipe
+from storage.filesystem import cache_folder
+from storage.root import Root
+from tasks.runs.records import Runs
+from tasks.tracking.mlflow import MetricPoint, Tracker
+from tasks.tracking.mlflow_store import prepare_database
+from tests.dist import forkserver
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    return Tracker(Root.of(tmp_path_factory.mktemp("root")), "family")
+
+
+def test_points_sent_twice_count_once(tracker: Tracker) -> None:
+    run = tracker.open_run("family-1", {"herd.run": "family-1"}, {})
+    points = [MetricPoint("train/loss", 8.0 - i / 100, 1_700_000_000.5 + i, i * 4096) for i in range(1500)]
+    tracker.log_points([run], points[:900])
+    tracker.log_points([run], points)
+    assert tracker.series(run, "train/loss") == [(point.position, point.value) for point in points]
+
+
+def test_a_run_and_its_children_are_found_again(tracker: Tracker) -> None:
+    first = tracker.open_run("family-2", {"herd.run": "family-2"}, {"model.dim": 64, "stages": [{"name": "main"}]})
+    tags = {"herd.run": "family-2", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
+    child = tracker.open_child(first, "family-2", tags)
+    tracker.close(child, "FAILED")
+    tracker.close(first, "KILLED")
+    assert tracker.open_run("family-2", {"herd.run": "family-2"}, {}) == first
+    assert tracker.open_child(first, "family-2", tags) == child
+    assert tracker.client.get_run(child).info.status == "RUNNING"
+    assert tracker.open_child(first, "family-2", {**tags, "artifact.key": "def"}) != child
+    assert tracker.client.get_run(first).data.params == {"model.dim": "64", "stages": '[{"name": "main"}]'}
+
+
+def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: Tracker) -> None:
+    run = tracker.open_run("family-3", {"herd.run": "family-3"}, {})
+    other = tracker.open_run("family-4", {"herd.run": "family-4"}, {})
+    models = {
+        tracker.checkpoint_model(runs, "checkpoint/family-main-1a2b3c4d", "file:///x", 4096, "d" * 64)
+        for runs in ([run], [run], [other, run])
+    }
+    assert len(models) == 1
+    tracker.log_points([run], [MetricPoint("eval/bpb", 2.5, 1_700_000_000, 4096)], models.pop())
+    outputs = tracker.client.get_run(other).outputs.model_outputs
+    assert [output.step for output in outputs] == [4096]
+
+
+def test_a_root_does_not_decide_where_the_next_one_records(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        made = Tracker(Root.of(tmp_path / name), "family")
+        assert made.uri == f"sqlite:///{tmp_path / name}/mlflow.db"
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+
+
+def test_everything_stays_under_the_root(tracker: Tracker, tmp_path: Path) -> None:
+    own = Tracker(Root.of(tmp_path), "elsewhere")
+    run = own.open_run("elsewhere-1", {"herd.run": "elsewhere-1"}, {})
+    (tmp_path / "note.txt").write_text("x")
+    own.log_file(run, tmp_path / "note.txt")
+    assert list((tmp_path / "mlflow-artifacts").rglob("note.txt"))
+
+
+def die_at_statement(folder: Path, number: int, plain: bool) -> None:
+    """Be killed at SQL statement `number` of the first use of MLflow; `plain`: of MLflow's own, as it makes a file."""
+    import sqlalchemy
+
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "before_cursor_execute", counted)
+    if plain:
+        from mlflow import MlflowClient
+
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    else:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # without the empty database that others made
+        Tracker(Root.of(folder), "family").experiment  # noqa: B018
+
+
+def killed(folder: Path, number: int, plain: bool) -> None:
+    process = forkserver().Process(target=die_at_statement, args=(folder, number, plain))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "half-made by MLflow"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(40, marks=pytest.mark.slow), 150, pytest.param(400, marks=pytest.mark.slow)]
+)
+def test_killed_while_the_database_is_first_made_the_next_process_records(
+    tmp_path: Path, number: int, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
+    killed(tmp_path, number, plain)
+    assert not (tmp_path / "cache").exists()
+    again = Tracker(Root.of(tmp_path), "family")
+    run = again.open_run("family-1", {"herd.run": "family-1"}, {})
+    assert again.available()
+    assert again.run_id(run) == run
+    assert again.client.get_run(run).info.status == "RUNNING"
+
+
+def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
+    root = Root.of(tmp_path)
+    record = Runs(root).begin(load_recipe(Path("tests/e2e/tiny.yaml")), "c0de")
+    record.state = "finished"
+    Runs(root).save(record)
+    (tmp_path / "mlflow.db").write_bytes(b"no database at all, " * 1000)
+    tracker = Tracker(root, "tiny")
+    assert tracker.experiment
+    assert tracker.stale
+    assert Runs(root).find(record.name).mlflow_stale
+    assert root.names("open") == [record.name]
+    assert len(list((tmp_path / ".damaged").glob("mlflow-*.db"))) == 1
+    assert not prepare_database(root)
+
+
+@pytest.mark.parametrize("spoil", ["", "torn page", "another version"])
+def test_a_new_database_is_a_copy_of_one_that_is_whole(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = cache_folder() / f"mlflow-{version('mlflow')}.db"
+    prepare_database(Root.of(tmp_path / "first"))
+    mine = tmp_path / "cache" / "herd" / kept.name
+    mine.parent.mkdir(parents=True)
+    whole = kept.read_bytes()
+    mine.write_bytes(whole)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    if spoil == "torn page":
+        mine.write_bytes(whole[:8192] + bytes(4096) + whole[12288:])
+    if spoil == "another version":
+        with closing(sqlite3.connect(mine)) as connection:
+            connection.execute("update alembic_version set version_num = 'gone'")
+            connection.commit()
+    before = mine.stat().st_ino
+    prepare_database(Root.of(tmp_path / "second"))
+    assert Tracker(Root.of(tmp_path / "second"), "family").experiment
+    assert (mine.stat().st_ino == before) == (not spoil)  # made again only if it was spoiled
+    for path in (mine, tmp_path / "second" / "mlflow.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_database_of_an_earlier_mlflow_is_migrated_and_kept(tmp_path: Path) -> None:
+    import sqlalchemy
+    from alembic import command
+    from mlflow.store.db import utils
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+
+    path = tmp_path / "mlflow.db"
+    engine = sqlalchemy.create_engine(f"sqlite:///{path}")
+    Base.metadata.create_all(engine)
+    config = utils._get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "heads")
+        earlier = utils.ScriptDirectory.from_config(config).get_revision("heads").down_revision
+        command.downgrade(config, earlier)
+    engine.dispose()
+    assert Tracker(Root.of(tmp_path), "family").experiment
+    with closing(sqlite3.connect(tmp_path / f"mlflow-{earlier}.db")) as kept:
+        assert kept.execute("select version_num from alembic_version").fetchall() == [(earlier,)]
+
+
+def test_a_database_that_cannot_be_used_never_stops_a_run(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    tracker = Tracker(Root.of(tmp_path), "family")
+    run = tracker.open_run("family-1", {"herd.run": "family-1"}, {})
+    tracker.close(run, "FINISHED")
+    assert (tracker.run_id(run), tracker.experiment, tracker.stale, tracker.available()) == ("", "", True, False)
