@@ -288,6 +288,20 @@ def study(
         tell({}, rows, {}, json_, out_)
 
 
+@bench.command()
+def house(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: functions,files/cycles")] = "",
+    out_: OutOption = None,
+) -> None:
+    """The source itself: files, lines, importers, folders, import cycles, function lengths, comments."""
+    from benchmarks.house import HouseSession, HouseSettings, house_rows
+
+    with _mistakes():
+        rows = told(house_rows(HouseSession(HouseSettings(tuple(filter(None, only.split(",")))))), json_)
+    tell({}, rows, {}, json_, out_)
+
+
 @contextmanager
 def _mistakes(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
     """Turn a user's mistake, or errors of other `kinds`, into a line and exit status 2."""

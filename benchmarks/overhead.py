@@ -166,7 +166,8 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
     from tasks.cluster import Cluster
     from tasks.launch.local import Agents, LocalLauncher
     from tasks.models.serving import smoke
-    from tasks.stages.evaluate import evaluated_stages, write_held_out
+    from tasks.pipeline_steps import evaluated_stages
+    from tasks.stages.evaluate import write_held_out
 
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     parent, cluster = None, Cluster()

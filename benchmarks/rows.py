@@ -83,6 +83,21 @@ TARGETS: Mapping[str, Target] = {
 }
 """Every row of `python -m benchmarks data`, in the order of the table."""
 
+HOUSE_TARGETS: Mapping[str, Target] = {
+    "files/count": Target(270, "files", "at most"),
+    "files/lines": Target(48_000, "lines", "at most"),
+    "files/longest": Target(700, "lines", "at most"),
+    "files/one-importer": Target(20, "% of files", "at most"),
+    "files/folder": Target(25, "files a folder", "at most"),
+    "files/cycles": Target(0, "import cycles", "at most"),
+    "files/first-step": Target(110, "files imported", "at most"),
+    "functions/median": Target(8, "lines"),
+    "functions/p90": Target(45, "lines", "at most"),
+    "functions/longest": Target(100, "lines", "at most"),
+    "comments/lines": Target(2, "% of lines"),
+}
+"""Every row of `python -m benchmarks house`."""
+
 TRAIN_TARGETS: Mapping[str, Target] = {
     "step/d384-fp32": Target(0.97, "x fastest peer"),
     "step/d384-bf16": Target(0.97, "x fastest peer"),
@@ -178,6 +193,7 @@ STUDY_TARGETS: Mapping[str, Target] = {
 
 _BOUNDS = {
     **TARGETS,
+    **HOUSE_TARGETS,
     **TRAIN_TARGETS,
     **STORAGE_TARGETS,
     **ORCHESTRATION_TARGETS,

@@ -11,14 +11,15 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.recipe_form import EvaluationParameters, PromotionParameters
-from flows.run_lifecycle import FlowResult, existing_run, existing_run_or_beside, find_checkpoint, told, why_not
+from flows.run_lifecycle import FlowResult, existing_run, existing_run_or_beside, find_checkpoint, flow_state, why_not
 from llama3.evaluate.suite import suite_for
 from storage.artifact import Artifact
 from storage.lease import LeaseHeld
+from tasks.pipeline_steps import evaluated_stages
 from tasks.promotion.gate import Override
 from tasks.promotion.log import CHAMPION, decided
 from tasks.promotion.promote import RollbackRequest, decide, promote_model, roll_back
-from tasks.stages.evaluate import evaluate_model, evaluated_stages
+from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
 from tasks.tracking.steps import SCORE, scores_of
 
@@ -33,7 +34,7 @@ def evaluate(config: EvaluationParameters = EvaluationParameters()) -> str:  # n
     Args:
         config: Which checkpoint, by what, and where.
     """
-    return told(lambda: _evaluate(config))
+    return flow_state(lambda: _evaluate(config))
 
 
 @flow(name="promote", persist_result=False)
@@ -44,7 +45,7 @@ def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa
         config: What to do, with which checkpoint, and where.
     """
     act = {"promote": _promote, "refuse": _refuse, "roll back": _roll_back}[config.action]
-    return told(lambda: act(config))
+    return flow_state(lambda: act(config))
 
 
 def _evaluate(config: EvaluationParameters) -> FlowResult:

@@ -1,10 +1,7 @@
-"""End a flow run that crashes again and again, but not one that gets further between crashes or that a person retries.
+"""Resume crashed flow runs, end those that crash again and again, and keep the work queue in order.
 
-The automation `resume crashed runs` (flows/serve.py) schedules a crashed flow run again for ever. So each attempt notes
-in the flow run's labels how much there was when it began: steps done and bytes of the stages' journals, which grow with
-every new optimizer step and with no repeated one. An attempt that a machine resumed and that finds no more than the one
-before is a fruitless one; the sixth in a row fails instead of working. A Retry by a person starts the count again. What
-this gives up: shards of a data step that is half done do not count, and the journals are those of this machine.
+Three things resume a crashed run: Prefect's automation, the watchdog of its process, and the flow `reconcile` by the
+hour. All give the same reason, so a crash loop is counted whoever resumed it.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -44,12 +40,9 @@ from storage.lease import holders
 from storage.root import Root
 from tasks.runs.records import Runs
 
-# Runs that wait for room in a work queue: of each schedule one at most, and what a person started goes first.
-#
-# A queue gives its room to who waits longest, and a schedule whose runs take longer than its interval would let
-# them pile up before everybody else (Prefect 3.8.8; its limit with CANCEL_NEW counts the runs of the same
-# deployment only). So a scheduled run that begins cancels those of its schedule that wait, whose work it does, and
-# steps back behind a person's.
+# A work queue serves whoever waits longest, and a schedule whose runs take longer than its interval would let them pile
+# up before everybody else (Prefect 3.8.8: the limit with CANCEL_NEW counts runs of the same deployment only). So a
+# scheduled run that begins cancels the waiting runs of its schedule and lets runs go first that people started.
 
 BEHIND = timedelta(seconds=1)
 
@@ -102,15 +95,17 @@ def _cancel(client: SyncPrefectClient, flow_run: FlowRun, by: str) -> None:
     client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
 
 
+# Each attempt notes in the flow run's labels how much there was when it began: steps done and bytes of the stages'
+# journals, which grow with every new optimizer step and with no repeated one. Shards of an unfinished data step do not
+# count, and the journals are those of this machine.
+
 RESUMED = "resumed by the automation for crashed runs"
 """Message of the state in which the automation puts a crashed run; a person's Retry has another."""
 FRUITLESS = 5
-"""So many resumed attempts in a row may bring nothing new."""
+"""Resumed attempts in a row that may find no progress; the next one fails. A person's Retry starts the count again."""
 FOUND, COUNT = "herd.found", "herd.fruitless"
-
-
 LEAVE_S = 20.0
-"""As long as an earlier process of the same flow run may take to end."""
+"""Seconds that an earlier process of the same flow run may take to end."""
 
 
 class TooManyCrashes(RuntimeError):
@@ -122,7 +117,7 @@ def attempt_number() -> int:
     return 0 if is_temporary() else int(flow_run.run_count or 0)
 
 
-def leave_to_a_live_one(root: Root, work: str, say: Callable[[str], None]) -> None:
+def exit_if_alive_elsewhere(root: Root, work: str, say: Callable[[str], None]) -> None:
     """End this process without a word to Prefect if an earlier one of the same flow run goes on with `work`.
 
     A worker under load reports a death minutes later a second time, when the next attempt works already; then Prefect
@@ -185,69 +180,57 @@ def check_attempts(found: Callable[[str], str]) -> None:
 
 def count_fruitless(labels: Mapping[str, object], now: str, resumed: bool) -> int:
     """Return how many resumed attempts in a row have found no more than the one before them."""
-    before = str(labels.get(FOUND, ""))
-    if not resumed or _amounts(now) > _amounts(before):
+
+    def amounts(text: str) -> tuple[int, int]:
+        steps, _, journals = text.partition(":")
+        return int(steps or -1), int(journals or -1)
+
+    if not resumed or amounts(now) > amounts(str(labels.get(FOUND, ""))):
         return 0
     return int(str(labels.get(COUNT, 0))) + 1
 
 
-def found_of_run(root: Root, recipe: Recipe, flow: str) -> str:
+def progress_of_run(root: Root, recipe: Recipe, flow: str) -> str:
     """Return how far the run of the flow run `flow` is, as `steps:bytes`; larger compares as further."""
     record = Runs(root).of_flow_run(recipe, flow)
-    return _amount(root, len(record.steps) if record else 0)
+    return _progress(root, len(record.steps) if record else 0)
 
 
-def found_of_study(root: Root, name: str) -> str:
+def progress_of_study(root: Root, name: str) -> str:
     """Return the same of a study: the steps of all its runs."""
-    return _amount(root, sum(len(record.steps) for record in Runs(root).family(name)))
+    return _progress(root, sum(len(record.steps) for record in Runs(root).family(name)))
 
 
-def _amount(root: Root, steps: int) -> str:
-    journals = (root.local / "work").glob("*/journal.jsonl")
-    return f"{steps}:{sum(_bytes(path) for path in journals)}"
-
-
-def _bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # the stage was committed at this moment
-        return 0
-
-
-def _amounts(text: str) -> tuple[int, int]:
-    steps, _, journals = text.partition(":")
-    return int(steps or -1), int(journals or -1)
+def _progress(root: Root, steps: int) -> str:
+    size = 0
+    for path in (root.local / "work").glob("*/journal.jsonl"):
+        with suppress(FileNotFoundError):  # the stage was committed at this moment
+            size += path.stat().st_size
+    return f"{steps}:{size}"
 
 
 def was_resumed(states: Iterable[State[Any]]) -> bool:
-    """Return whether the automation started the newest attempt: whether its word is the last that scheduled it.
-
-    `Late` and `AwaitingConcurrencySlot` are scheduled states too, but only say that it waits.
-    """
-    asked = [state for state in states if state.name in ("Scheduled", "AwaitingRetry")]
-    return bool(asked) and max(asked, key=lambda state: state.timestamp).message == RESUMED
+    """Return whether the automation started the newest attempt, by the last state that scheduled it."""
+    # `Late` and `AwaitingConcurrencySlot` are scheduled states too, but only say that it waits.
+    scheduled = [state for state in states if state.name in ("Scheduled", "AwaitingRetry")]
+    return bool(scheduled) and max(scheduled, key=lambda state: state.timestamp).message == RESUMED
 
 
-# Start a crashed training run again where its automation (flows/serve.py) must not, or did not: the second net.
+# A worker reports a killed process twice, before and after the hooks, 5 to 30 s apart (Prefect 3.8.8). An attempt
+# resumed at the first report is called crashed by the second while it works, and a third one starts beside it. So the
+# automation ignores the first report, and the watchdog schedules the next attempt AHEAD_S ahead: the second report
+# turns that into a crash again, which the automation answers at once.
 #
-# A worker reports a killed process twice, before and after it runs the flow's hooks, 5 to 30 s apart (Prefect
-# 3.8.8). Resumed at the first report, the next attempt is called crashed by the second while it works, and a third
-# one starts beside it. So the automation leaves the first report alone, and the run's witness answers it with a
-# start some seconds ahead: the second report turns that into a crash again, which the automation answers at once.
-#
-# The automation also needs the event that tells of the crash, and a server on SQLite loses events while several of
-# its own tasks write at once ("database is locked": a message is tried four times, then put away, and what follows
-# it waits 15 minutes for it). So the witness looks whether a crash was answered, and the flow `reconcile` looks
-# again by the hour. All of them give the same reason, so flows/crash_recovery.py ends a loop of crashes whoever
-# resumed it. What this gives up: a process that is killed before it has a witness, while it is imported, is resumed
-# by the hour only.
+# A Prefect server on SQLite loses events while several of its tasks write ("database is locked"), and the automation
+# with them. So the watchdog looks whether a crash was answered, and `reconcile` looks again. A process that is killed
+# while it is imported, before it has a watchdog, is resumed by `reconcile` only.
 
 RULE = "herd: resume crashed runs"
-"""Name of the automation; a server on which somebody switched it off or removed it resumes nothing here either."""
+"""Name of the automation; where it is switched off or removed, nothing is resumed here either."""
 AUTO_RESUME = "auto-resume"
-"""Tag of the deployments whose flow runs are started again by themselves."""
+"""Tag of the deployments whose crashed flow runs are resumed."""
 FIRST_REPORT = "Process exited with status code"
-"""So begins what a worker says of a killed process before it runs the hooks."""
+"""Beginning of a worker's message about a killed process, before it runs the hooks."""
 AHEAD_S = 40.0
 """A worker takes up what is due within 10 s; the hooks need 5 s on a quiet machine, 25 s on a busy one."""
 ANSWER_S, LOOK_S = 15.0, 2.0

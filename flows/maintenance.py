@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flows.crash_recovery import resume_all, thin_out
 from flows.recipe_form import ReportParameters, RootParameters
-from flows.run_lifecycle import FlowResult, existing_run_or_beside, find_run, told
+from flows.run_lifecycle import FlowResult, existing_run_or_beside, find_run, flow_state
 from llama3.recipe.units import Duration
 from storage.artifact import DamagedArtifact
 from storage.root import Root
@@ -58,7 +58,7 @@ def retention(config: RetentionParameters = RetentionParameters()) -> str:  # no
     Args:
         config: What is kept.
     """
-    return told(lambda: _gc_outcome(config))
+    return flow_state(lambda: _gc_outcome(config))
 
 
 def _gc_outcome(config: RetentionParameters) -> FlowResult:
@@ -149,7 +149,7 @@ def verify(config: VerifyParameters = VerifyParameters()) -> str:  # noqa: B008 
     Args:
         config: What is read.
     """
-    return told(lambda: _verify_outcome(config))
+    return flow_state(lambda: _verify_outcome(config))
 
 
 def _verify_outcome(config: VerifyParameters) -> FlowResult:
@@ -173,7 +173,7 @@ def report(config: ReportParameters = ReportParameters()) -> str:  # noqa: B008 
     Args:
         config: Which run.
     """
-    return told(lambda: _report(config))
+    return flow_state(lambda: _report(config))
 
 
 def _report(config: ReportParameters) -> FlowResult:

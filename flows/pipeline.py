@@ -1,22 +1,21 @@
 """The whole chain, from raw text to a promoted model, as one Prefect flow.
 
-The order of the steps stands here and nothing else: what a step does is in `tasks/`. Every step finds or makes an
-artifact, so a retry, a rerun, a second run and a run that is to stop half-way all take this same path.
+The order is that of `tasks.pipeline_steps`; what a step does is in `tasks/stages`. Every step finds or makes an
+artifact, so a retry, a rerun, a second run and a run that stops half-way all take this path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from prefect import flow
 
-from flows.crash_recovery import check_attempts, found_of_run
-from flows.recipe_form import EVALUATE, PRETRAIN, PipelineParameters, RerunParameters, StageParameters
-from flows.run_lifecycle import HOOKS, FlowResult, chosen_recipe, find_run, open_run, run_message, step_names, told
+from flows.crash_recovery import check_attempts, progress_of_run
+from flows.recipe_form import PipelineParameters, RerunParameters, StageParameters
+from flows.run_lifecycle import HOOKS, FlowResult, chosen_recipe, find_run, flow_state, open_run, run_message
 from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
+from storage.artifact import Artifact
+from tasks.pipeline_steps import first_step, last_step, pipeline_steps
 from tasks.promotion.promote import promote_model
 from tasks.report.run import write_report
 from tasks.stages.data import (
@@ -26,7 +25,7 @@ from tasks.stages.data import (
     prepare_tokenizer,
     tokenise_documents,
 )
-from tasks.stages.evaluate import evaluate_model, evaluated_stages
+from tasks.stages.evaluate import evaluate_model
 from tasks.stages.init_weights import import_start
 from tasks.stages.long_context_gate import advance
 from tasks.stages.train import train_stage
@@ -40,7 +39,7 @@ def pipeline(config: PipelineParameters = PipelineParameters()) -> str:  # noqa:
     Args:
         config: What to run and where.
     """
-    return told(lambda: run_recipe(config.settled()))
+    return flow_state(lambda: run_recipe(config.settled()))
 
 
 def run_recipe(config: PipelineParameters) -> FlowResult:
@@ -48,69 +47,53 @@ def run_recipe(config: PipelineParameters) -> FlowResult:
     recipe = chosen_recipe(config)
     from_step, until = first_step(recipe, config.from_step), last_step(recipe, config.until)
     config = config.model_copy(update={"from_step": from_step, "until": until})
-    check_attempts(lambda flow: found_of_run(config.root_at, recipe, flow))
+    check_attempts(lambda flow: progress_of_run(config.root_at, recipe, flow))
     with open_run(config, recipe) as context:
         decision = run_chain(context, until)
     write_report(context)
     return FlowResult(context.record.name, run_message(context, decision))
 
 
-def first_step(recipe: Recipe, word: str) -> str:
-    """Return the step that `word` names; `pretrain` and `evaluate` are the first of their kind."""
-    return {PRETRAIN: Schedule(recipe).trained[0].name, EVALUATE: _evaluations(recipe)[0]}.get(word, word)
-
-
-def last_step(recipe: Recipe, word: str) -> str:
-    """Return the step that `word` names; `pretrain` and `evaluate` are the last of their kind."""
-    return {PRETRAIN: Schedule(recipe).trained[-1].name, EVALUATE: _evaluations(recipe)[-1]}.get(word, word)
-
-
-def _evaluations(recipe: Recipe) -> list[str]:
-    names = set(step_names(recipe))
-    steps = [f"evaluate-{stage.name}" for stage in recipe.stages]
-    return [step for step in steps if step in names]
-
-
 def run_chain(context: Context, until: str) -> Decision | None:
     """Take every step in order, up to `until` if that is given, and return the gate's decision if it came to one."""
-    for step, decision in _chain(context):
-        if step == until or decision is not None:
-            return decision
-    raise AssertionError("the chain ends with a decision")
-
-
-def _chain(context: Context) -> Iterator[tuple[str, Decision | None]]:
-    """Take the steps one by one; yield the name of each once it is done, and with the last one the gate's decision."""
-    collected = collect_documents(context)
-    yield "collect", None
-    annotated = annotate_documents(context, collected)
-    yield "annotate", None
-    curated = curate_documents(context, collected, annotated)
-    yield "curate", None
-    tokenizer = prepare_tokenizer(context, curated)
-    yield "tokenizer", None
-    tokens = tokenise_documents(context, curated, tokenizer)
-    yield "tokenise", None
-    start = import_start(context, tokenizer) if context.recipe.start else None
-    yield "start", None
-    checkpoint = evaluation = began = None
+    made: dict[str, Artifact] = {}  # by the step's name; of several stages, also by the step's kind: the latest
     schedule = Schedule(context.recipe)
-    before = schedule.spans[schedule.given - 1] if schedule.given else None
-    for span in schedule.trained:
-        _announce(context, before, span)
-        began = (checkpoint or start) if span.begins_stage else began
-        checkpoint = train_stage(context, span.name, tokens, tokenizer, checkpoint or start, curated)
-        yield span.name, None
-        if span.stage.advance:
-            advance(context, span.name, checkpoint, began, curated)
-            yield f"advance-{span.name}", None
-        if span.ends_stage and span.stage.name in evaluated_stages(context.recipe):
-            evaluation = evaluate_model(context, span.stage.name, checkpoint, curated)
-            yield f"evaluate-{span.stage.name}", None
-        before = span
-    assert checkpoint is not None
-    assert evaluation is not None
-    yield "promote", promote_model(context, checkpoint, evaluation, curated)
+    trained = schedule.spans[schedule.given - 1] if schedule.given else None  # the stage before the first one here
+    origin: Artifact | None = None  # what the stage in progress started from
+    for step in pipeline_steps(context.recipe):
+        latest = made.get("pretrain") or made.get("start")
+        match step.kind:
+            case "collect":
+                artifact = collect_documents(context)
+            case "annotate":
+                artifact = annotate_documents(context, made["collect"])
+            case "curate":
+                artifact = curate_documents(context, made["collect"], made["annotate"])
+            case "tokenizer":
+                artifact = prepare_tokenizer(context, made["curate"])
+            case "tokenise":
+                artifact = tokenise_documents(context, made["curate"], made["tokenizer"])
+            case "start":
+                artifact = import_start(context, made["tokenizer"])
+            case "pretrain":
+                assert step.span is not None
+                _announce(context, trained, step.span)
+                origin = latest if step.span.begins_stage else origin
+                artifact = train_stage(context, step.name, made["tokenise"], made["tokenizer"], latest, made["curate"])
+                trained = step.span
+            case "advance":
+                assert step.span is not None
+                artifact = made["pretrain"]  # the gate stops the run or lets the checkpoint pass
+                advance(context, step.span.name, artifact, origin, made["curate"])
+            case "evaluate":
+                assert step.span is not None
+                artifact = evaluate_model(context, step.span.stage.name, made["pretrain"], made["curate"])
+            case "promote":
+                return promote_model(context, made["pretrain"], made["evaluate"], made["curate"])
+        made[step.name] = made[step.kind] = artifact
+        if step.name == until:
+            return None
+    raise AssertionError("the last step is a decision")
 
 
 def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> None:
@@ -145,7 +128,7 @@ def curate(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (
     Args:
         config: What to run and where.
     """
-    return told(lambda: run_recipe(config.settled(until="curate")))
+    return flow_state(lambda: run_recipe(config.settled(until="curate")))
 
 
 @flow(name="tokenise", persist_result=False, **HOOKS)
@@ -155,7 +138,7 @@ def tokenise(config: StageParameters = StageParameters()) -> str:  # noqa: B008 
     Args:
         config: What to run and where.
     """
-    return told(lambda: run_recipe(config.settled(until="tokenise")))
+    return flow_state(lambda: run_recipe(config.settled(until="tokenise")))
 
 
 @flow(name="pretrain", persist_result=False, **HOOKS)
@@ -165,7 +148,7 @@ def pretrain(config: StageParameters = StageParameters()) -> str:  # noqa: B008 
     Args:
         config: What to run and where.
     """
-    return told(lambda: run_recipe(config.settled(until=PRETRAIN)))
+    return flow_state(lambda: run_recipe(config.settled(until="pretrain")))
 
 
 # An earlier run once more: from a step on, or with changes, or both.
@@ -181,7 +164,7 @@ def rerun(config: RerunParameters = RerunParameters()) -> str:  # noqa: B008  (P
     Args:
         config: Which run, from where, and what to change.
     """
-    return told(lambda: _rerun(config))
+    return flow_state(lambda: _rerun(config))
 
 
 def _rerun(config: RerunParameters) -> FlowResult:

@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema
 from llama3.recipe.base import DOMAINS
 from storage.root import DEFAULT_ROOT, Root
 from tasks.cluster import Cluster
+from tasks.pipeline_steps import KINDS
 from tasks.runs.records import StudyPart
 
 # The form's section "Change the recipe": the fields that people change most, as text with units, without YAML.
@@ -152,9 +153,6 @@ def _ratio(text: str) -> str:
 
 LATEST = "latest"
 NOTHING = "nothing: reuse what is there"
-PRETRAIN, EVALUATE = "pretrain", "evaluate"
-"""Words for the first (or last) training stage and evaluation of a recipe, whatever they are called there."""
-STEPS = ("collect", "annotate", "curate", "tokenizer", "tokenise", PRETRAIN, EVALUATE, "promote")
 RECIPES = Path(__file__).parent.parent / "recipes"
 RESTART = "Train a stage again from its start if all of its checkpoints are damaged; else the run stops and names them."
 Schema = dict[str, Any]
@@ -185,8 +183,8 @@ def _steps(position: int) -> Callable[[Schema], None]:
     """Return what makes a drop-down of steps: worked out only where a form is drawn."""
 
     def drawn(schema: Schema) -> None:
-        before, after = STEPS[: STEPS.index(EVALUATE)], STEPS[STEPS.index(EVALUATE) :]
-        schema |= {"position": position, "enum": [NOTHING, *before, *shipped_stages(), *after]}
+        at = KINDS.index("evaluate")
+        schema |= {"position": position, "enum": [NOTHING, *KINDS[:at], *shipped_stages(), *KINDS[at:]]}
 
     return drawn
 

@@ -24,13 +24,19 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field
 from rich.markup import escape
 
-from flows.crash_recovery import attempt_number, check_attempts, end_flow_run, found_of_study, leave_to_a_live_one
+from flows.crash_recovery import (
+    attempt_number,
+    check_attempts,
+    end_flow_run,
+    exit_if_alive_elsewhere,
+    progress_of_study,
+)
 from flows.local_server import is_temporary
 from flows.pipeline import pipeline
 from flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
-from flows.run_lifecycle import HOOKS, MISTAKES, FlowResult, ending, told
+from flows.run_lifecycle import HOOKS, MISTAKES, FlowResult, ending, flow_state
 from flows.study_arm import Apart, ArmJob
-from flows.watchdog import witnessed
+from flows.watchdog import watched
 from llama3.recipe.load import resolved, to_yaml
 from llama3.studies.checks import check_study
 from llama3.studies.expand import ArmRun, ExpandedStudy, load_study
@@ -157,11 +163,11 @@ def open_study(config: StudyParameters, posed: ExpandedStudy) -> Iterator[StudyC
     check_hours(plan)
     studies, name = Studies(root), posed.study.name
     if _patience(studies.known(name), console):
-        leave_to_a_live_one(root, f"{FOLDER}/{name}", console.say)
+        exit_if_alive_elsewhere(root, f"{FOLDER}/{name}", console.say)
     with studies.alone(name, _patience(studies.known(name), console)):
         record = _recorded(config, posed, studies)
         context = StudyContext(config, posed, runs, studies, record, Tracker(root, name), console)
-        with witnessed(root, f"{FOLDER}/{name}", attempt_number()), _closing(context):
+        with watched(root, f"{FOLDER}/{name}", attempt_number()), _closing(context):
             console.say(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
             console.table(plan_table(plan))
             for line in plan_lines(plan):
@@ -263,7 +269,7 @@ def study(config: StudyParameters = StudyParameters()) -> str:  # noqa: B008  (P
     Args:
         config: Which study, which arms, and where.
     """
-    return told(lambda: run_study(config))
+    return flow_state(lambda: run_study(config))
 
 
 def run_study(config: StudyParameters) -> FlowResult:
@@ -272,7 +278,7 @@ def run_study(config: StudyParameters) -> FlowResult:
     Raises ValueError, LeaseHeld, TooManyCrashes and StudyIncomplete.
     """
     posed = config.posed()
-    check_attempts(lambda _: found_of_study(config.root_at, posed.study.name))
+    check_attempts(lambda _: progress_of_study(config.root_at, posed.study.name))
     with open_study(config, posed) as context:
         _run_missing(context)
         answers = runs_of(Runs(context.root), context.posed, context.posed.runs)

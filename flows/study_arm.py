@@ -2,7 +2,7 @@
 
 Its lines go to a log beside the study's record. It works in the folder of the study's process, so that paths of sources
 mean the same. What this gives up: six seconds of imports for each run, and the place below the study's flow run in
-Prefect; in exchange every run has its own signals, leases and witness.
+Prefect; in exchange every run has its own signals, leases and watchdog.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flows.recipe_form import EVALUATE, PipelineParameters
+from flows.recipe_form import PipelineParameters
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
 from tasks.runs.records import StudyPart
@@ -32,7 +32,7 @@ class ArmJob(BaseModel):
     def parameters(self) -> PipelineParameters:
         """Return the parameters of its pipeline: up to the evaluation, since the gate has no say about an arm."""
         plain = {"recipe": self.recipe, "root": self.root, "cluster": self.cluster, "study": self.part}
-        return PipelineParameters(**plain, until=EVALUATE)
+        return PipelineParameters(**plain, until="evaluate")
 
 
 class Apart:

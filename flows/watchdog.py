@@ -1,11 +1,8 @@
-"""The witness of a run or a study: a small process that outlives the one at work by some seconds and says it is gone.
+"""A small process that outlives the process of a run or a study and, if that one is killed, records how it ended.
 
-A worker that is told to stop kills the processes of its flow runs at once (SIGKILL, found by running Prefect 3.8.8),
-and the kernel kills without asking; then nobody is left to say how the run ended, and heartbeats take 75 s to miss
-it. The witness sleeps on a pipe that only that process holds; when it closes without a word the witness settles
-record, MLflow and Prefect, and starts the flow run again if its crash is not answered (flows/crash_recovery.py). It
-costs 10 MB and no CPU while it sleeps. What this gives up: it dies with its machine; then the automation for zombies
-and the flow `reconcile` are left.
+Prefect's worker kills the processes of its flow runs with SIGKILL when it is told to stop, and so does the kernel
+without memory; Prefect's heartbeats take 75 s to notice. The watchdog sleeps on a pipe that only the watched process
+holds: 10 MB and no CPU. It dies with its machine; then Prefect's automation and the flow `reconcile` are left.
 """
 
 from __future__ import annotations
@@ -30,118 +27,96 @@ if TYPE_CHECKING:
 
     from tasks.runs.recovery import Settler
 
-LET_OTHERS_S = 2.0
-"""A worker that lives reports the end itself, and knows why."""
+WORKER_S = 2.0
+"""Seconds in which a living worker reports the end itself: it knows the reason."""
 CANCELLING_S = 15.0
-OVER = b"over\n"
+DISMISS = b"over\n"
 
 
 @contextmanager
-def witnessed(root: Root, work: str, attempt: int) -> Iterator[None]:
-    """Have the end of this process noticed while it is at `work`, in Prefect attempt `attempt` (0: without Prefect).
+def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
+    """Watch this process while the block runs, in Prefect attempt `attempt` (0: without Prefect).
 
-    `work` is a folder of the root with a record in it: `runs/quickstart-3`, `studies/ramp-cpu`.
-
-    If the block ends by itself, by an Exception or by Prefect's Pause there is nothing to see: the flow reports those.
-    A witness of a paused flow run would take the next attempt, begun by a quick answer, for the one that is gone.
+    `work` is a folder of the root with a record in it: `runs/quickstart-3`, `studies/ramp-cpu`. The watchdog is
+    dismissed if the block ends by itself, by an Exception or by Prefect's Pause: the flow reports those.
     """
-    words = [sys.executable, "-m", "flows.watchdog", root.uri, str(root.local), work, str(attempt)]
+
+    def ignore_signals() -> None:  # a stop of the group, or of everything that systemd started, must not end it too
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    def dismiss() -> None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            process.communicate(DISMISS, timeout=5)
+
     logs = root.file(work, "logs")
     logs.mkdir(parents=True, exist_ok=True)
-    with (logs / "witness.log").open("ab") as log:
+    with (logs / "watchdog.log").open("ab") as log:
         process = subprocess.Popen(
-            words,
+            [sys.executable, "-m", "flows.watchdog", root.uri, str(root.local), work, str(attempt)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # so that it survives a signal to the group, and by _deaf one to everybody
-            preexec_fn=_deaf,
+            start_new_session=True,
+            preexec_fn=ignore_signals,
             cwd=Path(__file__).parent.parent,
         )
     try:
         yield
     except BaseException as error:
-        from prefect.exceptions import Pause  # the witness itself does without
+        from prefect.exceptions import Pause  # the watchdog itself must not import Prefect
 
+        # After a Pause a quick answer starts the next attempt, which the watchdog would take for the one that is gone.
         if isinstance(error, (Exception, Pause)):
-            _dismiss(process)
-        raise
-    # Anything else (a termination signal) is on its way out and may be killed on it: the pipe closes with the process.
-    _dismiss(process)
+            dismiss()
+        raise  # after a signal this process may still be killed while it stops: the pipe closes with it
+    dismiss()
 
 
-def _deaf() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _dismiss(process: subprocess.Popen[bytes]) -> None:
-    with suppress(OSError, subprocess.TimeoutExpired):
-        process.communicate(OVER, timeout=5)
-
-
-def main(words: list[str]) -> None:
-    """Wait for the end of the process that started this one; see to what it could not say."""
-    if _wait(os.getppid()) != OVER:
-        root, work, attempt = Root(words[0], Path(words[1])), words[2], int(words[3])
-        time.sleep(LET_OTHERS_S)
-        testify(root, work, attempt)
-
-
-def _wait(parent: int) -> bytes:
-    """Return what the parent said when it let go of the pipe, or b"" when it died."""
+def main(arguments: list[str]) -> None:
+    """Wait for the end of the process that started this one, and record it if that process could not."""
+    parent = os.getppid()
     while os.getppid() == parent:
         if select.select([0], [], [], 1.0)[0]:
-            return os.read(0, len(OVER))
-    return b""
+            if os.read(0, len(DISMISS)) == DISMISS:
+                return
+            break
+    time.sleep(WORKER_S)
+    record_end(Root(arguments[0], Path(arguments[1])), arguments[2], int(arguments[3]))
 
 
-def testify(root: Root, work: str, attempt: int) -> None:
-    """Settle `work`, whose process is gone. Imports what it needs now, because it rarely does."""
+def record_end(root: Root, work: str, attempt: int) -> None:
+    """Reconcile record, MLflow and Prefect of `work`, whose process is gone, and resume it if nothing else does.
+
+    Imports are inside because they are slow and this is rare.
+    """
     from prefect.settings import PREFECT_API_URL
 
+    name = work.partition("/")[2]
     if attempt and PREFECT_API_URL.value():
         try:
-            _tell_prefect(root, work, attempt)
+            from prefect import get_client
+
+            from flows.crash_recovery import resume, resume_soon
+
+            record = json.loads(root.read(work, "run.json" if work.startswith("runs/") else "study.json") or b"{}")
+            flow_run = UUID(str(record["prefect_run"]))
+            with get_client(sync_client=True) as client:
+                resume_soon(client, flow_run, attempt)  # before the slow imports of the settler
+                settler = _settler(root, work, client)
+                settler.await_cancellation(name, CANCELLING_S)
+                settler.settle(name, attempt=attempt)
+                resume(client, flow_run, attempt)
             return
         except Exception as error:  # the server may have been stopped together with the process
             print(f"Prefect did not take it: {error!r}", flush=True)
-    _settler(root, work, None).settle(_name(work))
-
-
-def _tell_prefect(root: Root, work: str, attempt: int) -> None:
-    """Settle `work` and have it started again, if that is wanted and nobody else does it."""
-    from prefect import get_client
-
-    from flows.crash_recovery import resume, resume_soon
-
-    name, flow_run = _name(work), UUID(_flow_run(root, work))
-    with get_client(sync_client=True) as client:
-        resume_soon(client, flow_run, attempt)
-        settler = _settler(root, work, client)  # its slow imports come after what is urgent
-        settler.await_cancellation(name, CANCELLING_S)
-        settler.settle(name, attempt=attempt)
-        resume(client, flow_run, attempt)
-
-
-def _name(work: str) -> str:
-    return work.partition("/")[2]
-
-
-def _flow_run(root: Root, work: str) -> str:
-    """Return the flow run that the record of `work` names; whatever else a record holds is not needed for it."""
-    file = "run.json" if work.startswith("runs/") else "study.json"
-    return str(json.loads(root.read(work, file) or b"{}")["prefect_run"])
+    _settler(root, work, None).settle(name)
 
 
 def _settler(root: Root, work: str, client: SyncPrefectClient | None) -> Settler[Any]:
-    if work.startswith("runs/"):
-        from tasks.runs.recovery import RunSettler
+    from tasks.runs.recovery import RunSettler, StudySettler
 
-        return RunSettler(root, client)
-    from tasks.runs.recovery import StudySettler
-
-    return StudySettler(root, client)
+    return RunSettler(root, client) if work.startswith("runs/") else StudySettler(root, client)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 FLOORS = ["storage", "llama3", "tasks", "flows"]
+LINES, FILES = 700, 25
+"""The most lines of a file and the most files of a folder."""
 ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "studies", "planner", "export"]
 """Rooms of llama3, ground floor first; a room imports only from those before it."""
 INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
@@ -31,7 +33,9 @@ def imports(trees: dict[Path, ast.Module]) -> dict[Path, set[str]]:
                 found[path] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
-                found[path].add(node.module or "")
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                files = {name for name in names if Path(*name.split(".")).with_suffix(".py").exists()}
+                found[path] |= files or {node.module or ""}
     return found
 
 
@@ -74,7 +78,42 @@ def test_mlflow_and_processes_are_known_to_tasks_only(imports: dict[Path, set[st
     assert knowing == {"tasks"}
 
 
-def test_files_stay_small_and_say_what_they_do(trees: dict[Path, ast.Module]) -> None:
+def test_no_file_imports_itself_in_a_circle(imports: dict[Path, set[str]]) -> None:
+    """Imports inside functions and for type checkers count too: what needs each other belongs into one file."""
+    modules = {".".join(path.with_suffix("").parts): path for path in imports}
+    graph = {name: sorted(imports[path] & modules.keys()) for name, path in modules.items()}
+    done: set[str] = set()
+
+    def follow(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for other in graph[name]:
+                follow(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        follow(name, ())
+
+
+def test_nothing_imports_the_benchmarks(imports: dict[Path, set[str]]) -> None:
+    for path, names in imports.items():
+        assert not {name for name in names if name.split(".")[0] == "benchmarks"}, path
+
+
+def test_no_two_public_classes_share_a_name(trees: dict[Path, ast.Module]) -> None:
+    defined: dict[str, list[str]] = {}
     for path, tree in trees.items():
-        assert len(path.read_text().splitlines()) <= 600, f"{path}: split it"
-        assert not tree.body or ast.get_docstring(tree), f"{path}: open with what it does"
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined.setdefault(node.name, []).append(str(path))
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
+def test_files_and_folders_stay_small_and_say_what_they_do(trees: dict[Path, ast.Module]) -> None:
+    folders: dict[Path, int] = {}
+    for path, tree in trees.items():
+        if tree.body:
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+            assert ast.get_docstring(tree), f"{path}: open with what it does"
+            assert len(path.read_text().splitlines()) <= LINES, f"{path}: split it"
+    assert not {folder: files for folder, files in folders.items() if files > FILES}

@@ -26,6 +26,7 @@ from storage.lease import holders
 from storage.object_artifact import open_store
 from storage.objects import children, get_bytes
 from storage.root import Root
+from tasks.pipeline_steps import next_step
 from tasks.promotion.log import WAITS
 from tasks.runs.records import RunRecord, Runs, trained_stages
 
@@ -33,7 +34,6 @@ IN_PROGRESS = "in-progress"
 """Folder of a remote root with the checkpoints of stages that are being trained."""
 SEGMENTS = "journal"
 """Folder beside them with the journal in chunks. Copied from `journal_upload`, whose import would load torch."""
-DATA_STEPS = ("collect", "annotate", "curate", "tokenizer", "tokenise")
 
 
 class SavedCheckpoint(NamedTuple):
@@ -106,7 +106,7 @@ def standings(root: Root, runs: list[RunRecord]) -> list[RunProgress]:
 def _standing(root: Root, store: Store, record: RunRecord, holder: str) -> RunProgress:
     recipe = Runs(root).recipe(record.name)
     done = trained_stages(recipe, record)
-    step = next_step(recipe, record)
+    step = next_step(recipe, record.steps, bool(record.verdict))
     position = done[-1].end if done else 0
     made = [artifact for span in done if (artifact := artifact_of(store, record, span.name))]
     losses = tuple(artifact.facts[key] for artifact in made for key in ("first_loss", "last_loss"))
@@ -134,15 +134,6 @@ def artifact_of(store: Store, record: RunRecord, step: str) -> Artifact | None:
         return store.at(record.steps[step].artifact)
     except ValueError:
         return None
-
-
-def next_step(recipe: Recipe, record: RunRecord) -> str:
-    """Return the first step that the record has not done; empty after the last."""
-    start = ["start"] if recipe.start else []
-    trained = [span.name for span in Schedule(recipe).trained]
-    last = [f"evaluate-{recipe.stages[-1].name}"]
-    left = [name for name in [*DATA_STEPS, *start, *trained, *last] if name not in record.steps]
-    return left[0] if left else ("" if record.verdict else "promote")
 
 
 def work_name(store: Store, recipe: Recipe, record: RunRecord, span: StageSpan) -> str:

@@ -288,7 +288,7 @@ def _close(tracker: Tracker, run_id: str, status: str) -> bool:
 
 # Make what is shown true again after something died: records, MLflow runs, Prefect flow runs, aliases, storage.
 #
-# A killed process cannot say how it ended; hooks of flows, the witness of a process and this pass say it, all of
+# A killed process cannot say how it ended; hooks of flows, the watchdog of a process and this pass say it, all of
 # them as often as they like (`settler.py`). The pass looks at the runs that are marked open and at the studies that
 # did not finish. What this gives up: what neither says is found by a full pass only.
 

@@ -144,8 +144,3 @@ def _design(recipe: Recipe, checkpoint: Artifact, curated: Artifact) -> Artifact
         },
         inputs={"checkpoint": checkpoint.key, "curated": curated.key, **suite_inputs(recipe)},
     )
-
-
-def evaluated_stages(recipe: Recipe) -> set[str]:
-    """Return the stages after which a run evaluates; the last one always, because the gate judges it."""
-    return {*recipe.evaluate.after, recipe.stages[-1].name}

@@ -113,7 +113,7 @@ def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surround
 
 @pytest.mark.slow
 def test_no_process_of_a_run_imports_from_the_current_folder(surrounded: Surrounded) -> None:
-    """Agents, ranks, the witness, the check that serves a model, evaluators: `python -m` looks there first."""
+    """Agents, ranks, the watchdog, the check that serves a model, evaluators: `python -m` looks there first."""
     assert surrounded.strange.read_text() == ""
 
 
@@ -205,7 +205,7 @@ def test_no_name_leads_out_of_the_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_text("not yours")
     for root in (Root.of(tmp_path / "root"), Root.of("s3://bucket/herd", scratch=str(tmp_path / "root"))):
         for use in (root.join, root.file, root.read, root.names, root.remove, lambda text, r=root: r.write(b"x", text)):
-            with pytest.raises(ValueError, match="no name below a root"):
+            with pytest.raises(ValueError, match="not a name below a root"):
                 use(name)
     assert (tmp_path / "outside").read_text() == "not yours"
 
@@ -219,7 +219,7 @@ def test_no_run_or_artifact_is_found_outside_of_the_root(tmp_path: Path, name: s
     with pytest.raises(ValueError, match="does not exist"):
         Runs(root).find(name)
     for use in (Runs(root).place, lambda text: read_alerts(root, text)):
-        with pytest.raises(ValueError, match="no name below a root"):
+        with pytest.raises(ValueError, match="not a name below a root"):
             use(name)
     for label in (name, f"checkpoint/{name}", f"{name}/x"):
         with pytest.raises(ValueError, match=r"artifact|no name"):

@@ -205,10 +205,10 @@ def test_deaths_in_a_row(place: Place, undisturbed: dict[str, str], capsys: pyte
     assert gone(left)
 
     place.trains(attempt=2, steps=7)
-    left = place.dies((worker.pid, signal.SIGTERM))  # which kills the engine; nobody but the witness can say so
+    left = place.dies((worker.pid, signal.SIGTERM))  # which kills the engine; nobody but the watchdog can say so
     assert gone(left)
     wait_for(lambda: place.state() in ("Crashed", "AwaitingRetry"), "Prefect to know", PATIENCE_S)
-    wait_for(lambda: place.record().state == "interrupted", "the witness", 60)
+    wait_for(lambda: place.record().state == "interrupted", "the watchdog", 60)
     wait_for(lambda: "RUNNING" not in place.mlflow(), "MLflow to know", 60)
     worker.wait(60)
     worker = place.start_worker()
@@ -233,20 +233,20 @@ def test_deaths_in_a_row(place: Place, undisturbed: dict[str, str], capsys: pyte
 
 
 def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything is killed at once, the witness too: missing heartbeats are all that is left to tell."""
+    """Everything is killed at once, the watchdog too: missing heartbeats are all that is left to tell."""
     worker = place.start_worker()
     place.begin()
     place.trains(attempt=1, steps=3)
     (trainer,) = place._trainers()
-    (witness,) = [child for child in psutil.Process(place.engine()).children() if "flows.watchdog" in child.cmdline()]
-    left = place.dies(*((pid, signal.SIGKILL) for pid in (witness.pid, place.engine(), trainer.pid, worker.pid)))
+    (watchdog,) = [child for child in psutil.Process(place.engine()).children() if "flows.watchdog" in child.cmdline()]
+    left = place.dies(*((pid, signal.SIGKILL) for pid in (watchdog.pid, place.engine(), trainer.pid, worker.pid)))
     began = time.monotonic()
     assert gone(left)
     worker.wait(60)
     place.start_worker()
     place.trains(attempt=2, steps=0)
     with capsys.disabled():
-        print(f"\nkill -9 of the witness too: trains again after {time.monotonic() - began:.0f} s")
+        print(f"\nkill -9 of the watchdog too: trains again after {time.monotonic() - began:.0f} s")
     wait_for(lambda: place.state() == "Completed", "the end", 200)
     ends(place, undisturbed)
 
@@ -281,7 +281,7 @@ def test_the_engine_of_a_study_dies(herd: Herd, here: Herd, client: SyncPrefectC
         wait_for(lambda: place.runs().get("warm-2") and journal_lines(place.herd.root, "main") >= 3, "run 2", 200)
         left = place.dies((place.engine(), signal.SIGKILL))
         assert gone(left)
-        wait_for(lambda: Studies(place.root).find("warm").state == "interrupted", "the witness", 60)
+        wait_for(lambda: Studies(place.root).find("warm").state == "interrupted", "the watchdog", 60)
         wait_for(lambda: place.state() == "Completed", "the end", 300)
         assert place.runs() == dict.fromkeys(("warm-1", "warm-2", "warm-3", "warm-4"), "finished")
         assert [Runs(place.root).find(name).attempts for name in ("warm-1", "warm-2", "warm-3")] == [1, 2, 1]

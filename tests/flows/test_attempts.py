@@ -13,8 +13,8 @@ from flows.crash_recovery import (
     FRUITLESS,
     RESUMED,
     count_fruitless,
-    found_of_run,
-    found_of_study,
+    progress_of_run,
+    progress_of_study,
     was_resumed,
 )
 from llama3.recipe.load import load_recipe
@@ -66,16 +66,16 @@ def test_a_run_that_always_gets_further_is_resumed_for_ever(amounts: list[tuple[
 
 def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(tmp_path: Path) -> None:
     root, recipe = Root.of(tmp_path), load_recipe(Path("recipes/quickstart.yaml"))
-    assert found_of_run(root, recipe, "one") == "0:0"
+    assert progress_of_run(root, recipe, "one") == "0:0"
     record = Runs(root).begin(recipe, "code")
     record.prefect_run = "one"
     record.steps["collect"] = StepRecord(artifact="collected/quickstart-1a2b3c4d", outcome="made")
     Runs(root).save(record)
     (tmp_path / "work" / "main-1a2b3c4d").mkdir(parents=True)
     (tmp_path / "work" / "main-1a2b3c4d" / "journal.jsonl").write_bytes(b"12345")
-    assert found_of_run(root, recipe, "one") == "1:5"
-    assert found_of_run(root, recipe, "another") == "0:5"
+    assert progress_of_run(root, recipe, "one") == "1:5"
+    assert progress_of_run(root, recipe, "another") == "0:5"
     other = Runs(root).begin(recipe, "code")
     other.steps["collect"] = other.steps["annotate"] = record.steps["collect"]
     Runs(root).save(other)
-    assert found_of_study(root, recipe.name) == "3:5"
+    assert progress_of_study(root, recipe.name) == "3:5"

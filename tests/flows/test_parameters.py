@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from flows.checkpoint import evaluate, promote
 from flows.maintenance import report, retention, verify
-from flows.pipeline import curate, first_step, last_step, pipeline, pretrain, rerun, tokenise
+from flows.pipeline import curate, pipeline, pretrain, rerun, tokenise
 from flows.recipe_form import (
     CADENCE,
     NOTHING,
@@ -26,11 +26,12 @@ from flows.recipe_form import (
     StageChange,
     StageParameters,
 )
-from flows.run_lifecycle import chosen_recipe, step_names
+from flows.run_lifecycle import chosen_recipe
 from flows.study import StudyParameters, study
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
 from tasks.cluster import Cluster
+from tasks.pipeline_steps import first_step, last_step, step_names
 
 FLOWS: list[Flow[Any, Any]] = [
     pipeline,

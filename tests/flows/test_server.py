@@ -300,7 +300,7 @@ from tasks.console import TerminalConsole
 from tasks.runs.records import Runs
 flows.crash_recovery.LEAVE_S = 1.0
 config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
-with flows.run_lifecycle.claimed(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
+with flows.run_lifecycle.acquire_run(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
     print("works on", record.name, flush=True)
 """
 

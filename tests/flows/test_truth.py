@@ -1,4 +1,4 @@
-"""What carries the end of a flow run to its record: hooks, and the witness of a process that was killed."""
+"""What carries the end of a flow run to its record: hooks, and the watchdog of a process that was killed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 WORKS = """
 import sys, time
 from contextlib import suppress
-from flows.watchdog import witnessed
+from flows.watchdog import watched
 from storage.lease import lease
 from storage.root import Root
 root, work = Root.of(sys.argv[1]), sys.argv[2]
-with suppress(KeyError), lease(root, work, work), witnessed(root, work, 0):
+with suppress(KeyError), lease(root, work, work), watched(root, work, 0):
     print("works", flush=True)
     asked = sys.stdin.readline()
     if asked == "fail\\n":
@@ -122,49 +122,51 @@ def test_a_hook_never_raises(run: RunRecord) -> None:
 
 
 def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """Start a process that is at `work`; return it and its witness."""
+    """Start a process that is at `work`; return it and its watchdog."""
     words = [sys.executable, "-c", WORKS, root.uri, work]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "works\n"
-    (witness,) = psutil.Process(process.pid).children()
-    return process, witness
+    (watchdog,) = psutil.Process(process.pid).children()
+    return process, watchdog
 
 
 @pytest.mark.slow
-def test_hook_and_witness_say_how_a_study_ended(root: Root) -> None:
+def test_hook_and_watchdog_say_how_a_study_ended(root: Root) -> None:
     record = StudyRecord(name="warm", digest="d", kind="compare", recipe="r.yaml", started=now(), code="abc")
     record.prefect_run = str(uuid4())
     Studies(root).save(record)
-    process, witness = works(root, "studies/warm")
+    process, watchdog = works(root, "studies/warm")
     parameters = {"config": {"root": root.uri}}
     ended = FlowRun(id=UUID(record.prefect_run), flow_id=uuid4(), name="my study", parameters=parameters)
     on_failure(flow=pipeline, flow_run=ended, state=Crashed())
     assert Studies(root).find("warm").state == "running"  # somebody works on it
     process.kill()
     process.wait()
-    psutil.wait_procs([witness], timeout=90)
+    psutil.wait_procs([watchdog], timeout=90)
     assert Studies(root).find("warm").state == "interrupted"
     on_cancellation(flow=pipeline, flow_run=ended, state=Crashed())
     assert Studies(root).find("warm").state == "cancelled"
 
 
-def test_the_witness_of_a_killed_process_settles_its_run_and_leaves(root: Root, run: RunRecord) -> None:
-    process, witness = works(root, f"runs/{run.name}")
-    witness.send_signal(signal.SIGTERM)  # as systemd does to everything in the group
+def test_the_watchdog_of_a_killed_process_settles_its_run_and_leaves(root: Root, run: RunRecord) -> None:
+    process, watchdog = works(root, f"runs/{run.name}")
+    watchdog.send_signal(signal.SIGTERM)  # as systemd does to everything in the group
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs([witness], timeout=90)
+    _, alive = psutil.wait_procs([watchdog], timeout=90)
     assert not alive
     assert Runs(root).find(run.name).state == "interrupted"
 
 
 @pytest.mark.parametrize("word", ["end", "fail", "pause"])
-def test_the_witness_of_a_process_that_ends_by_itself_has_nothing_to_say(word: str, root: Root, run: RunRecord) -> None:
-    """Also of one that waits for a person, who may answer before the witness would look."""
-    process, witness = works(root, f"runs/{run.name}")
+def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(
+    word: str, root: Root, run: RunRecord
+) -> None:
+    """Also of one that waits for a person, who may answer before the watchdog would look."""
+    process, watchdog = works(root, f"runs/{run.name}")
     process.communicate(f"{word}\n", timeout=60)
-    _, alive = psutil.wait_procs([witness], timeout=30)
+    _, alive = psutil.wait_procs([watchdog], timeout=30)
     assert not alive
     assert Runs(root).find(run.name).state == "running"
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from flows.run_lifecycle import step_names
 from llama3.recipe.load import RecipeError, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -18,10 +17,11 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.models.start import start_faults
+from tasks.pipeline_steps import next_step, step_names
 from tasks.plan.recipe import make_plan, stage_rows, summary_lines
 from tasks.report.card import card_of
 from tasks.runs.preflight import check_place
-from tasks.runs.progress import next_step, work_name
+from tasks.runs.progress import work_name
 from tasks.runs.records import Runs, StepRecord
 from tasks.stages.init_weights import import_start
 from tasks.stages.train import train_stage
@@ -93,7 +93,7 @@ def went_on(trained: Trained) -> tuple[Context, Artifact]:
     room, _, _ = trained
     context = room.begin(going_on("tiny-1/main"))
     start = import_start.fn(context, room.tokenizer)
-    assert next_step(context.recipe, context.record) == "collect"
+    assert next_step(context.recipe, context.record.steps, False) == "collect"
     return context, room.train(context, "anneal", start)
 
 
@@ -158,7 +158,7 @@ def test_the_plan_says_what_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("origin", "changes", "fault"),
     [
-        ("checkpoint/tiny-main-00000000", {}, r"start\.from: .*there is none under"),
+        ("checkpoint/tiny-main-00000000", {}, r"start\.from: .*not found under"),
         ("tiny-9/main", {}, r"start\.from: 'tiny-9/main': run 'tiny-9' does not exist"),
         ("tiny-1/late", {}, r"start\.from: .*has not finished such a stage; it has tiny-1/main, tiny-1/anneal"),
         ("tiny-1/tokenise", {}, "has not finished such a stage"),
