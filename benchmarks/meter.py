@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from storage.processes import peak_rss
+
 SHORT_S, REPEATS = 10.0, 5
 """What takes less CPU time than this in all is done again, at most so often, and the median counts: on either side."""
 MISSING = "missing"
@@ -27,18 +29,6 @@ def cpu_seconds() -> float:
     """Return the CPU time of this process and of its children that have ended, in seconds."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def peak_memory() -> int:
-    """Return the largest resident size of this process so far, in bytes.
-
-    From /proc, since `ru_maxrss` starts with the size of the process that started this one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def metered(module: str, source: Path, warm_up: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +52,7 @@ def metered(module: str, source: Path, warm_up: Path, folder: Path, options: dic
         facts = work(source, place, **options)
         spent.append((cpu_seconds() - cpu, time.perf_counter() - wall))
     cpu, wall = sorted(spent)[len(spent) // 2]
-    return {"cpu_s": cpu, "wall_s": wall, "peak_bytes": peak_memory(), "facts": facts, "repeats": len(spent)}
+    return {"cpu_s": cpu, "wall_s": wall, "peak_bytes": peak_rss(), "facts": facts, "repeats": len(spent)}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from llama3.train.job import AttemptResult, TrainJob, last_lines
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
 from tasks.launch.base import SHUTDOWN_S, Launch, Launcher, trainer_environment
-from tasks.launch.local import Agents, LocalLauncher, processor_seconds
+from tasks.launch.local import Agents, LocalLauncher, processor_seconds, rank_process
 
 LONGEST_S = 300.0
 
@@ -70,17 +70,6 @@ def _measured(
     stepped = time.monotonic()
     again.stop()
     return Restart(started - began, noticed - killed, stepped - killed)
-
-
-def rank_process(rank: int) -> psutil.Process:
-    """Return the process of `rank` among this process's descendants. Raises LookupError."""
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.name() == f"herd-rank-{rank}" or process.environ().get("RANK") == str(rank):
-                return process
-        except psutil.Error:
-            continue
-    raise LookupError(f"no process of rank {rank}")
 
 
 def _lines(journal: Path) -> int:

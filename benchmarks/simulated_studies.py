@@ -16,7 +16,8 @@ import numpy as np
 from llama3.evaluate.scores import Score
 from llama3.evaluate.statistics import mean, ratio
 from llama3.studies.isoflop import Trial, fit_ladder
-from llama3.studies.results import RunResult, Samples
+from llama3.studies.results import NOTHING, RunResult, Samples
+from llama3.studies.verdicts import annealing_verdict
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,22 @@ def _bits(key: str, samples: Samples) -> Score:
 
 def _share(key: str, samples: Samples) -> Score:
     return Score.of(key, mean(samples.numerators.tolist()), "accuracy", "higher", f"asked {key}", 0.25)
+
+
+def false_findings(studies: int, repeats: int = 3, documents: int = 64, sources: int = 1, seed: int = 0) -> int:
+    """Return the number of simulated studies of equal arms that declare a difference; at most 5 % should.
+
+    Four domains of `documents` documents and two tasks of 100 questions.
+    """
+    truth = PlantedEffects(
+        domains=dict.fromkeys(("general", "math", "code", "multilingual"), documents),
+        questions={"arithmetic": 100, "continuation": 100},
+        effects={"default": {}, **{f"again-{number}": {} for number in range(sources)}},
+        repeats=repeats,
+    )
+    arms = {arm: arm for arm in truth.effects if arm != "default"}
+    verdicts = (annealing_verdict(outcomes(truth, seed + study), "default", arms) for study in range(studies))
+    return sum(any(finding.says != NOTHING for finding in verdict.findings) for verdict in verdicts)
 
 
 # Ladders made up from a known law, and how often the fit finds it again: the check of the fit's intervals.

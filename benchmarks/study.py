@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rows import STUDY_TARGETS, Row, measured, rows_of
-from benchmarks.simulated_studies import PlantedLaw, recovery
+from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
 from benchmarks.study_overhead import StudyCost, study_cost
 from llama3.recipe.base import Domain
 from llama3.studies.effects import coverage
@@ -25,7 +25,6 @@ from llama3.studies.isoflop import NoLaw, Trial, fit_ladder
 from llama3.studies.mixture import MixTrial, fit_mixture, propose
 from llama3.studies.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
 from llama3.studies.study import MixDesign
-from llama3.studies.verdicts import false_findings
 
 TRIES = 100
 SOURCES = 3

@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.meter import MISSING, peak_memory
+from benchmarks.meter import MISSING
+from storage.processes import peak_rss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TOKENS, TARGETS = "bench.tokens", "bench.targets"
@@ -48,13 +49,13 @@ def main() -> None:
         print(json.dumps({MISSING: str(error)}), file=answers, flush=True)
         return
     step = prepare(side, request)
-    ready = {"version": version(getattr(side, "DISTRIBUTION", "torch")), "peak_bytes": peak_memory()}
+    ready = {"version": version(getattr(side, "DISTRIBUTION", "torch")), "peak_bytes": peak_rss()}
     print(json.dumps(ready), file=answers, flush=True)
     for _ in sys.stdin:
         began = time.process_time()
         loss = step()
         cpu_s = time.process_time() - began
-        print(json.dumps({"cpu_s": cpu_s, "loss": loss, "peak_bytes": peak_memory()}), file=answers, flush=True)
+        print(json.dumps({"cpu_s": cpu_s, "loss": loss, "peak_bytes": peak_rss()}), file=answers, flush=True)
 
 
 def prepare(side: Any, request: dict[str, Any]) -> Callable[[], float]:

@@ -1,9 +1,7 @@
-"""Score a checkpoint, or decide on it, outside the run that made it: judge, refuse, roll back.
+"""Score a checkpoint or decide on it outside the run that made it: judge, reject, roll back.
 
-It belongs to that run: its recipe says on what to score, its record and its MLflow runs take the result. An event
-starts `evaluate` for every checkpoint that is committed. If the run that made it is at work and scores that stage
-itself, this leaves it to the run, so the event costs a flow run of a few seconds and no second scoring. A roll back
-holds no run: it is a record of the promotion log and waits for nobody.
+Recipe, record and MLflow runs are those of the run that made it. An event starts `evaluate` for every committed
+checkpoint; if that run is at work and scores the stage itself, this flow leaves it to the run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The Prefect server that herd starts: it answers its user and nobody else on the machine's browsers.
+"""The servers and workers that herd starts as child processes, and the temporary Prefect server of a run.
 
-Who may start a flow run may run a command, and a page of any site can send requests to this machine. So a server of
-ours wants a random password, new at each start, takes calls from its own pages only, and answers to its own names only:
-another site's name that resolves to this machine is that site's way around the rest. What this gives up: who can read
-the user's files or memory can still read the password.
+Whoever can start a flow run can run a command, and a page of any site can send requests to this machine. So our Prefect
+server wants a random password, new at each start, and answers only calls by its own names from its own pages.
 """
 
 from __future__ import annotations
@@ -121,11 +119,8 @@ def write_access(root: Root, server: str, variables: dict[str, str]) -> Path:
     return path
 
 
-# Servers and workers as children of this process: started with their output in a log, waited for, stopped in the
-# end.
-#
-# The kernel ends them when this process is killed, so no server is left behind. What this gives up: on other
-# systems than Linux a killed process leaves its servers.
+# Servers and workers as child processes, with their output in a log. The kernel ends them when this process is killed
+# (on Linux only).
 
 CHECKOUT = Path(__file__).parent.parent
 LOOPBACK = "127.0.0.1"
@@ -211,13 +206,9 @@ def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
     raise NoServer(f"{url}: no answer within {START_TIMEOUT_S} s; {_LOG}")
 
 
-# The Prefect server of a run that was given none: started before the slow imports, so that both take the same
-# seconds.
-#
-# Prefect would start one too, once the flow begins, and import a whole server into the run's process to do so: 8 of
-# the 12 s that an empty flow cost. It serves the API alone, without pages and schedules, and ends with the process.
-# What this gives up: it begins like Prefect's own temporary server does (PREFECT__SERVER_EPHEMERAL), which is
-# Prefect's business.
+# The temporary Prefect server of a run without one. It starts before the slow imports and serves the API alone. Prefect
+# would import a whole server into the run's process: 8 of the 12 s that an empty flow cost. It starts like Prefect's
+# own temporary server (PREFECT__SERVER_EPHEMERAL), a private setting.
 
 STOP_S = 5
 NAME = "HERD_TEMPORARY_SERVER"

@@ -115,10 +115,8 @@ def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> No
     context.console.say(f"[bold]{before.name} -> {span.name}[/]: {what}; stream continues at token {span.start:,}")
 
 
-# A part of the chain as a deployment of its own: `curate`, `tokenise`, `pretrain`.
-#
-# Each runs the same chain and stops early: what comes before the part is found or made, what comes after is left to
-# another run, which then finds it. So a schedule can curate every night and a person can train when they want to.
+# Deployments that stop early. What another run has made is reused, so a schedule can curate every night and a person
+# can train at any time.
 
 
 @flow(name="curate", persist_result=False, **HOOKS)
@@ -151,10 +149,7 @@ def pretrain(config: StageParameters = StageParameters()) -> str:  # noqa: B008 
     return flow_state(lambda: run_recipe(config.settled(until="pretrain")))
 
 
-# An earlier run once more: from a step on, or with changes, or both.
-#
-# It is a new run of the same family. What is upstream of the step or of the change is reused, because its artifacts
-# have the same keys; the log says for each step what is new about it.
+# A rerun is a new run of the same family. What is upstream of the step or the change has the same keys and is reused.
 
 
 @flow(name="rerun", persist_result=False, **HOOKS)

@@ -27,12 +27,8 @@ from tasks.cluster import Cluster
 from tasks.pipeline_steps import KINDS
 from tasks.runs.records import StudyPart
 
-# The form's section "Change the recipe": the fields that people change most, as text with units, without YAML.
-#
-# Each field turns into the override that `--set` would write, so there is one way into a recipe. The patterns let
-# the Prefect server refuse nonsense before a run exists. What a pattern cannot know (a mix that does not sum to 100
-# %, a stage that is not there) the recipe's own checks say within a second of the start. Empty fields change
-# nothing.
+# The form's section "Change the recipe". Each field becomes the override that `--set` would write. The patterns let the
+# Prefect server refuse nonsense before a run exists; the recipe's own checks see the rest within a second of the start.
 
 _NUMBER = r"[0-9][0-9_]*(\.[0-9]+)?"
 _TOKENS = rf"{_NUMBER}\s*((K|M|B|T|Ki|Mi|Gi|Ti)(\s*tokens)?|tokens)"
@@ -363,11 +359,7 @@ class ReportParameters(RootParameters):
     run: str = field_at(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")
 
 
-# Tell a flow run's name that a person typed from one that Prefect made up.
-#
-# A flow run that shows which run it works on is easy to find, so one called `calm-otter` is renamed to
-# `quickstart-7`. A name that was typed into the form is somebody's own and stays. What this gives up: who types two
-# words of Prefect's list loses them to the run's name.
+# A flow run that Prefect named (`calm-otter`) is renamed to its run (`quickstart-7`); a name that a person typed stays.
 
 _FORM = re.compile(r"[A-Z][a-z]+-[A-Z][a-z]+")
 """What the form of the V2 UI fills in: Licensed-Krait, from words of its own."""

@@ -1,9 +1,8 @@
-"""`herd up`: a Prefect server, an MLflow server and one worker on this machine, set up and with every deployment.
+"""`herd up`: a Prefect server, an MLflow server and one worker on this machine, with every deployment registered.
 
-A server that PREFECT_API_URL or MLFLOW_TRACKING_URI names already is used instead of starting one. What is started
-binds to loopback unless somebody asks otherwise, and is a child of this process; Ctrl-C, SIGTERM or the death of any
-of them stops all. The Prefect server asks for a password (flows/local_server.py); the link that is printed has it.
-What this gives up: it is for one person on one machine (SQLite behind both servers).
+Servers that PREFECT_API_URL or MLFLOW_TRACKING_URI name are used instead of starting one. Ours bind to loopback unless
+asked otherwise and are children of this process: Ctrl-C, SIGTERM or the death of one stops all. For one person on one
+machine (SQLite behind both servers); deploy/ has the servers of a team.
 """
 
 from __future__ import annotations
@@ -51,14 +50,10 @@ from flows.local_server import (
 from storage.root import Root
 from tasks.tracking.mlflow_store import chosen_uri, prepare_database
 
-# What a Prefect server needs for herd: work pool, queues, result storage and automations. Run it as often as you
-# like.
-#
-# What is there already is left as it is, also if somebody changed it: delete it and run this again to get ours
-# back. Two of the automations are what a server of one's own lacks. One calls a flow run crashed when its
-# heartbeats stop (the process, its worker or its machine is gone), the other starts a crashed run again where it
-# stood. What this gives up: a flow run without a heartbeat for 75 s is declared dead even if only the server could
-# not listen; should its process live on, the run's lease keeps the next attempt waiting until it ends.
+# What a Prefect server needs for herd: work pool, queues, result storage, automations. Existing objects are kept, also
+# changed ones. Two automations are features of Prefect Cloud that a self-hosted server lacks: one calls a flow run
+# crashed when its heartbeats stop for 75 s, the other resumes a crashed run. If a process lives on without heartbeats,
+# the run's lease keeps the next attempt waiting until it ends.
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
 """Work queue -> how many of its flow runs work at the same time; those of `default` take seconds."""

@@ -1,10 +1,8 @@
 """A study as one Prefect flow: its arms as runs of the pipeline, one after another or side by side, then the verdict.
 
-One at a time, an arm's flow run is a child of the study's, in this process. Side by side, each is a process of its
-own (`flows.study_arm`), so that a signal, a lost lease and a crash stay that run's business. Killed at any time, the
-same study goes on: arms that finished are found by their recipe, the one in progress goes on from its checkpoint. One
-arm that fails does not stop the others. What this gives up: arms of one study on several machines; Slurm and
-Kubernetes launchers spread the training of each arm instead.
+One at a time, an arm's flow run is a child of the study's, in this process. Side by side, each is a process
+(`flows.study_arm`) with its own signals and lease. A killed study goes on: finished arms are found by their recipe. A
+failed arm does not stop the others. Arms of one study run on one machine; Slurm and Kubernetes spread their training.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ from tasks.study.report import conclude, plan_markdown
 from tasks.tracking import prefect_artifacts
 from tasks.tracking.mlflow import Tracker
 
-# Parameters of the deployment `study`: which study, which arms, and how many runs at the same time.
-#
-# The form offers arms as a list, so that a comparison can be tried without a YAML file: each has a name and the
-# fields that people change most, drawn as in the form of a run.
+# Parameters of the deployment `study`. The form lists arms, so that a comparison can be tried without a YAML file.
 
 
 class ArmForm(BaseModel):
@@ -114,10 +109,8 @@ class StudyParameters(PlaceParameters):
         return [run for run in posed.runs if not wanted or run.arm.name in {*wanted, posed.control}]
 
 
-# Open a study and close it with the truth: checks, lease, record, MLflow parent, plan; as `opening.py` does for
-# runs.
-#
-# Everything that can refuse a study happens before its record is written. One process works on a study at a time.
+# The life of a study, as run_lifecycle.py has that of a run. Whatever can refuse a study happens before its record is
+# written. One process works on a study at a time.
 
 
 @dataclass

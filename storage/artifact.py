@@ -1,10 +1,8 @@
-"""Immutable artifacts: directories that are committed whole, found by what they are made from.
+"""Immutable artifacts: folders that are committed atomically and found by a key.
 
-An artifact's key is a digest of its kind, step version, parameters and the keys of its inputs, so equal intent finds
-equal bytes and nothing is made twice. It is built in a staging folder, its manifest (every file with size and
-SHA-256) is written last, and one rename makes it visible: readers see a whole artifact or none. What this gives up:
-the root must be a local (or network-mounted) folder, because a rename is the commit; storage/object_artifact.py keeps
-artifacts in an object store.
+The key is a digest of kind, step version, parameters and input keys, so equal work is done once. An artifact is written
+in a staging folder, its manifest (size and SHA-256 of each file) last, and one rename makes it visible. The root is a
+local or mounted folder here; storage/object_artifact.py is the same for an object store.
 """
 
 from __future__ import annotations
@@ -35,87 +33,96 @@ from storage.processes import boot_id
 from storage.signing import distrust, signed
 from storage.staging import clear_staging, discard, locked, staged
 
-# The manifest of an artifact: what it is, what it was made from and what it holds; its presence is the commit mark.
-#
-# It carries the digest of itself, because a bit that flips on the way in a score of it decides a promotion as
-# silently as one in a weight; one without that seal is refused. What this gives up: nobody edits one by hand.
-
 MANIFEST, KIND = "manifest.json", "manifest"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 LABEL = re.compile(rf"{NAME}/{NAME}-[0-9a-f]{{8}}")
 """kind/name-key8"""
+DAMAGED = ".damaged"
+"""Folder of quarantined artifacts."""
+NEWEST = 3
+"""Manifests to try, newest first, before giving up."""
+LAZY_FOLDER = "lazy-folder.json"
+"""File in a folder whose bytes are downloaded on demand (storage/page_cache.py)."""
+VERIFIED = ".verified"
+"""Folder of the stamps in a root's working folder."""
+YOUNG_NS = 10**8
+"""A file younger than this gets no stamp: a second write could leave it with the same modification time."""
+KEPT_S = 90 * 86400.0
+"""Older stamps of earlier boots are deleted."""
+
+log = logging.getLogger(__name__)
 
 
 class DamagedArtifact(OSError, ValueError):
-    """A committed artifact whose bytes are not what was committed; the text names it and the file."""
+    """The bytes of an artifact differ from what was committed; the message names artifact and file."""
 
 
 class UntrustedArtifact(DamagedArtifact):
-    """An artifact whose manifest no trusted key signed (storage/signing.py); it is refused and left where it is."""
+    """No trusted key signed the manifest (storage/signing.py). The artifact is refused, not quarantined."""
 
 
 class Manifest(BaseModel):
-    """What an artifact is, what it was made from and what it holds; its presence is the commit mark."""
+    """Identity, inputs and files of an artifact; its presence is the commit mark.
+
+    The stored document contains its own digest (`seal`): a flipped bit in a score could decide a promotion.
+    """
 
     kind: str
     name: str
     key: str
     version: int
-    """Version of the step that made it; raised when the step's result changes for equal inputs."""
+    """Version of the step; raised when the step's result changes for equal inputs."""
     parameters: dict[str, Any]
     inputs: dict[str, str]
-    """Role -> key of the artifact (or digest of the outside data) that it was made from."""
+    """Role -> key of the input artifact, or digest of outside data."""
     facts: dict[str, Any]
-    """What is worth knowing without opening the files: counts, scores."""
+    """Metadata, readable without opening the files: counts, scores."""
     made_by: str
     code: str
     created: str
     seconds: float
     files: dict[str, FileDigest]
     attempt: str = Field("", pattern="^[0-9a-f]*$")
-    """In an object store: the folder below the artifact's place in which the files are."""
+    """In an object store: the subfolder that contains the files."""
     pages: dict[str, FileDigest] = {}
-    """In an object store: token shard -> the digest of `.pages/<file>`, the SHA-256 of its pages."""
-
+    """In an object store: token shard -> digest of `.pages/<file>`, which holds the SHA-256 of each page."""
     signature: str = Field("", exclude=True)
-    """Of the seal, as it was read."""
+    """Signature of the seal, as it was read."""
 
     @field_validator("files", "pages")
     @classmethod
     def _stay_inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for name in files:
             if not name or name.startswith("/") or "\\" in name or {"", ".", ".."} & set(name.split("/")):
-                raise ValueError(f"{name!r} is no name of a file inside an artifact")
+                raise ValueError(f"{name!r} is not a file name inside an artifact; use a relative path without '..'")
         return files
 
     @field_validator("created")
     @classmethod
     def _is_time(cls, created: str) -> str:
         if datetime.fromisoformat(created).tzinfo is None:
-            raise ValueError(f"{created!r} has no time zone")
+            raise ValueError(f"{created!r} has no time zone; append +00:00")
         return created
 
     @property
     def label(self) -> str:
-        """How people call it: `curated/quickstart-1a2b3c4d`."""
+        """Readable name: `curated/quickstart-1a2b3c4d`."""
         return f"{self.kind}/{self.name}-{self.key[:8]}"
 
     def text(self) -> str:
-        """Return the document that is stored; it carries its own digest, because networks flip bits in it too.
-
-        With a signing key it is signed.
-        """
+        """Return the JSON document to store, with its own digest and, if a signing key is configured, a signature."""
         data = json.loads(self.model_dump_json())
         seal = digest_json(data)
-        signature = self.signature or signed(KIND, seal)
-        more = {"seal": seal, **({"signature": signature} if signature else {})}
-        return json.dumps({**data, **more}, indent=1, ensure_ascii=False)
+        data["seal"] = seal
+        if signature := self.signature or signed(KIND, seal):
+            data["signature"] = signature
+        return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
     def parse(cls, text: str | bytes, place: str, moved: bool = False, trusted: bool = True) -> Manifest:
-        """Return the manifest that was read at `place`, which holds its label unless the artifact was `moved`.
+        """Parse the manifest read at `place`, whose path must contain the label unless the artifact was `moved`.
 
-        Raises DamagedArtifact if it is none or was changed, and UntrustedArtifact, unless `trusted` is False.
+        Raises DamagedArtifact if the text is not an intact manifest, UntrustedArtifact unless `trusted` is False.
         """
         try:
             data = json.loads(text)
@@ -123,10 +130,10 @@ class Manifest(BaseModel):
             manifest = cls.model_validate(data)
             sealed = seal == digest_json(data)
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
-            words = str(error) or type(error).__name__
-            raise DamagedArtifact(f"{place}: is no manifest of an artifact ({words})") from None
+            message = str(error) or type(error).__name__
+            raise DamagedArtifact(f"{place}: not an artifact manifest ({message})") from None
         if not moved and manifest.label not in place:
-            raise DamagedArtifact(f"{place}: is the manifest of {manifest.label}")
+            raise DamagedArtifact(f"{place}: this is the manifest of {manifest.label}")
         if not sealed:
             why = "changed since it was written" if seal else "has no seal (the digest of itself)"
             raise DamagedArtifact(f"{place}: {why}; delete the artifact, then run again")
@@ -136,39 +143,28 @@ class Manifest(BaseModel):
 
 
 def checked_label(label: str) -> str:
-    """Return `label`. Raises ValueError if it is not kind/name-key8, which also keeps it inside the root."""
+    """Return `label` if it has the form kind/name-key8, which also keeps it inside the root; else raise ValueError."""
     if not LABEL.fullmatch(label):
         raise ValueError(f"artifact {label!r}: write kind/name-key8, such as checkpoint/quickstart-1a2b3c4d")
     return label
 
 
 def missing(manifest: Manifest, folder: Path, names: Iterable[str] | None = None) -> list[str]:
-    """Return the files of `manifest`, or those of its `names`, that are not in `folder` with the committed size."""
-    paths = {name: folder / name for name in (manifest.files if names is None else names)}
-    return [
-        name for name, path in paths.items() if not path.is_file() or path.stat().st_size != manifest.files[name].bytes
-    ]
+    """Return the files of `manifest` (or only `names`) that `folder` lacks or has with another size."""
+    absent = []
+    for name in manifest.files if names is None else names:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != manifest.files[name].bytes:
+            absent.append(name)
+    return absent
 
 
-# Compare stored files with what was committed, once per file and boot of a machine.
-#
-# A stamp says which files were read and right since the machine started. It holds size, time and inode of each
-# file, so a file that was written since is read again; what decays on the disk is found after the next boot, or by
-# `herd verify`, which believes no stamp. A machine reads an artifact at the speed of SHA-256 (1 to 2 GB/s a core),
-# before the first use.
-
-LAZY_FOLDER = "lazy-folder.json"
-"""File of a folder that brings its bytes from an object store (storage/page_cache.py)."""
-VERIFIED = ".verified"
-"""Folder of the stamps in a root's working folder."""
-YOUNG_NS = 10**8
-"""A file written so shortly before is not stamped: a second write could leave it with the same time."""
-KEPT_S = 90 * 86400.0
-"""Stamps of boots before that are removed."""
+# Verification: each file is hashed once per boot of a machine (SHA-256, 1 to 2 GB/s per core). Damage on the disk after
+# that is found after the next boot, or by `herd verify`, which ignores stamps.
 
 
 class FileStat(NamedTuple):
-    """What changes when a file is written."""
+    """File attributes that change when a file is written."""
 
     bytes: int
     modified_ns: int
@@ -176,7 +172,7 @@ class FileStat(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileStat | None:
-        """Return the facts of a file, None if it is no file."""
+        """Return the attributes of a regular file, else None."""
         try:
             stat = path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -185,7 +181,7 @@ class FileStat(NamedTuple):
 
 
 class Stamp:
-    """Which files were read and right since this machine started; lines are only added, so processes may share it."""
+    """Files verified since this machine booted, with size, time and inode. Append-only, so processes may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / _boot()
@@ -197,16 +193,16 @@ class Stamp:
             return {}
         known = {}
         for line in lines:
-            with suppress(ValueError, TypeError):  # a line cut short: that file is read again
-                name, *facts = json.loads(line)
-                known[name] = FileStat(*facts)
+            with suppress(ValueError, TypeError):  # a truncated line: that file is verified again
+                name, *stat = json.loads(line)
+                known[name] = FileStat(*stat)
         return known
 
     def add(self, files: Mapping[str, FileStat]) -> None:
-        """Say that files are right. A folder in which nothing can be written costs reading them again."""
+        """Record verified files."""
         old = time.time_ns() - YOUNG_NS
-        lines = "".join(json.dumps([name, *facts]) + "\n" for name, facts in files.items() if facts.modified_ns < old)
-        with suppress(OSError):
+        lines = "".join(json.dumps([name, *stat]) + "\n" for name, stat in files.items() if stat.modified_ns < old)
+        with suppress(OSError):  # a read-only folder only costs another verification
             if lines and not self.path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for earlier in self.folder.iterdir():
@@ -217,11 +213,11 @@ class Stamp:
                     file.write(lines)
 
     def add_folder(self, folder: Path, names: Iterable[str]) -> None:
-        """Say that files of `folder` are right as they are now."""
-        self.add({name: facts for name in names if (facts := FileStat.of(folder / name))})
+        """Record files of `folder` as verified in their current state."""
+        self.add({name: stat for name in names if (stat := FileStat.of(folder / name))})
 
     def forget(self) -> None:
-        """Have every machine read the files again."""
+        """Delete the stamps of all machines, so that each verifies the files again."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -231,56 +227,24 @@ def stamp_of(local: Path, label: str) -> Stamp:
 
 
 def wrong_files(folder: Path, files: Mapping[str, FileDigest], stamp: Stamp, again: bool = False) -> list[str]:
-    """Return the names of `files` whose bytes in `folder` are not what was committed, sorted.
+    """Return, sorted, the names of `files` whose bytes in `folder` differ from what was committed.
 
-    Files that the stamp knows as they are now are not read, unless `again`: then all are, from the disk and not from
-    memory. Raises OSError for what is no fault of the bytes (a file that may not be read).
+    Files with a valid stamp are not read. With `again` all are read, from the disk and not from the page cache.
+    Raises OSError for a file that cannot be read for another reason (permissions).
     """
     known = {} if again else stamp.read()
-    facts = {name: FileStat.of(folder / name) for name in files}
-    wrong = {name for name, entry in files.items() if (now := facts[name]) is None or now.bytes != entry.bytes}
-    unknown = [name for name in files if name not in wrong and known.get(name) != facts[name]]
+    stats = {name: FileStat.of(folder / name) for name in files}
+    wrong = {name for name, entry in files.items() if (stat := stats[name]) is None or stat.bytes != entry.bytes}
+    unknown = [name for name in files if name not in wrong and known.get(name) != stats[name]]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        right = list(pool.map(lambda name: _is_right(folder / name, files[name], again), unknown))
-    stamp.add({name: now for name, fine in zip(unknown, right, strict=True) if fine and (now := facts[name])})
-    return sorted(wrong.union(name for name, fine in zip(unknown, right, strict=True) if not fine))
+        intact = list(pool.map(lambda name: _is_intact(folder / name, files[name], again), unknown))
+    stamp.add({name: stat for name, ok in zip(unknown, intact, strict=True) if ok and (stat := stats[name])})
+    return sorted(wrong.union(name for name, ok in zip(unknown, intact, strict=True) if not ok))
 
 
-def verify_folder(folder: Path) -> None:
-    """Verify a folder of a committed artifact, or the artifact itself, before this machine uses it.
-
-    Of the processes of a machine one reads, the others wait for it. A folder without a manifest, or in one, is not
-    looked at. Raises DamagedArtifact naming the files; then every machine reads the artifact again.
-    """
-    for place in (folder, folder.parent):
-        if (place / LAZY_FOLDER).exists():  # its bytes are verified as they come
-            return
-        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            manifest = Manifest.parse((place / MANIFEST).read_bytes(), f"{place / MANIFEST}", moved=True)
-            break
-    else:
-        return
-    part = "" if place == folder else f"{folder.name}/"
-    local, files = place.parents[1], {name: entry for name, entry in manifest.files.items() if name.startswith(part)}
-    stamp = stamp_of(local, manifest.label)
-    lock = locked(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
-    with lock:
-        wrong = wrong_files(place, files, stamp)
-    if wrong:
-        stamp.forget()
-        raise DamagedArtifact(damage(manifest.label, wrong))
-
-
-def damage(label: str, names: Iterable[str]) -> str:
-    """Return what is wrong with an artifact in words."""
-    first, *more = sorted(names)
-    text = f"{first} and {len(more)} more files" if more else first
-    return f"artifact {label}: {text} changed since it was committed; run again, which sets it aside and makes it again"
-
-
-def _is_right(path: Path, entry: FileDigest, fresh: bool) -> bool:
+def _is_intact(path: Path, entry: FileDigest, drop_cache: bool) -> bool:
     try:
-        if fresh:
+        if drop_cache:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return digest_file(path).sha256 == entry.sha256
@@ -289,7 +253,39 @@ def _is_right(path: Path, entry: FileDigest, fresh: bool) -> bool:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        return False
+        return False  # an unreadable sector
+
+
+def verify_folder(folder: Path) -> None:
+    """Verify an artifact, or one folder inside it, before this machine uses it.
+
+    One process of the machine verifies, the others wait. A folder without a manifest, here or in its parent, passes.
+    Raises DamagedArtifact naming the files; then every machine verifies the artifact again.
+    """
+    for base in (folder, folder.parent):
+        if (base / LAZY_FOLDER).exists():  # pages are verified as they are downloaded
+            return
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            manifest = Manifest.parse((base / MANIFEST).read_bytes(), f"{base / MANIFEST}", moved=True)
+            break
+    else:
+        return
+    prefix = "" if base == folder else f"{folder.name}/"
+    local, files = base.parents[1], {name: entry for name, entry in manifest.files.items() if name.startswith(prefix)}
+    stamp = stamp_of(local, manifest.label)
+    lock = locked(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
+    with lock:
+        wrong = wrong_files(base, files, stamp)
+    if wrong:
+        stamp.forget()
+        raise DamagedArtifact(damage(manifest.label, wrong))
+
+
+def damage(label: str, names: Iterable[str]) -> str:
+    """Return the error message for an artifact whose files `names` are damaged."""
+    first, *more = sorted(names)
+    files = f"{first} and {len(more)} more files" if more else first
+    return f"artifact {label}: {files} changed since it was committed; run again to quarantine it and make it again"
 
 
 @cache
@@ -300,41 +296,32 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-log = logging.getLogger(__name__)
-DAMAGED = ".damaged"
-NEWEST = 3
-"""Manifests that are tried, newest first, before it is said that none can be read."""
-
-
 @dataclass(frozen=True)
 class Artifact:
     manifest: Manifest
     folder: Path
-    """Where it is on this machine, or is brought to."""
+    """Local folder, also of a copy that is not downloaded yet."""
     uri: str
-    """Where its files are committed: file:///folder, or the prefix of an object store."""
+    """Where the files are committed: file:///folder, or a prefix in an object store."""
 
     @property
     def path(self) -> Path:
-        """The folder with all its files on this machine, verified. Raises DamagedArtifact naming those that changed."""
+        """The local folder with all files, verified. Raises DamagedArtifact naming files that changed."""
         self._check(self.names())
         return self.folder
 
     def part(self, name: str) -> Path:
-        """Return one file or folder of it, on this machine and verified.
-
-        Raises ValueError if it has none of that name, and DamagedArtifact.
-        """
+        """Return the local path of one file or folder, verified. Raises ValueError if absent, and DamagedArtifact."""
         self._check(self.names(name))
         return self.folder / name
 
     def names(self, part: str = "") -> list[str]:
-        """Return the files of it that are `part` or inside the folder `part`. Raises ValueError if there is none."""
-        found = [name for name in self.manifest.files if not part or name == part or name.startswith(f"{part}/")]
-        if part and not found:
-            tops = sorted({name.split("/", 1)[0] for name in self.manifest.files})
-            raise ValueError(f"artifact {self.label}: has no {part!r}; it has {', '.join(tops)}")
-        return found
+        """Return the files equal to or inside `part` (default: all). Raises ValueError if there are none."""
+        names = [name for name in self.manifest.files if not part or name == part or name.startswith(f"{part}/")]
+        if part and not names:
+            entries = sorted({name.split("/", 1)[0] for name in self.manifest.files})
+            raise ValueError(f"artifact {self.label}: has no {part!r}; it has {', '.join(entries)}")
+        return names
 
     @property
     def key(self) -> str:
@@ -346,7 +333,7 @@ class Artifact:
 
     @property
     def label(self) -> str:
-        """How people call it: `curated/quickstart-1a2b3c4d`."""
+        """Readable name: `curated/quickstart-1a2b3c4d`."""
         return self.manifest.label
 
     @property
@@ -355,36 +342,35 @@ class Artifact:
 
     @property
     def created(self) -> float:
-        """When it was committed, in seconds since 1970."""
+        """Commit time in seconds since 1970."""
         return datetime.fromisoformat(self.manifest.created).timestamp()
 
     def missing(self) -> list[str]:
-        """Return the files that are gone or have another size than when committed (digests are not read)."""
+        """Return the files that are absent or have the wrong size (no digests are computed)."""
         return missing(self.manifest, self.folder)
 
     @property
     def stamp(self) -> Stamp:
-        """Which of its files this machine has verified since it started."""
+        """Which files this machine has verified since it booted."""
         return stamp_of(self.folder.parents[1], self.label)
 
     def damaged(self) -> list[str]:
-        """Return the files that are not what was committed; each is read once per boot of this machine."""
+        """Return the damaged files; each file is read once per boot of this machine."""
         return wrong_files(self.folder, self.manifest.files, self.stamp)
 
     def verify(self) -> None:
-        """Read every file from the disk and raise DamagedArtifact naming those that are not what was committed."""
+        """Read every file from the disk. Raises DamagedArtifact naming the damaged ones."""
         self._check(self.names(), again=True)
 
     def _check(self, names: list[str], again: bool = False) -> None:
-        """Raise DamagedArtifact if files changed; those that this machine verified since it started are not read."""
         if wrong := wrong_files(self.folder, {name: self.manifest.files[name] for name in names}, self.stamp, again):
-            self.stamp.forget()  # other machines look again too
+            self.stamp.forget()  # so that other machines verify again too
             raise DamagedArtifact(damage(self.label, wrong))
 
 
 @dataclass(frozen=True)
 class ArtifactSpec:
-    """What an artifact is to be made from; decides its key."""
+    """Kind, name, version, parameters and inputs of an artifact; they determine its key."""
 
     kind: str
     name: str
@@ -398,13 +384,13 @@ class ArtifactSpec:
 
     @property
     def label(self) -> str:
-        """Label of the artifact that is made from this. Raises ValueError for a name that is none."""
+        """Label of the artifact. Raises ValueError if the name is invalid."""
         return checked_label(f"{self.kind}/{self.name}-{self.key[:8]}")
 
     def manifest(
         self, files: dict[str, FileDigest], facts: dict[str, Any], made_by: str, code: str, seconds: float
     ) -> Manifest:
-        """Return the manifest of an artifact of this design, created now."""
+        """Return the manifest of an artifact created now from this spec."""
         return Manifest(
             **vars(self),
             key=self.key,
@@ -423,14 +409,13 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.place = str(root)
-        """Where they are, for messages."""
+        """Address for messages."""
 
     def find(self, design: ArtifactSpec, damaged: Callable[[str], None] | None = None) -> Artifact | None:
-        """Return the committed artifact of `design`; a damaged one is moved aside and not returned.
+        """Return the committed artifact of `design`, or None. A damaged one is quarantined.
 
-        Raises UntrustedArtifact for one that no trusted key signed.
-        With `damaged`, which is called with what is wrong, every file is verified that this machine has not verified
-        since it started; without, only names and sizes are looked at.
+        With `damaged`, a callback for the error message, files are hashed (once per boot); without, only names and
+        sizes are compared. Raises UntrustedArtifact if no trusted key signed the manifest.
         """
         try:
             artifact = self._get(design.label)
@@ -451,34 +436,38 @@ class Store:
         return artifact
 
     def at(self, label: str) -> Artifact:
-        """Return the artifact called `label` (`kind/name-key8`). Raises ValueError if there is none.
-
-        Raises DamagedArtifact if its manifest is damaged.
-        """
+        """Return the artifact `label` (`kind/name-key8`). Raises ValueError if absent, and DamagedArtifact."""
         artifact = self._get(checked_label(label))
         if artifact is None:
-            raise ValueError(f"artifact {label!r}: there is none under {self.place}")
+            raise ValueError(f"artifact {label!r}: not found under {self.place}")
         return artifact
 
     def all(self, kind: str) -> list[Artifact]:
-        """Return the artifacts of `kind`, oldest first, without those whose manifest is damaged."""
-        found = []
+        """Return the artifacts of `kind`, oldest first; damaged and untrusted ones are left out."""
+        artifacts = []
         for folder in sorted((self.root / kind).glob("*/")):
             try:
-                if artifact := self._read(folder):
-                    found.append(artifact)
+                if artifact := self._get(f"{kind}/{folder.name}"):
+                    artifacts.append(artifact)
             except UntrustedArtifact as error:
                 log.warning("%s", error)
             except OSError:
                 continue
-        return sorted(found, key=lambda artifact: artifact.manifest.created)
+        return sorted(artifacts, key=lambda artifact: artifact.manifest.created)
 
     def explain(self, design: ArtifactSpec) -> str:
         """Say why `design` is new: the first difference from the newest artifact of the same kind and name."""
-        before = self._newest(design.kind, design.name)
+        name, before = f"{design.kind}/{design.name}", self._newest(design.kind, design.name)
         if before is None:
-            return f"{design.kind}/{design.name}: new, nothing of this name was made before"
-        return f"{design.kind}/{design.name}: new, {_difference(before, design)}"
+            return f"{name}: new, nothing of this name was made before"
+        old = flatten({"step version": before.version, **before.parameters, **before.inputs})
+        new = flatten({"step version": design.version, **design.parameters, **design.inputs})
+        changed = [field for field in {**new, **old} if old.get(field) != new.get(field)]
+        if not changed:
+            return f"{name}: new, the committed one is gone"
+        first = changed[0]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return f"{name}: new, {first} {_short(old.get(first))} -> {_short(new.get(first))}{more}"
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -489,39 +478,39 @@ class Store:
     def commit(
         self, design: ArtifactSpec, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
     ) -> Artifact:
-        """Make the staged `folder` the artifact of `design`. If another process committed it first, theirs is returned.
+        """Commit the staged `folder` as the artifact of `design`; if another process was first, return its artifact.
 
         Raises OSError if the disk is full; then nothing is visible.
         """
-        place = self.root / design.label
+        target = self.root / design.label
         manifest = design.manifest(digest_folder(folder, sync=True), facts, made_by, code, seconds)
         write_atomic(folder / MANIFEST, manifest.text())
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         for tries_left in (1, 0):
             try:
-                folder.rename(place)
+                folder.rename(target)
                 break
             except OSError:
-                if (winner := self.find(design)) is not None:  # this moves aside what has no manifest
+                if (winner := self.find(design)) is not None:  # also quarantines a folder without a manifest
                     return winner
                 if not tries_left:
                     raise
-        sync_folder(place.parent)
-        artifact = Artifact(manifest, place, place.absolute().as_uri())
-        artifact.stamp.add_folder(place, manifest.files)
+        sync_folder(target.parent)
+        artifact = Artifact(manifest, target, target.absolute().as_uri())
+        artifact.stamp.add_folder(target, manifest.files)
         return artifact
 
     def delete(self, label: str) -> None:
-        """Remove the artifact called `label`, at once for readers; one that is gone already is no error."""
+        """Delete the artifact `label`, atomically for readers; no error if it is absent."""
         discard(self.root, self.root / checked_label(label))
         stamp_of(self.root, label).forget()
 
     def clear_staging(self) -> None:
-        """Remove what killed processes left half-made; what a live one is writing stays."""
+        """Delete staging folders of dead processes."""
         clear_staging(self.root)
 
     def _newest(self, kind: str, name: str) -> Manifest | None:
-        """Return the manifest that was written last among those of `name`; only that one is read."""
+        """Return the newest manifest of `name`; modification times decide, so that only this one is read."""
         labels = re.compile(rf"{re.escape(name)}-[0-9a-f]{{8}}")
         times = {}
         for folder in (self.root / kind).glob(f"{name}-*"):
@@ -530,46 +519,44 @@ class Store:
                     times[folder] = (folder / MANIFEST).stat().st_mtime
         for folder in sorted(times, key=lambda folder: (-times[folder], folder.name))[:NEWEST]:
             with suppress(OSError):
-                return artifact.manifest if (artifact := self._read(folder)) else None
+                return artifact.manifest if (artifact := self._get(f"{kind}/{folder.name}")) else None
         return None
 
     def sign(self, label: str) -> None:
-        """Sign the manifest of a committed artifact again, with the signing key. Raises DamagedArtifact."""
-        place = self.root / checked_label(label) / MANIFEST
-        write_atomic(place, self._unsigned(place.read_bytes(), str(place)))
+        """Replace the signature of a committed artifact by one of the current signing key. Raises DamagedArtifact."""
+        path = self.root / checked_label(label) / MANIFEST
+        write_atomic(path, self._signed_again(path.read_bytes(), str(path)))
 
-    def _unsigned(self, text: bytes, place: str) -> str:
+    def _signed_again(self, text: bytes, place: str) -> str:
         return Manifest.parse(text, place, trusted=False).model_copy(update={"signature": ""}).text()
 
     def set_aside(self, label: str, seen: Manifest | None = None) -> None:
-        """Move a damaged artifact out of sight, kept for whoever asks what happened to it.
+        """Quarantine a damaged artifact: move it to `.damaged`, where it can be inspected.
 
-        `seen` is its manifest, if that could be read; a store whose manifests others may replace compares it.
+        `seen` is its manifest, if readable; an object store compares it, because another writer may have replaced it.
         """
-        aside = self.root / DAMAGED / f"{label.replace('/', '-')}-{uuid.uuid4().hex[:6]}"
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        target = self.root / DAMAGED / f"{label.replace('/', '-')}-{uuid.uuid4().hex[:6]}"
+        target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process was faster
-            (self.root / label).rename(aside)
+            (self.root / label).rename(target)
         stamp_of(self.root, label).forget()
 
     def _get(self, label: str) -> Artifact | None:
-        """Return the artifact at `label`. Raises DamagedArtifact if its manifest is damaged."""
-        return self._read(self.root / label)
-
-    def _read(self, folder: Path) -> Artifact | None:
-        place = folder / MANIFEST
-        there = os.path.lexists(folder)  # asked first: a commit in between brings the manifest too
+        """Return the artifact at `label`, or None. Raises DamagedArtifact if its manifest is damaged or absent."""
+        folder = self.root / label
+        path = folder / MANIFEST
+        existed = os.path.lexists(folder)  # check first: a commit in between adds the manifest too
         try:
-            text = place.read_bytes()
+            text = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if there and os.path.lexists(folder):
-                raise DamagedArtifact(f"{place}: is not there ({error.strerror}); run again to make it anew") from None
+            if existed and os.path.lexists(folder):
+                raise DamagedArtifact(f"{path}: missing ({error.strerror}); run again to make the artifact") from None
             return None
-        return Artifact(Manifest.parse(text, str(folder / MANIFEST)), folder, folder.absolute().as_uri())
+        return Artifact(Manifest.parse(text, str(path)), folder, folder.absolute().as_uri())
 
 
 def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str, Any]:
-    """Return nested mappings as one level with dotted names, at most `depth` levels down; lists stay whole."""
+    """Return nested mappings as one level with dotted names, at most `depth` levels deep; lists stay lists."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, dict) and value and depth > 1:
@@ -582,17 +569,6 @@ def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str,
 def file_digest(path: Path) -> str:
     """Return the SHA-256 (hex) of a file's bytes."""
     return digest_file(path).sha256
-
-
-def _difference(before: Manifest, design: ArtifactSpec) -> str:
-    old = flatten({"step version": before.version, **before.parameters, **before.inputs})
-    new = flatten({"step version": design.version, **design.parameters, **design.inputs})
-    changed = [name for name in {**new, **old} if old.get(name) != new.get(name)]
-    if not changed:
-        return "the committed one is gone"
-    name = changed[0]
-    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return f"{name} {_short(old.get(name))} -> {_short(new.get(name))}{more}"
 
 
 def _short(value: object) -> str:

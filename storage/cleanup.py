@@ -1,9 +1,8 @@
-"""What killed, lost and interrupted attempts left behind, removed once it is old enough to be nobody's.
+"""Delete orphaned uploads, attempts, staging folders and copies older than a grace period.
 
-In an object store: uploads in parts that were never finished (invisible, but paid for), and attempts that no manifest
-names. On this machine: staging folders whose process is gone, and copies of artifacts that the root no longer has.
-Ages are the server's times against the server's clock, so a host whose clock is wrong removes nothing too early.
-What this gives up: an attempt that pauses for longer than the age between two files is taken for dead; a day is safe.
+In an object store: unfinished multipart uploads (invisible, but paid for) and attempts that no manifest names. On this
+machine: staging folders of dead processes, and copies of artifacts that the root no longer has. Ages in the store are
+compared with the server's clock. An attempt that pauses longer than the grace period between two files counts as dead.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ NO_KINDS = {
     "mlflow.db",
     LAZY,
 }
-"""What lies under a root or in its working folder besides kinds of artifacts."""
-Listed = dict[str, ObjectInfo]
+"""Names under a root or in its working folder that are not kinds of artifacts."""
 
 
 class Tidied(NamedTuple):
-    """How many of each were removed, and their bytes."""
+    """Number of deleted items of each type, and their bytes."""
 
     uploads: int
     attempts: int
@@ -54,32 +52,39 @@ class Tidied(NamedTuple):
 
 
 def tidy(root: Root, older_than_s: float) -> Tidied:
-    """Remove what is left over in `root` and its working folder and was not written to for `older_than_s` seconds.
+    """Delete orphaned data in `root` and its working folder that was not written to for `older_than_s` seconds.
 
-    Safe beside running work. Raises OSError if the store does not answer or forbids deleting.
+    Safe while other processes work. Raises OSError if the store is unreachable or forbids deleting.
     """
     staging, freed = clear_staging(root.local, older_than_s)
     if root.is_local:
         return Tidied(0, 0, staging, 0, freed)
     kinds = [kind for kind in children(root.uri) if kind not in NO_KINDS and not kind.startswith(".")]
-    before = _server_time(root) - older_than_s
+    filesystem = filesystem_of(root.uri)
+    answer = filesystem.call_s3("head_bucket", Bucket=filesystem.split_path(root.uri)[0])
+    server_time = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+    before = server_time - older_than_s
     uploads, upload_bytes = _remove_uploads(root, before)
     attempts, attempt_bytes = 0, 0
     for kind in kinds:
         count, removed = _remove_attempts(root, kind, before)
         attempts, attempt_bytes = attempts + count, attempt_bytes + removed
-    copies, copy_bytes = _remove_copies(root, older_than_s)
-    return Tidied(uploads, attempts, staging, copies, freed + upload_bytes + attempt_bytes + copy_bytes)
+    copy_count, copy_bytes = _remove_copies(root, older_than_s)
+    return Tidied(uploads, attempts, staging, copy_count, freed + upload_bytes + attempt_bytes + copy_bytes)
 
 
 def copies(root: Root) -> Iterator[tuple[str, Path]]:
-    """Yield label and folder of what this machine holds of artifacts of a remote root: copies and page caches.
+    """Yield label and folder of each copy and page cache of an artifact of a remote root on this machine.
 
-    Any of it can be brought again. An artifact may have both.
+    All can be downloaded again. An artifact may have both.
     """
     if root.is_local:
         return
-    whole = filter(_is_copy, root.local.glob("[!.]*/*"))
+    whole = [
+        folder
+        for folder in root.local.glob("[!.]*/*")
+        if (folder / MANIFEST).is_file() or (folder / BRINGING).is_file()
+    ]
     for folder in [*sorted(whole), *sorted(root.local.glob(f"{LAZY}/*/*"))]:
         kind, label = folder.parent.name, f"{folder.parent.name}/{folder.name}"
         if kind not in NO_KINDS and LABEL.fullmatch(label):
@@ -87,30 +92,25 @@ def copies(root: Root) -> Iterator[tuple[str, Path]]:
 
 
 def _remove_attempts(root: Root, kind: str, before: float) -> tuple[int, int]:
-    """Remove the attempts of `kind` that no manifest names and whose newest file is older than `before`."""
+    """Delete the attempts of `kind` that no manifest names and whose newest file is older than `before`."""
     listed, count, freed = files_below(root.join(kind)), 0, 0
-    for name, attempts in _attempts(listed).items():
+    attempts_of: dict[str, dict[str, list[ObjectInfo]]] = defaultdict(lambda: defaultdict(list))
+    for path, stored in listed.items():
+        if match := ATTEMPT.fullmatch(path):
+            attempts_of[match[1]][match[2]].append(stored)
+    for name, attempts in attempts_of.items():
         if f"{name}.json" in listed and len(attempts) == 1:
-            continue  # the one that is named, or the artifact is damaged, which is not for the janitor to judge
+            continue  # the committed attempt; if it is another one, the artifact is damaged and must be kept
         for attempt, files in attempts.items():
-            if max(stored.modified for stored in files) >= before or _named(root, f"{kind}/{name}", attempt):
+            if max(stored.modified for stored in files) >= before or _is_named(root, f"{kind}/{name}", attempt):
                 continue
             remove_all(root.join(kind, name, attempt))
             count, freed = count + 1, freed + sum(stored.bytes for stored in files)
     return count, freed
 
 
-def _attempts(listed: Listed) -> dict[str, dict[str, list[ObjectInfo]]]:
-    """Return name-key8 -> attempt -> its files."""
-    found: dict[str, dict[str, list[ObjectInfo]]] = defaultdict(lambda: defaultdict(list))
-    for path, stored in listed.items():
-        if match := ATTEMPT.fullmatch(path):
-            found[match[1]][match[2]].append(stored)
-    return found
-
-
-def _named(root: Root, label: str, attempt: str) -> bool:
-    """Return whether the manifest, read now, names the attempt, or cannot be read, which leaves it open."""
+def _is_named(root: Root, label: str, attempt: str) -> bool:
+    """Return whether the current manifest names the attempt; also true if the manifest is damaged."""
     try:
         artifact = RemoteStore(root).at(label)
     except DamagedArtifact:
@@ -121,64 +121,50 @@ def _named(root: Root, label: str, attempt: str) -> bool:
 
 
 def _remove_uploads(root: Root, before: float) -> tuple[int, int]:
-    """Abort the uploads below the root of which no part was sent since `before`."""
+    """Abort the multipart uploads below the root that received no part since `before`."""
     filesystem, count, freed = filesystem_of(root.uri), 0, 0
-    for upload in _uploads(root):
-        place = {name: upload[name] for name in ("Bucket", "Key", "UploadId")}
-        with suppress(FileNotFoundError):  # finished meanwhile
-            parts = _parts(filesystem, place)
-            if (
-                max(time.timestamp() for time in [upload["Initiated"], *(part["LastModified"] for part in parts)])
-                < before
-            ):
-                filesystem.call_s3("abort_multipart_upload", **place)
+    bucket, prefix, _ = filesystem.split_path(f"{root.uri}/")
+    uploads: list[dict[str, Any]] = []
+    query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
+    while True:
+        answer = filesystem.call_s3("list_multipart_uploads", **query)
+        uploads += answer.get("Uploads", [])
+        if not answer.get("IsTruncated"):
+            break
+        query |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+    for upload in uploads:
+        if not upload["Key"].startswith(prefix):  # some servers ignore the prefix
+            continue
+        address = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+        with suppress(FileNotFoundError):  # completed in the meantime
+            parts = _parts(filesystem, address)
+            newest_part = max(time.timestamp() for time in [upload["Initiated"], *(p["LastModified"] for p in parts)])
+            if newest_part < before:
+                filesystem.call_s3("abort_multipart_upload", **address)
                 count, freed = count + 1, freed + sum(int(part["Size"]) for part in parts)
     return count, freed
 
 
-def _parts(filesystem: Any, place: dict[str, str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def _parts(filesystem: Any, address: dict[str, str]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
     while True:
-        answer = filesystem.call_s3("list_parts", **place, PartNumberMarker=found[-1]["PartNumber"] if found else 0)
-        found += answer.get("Parts", [])
+        answer = filesystem.call_s3("list_parts", **address, PartNumberMarker=parts[-1]["PartNumber"] if parts else 0)
+        parts += answer.get("Parts", [])
         if not answer.get("IsTruncated"):
-            return found
-
-
-def _uploads(root: Root) -> list[dict[str, Any]]:
-    bucket, prefix, _ = filesystem_of(root.uri).split_path(f"{root.uri}/")
-    asked: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
-    found: list[dict[str, Any]] = []
-    while True:
-        answer = filesystem_of(root.uri).call_s3("list_multipart_uploads", **asked)
-        found += [{**upload, "Bucket": bucket} for upload in answer.get("Uploads", [])]
-        if not answer.get("IsTruncated"):
-            return [upload for upload in found if upload["Key"].startswith(prefix)]
-        asked |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+            return parts
 
 
 def _remove_copies(root: Root, older_than_s: float) -> tuple[int, int]:
-    """Remove copies and page caches on this machine whose artifact is gone from the root."""
+    """Delete copies and page caches on this machine whose artifact is gone from the root."""
     before, count, freed = time.time() - older_than_s, 0, 0
-    known: dict[str, dict[str, int]] = {}
+    manifests: dict[str, dict[str, int]] = {}
     for label, folder in copies(root):
         if newest(folder) >= before:
             continue
         kind, name = label.split("/")
-        if kind not in known:
-            known[kind] = children(root.join(kind))
-        if f"{name}.json" not in known[kind]:
+        if kind not in manifests:
+            manifests[kind] = children(root.join(kind))
+        if f"{name}.json" not in manifests[kind]:
             count, freed = count + 1, freed + size(folder)
             discard(root.local, folder)
     return count, freed
-
-
-def _is_copy(folder: Path) -> bool:
-    """Return whether a folder holds what was brought of an artifact, whole or in part."""
-    return (folder / MANIFEST).is_file() or (folder / BRINGING).is_file()
-
-
-def _server_time(root: Root) -> float:
-    bucket = filesystem_of(root.uri).split_path(root.uri)[0]
-    answer = filesystem_of(root.uri).call_s3("head_bucket", Bucket=bucket)
-    return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()

@@ -1,9 +1,8 @@
-"""Size and SHA-256 of files: what a manifest says of each, and how to find out, with several threads.
+"""Size and SHA-256 of files and pages, computed by several threads.
 
-Disks and networks flip bits that nothing else notices, so every manifest of ours holds digests. SHA-256 rather than a
-checksum, because the same digest is also a name that nobody can forge; it costs 0.6 s per GB and core where the
-processor has instructions for it. A file that is read in pieces over a network has a digest per page too (32 bytes for
-1 MiB), so that a range read can be verified without the rest of the file.
+SHA-256 and not a checksum, because the digest is also an unforgeable name; it costs 0.6 s per GB and core where the
+processor has instructions for it. Token shards also have a digest per page (32 bytes per MiB), so that a range read can
+be verified without the rest of the file.
 """
 
 from __future__ import annotations
@@ -22,14 +21,18 @@ from pydantic import BaseModel
 from storage.filesystem import sync_folder
 
 THREADS = 4
-"""Files read at the same time: hashing leaves Python's lock, and a disk answers several requests faster than one."""
+"""Files read at the same time: hashing releases the GIL, and a disk is faster with several requests."""
+READERS = 16
+"""Small documents read at the same time: each is one request that waits for the network."""
 PAGE = 2**20
 """Bytes of a page; the last one of a file may be shorter."""
 PAGED = ".bin"
-"""Ending of the files that are read in pages (token shards); the pages of others are not digested, which is half of
-the hashing."""
+"""Suffix of files that are read in pages (token shards); page digests double the cost, so others have none."""
 PAGE_DIGEST = 32
 """Bytes of a page's SHA-256."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class FileDigest(BaseModel):
@@ -43,12 +46,12 @@ def digest_bytes(data: bytes) -> FileDigest:
 
 
 def digest_json(data: object) -> str:
-    """Return the SHA-256 (hex) of `data` as JSON, the same for equal data whatever the order of its names."""
+    """Return the SHA-256 (hex) of `data` as JSON; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_file(path: Path, sync: bool = False) -> FileDigest:
-    """Return size and SHA-256 of a file; with `sync`, put it on the disk too. Raises OSError."""
+    """Return size and SHA-256 of a file; `sync` also flushes it to the disk. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
@@ -57,7 +60,7 @@ def digest_file(path: Path, sync: bool = False) -> FileDigest:
 
 
 def digest_pages(path: Path) -> tuple[FileDigest, bytes]:
-    """Return the digest of a file and the SHA-256 of its pages one after another, from one read. Raises OSError."""
+    """Return the digest of a file and the concatenated SHA-256 of its pages, from one read. Raises OSError."""
     whole, pages, size = hashlib.sha256(), bytearray(), 0
     with path.open("rb") as file:
         while data := file.read(PAGE):
@@ -68,10 +71,7 @@ def digest_pages(path: Path) -> tuple[FileDigest, bytes]:
 
 
 def wrong_page(data: bytes, digests: bytes) -> int | None:
-    """Return the number in `data`, pages of a file, of the first that differs; `digests` are those of these pages.
-
-    Returns None if all are right.
-    """
+    """Return the index of the first page in `data` that does not match `digests`; None if all match."""
     for number, start in enumerate(range(0, len(data), PAGE)):
         expected = digests[number * PAGE_DIGEST : (number + 1) * PAGE_DIGEST]
         if hashlib.sha256(memoryview(data)[start : start + PAGE]).digest() != expected:
@@ -80,32 +80,25 @@ def wrong_page(data: bytes, digests: bytes) -> int | None:
 
 
 def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:
-    """Return the digest of every file under `folder` by its relative name, sorted. Raises OSError.
+    """Return relative name -> digest of every file under `folder`, sorted. Raises OSError.
 
-    With `sync`, put the files and the folders below `folder` on the disk too.
+    `sync` also flushes the files and the folders below `folder` to the disk.
     """
     entries = sorted(folder.rglob("*"))
     paths = [path for path in entries if path.is_file()]
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(lambda path: digest_file(path, sync), paths))
+        digests = list(pool.map(lambda path: digest_file(path, sync), paths))
     for path in entries if sync else ():
         if path.is_dir():
             sync_folder(path)
-    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, found, strict=True)}
-
-
-READERS = 16
-"""Small documents read at the same time: each is one request that waits for the network."""
-
-
-T = TypeVar("T")
-
-
-R = TypeVar("R")
+    return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
 
 
 def each(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return what `work` returns for every item, in order. Raises the first error once all threads have ended."""
+    """Return the result of `work` for each item, in order. Raises the first error once all threads have ended.
+
+    After an error no queued item is started: `pool.map` would, and a server that hangs would cost its deadline twice.
+    """
     failed = threading.Event()
 
     def guarded(item: T) -> R:

@@ -1,8 +1,7 @@
-"""One way to name and touch bytes, local or remote: URIs through fsspec.
+"""Local and remote files by URI (fsspec), and atomic local writes.
 
-File systems are made once per process (an s3fs object made before a fork refuses to work after it) and never cache
-listings (a stale listing once hid a finished file from a second process); every call to an object store ends
-(storage/s3.py). Local writes become visible whole or not at all.
+File systems are created once per process (an s3fs object does not work after a fork) and never cache listings: a stale
+listing once hid a finished file from a second process. Calls of an object store have a deadline (storage/s3.py).
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 TRIES, FIRST_WAIT_S = 4, 0.5
-"""Calls of a store before its failure is final, and the seconds after the first; each later wait is twice as long."""
+"""Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
 Answer = TypeVar("Answer")
 _MAGIC = re.compile(r"[*?\[]")
 _QUERY = re.compile(r"\?[^\s'\"<>]*[=&][^\s'\"<>]*")
 
 
 class StoreError(OSError):
-    """A store that did not answer, or refused; says nothing about what is stored there."""
+    """A store did not answer, or refused; says nothing about what it contains."""
 
 
 def cache_folder() -> Path:
-    """Return the user's folder of what herd can make again; it may not exist."""
+    """Return the user's cache folder of herd; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "herd"
 
 
@@ -46,7 +45,7 @@ def local_path(uri: str) -> Path:
 
 
 def filesystem_of(uri: str) -> Any:
-    """Return the fsspec file system that serves `uri`, made once in this process."""
+    """Return the fsspec file system for `uri`, created once per process."""
     protocol = "file" if is_local(uri) else uri.split("://", 1)[0]
     return _filesystem(protocol, os.getpid())
 
@@ -56,7 +55,7 @@ def _filesystem(protocol: str, pid: int) -> Any:
     import fsspec
 
     if protocol in ("s3", "s3a"):
-        from storage.s3 import BoundedS3, options  # half a second to import, and most processes need none of it
+        from storage.s3 import BoundedS3, options  # half a second to import, rarely needed
 
         return BoundedS3(**options(), skip_instance_cache=True)
     if protocol == "hf":
@@ -67,31 +66,30 @@ def _filesystem(protocol: str, pid: int) -> Any:
 
 
 def glob(uri: str) -> list[str]:
-    """Return the files that `uri` names, sorted: a file itself, a folder's files at any depth, or a glob's matches."""
+    """Return the files of `uri`, sorted: the file, all files below a folder, or the matches of a glob."""
     return [name for name, _ in listing(uri)]
 
 
 def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the same files, each with what the file system says of it; in few requests.
+    """Return the files of `uri` (see `glob`) with their fsspec info, in few requests.
 
-    A name that exists is taken as it is, also where it looks like a glob. Of what is no regular file on this machine
-    (a pipe, a broken link) `type` is "other". Raises OSError where a folder or a store does not answer: an empty list
-    means that nothing is there.
+    A name that exists is taken literally, even if it looks like a glob. On this machine `type` is "other" for a pipe or
+    a broken link. Raises OSError if a folder or a store does not answer: an empty list means that there are no files.
     """
     if is_local(uri):
-        found = _local_files(str(local_path(uri)))
+        files = _local_files(str(local_path(uri)))
     else:
-        found = patiently(uri, partial(_remote_files, uri))
+        files = patiently(uri, partial(_remote_files, uri))
     prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
-    named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in found.items())
+    named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in files.items())
     return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
 
 def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
-    """Return what `call` returns, which asks a store about `uri`; if it fails, wait longer each time and call again.
+    """Call a store about `uri`, with retries and exponential backoff.
 
-    Raises FileNotFoundError where the store says that nothing is there, and StoreError where it does not say: a store
-    that refuses access answers with that class, too, and its clients have errors of every other class.
+    Raises FileNotFoundError if the store reports 404, and StoreError for all other failures: clients raise many
+    classes, and FileNotFoundError also when access is denied.
     """
     began = time.monotonic()
     for attempt in range(1, TRIES + 1):
@@ -99,20 +97,20 @@ def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
             return call()
         except Exception as error:
             if _absent(error):
-                raise FileNotFoundError(errno.ENOENT, "not there", uri) from error
+                raise FileNotFoundError(errno.ENOENT, "not found", uri) from error
             from storage.s3 import deadline  # half a second to import
 
             if attempt == TRIES or time.monotonic() - began >= deadline():
-                said = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses hold a key
-                raise StoreError(f"{uri}: {type(error).__name__}: {said} ({attempt} tries)") from error
+                message = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses contain a key
+                raise StoreError(f"{uri}: {type(error).__name__}: {message} ({attempt} tries)") from error
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-            filesystem_of(uri).invalidate_cache()  # the Hub's client remembers refusals
+            filesystem_of(uri).invalidate_cache()  # the Hub client caches refusals
     raise AssertionError(TRIES)
 
 
 def _absent(error: BaseException) -> bool:
-    """Return whether a store says that something is not there: a 404, and no other status behind the same class."""
-    known, cause = isinstance(error, FileNotFoundError), error
+    """Return whether an error means "not found": status 404 or 410, or FileNotFoundError without any status."""
+    not_found, cause = isinstance(error, FileNotFoundError), error
     while cause is not None:
         answer = getattr(cause, "response", None)
         meta = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
@@ -120,11 +118,11 @@ def _absent(error: BaseException) -> bool:
         if status is not None:
             return status in (404, 410)
         cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    return known
+    return not_found
 
 
 def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
-    """Return the files that a remote `uri` names; folders may be among them."""
+    """Return the files of a remote `uri`; may include folders."""
     filesystem = filesystem_of(uri)
     filesystem.invalidate_cache()
     if "*" not in uri:
@@ -139,11 +137,11 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
     if not _MAGIC.search(uri):
         return {}
     try:
-        if uri.startswith(("s3://", "s3a://")):  # fsspec's own glob leaves out what the store refuses to list
+        if uri.startswith(("s3://", "s3a://")):  # fsspec's own glob skips folders that the store refuses to list
             root, pattern, depth = _glob(str(filesystem._strip_protocol(uri)))
             strict = {"maxdepth": depth, "on_error": "raise"} if depth else {}
-            found = filesystem.find(root, detail=True, **strict)
-            return {name: info for name, info in found.items() if pattern.match(name)}
+            files = filesystem.find(root, detail=True, **strict)
+            return {name: info for name, info in files.items() if pattern.match(name)}
         return dict(filesystem.glob(uri, detail=True))
     except Exception as error:
         if _absent(error):
@@ -152,7 +150,7 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
 
 
 def _local_files(path: str) -> dict[str, dict[str, Any]]:
-    """Return the files that a path of this machine names."""
+    """Return the files of a local path."""
     if os.path.isdir(path):
         return dict(_walked(os.path.abspath(path), None, set()))
     if os.path.lexists(path):
@@ -160,16 +158,16 @@ def _local_files(path: str) -> dict[str, dict[str, Any]]:
     if not _MAGIC.search(path):
         return {}
     root, pattern, depth = _glob(os.path.abspath(path))
-    found = _walked(root, depth, set()) if os.path.isdir(root) else ()
-    return {name: info for name, info in found if pattern.match(name)}
+    files = _walked(root, depth, set()) if os.path.isdir(root) else ()
+    return {name: info for name, info in files if pattern.match(name)}
 
 
 def _walked(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the files below `folder`, links to folders followed last, so that each folder counts once."""
-    here = os.stat(folder)
-    if (here.st_dev, here.st_ino) in seen:
+    """Yield the files below `folder`; each folder once, links to folders last."""
+    status = os.stat(folder)
+    if (status.st_dev, status.st_ino) in seen:
         return
-    seen.add((here.st_dev, here.st_ino))
+    seen.add((status.st_dev, status.st_ino))
     with os.scandir(folder) as entries:
         ordered = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))
     for entry in ordered:
@@ -181,15 +179,15 @@ def _walked(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Itera
 
 def _local_info(path: str) -> dict[str, Any]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:  # a link to nothing or to itself
-        found = os.lstat(path)
-    kind = "file" if stat.S_ISREG(found.st_mode) else "directory" if stat.S_ISDIR(found.st_mode) else "other"
-    return {"name": path, "size": found.st_size, "type": kind, "mtime": found.st_mtime}
+        status = os.lstat(path)
+    kind = "file" if stat.S_ISREG(status.st_mode) else "directory" if stat.S_ISDIR(status.st_mode) else "other"
+    return {"name": path, "size": status.st_size, "type": kind, "mtime": status.st_mtime}
 
 
 def _glob(path: str) -> tuple[str, re.Pattern[str], int | None]:
-    """Return of a glob the folder above its first mark, the pattern of the names, and how deep they lie below it."""
+    """Return the folder above the first wildcard, the compiled pattern, and its depth below the folder."""
     from fsspec.utils import glob_translate
 
     mark = _MAGIC.search(path)
@@ -200,17 +198,17 @@ def _glob(path: str) -> tuple[str, re.Pattern[str], int | None]:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a local file so that readers see the old bytes or the new ones, even after a crash or a power cut."""
+    """Write a local file atomically and durably, also across a crash or a power cut."""
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_beside(path, payload) as made:
-        os.replace(made, path)
+    with written_beside(path, payload) as temporary:
+        os.replace(temporary, path)
     sync_folder(path.parent)
 
 
 @contextmanager
 def written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """Yield a new file in the folder of `path` that holds `data` on disk; it is gone at the end, unless renamed."""
+    """Yield a synced temporary file with `data` in the folder of `path`; deleted at the end unless renamed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -233,10 +231,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def changed(info: dict[str, Any]) -> str:
-    """Return what in a file's `info` changes with its content: its time, or the object store's tag."""
+    """Return the field of a file's `info` that changes with its content: modification time or ETag."""
     return str(info.get("mtime") or info.get("ETag") or info.get("LastModified") or info.get("blob_id") or "")
 
 
 def state(uri: str) -> list[list[object]]:
-    """Return uri, size and what changes with the content of each file of `uri`."""
+    """Return URI, size and `changed` of each file of `uri`."""
     return [[name, info["size"], changed(info)] for name, info in listing(uri)]

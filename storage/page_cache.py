@@ -1,14 +1,9 @@
-"""A folder whose files are in an object store and come to this machine when they are read, with a limit on the disk.
+"""A local folder whose files are in an object store and are downloaded when they are read, with a disk limit.
 
-The folder holds the artifact's manifest and `lazy-folder.json`, which says where the bytes are. Small files are brought
-whole when they are first opened. Token shards of more than a page (1 MiB) are sparse files: whoever is about to read
-pages holds them, which brings what is missing by range requests, several at a time. Nothing is believed before its
-SHA-256 is right. The bytes lie in a folder named after the machine, for all of its processes (see `pages`), inside the
-lazy folder or, if that is shared by machines, below HERD_CACHE.
-
-What this gives up: small files stay (index and tables, about 2% of the tokens), so the limit is one for the pages; and
-it is exceeded by what readers hold at one time, at most 64 pages or a quarter of the limit each, until the next page
-comes.
+The folder holds the artifact's manifest and `lazy-folder.json` with the address. Small files are downloaded whole at
+the first open and stay (index and tables, about 2 % of the tokens). Token shards of more than a page (1 MiB) are sparse
+files: a reader holds pages, which downloads missing ones by range requests. Every download is checked by SHA-256. All
+processes of a machine share the bytes, inside the folder or, if machines share that, below HERD_CACHE.
 """
 
 from __future__ import annotations
@@ -38,27 +33,32 @@ from storage.filesystem import write_atomic
 from storage.object_artifact import LAZY, PAGES, RemoteArtifact, verified_file, verified_pages
 from storage.processes import boot_id
 
-# Which pages of big remote files are on this machine's disk, for all of its processes: marks, locks and an order.
-#
-# `marks` has a byte per page, 1 if its bytes are there; the same byte is the place of its lock (an "open file
-# description" lock, man fcntl: the kernel frees it when its holder dies, however it dies). Shared: the page is read
-# and must stay. Exclusive: it is being brought or dropped. `order` is a ring of page numbers as they came, first
-# in, first out: a reader of shuffled documents uses a page in one block and not again before the next epoch, so the
-# oldest is the one that will not be missed. One lock for the cache (flock) would be simpler, but readers that take
-# turns would never let the one in that drops pages, and eight processes that read the same batch would bring it
-# eight times.
-#
-# A page is marked after its bytes are written and unmarked before they are dropped, both under its lock, so no
-# reader ever sees the zeros of a hole. A power cut may keep a mark and lose the bytes: marks of another boot are
-# not believed, and the cache begins empty. What this gives up: Linux, and a local disk that can punch holes (ext4,
-# XFS, btrfs, tmpfs).
-
 Ints = NDArray[np.int64]
+CACHE = "HERD_CACHE"
+"""Variable that names a folder on a local disk of the machine."""
+THREADS = 16
+"""Concurrent requests of a process: the first byte of an object takes some 30 ms, however many follow."""
+RUN = 8
+"""Adjacent pages per request."""
+HELD = 64
+"""Pages that a reader should hold at a time, at most. The disk limit is exceeded by held pages until they are freed."""
+FRESH = 2**30
+"""Limit in bytes of a folder that is opened for inspection and not for training."""
 MARKS, ORDER, BOOT = "marks", "order", "boot"
 SPARE = 2**16
-"""Places in the order beyond one for each page: one brought twice, because its bringer died, stands there twice."""
+"""Slots in the eviction order beyond one per page: a page whose downloader died appears twice."""
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
+
+# The page table: which pages are on the disk, for all processes of the machine.
+#
+# `marks` has a byte per page, 1 if the page is present. A lock on the same byte (an "open file description" lock, man
+# fcntl, which the kernel frees when its owner dies) is shared while the page is read and exclusive while it is
+# downloaded or evicted. A single flock would serialize readers and starve eviction, and processes that read the same
+# batch would each download it. `order` is a ring of page numbers, first in first out: readers of shuffled documents
+# do not need a page again before the next epoch. A page is marked after its bytes are written and unmarked before
+# they are freed, both under its lock. After a power cut marks can outlive the bytes, so a table of another boot is
+# cleared. Needs Linux and a local disk that can punch holes (ext4, XFS, btrfs, tmpfs).
 
 
 class PageTable:
@@ -67,25 +67,32 @@ class PageTable:
     def __init__(
         self, folder: Path, count: int, limit: int, drop: Callable[[int], None], clear: Callable[[], None]
     ) -> None:
-        """Open the table, of which at most `limit` pages are kept; an empty one is made if there is none.
+        """Open or create the table; at most `limit` pages are kept.
 
         `drop` frees the bytes of a page, `clear` those of all pages.
         """
-        self.folder, self.count, self.limit, self._free, self._clear = folder, count, limit, drop, clear
+        self.folder, self.count, self.limit, self._free = folder, count, limit, drop
         self.capacity = count + SPARE
         with self._locked_order():
-            self._make()
+            boot, path = boot_id(), folder / BOOT
+            if not path.exists() or path.read_text() != boot:  # new, or of an earlier boot: start empty
+                for name, size in ((MARKS, count), (ORDER, 8 * (2 + self.capacity))):
+                    with (folder / name).open("ab") as file:
+                        file.truncate(0)
+                        file.truncate(size)
+                clear()
+                path.write_text(boot)
         self.marks = np.memmap(folder / MARKS, np.uint8, "r+", shape=(count,)) if count else np.zeros(0, np.uint8)
         self._order = np.memmap(folder / ORDER, np.int64, "r+", shape=(2 + self.capacity,))
 
     @property
     def kept(self) -> int:
-        """Pages that are on the disk or on their way, at least."""
+        """Pages on the disk or being downloaded (a lower bound)."""
         return int(self._order[1] - self._order[0])
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a handle for locks; closing it frees them all."""
+        """Yield a file descriptor for locks; closing it releases all of them."""
         handle = os.open(self.folder / MARKS, os.O_RDWR)
         try:
             yield handle
@@ -93,35 +100,41 @@ class PageTable:
             os.close(handle)
 
     def share(self, handle: int, pages: Ints, wait: bool = False) -> Ints:
-        """Lock `pages` (ascending) for reading as far as they are there; return the others, unlocked.
+        """Lock the present ones of `pages` (ascending) for reading; return the absent ones, unlocked.
 
-        Without `wait` a page that another process is bringing counts as not there.
+        Without `wait` a page that another process is downloading counts as absent.
         """
         absent = []
         for first, stop in runs(pages):
-            if not lock_bytes(handle, fcntl.F_RDLCK, first, stop - first, wait=False):
-                absent += [page for page in range(first, stop) if not self._share_one(handle, page, wait)]
+            if lock_bytes(handle, fcntl.F_RDLCK, first, stop - first, wait=False):  # the whole run by one call
+                for page in (np.flatnonzero(self.marks[first:stop] == 0) + first).tolist():
+                    lock_bytes(handle, fcntl.F_UNLCK, page, 1)
+                    absent.append(page)
                 continue
-            for page in (np.flatnonzero(self.marks[first:stop] == 0) + first).tolist():
-                lock_bytes(handle, fcntl.F_UNLCK, page, 1)
+            for page in range(first, stop):
+                locked = lock_bytes(handle, fcntl.F_RDLCK, page, 1, wait)
+                if locked and self.marks[page]:
+                    continue
+                if locked:
+                    lock_bytes(handle, fcntl.F_UNLCK, page, 1)
                 absent.append(page)
         return np.array(absent, np.int64)
 
     def claim(self, handle: int, pages: Ints) -> Ints:
-        """Lock for writing those of `pages` that nobody holds; return them. Others are being brought, or read."""
-        mine = [page for page in pages.tolist() if lock_bytes(handle, fcntl.F_WRLCK, page, 1, wait=False)]
-        return np.array(mine, np.int64)
+        """Lock for writing those of `pages` that no process has locked; return them."""
+        claimed = [page for page in pages.tolist() if lock_bytes(handle, fcntl.F_WRLCK, page, 1, wait=False)]
+        return np.array(claimed, np.int64)
 
     def brought(self, handle: int, pages: Ints) -> None:
-        """Mark `pages`, whose bytes are written; they are locked for reading from now on."""
+        """Mark `pages` as present after their bytes are written; downgrade their locks to read locks."""
         for page in pages.tolist():
             self.marks[page] = 1
             lock_bytes(handle, fcntl.F_RDLCK, page, 1)
 
     def reserve(self, pages: Ints) -> None:
-        """Enter `pages`, which the caller is about to bring, and drop the oldest that nobody reads to make room.
+        """Add `pages`, which the caller is about to download, and evict the oldest unused pages.
 
-        If all are in use, more than the limit are kept.
+        If all pages are in use, the limit is exceeded.
         """
         with self._locked_order(), self.opened() as handle:
             for page in pages.tolist():
@@ -130,32 +143,21 @@ class PageTable:
             for _ in range(self.kept):
                 if self.kept <= most:
                     break
-                self._drop_oldest(handle)
-
-    def _drop_oldest(self, handle: int) -> None:
-        """Killed in between, this leaves a page twice in the order or already dropped, which is no harm."""
-        head = int(self._order[0])
-        page = int(self._order[2 + head % self.capacity])
-        if lock_bytes(handle, fcntl.F_WRLCK, page, 1, wait=False):
-            self.marks[page] = 0
-            self._free(page)
-            lock_bytes(handle, fcntl.F_UNLCK, page, 1)
-        else:
-            self._append(page)
-        self._order[0] = head + 1
+                # Crash-safe: a process killed in this body leaves a page listed twice or already evicted.
+                head = int(self._order[0])
+                page = int(self._order[2 + head % self.capacity])
+                if lock_bytes(handle, fcntl.F_WRLCK, page, 1, wait=False):
+                    self.marks[page] = 0
+                    self._free(page)
+                    lock_bytes(handle, fcntl.F_UNLCK, page, 1)
+                else:  # in use: to the end of the ring
+                    self._append(page)
+                self._order[0] = head + 1
 
     def _append(self, page: int) -> None:
         tail = int(self._order[1])
         self._order[2 + tail % self.capacity] = page
         self._order[1] = tail + 1
-
-    def _share_one(self, handle: int, page: int, wait: bool) -> bool:
-        if not lock_bytes(handle, fcntl.F_RDLCK, page, 1, wait):
-            return False
-        if self.marks[page]:
-            return True
-        lock_bytes(handle, fcntl.F_UNLCK, page, 1)
-        return False
 
     @contextmanager
     def _locked_order(self) -> Iterator[None]:
@@ -166,29 +168,17 @@ class PageTable:
         finally:
             os.close(handle)
 
-    def _make(self) -> None:
-        """Begin empty unless the table is of this boot. Bytes of pages that are not marked are written again."""
-        boot, place = boot_id(), self.folder / BOOT
-        if place.exists() and place.read_text() == boot:
-            return
-        for name, size in ((MARKS, self.count), (ORDER, 8 * (2 + self.capacity))):
-            with (self.folder / name).open("ab") as file:
-                file.truncate(0)
-                file.truncate(size)
-        self._clear()
-        place.write_text(boot)
-
 
 def runs(pages: Ints) -> list[tuple[int, int]]:
-    """Return the runs [first, stop) of neighbours in `pages`, which ascend."""
+    """Return the runs [first, stop) of adjacent numbers in `pages` (ascending)."""
     if not len(pages):
         return []
     edges = np.flatnonzero(np.diff(pages) != 1) + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(pages, edges)]
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(pages, edges)]
 
 
 def punch(handle: int, start: int, length: int) -> None:
-    """Give the bytes [start, start + length) of an open file back to the disk; they read as zeros. Raises OSError."""
+    """Free the disk space of the bytes [start, start + length) of an open file; they read as zeros. Raises OSError."""
     mode = ctypes.c_int(KEEP_SIZE | PUNCH_HOLE)
     if _libc.fallocate(ctypes.c_int(handle), mode, ctypes.c_int64(start), ctypes.c_int64(length)):
         number = ctypes.get_errno()
@@ -196,7 +186,7 @@ def punch(handle: int, start: int, length: int) -> None:
 
 
 def lock_bytes(handle: int, kind: int, start: int, length: int, wait: bool = True) -> bool:
-    """Lock or unlock bytes by the open file description; return whether it was granted."""
+    """Lock or unlock bytes by an open file description lock; return whether the lock was granted."""
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
     try:
         fcntl.fcntl(handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
@@ -207,16 +197,7 @@ def lock_bytes(handle: int, kind: int, start: int, length: int, wait: bool = Tru
     return True
 
 
-CACHE = "HERD_CACHE"
-"""Variable that names a folder on a disk of the machine itself."""
-THREADS = 16
-"""Requests at the same time in a process: the first byte of an object takes some 30 ms, whatever comes after it."""
-RUN = 8
-"""Neighbouring pages that are asked for in one request."""
-HELD = 64
-"""Pages that a reader should hold at one time, at most."""
-FRESH = 2**30
-"""Limit in bytes of a folder that is opened for a look and not for training."""
+# The lazy folder.
 
 
 class Where(BaseModel):
@@ -225,22 +206,22 @@ class Where(BaseModel):
     uri: str
     """Prefix of the files in the store."""
     limit: int
-    """Bytes of pages that are kept on a machine."""
+    """Bytes of pages to keep on a machine."""
 
 
 class FileListing(BaseModel):
-    """What is needed of the artifact's manifest."""
+    """The fields of the artifact's manifest that a lazy folder needs."""
 
     files: dict[str, FileDigest]
     pages: dict[str, FileDigest] = {}
-    """File of more than a page -> digest of the object with the digests of its pages."""
+    """File of more than a page -> digest of the object that holds its page digests."""
 
 
 def lazy_folder(artifact: Artifact, limit_bytes: int) -> Path:
-    """Return a folder from which `artifact` can be read; what is in a store is brought when it is read.
+    """Return a folder from which `artifact` can be read; its files are downloaded on demand.
 
-    Readers must open its files with `brought` and, for pages, `lazy_of(...).held`. At most `limit_bytes` of pages are
-    kept on a machine; 0: as many as before, 1 GiB if it is new. An artifact that is here whole is returned as it is.
+    Readers must open files with `brought` and pages with `lazy_of(...).held`. At most `limit_bytes` of pages are
+    kept on the machine (0: the previous limit, 1 GiB for a new folder). A complete local copy is returned unchanged.
     Raises OSError.
     """
     if not isinstance(artifact, RemoteArtifact) or artifact._whole():
@@ -250,22 +231,22 @@ def lazy_folder(artifact: Artifact, limit_bytes: int) -> Path:
 
 
 def make_lazy(folder: Path, uri: str, manifest: str, limit_bytes: int) -> Path:
-    """Make `folder` a lazy one for the files under `uri` that `manifest` (JSON) lists, or give it another limit."""
-    place = folder / LAZY_FOLDER
-    before = Where.model_validate_json(place.read_text()) if place.exists() else None
+    """Create `folder` as a lazy folder for the files under `uri` listed in `manifest` (JSON), or change its limit."""
+    path = folder / LAZY_FOLDER
+    before = Where.model_validate_json(path.read_text()) if path.exists() else None
     assert before is None or before.uri == uri, f"{folder}: is for {before and before.uri}"
     where = Where(uri=uri, limit=limit_bytes or (before.limit if before else FRESH))
     if before is None:
         write_atomic(folder / MANIFEST, manifest)
     if where != before:
-        write_atomic(place, where.model_dump_json() + "\n")
+        write_atomic(path, where.model_dump_json() + "\n")
     return folder
 
 
 def brought(path: Path) -> Path:
-    """Return where the file that `path` names can be opened: itself, unless it is in a lazy folder.
+    """Return the path at which the file `path` can be opened; for a plain folder that is `path` itself.
 
-    There a small file is brought whole if it has not been; a big one is empty but for the pages that are held. Raises
+    In a lazy folder a small file is downloaded; a large one has bytes only in the pages that are held. Raises
     WrongBytes, FileNotFoundError for a name that the manifest does not list, and OSError.
     """
     lazy = lazy_of(path.parent)
@@ -273,15 +254,15 @@ def brought(path: Path) -> Path:
 
 
 def lazy_of(folder: Path) -> LazyFolder | None:
-    """Return the lazy folder that `folder` is or lies in, one object in a process; None for plain ones."""
+    """Return the lazy folder that is or contains `folder`, one object per process; None for a plain folder."""
     return _lazy_of(folder, os.getpid())
 
 
 @lru_cache(4096)
 def _lazy_of(folder: Path, process: int) -> LazyFolder | None:
-    for place in (folder, *folder.parents[:2]):
-        if (place / LAZY_FOLDER).is_file():
-            return _opened(place, process)
+    for base in (folder, *folder.parents[:2]):
+        if (base / LAZY_FOLDER).is_file():
+            return _opened(base, process)
     return None
 
 
@@ -291,110 +272,115 @@ def _opened(folder: Path, process: int) -> LazyFolder:
 
 
 class LazyFolder:
-    """A lazy folder as this process uses it; its threads may share it."""
+    """A lazy folder opened by this process; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         where = Where.model_validate_json((folder / LAZY_FOLDER).read_text())
         listing = FileListing.model_validate_json((folder / MANIFEST).read_bytes())
         self.folder, self.uri = folder, where.uri
-        self.cache = _cache_of(folder, where.uri) / socket.gethostname()
+        root = os.environ.get(CACHE, "")
+        base = Path(root) / hashlib.sha256(where.uri.encode()).hexdigest()[:16] if root else folder
+        self.cache = base / socket.gethostname()
         self._files = listing.files
         self._paged = sorted(name for name in listing.pages if name.endswith(PAGED))
         self._digests = {f"{PAGES}/{name}": digest for name, digest in listing.pages.items()}
-        for place in (self.cache, *{(self.cache / name).parent for name in self._paged}):
-            place.mkdir(parents=True, exist_ok=True)
+        for directory in (self.cache, *{(self.cache / name).parent for name in self._paged}):
+            directory.mkdir(parents=True, exist_ok=True)
         self._stamp = Stamp(self.cache / VERIFIED)
-        self._right = self._stamp.read()
-        """Small files that this machine has verified since it started, as they were then."""
+        self._verified = self._stamp.read()
+        """Small files that this machine has verified since it booted."""
         counts = [-(-self._files[name].bytes // PAGE) for name in self._paged]
         edges = np.cumsum([0, *counts], dtype=np.int64)
         self.first = dict(zip(self._paged, edges.tolist(), strict=False))
-        """Number of the first page of each big file; they are numbered through."""
+        """Number of the first page of each large file; numbers continue across files."""
         self._edges, self.limit, self.limit_bytes = edges, max(1, where.limit // PAGE), where.limit
         if self.limit < edges[-1]:
-            _check_holes(self.cache)
+            _check_punch_hole(self.cache)
         self.piece = max(1, min(HELD, self.limit // 4))
-        """Pages that a reader should hold at one time."""
+        """Pages that a reader should hold at a time."""
         self.table = PageTable(self.cache, int(edges[-1]), self.limit, self._drop, self._clear)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lazy")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._known: set[str] = set()
 
     def path(self, name: str) -> Path:
         """See `brought`."""
-        place = self.cache / name
+        path = self.cache / name
         if name in self._known:
-            return place
+            return path
         digest = self._files.get(name) or self._digests.get(name)
         if digest is None:
             raise FileNotFoundError(f"{self.uri}/{name}: is not in the artifact's manifest")
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if name in self.first:
-            with self._writing(name):
+            with self._writing(name):  # creates the sparse file
                 pass
-        elif (facts := FileStat.of(place)) is None or self._right.get(name) != facts:
-            self._bring_whole(name, digest, place)
+        elif (stat := FileStat.of(path)) is None or self._verified.get(name) != stat:
+            with (self.cache / "whole").open("ab") as lock:  # one process downloads, others wait
+                lock_bytes(lock.fileno(), fcntl.F_WRLCK, zlib.crc32(name.encode()), 1)
+                if not path.exists() or (self._verified.get(name) != FileStat.of(path) and digest_file(path) != digest):
+                    verified_file(f"{self.uri}/{name}", digest, path)
+                self._stamp.add_folder(self.cache, [name])
         self._known.add(name)
-        return place
+        return path
 
     def pages_of(self, name: str) -> int:
-        """Return how many pages a file is brought in; 0: whole."""
+        """Return the number of pages of a file; 0 if it is downloaded whole."""
         return -(-self._files[name].bytes // PAGE) if name in self.first else 0
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Bring small files, several at a time. Raises as `brought`."""
+        """Download small files in parallel. Raises as `brought`."""
         names = [path.relative_to(self.folder).as_posix() for path in paths]
         list(self._pool.map(self.path, [name for name in names if name not in self._known]))
 
     @contextmanager
     def held(self, pages: Ints) -> Iterator[None]:
-        """Bring what is missing of `pages` (numbers, ascending) and keep them all until the block ends.
+        """Download missing ones of `pages` (numbers, ascending) and keep all until the block ends.
 
         Raises WrongBytes and OSError.
         """
         with self.table.opened() as handle:
             absent = self.table.share(handle, pages)
             while len(absent):
-                mine = self.table.claim(handle, absent)
-                there = self.table.marks[mine] == 1
-                self._bring(mine[~there])
-                self.table.brought(handle, mine)
-                # Only now may it be waited for others: who holds a page that they want must not wait for them.
-                absent = self.table.share(handle, np.setdiff1d(absent, mine), wait=True)
+                claimed = self.table.claim(handle, absent)
+                self._download(claimed[self.table.marks[claimed] != 1])
+                self.table.brought(handle, claimed)
+                # No deadlock: a process waits for others only when it holds no page exclusively.
+                absent = self.table.share(handle, np.setdiff1d(absent, claimed), wait=True)
             yield
 
     def later(self, do: Callable[[], None]) -> None:
-        """Call `do` in a thread, one after another; who needs what it failed to bring will find out why."""
+        """Run `do` in a background thread, in order of submission. Errors are ignored: the reader will meet them."""
 
         def call() -> None:
             with suppress(OSError):
                 do()
 
-        self._ahead.submit(call)
+        self._prefetch.submit(call)
 
-    def _bring(self, pages: Ints) -> None:
+    def _download(self, pages: Ints) -> None:
         if not len(pages):
             return
         self.table.reserve(pages)
-        asked: list[Future[None]] = []
+        requests: list[Future[None]] = []
         for first, stop in runs(pages):
             for start in range(first, stop, RUN):
-                for part in self._in_files(start, min(start + RUN, stop)):
-                    asked.append(self._pool.submit(self._bring_run, *part))
-        wait(asked)  # all, even if one has failed: none may write once the locks are gone
-        for one in asked:
-            one.result()
+                for span in self._in_files(start, min(start + RUN, stop)):
+                    requests.append(self._pool.submit(self._download_run, *span))
+        wait(requests)  # all, even if one failed: no thread may write after the locks are released
+        for request in requests:
+            request.result()
 
     def _in_files(self, first: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield file and pages in the file of the pages [first, stop)."""
+        """Yield (file, first page in the file, stop) for the pages [first, stop)."""
         while first < stop:
             number = int(np.searchsorted(self._edges, first, "right")) - 1
             end = min(stop, int(self._edges[number + 1]))
             yield self._paged[number], first - int(self._edges[number]), end - int(self._edges[number])
             first = end
 
-    def _bring_run(self, name: str, first: int, stop: int) -> None:
-        """Write the pages [first, stop) of a big file to its place, all of them verified."""
+    def _download_run(self, name: str, first: int, stop: int) -> None:
+        """Download, verify and write the pages [first, stop) of a large file."""
         end = min(stop * PAGE, self._files[name].bytes)
         with self.path(f"{PAGES}/{name}").open("rb") as file:
             file.seek(first * PAGE_DIGEST)
@@ -404,14 +390,6 @@ class LazyFolder:
             while written < len(data):
                 written += os.pwrite(handle, memoryview(data)[written:], first * PAGE + written)
 
-    def _bring_whole(self, name: str, digest: FileDigest, place: Path) -> None:
-        """Bring a small file, unless it is there as committed; of processes that want it at the same time, one does."""
-        with (self.cache / "whole").open("ab") as lock:
-            lock_bytes(lock.fileno(), fcntl.F_WRLCK, zlib.crc32(name.encode()), 1)
-            if not place.exists() or (self._right.get(name) != FileStat.of(place) and digest_file(place) != digest):
-                verified_file(f"{self.uri}/{name}", digest, place)
-            self._stamp.add_folder(self.cache, [name])
-
     def _drop(self, page: int) -> None:
         ((name, number, _),) = self._in_files(page, page + 1)
         with self._writing(name) as handle:
@@ -419,7 +397,7 @@ class LazyFolder:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[int]:
-        """Open a big file, which is made if it is not there."""
+        """Open a large file, creating it if absent."""
         handle = os.open(self.cache / name, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if os.fstat(handle).st_size != (size := self._files[name].bytes):
@@ -433,19 +411,13 @@ class LazyFolder:
             (self.cache / name).unlink(missing_ok=True)
 
 
-def _cache_of(folder: Path, uri: str) -> Path:
-    """Return where the bytes of a lazy folder are kept."""
-    place = os.environ.get(CACHE, "")
-    return Path(place) / hashlib.sha256(uri.encode()).hexdigest()[:16] if place else folder
-
-
-def _check_holes(folder: Path) -> None:
-    """Raise OSError if files in `folder` cannot be partly freed."""
+def _check_punch_hole(folder: Path) -> None:
+    """Raise OSError if the file system of `folder` cannot free parts of a file."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
         file.flush()
         try:
             punch(file.fileno(), 0, 1)
         except OSError as error:
-            text = f"{folder}: its file system cannot punch holes in files; set {CACHE} to a folder on a local disk"
-            raise OSError(error.errno, text) from error
+            message = f"{folder}: its file system cannot punch holes in files; set {CACHE} to a folder on a local disk"
+            raise OSError(error.errno, message) from error

@@ -1,11 +1,10 @@
-"""What the operating system gives processes that belong together: an end with the parent, free ports to meet on, a name
-of the boot that they share, processors, and the place of their modules.
-"""
+"""Operating-system helpers: exit with the parent, CPU count, import path, boot id, free ports."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -16,36 +15,36 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(number: int) -> None:
     """Have the kernel send signal `number` to this process when the thread that started it ends, even by SIGKILL.
 
-    Only Linux can; elsewhere nothing happens.
+    Linux only; a no-op elsewhere.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def processors() -> int:
-    """Return how many processors this process may use; where the system does not tell, how many there are."""
+    """Return the number of CPUs this process may use, or of all CPUs where the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fix_import_path() -> None:
-    """Have every Python that is started from here on import this code, and nothing from the folder in which it starts.
+    """Make child Pythons import this code, and nothing from their current directory.
 
-    `python -m` looks there first, and so does an empty entry of PYTHONPATH: `storage.py` of a user would pass for ours.
+    `python -m` and an empty entry in PYTHONPATH search it first: a user's `storage.py` would shadow ours.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
     ours = Path(__file__).resolve().parent.parent
-    installed = ours.name in ("site-packages", "dist-packages")  # found anyway, and after the standard library
+    installed = ours.name in ("site-packages", "dist-packages")  # on the path already, after the standard library
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["" if installed else str(ours), *given]))
 
 
 def boot_id() -> str:
-    """Return what differs from boot to boot of this machine. Raises OSError where there is no /proc."""
+    """Return the id of this boot of the machine. Raises OSError where there is no /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports of loopback that nothing listens on now; somebody else may take one before it is used."""
+    """Return distinct free loopback ports; another process may take one before it is used."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -57,11 +56,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on now."""
+    """Return a free loopback port."""
     return free_ports(1)[0]
 
 
-# Several files at the same time, and none after the first that failed.
-#
-# A pool's map goes on with what is queued while its caller learns of an error, so a server that hangs would be
-# waited for once more than the deadline says.
+def peak_rss() -> int:
+    """Return the largest resident size of this process so far, in bytes.
+
+    From /proc, since `ru_maxrss` starts with the size of the process that started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -1,9 +1,8 @@
-"""s3fs of which every call ends: few retries, time limits on each request, and one deadline around all of it.
+"""s3fs in which every call ends: few retries, a time limit per request, and one deadline around each call.
 
-By default one call of s3fs may take six minutes when a server hangs (25 tries of 15 s), a burst of 500 or 503 fails it
-at once, and a network error comes as whatever class the HTTP library uses. Here a request is tried 12 times at most, a
-busy or restarting server is waited for, and after HERD_S3_DEADLINE_S seconds the call raises StoreTimeout; a file on
-its way gets one second per MiB on top. What this gives up: a link slower than that cannot move large files.
+A call of plain s3fs may take six minutes when a server hangs (25 tries of 15 s), a burst of 500 or 503 fails it at
+once, and network errors have the classes of the HTTP library. Here a request is tried at most 12 times, and after
+HERD_S3_DEADLINE_S seconds (plus one second per MiB of a file transfer) the call raises StoreTimeout.
 """
 
 from __future__ import annotations
@@ -22,25 +21,27 @@ from s3fs.core import S3_RETRYABLE_ERRORS, S3FileSystem, set_custom_error_handle
 from storage.secrets import refuse_secrets
 
 DEADLINE_S = 300.0
-"""Seconds after which a call that does not end is given up, unless HERD_S3_DEADLINE_S says otherwise."""
+"""Default of HERD_S3_DEADLINE_S: seconds after which a call fails."""
 SLOWEST = 2**20
-"""Bytes per second that a transfer of a file must reach."""
+"""Minimum speed of a file transfer in bytes per second."""
 CONNECT_S, READ_S = 5, 20
-"""Seconds until a server has taken a connection, and without a byte from it."""
+"""Time limits in seconds for a connection, and without a byte from the server."""
 TRIES, ROUNDS = 3, 4
-"""Tries of botocore (waits 0 to 2 s between them), and rounds of these by s3fs."""
+"""Tries of botocore (0 to 2 s apart), and repetitions of these by s3fs."""
 STREAMS = 4
-"""Parts of one file on their way at the same time; each holds 50 MiB of memory."""
+"""Concurrent parts of one file transfer; each takes 50 MiB of memory."""
 BUSY = (429, 500, 502, 503, 504)
-"""What a server answers that may well answer better in a second."""
+"""HTTP statuses worth a retry."""
+ANSWER_S = 20
+"""Default time limit in seconds without a byte for requests of the Hugging Face Hub client."""
 
 
 class StoreTimeout(OSError):
-    """An object store did not answer in time. Not a TimeoutError, because s3fs would try those again."""
+    """An object store did not answer in time. Not a TimeoutError, because s3fs retries those."""
 
 
 def deadline() -> float:
-    """Return the seconds that a call may take. Raises ValueError if HERD_S3_DEADLINE_S is no positive number."""
+    """Return the deadline of a call in seconds. Raises ValueError if HERD_S3_DEADLINE_S is not a positive number."""
     text = os.environ.get("HERD_S3_DEADLINE_S", str(DEADLINE_S))
     try:
         seconds = float(text)
@@ -52,8 +53,8 @@ def deadline() -> float:
 
 
 def options() -> dict[str, Any]:
-    """Return the options of s3fs for an object store. Raises ValueError for a password in its address."""
-    refuse_secrets(os.environ.get("AWS_ENDPOINT_URL", ""), "AWS_ENDPOINT_URL")  # errors repeat it
+    """Return the options for s3fs. Raises ValueError if the endpoint address contains a password."""
+    refuse_secrets(os.environ.get("AWS_ENDPOINT_URL", ""), "AWS_ENDPOINT_URL")  # error messages quote it
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_S,
         "read_timeout": READ_S,
@@ -61,13 +62,13 @@ def options() -> dict[str, Any]:
         "max_pool_connections": 32,
     }
     checksums = os.environ.get("HERD_S3_CHECKSUMS")
-    if checksums:  # servers that answer MissingContentMD5 to checksums in trailers need when_required
+    if checksums:  # servers that reply MissingContentMD5 to checksums in trailers need when_required
         config["request_checksum_calculation"] = checksums
     return {"use_listings_cache": False, "config_kwargs": config, "max_concurrency": STREAMS}
 
 
 class BoundedS3(S3FileSystem):  # type: ignore[misc]
-    """S3FileSystem whose calls raise an OSError that names the object, no later than the deadline."""
+    """S3FileSystem whose calls end by the deadline; errors are OSErrors that name the object."""
 
     retries = ROUNDS
 
@@ -84,7 +85,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
 
     async def _cat_file(self, path: str, *args: Any, **given: Any) -> Any:
         if not args:
-            given.setdefault("max_concurrency", 1)  # else a HEAD goes before every GET
+            given.setdefault("max_concurrency", 1)  # else s3fs sends a HEAD before every GET
         async with self._within(path):
             return await super()._cat_file(path, *args, **given)
 
@@ -100,7 +101,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
         size = int((await self._info(rpath))["size"])
         async with self._within(rpath, size):
             for _ in range(TRIES - 1):
-                with suppress(FlexibleChecksumError):  # from the start: what is written already may be what is wrong
+                with suppress(FlexibleChecksumError):  # restart: the bytes written so far may be the wrong ones
                     return await super()._get_file(rpath, lpath, *args, **given)
             return await super()._get_file(rpath, lpath, *args, **given)
 
@@ -114,7 +115,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
 
     @asynccontextmanager
     async def _within(self, path: str, size: int = 0) -> AsyncIterator[None]:
-        """Give up after the deadline and the time that `size` bytes may take; name the object in every error."""
+        """Apply the deadline, extended for a transfer of `size` bytes, and name the object in every error."""
         uri = path if "://" in path else f"s3://{path}"
         seconds = self.deadline + size / SLOWEST
         try:
@@ -122,39 +123,26 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
                 yield
         except (*S3_RETRYABLE_ERRORS, BotoCoreError) as error:
             if scope.expired():
-                raise StoreTimeout(_too_late(uri, seconds)) from error
+                raise StoreTimeout(
+                    f"{uri}: the object store did not answer within {seconds:,.1f} s; check that it is up "
+                    f"and reachable ({os.environ.get('AWS_ENDPOINT_URL', 'AWS')}), then run again; HERD_S3_DEADLINE_S "
+                    "sets the limit"
+                ) from error
             raise OSError(f"{uri}: {type(error).__name__}: {error}") from error
 
 
-def _too_late(uri: str, seconds: float) -> str:
-    return (
-        f"{uri}: the object store did not answer within {seconds:,.1f} s; see that it is up and reachable "
-        f"({os.environ.get('AWS_ENDPOINT_URL', 'AWS')}), then run again; HERD_S3_DEADLINE_S sets the seconds to wait"
-    )
-
-
-def _worth_another_try(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     response = getattr(error, "response", None) or {}
     if response.get("ResponseMetadata", {}).get("HTTPStatusCode") in BUSY:
         return True
-    return isinstance(error, NoConnection | FlexibleChecksumError)  # the latter: a bit flipped on the way
+    return isinstance(error, NoConnection | FlexibleChecksumError)  # the latter: a bit flipped in transit
 
 
-set_custom_error_handler(_worth_another_try)
-
-
-# The bytes of a remote file, read in blocks: each is fetched again until it is whole, or the read fails by name.
-#
-# What parses the file may turn any error into its own; `failure` says afterwards whether the store failed, and
-# `verify` reads the file once more, so that bytes which a network changed are not taken for damage in the store.
-
-
-ANSWER_S = 20
-"""Seconds that a request of the Hub's client may pass without a byte where it sets no limit itself."""
+set_custom_error_handler(_is_transient)
 
 
 def bound_hub_requests() -> None:
-    """Set a time limit on all requests of the Hub's client in this process: it lists repositories without one."""
+    """Set a time limit on all requests of the Hub client in this process; by default listings have none."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -164,8 +152,11 @@ def bound_hub_requests() -> None:
         request.extensions["timeout"] = {name: given.get(name) or ANSWER_S for name in names}
 
     def client() -> Any:
-        made = default_client_factory()
-        made.event_hooks = {**made.event_hooks, "request": [*made.event_hooks["request"], bound]}
-        return made
+        http_client = default_client_factory()
+        http_client.event_hooks = {
+            **http_client.event_hooks,
+            "request": [*http_client.event_hooks["request"], bound],
+        }
+        return http_client
 
     set_client_factory(client)

@@ -1,9 +1,8 @@
-"""Addresses that hold a password, which would be kept in every record, manifest and log that names them.
+"""Find addresses that contain a password, which would be copied into records, manifests and logs.
 
 Secrets come from the environment (AWS_SECRET_ACCESS_KEY, FSSPEC_HTTP, netrc) or from Prefect blocks, never from a
-recipe, a root or a cluster file; a login in the address of a server moves to the variables made for it. What this gives
-up: only what looks like a password is found: the part between `:` and `@` of an address, and query parameters by which
-stores sign or open one.
+recipe, a root or a cluster file. Detected are the part between `:` and `@` of an address and query parameters that sign
+or open a store; other secrets are not recognized.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LOGINS = {
     "PREFECT_API_URL": ("PREFECT_API_AUTH_STRING",),
     "PREFECT_UI_URL": (),
 }
-"""Variable with the address of a server -> the variables for user and password, or for both with `:` between them."""
+"""Variable with a server address -> variables for user and password, or one variable for `user:password`."""
 
 
 def move_logins() -> None:
-    """Take user and password out of the addresses of servers in the environment: addresses are printed and recorded."""
+    """Move user and password from server addresses in the environment, which are printed, to their own variables."""
     for name, variables in LOGINS.items():
         address, user, password = split_login(os.environ.get(name, ""))
         if address.startswith("http") and (user or password):
@@ -38,7 +37,7 @@ def move_logins() -> None:
 
 
 def split_login(address: str) -> tuple[str, str, str]:
-    """Return an address without user and password, and these two."""
+    """Return the address without login, the user and the password."""
     parts = urlsplit(address)
     login = parts.netloc.rpartition("@")[0]
     user, _, password = login.partition(":")
@@ -46,27 +45,27 @@ def split_login(address: str) -> tuple[str, str, str]:
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether `text` holds an address with a password or a signature in it."""
+    """Return whether `text` contains an address with a password or a signature."""
     return bool(_PASSWORD.search(text) or _SIGNED.search(text))
 
 
 def secret_fields(data: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of the fields in nested plain `data` that hold such an address."""
+    """Yield the dotted names of the fields of nested `data` that contain such an address."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from secret_fields(value, f"{path}.{key}" if path else str(key))
     elif isinstance(data, list | tuple):
-        for place, value in enumerate(data):
-            yield from secret_fields(value, f"{path}.{place}" if path else str(place))
+        for index, value in enumerate(data):
+            yield from secret_fields(value, f"{path}.{index}" if path else str(index))
     elif isinstance(data, str) and holds_secret(data):
         yield path
 
 
 def refuse_secrets(data: Any, name: str) -> None:
-    """Raise ValueError naming the fields of `data` (called `name`) with a password, without repeating it."""
+    """Raise ValueError naming the fields of `data` (called `name`) with a password, but not the password."""
     faults = [
         f"{name}{f'.{field}' if field else ''}: the address holds a password or a signature, and would be written into "
-        "records and logs; take it out and give it by the environment (AWS_SECRET_ACCESS_KEY, netrc, FSSPEC_HTTP, "
+        "records and logs; remove it and set it in the environment (AWS_SECRET_ACCESS_KEY, netrc, FSSPEC_HTTP, "
         "PGPASSWORD)"
         for field in secret_fields(data)
     ]

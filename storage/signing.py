@@ -1,8 +1,8 @@
-"""Signatures of manifests and promotion records, so that who can write the bucket cannot forge a score or a champion.
+"""Signatures of manifests and promotion records: write access to the bucket is not enough to forge a score.
 
 HERD_SIGNING_KEY names a file with an Ed25519 private key (PEM), HERD_TRUSTED_KEYS files with public keys, separated by
-colons. With either, what is not signed by one of these keys is refused; with neither, digests alone are looked at.
-What this gives up: a key that leaked is taken out of the trusted ones by hand, and its artifacts are signed again.
+colons. If either is set, documents without a signature by one of these keys are refused. To revoke a leaked key, remove
+it from the trusted keys and sign its artifacts again.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ if TYPE_CHECKING:
 
 SIGNING, TRUSTED = "HERD_SIGNING_KEY", "HERD_TRUSTED_KEYS"
 OTHERS = 0o077
+"""Permission bits of group and others."""
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
 
 
 def signed(what: str, digest: str) -> str:
-    """Return the signature of the document of kind `what` with that SHA-256, empty if no key is configured.
+    """Return the signature of a document of kind `what` with that SHA-256, empty if no key is configured.
 
-    Raises ValueError for a key that cannot be used, and where keys are trusted and there is none to sign with.
+    Raises ValueError for an unusable key, and if there are trusted keys but no signing key.
     """
     key = _signing_key(os.environ.get(SIGNING, ""))
     if key is None and os.environ.get(TRUSTED):
-        raise ValueError(f"{SIGNING}: is not set, but {TRUSTED} is, so what is made here would be refused; set both")
+        raise ValueError(f"{SIGNING}: is not set, but {TRUSTED} is, so artifacts made here would be refused; set both")
     return base64.b64encode(key.sign(_message(what, digest))).decode() if key else ""
 
 
 def distrust(what: str, digest: str, signature: str) -> str:
-    """Return why a document is not to be believed; empty if a trusted key signed it, or none is configured.
+    """Return why a document is refused; empty if a trusted key signed it, or no key is configured.
 
-    Raises ValueError for a key that cannot be used.
+    Raises ValueError for an unusable key.
     """
     keys = _trusted_keys(os.environ.get(SIGNING, ""), os.environ.get(TRUSTED, ""))
     if not keys:
         return ""
     if not signature:
-        return f"is not signed, and {SIGNING} or {TRUSTED} asks for it; if it is yours, sign it: herd verify --sign"
+        return f"is not signed, but {SIGNING} or {TRUSTED} requires it; if it is yours, sign it: herd verify --sign"
     from cryptography.exceptions import InvalidSignature
 
     for key in keys:
@@ -59,45 +60,44 @@ def _message(what: str, digest: str) -> bytes:
 
 
 @lru_cache(8)
-def _signing_key(place: str) -> Ed25519PrivateKey | None:
-    if not place:
+def _signing_key(path: str) -> Ed25519PrivateKey | None:
+    if not path:
         return None
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     remedy = "make one: openssl genpkey -algorithm ed25519 -out FILE; chmod 600 FILE"
     try:
-        path = Path(place).expanduser()
-        if path.stat().st_mode & OTHERS:
+        file = Path(path).expanduser()
+        if file.stat().st_mode & OTHERS:
             raise ValueError("others can read it; chmod 600 FILE")
-        key = load_pem_private_key(path.read_bytes(), None)
+        key = load_pem_private_key(file.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{SIGNING}: {place}: cannot be used ({error}); {remedy}") from None
+        raise ValueError(f"{SIGNING}: {path}: cannot be used ({error}); {remedy}") from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{SIGNING}: {place}: is no Ed25519 key; {remedy}")
+        raise ValueError(f"{SIGNING}: {path}: is not an Ed25519 key; {remedy}")
     return key
 
 
 @lru_cache(8)
-def _trusted_keys(signing: str, places: str) -> tuple[Ed25519PublicKey, ...]:
-    own = _signing_key(signing)
-    found = [own.public_key()] if own else []
-    for place in filter(None, places.split(os.pathsep)):
-        found += _public_keys(place)
-    return tuple(found)
-
-
-def _public_keys(place: str) -> list[Ed25519PublicKey]:
+def _trusted_keys(signing: str, paths: str) -> tuple[Ed25519PublicKey, ...]:
+    if not signing and not paths:
+        return ()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    try:
-        keys = [load_pem_public_key(text) for text in _PUBLIC.findall(Path(place).expanduser().read_bytes())]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{TRUSTED}: {place}: cannot be used ({error})") from None
-    fitting = [key for key in keys if isinstance(key, Ed25519PublicKey)]
-    if not fitting or len(fitting) != len(keys):
-        raise ValueError(
-            f"{TRUSTED}: {place}: is no file of Ed25519 public keys; write: openssl pkey -in KEY -pubout -out {place}"
-        )
-    return fitting
+    own = _signing_key(signing)
+    trusted = [own.public_key()] if own else []
+    for path in filter(None, paths.split(os.pathsep)):
+        try:
+            keys = [load_pem_public_key(text) for text in _PUBLIC.findall(Path(path).expanduser().read_bytes())]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{TRUSTED}: {path}: cannot be used ({error})") from None
+        ed25519 = [key for key in keys if isinstance(key, Ed25519PublicKey)]
+        if not ed25519 or len(ed25519) != len(keys):
+            raise ValueError(
+                f"{TRUSTED}: {path}: is not a file of Ed25519 public keys; "
+                f"write: openssl pkey -in KEY -pubout -out {path}"
+            )
+        trusted += ed25519
+    return tuple(trusted)

@@ -1,9 +1,8 @@
-"""Folders for what is half made, and locks between the processes of one machine.
+"""Staging folders for unfinished work, and locks between the processes of one machine.
 
-A staging folder belongs to a live process as long as that holds the flock of `.locks/staging/<folder>`; the kernel
-frees it with the process, so what a killed one left is told from what a live one is writing, without guessing from
-ages. The lock is not inside the folder, because the folder is what a commit renames into place. What this gives up:
-on a network file system flock must work across hosts (NFSv4 does).
+A staging folder belongs to a live process as long as that process holds the flock of `.locks/staging/<folder>`; the
+kernel releases it when the process dies, so folders of dead processes are recognized without guessing from ages.
+A network file system must support flock across hosts (NFSv4 does).
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import IO
 STAGING = ".staging"
 LOCKS = ".locks"
 FOREIGN_S = 86_400
-"""Age at which a staging folder that never had a lock (an older version's, somebody's copy) is taken for left over."""
+"""Age at which a staging folder without a lock file (of an older version, or copied) counts as abandoned."""
 
 
 @contextmanager
 def locked(root: Path, name: str) -> Iterator[None]:
-    """Hold the lock `name` among the processes and threads that use the folder `root`; waits for it."""
+    """Hold the lock `name` of the folder `root` against other processes and threads; waits for it."""
     with _opened(root, name) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -33,10 +32,10 @@ def locked(root: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def staged(root: Path) -> Iterator[Path]:
-    """Yield an empty folder inside `root`; what is in it at the end is removed."""
-    folder = root / STAGING / uuid.uuid4().hex
-    lock = _lock_of(folder)
-    with locked(root, STAGING):  # else a cleaner may come between the lock and the folder
+    """Yield an empty folder inside `root`; it is deleted at the end unless it was renamed."""
+    name = uuid.uuid4().hex
+    folder, lock = root / STAGING / name, f"staging/{name}"  # not inside the folder, which a commit renames
+    with locked(root, STAGING):  # else `clear_staging` could run between the lock and the folder
         file = _opened(root, lock)
         fcntl.flock(file, fcntl.LOCK_EX)
         folder.mkdir(parents=True)
@@ -49,7 +48,7 @@ def staged(root: Path) -> Iterator[Path]:
 
 
 def discard(root: Path, folder: Path) -> None:
-    """Remove a folder inside `root` so that nobody sees half of it: renamed first. One that is gone is no error."""
+    """Delete a folder inside `root` atomically for readers, by renaming it first. No error if it is absent."""
     with staged(root) as trash:
         try:
             folder.rename(trash / folder.name)
@@ -58,16 +57,16 @@ def discard(root: Path, folder: Path) -> None:
 
 
 def clear_staging(root: Path, older_than_s: float = 0.0) -> tuple[int, int]:
-    """Remove the staging folders whose process is gone and that were not written to for `older_than_s` seconds.
+    """Delete staging folders of dead processes that were not written to for `older_than_s` seconds.
 
-    Returns how many folders and bytes. Raises OSError.
+    Returns the number of folders and bytes. Raises OSError.
     """
     count, freed = 0, 0
     with locked(root, STAGING):
         for folder in sorted((root / STAGING).glob("*")):
-            lock = root / LOCKS / _lock_of(folder)
+            lock = root / LOCKS / f"staging/{folder.name}"
             age = time.time() - newest(folder)
-            if age < (older_than_s if lock.exists() else max(older_than_s, FOREIGN_S)) or _alive(lock):
+            if age < (older_than_s if lock.exists() else max(older_than_s, FOREIGN_S)) or _is_locked(lock):
                 continue
             count, freed = count + 1, freed + size(folder)
             shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +75,7 @@ def clear_staging(root: Path, older_than_s: float = 0.0) -> tuple[int, int]:
 
 
 def newest(folder: Path) -> float:
-    """Return when something in a folder was last written, in seconds since 1970; 0 if it is gone."""
+    """Return the newest modification time in a folder, in seconds since 1970; 0 if it is absent."""
     times = [0.0]
     for path in (folder, *folder.rglob("*")):
         try:
@@ -87,15 +86,11 @@ def newest(folder: Path) -> float:
 
 
 def size(folder: Path) -> int:
-    """Return the bytes that the files in a folder take on the disk; holes take none."""
+    """Return the disk usage of a folder in bytes; holes in sparse files count 0."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
-def _lock_of(folder: Path) -> str:
-    return f"staging/{folder.name}"
-
-
-def _alive(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     """Return whether a process holds the lock file."""
     try:
         with lock.open("r+") as file:

@@ -57,11 +57,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-# A table that fits: where the terminal is narrow it leaves columns out, the least important first, and says which.
-#
-# Squeezed columns cut run names and numbers to two letters; a missing column is one command away. In a pipe nothing
-# is left out and nothing is wrapped, so that `grep` and `awk` see whole lines. Columns in which every cell is empty
-# are not shown at all. What this gives up: two looks at the same root may have different columns.
+# A table for narrow terminals: it leaves out columns, the least important first, and says which. In a pipe nothing is
+# left out and nothing is wrapped, so that `grep` and `awk` see whole lines. Empty columns are not shown.
 
 UNBOUNDED = 10_000
 WRAPPED = ("why", "what")

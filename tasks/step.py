@@ -1,9 +1,8 @@
 """A step: one tracked unit of work that leaves an artifact.
 
-Whatever a step does, it happens in the same order: find a sound artifact with the same key and reuse it; else take the
-artifact's lease, look again, say what is new, call the library in a staging folder, check the lease, commit, record. So
-retries, reruns, second runs and runs side by side all do the same right thing, and none of them rests on Prefect's
-cache. What this gives up: two runs that want one artifact do not share the work, the second waits for it.
+Every step goes the same way: reuse a sound artifact with the same key; else take the artifact's lease, look again, say
+what is new, build in a staging folder, check the lease, commit, record. Retries, reruns and runs side by side all rely
+on that, not on Prefect's cache. Of two runs that want one artifact, the second waits.
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ def _show_export(text: str, dim: bool = False) -> None:
 
 
 def _told(written: Written) -> str:
-    from benchmarks.meter import peak_memory
+    from storage.processes import peak_rss
 
     speed = f", {written.tokens_per_s:.1f} tokens/s" if written.tokens > 1 else ""
-    size = peak_memory() / 2**30
+    size = peak_rss() / 2**30
     return f"{written.tokens} tokens{speed}, first after {written.first_s:.2f} s, peak memory {size:.2f} GiB"
 
 

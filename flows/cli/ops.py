@@ -132,9 +132,7 @@ def verify(
             raise typer.Exit(1)
 
 
-# Commands that decide which model is the champion: `herd promote | approve | refuse | rollback | promotions`.
-#
-# All but `promote` are one record of the promotion log and import no torch, because a rollback is wanted in
+# Promotion commands. All but `promote` write one record of the promotion log and import no torch: a rollback takes
 # seconds.
 
 ByOption = Annotated[str, typer.Option(help="Who decides; default: you.", show_default=False)]

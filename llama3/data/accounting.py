@@ -1,6 +1,6 @@
-"""Where every document went: documents, bytes and words by domain, source and outcome, summing to what was read.
+"""Account for every document: counts by domain, source and outcome, and tables for the report page.
 
-Counted shard by shard from attributes, drops and what was written, then added up with what reading skipped.
+The ledger counts documents, bytes and words shard by shard, and adds what reading skipped. It sums to everything read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -31,33 +30,87 @@ SCHEMA = pa.schema(
         "words": pa.int64(),
     }
 )
-"""`step` is `read` for what was never a document, one of DROPS, or `written`. Bytes and words are those of the text
-after extraction and before lines are removed; for what was not read, bytes as found and no words."""
+"""`step` is `read` (skipped by the reader), one of DROPS, or `written`. Bytes and words are those of the text after
+extraction and before lines are removed; for skipped input, raw bytes and no words."""
+FINDINGS = "report"
+"""Folder of the report tables in a curated artifact: `lengths` (histogram by domain), `languages`, `samples`,
+`clusters` (the largest groups of near duplicates, with examples) and the tables of COPIED."""
+SAMPLES = "samples"
+LENGTHS = "lengths"
+EXAMPLES = 8
+"""Samples per domain and outcome."""
+EXCERPT = 1200
+"""Characters of a document in the report."""
+CLUSTERS = 20
+"""Groups of near duplicates in the report."""
+COPIED = {
+    "lines/common": "lines",
+    "contaminated/report": "contamination",
+    "contaminated/ratios": "ratios",
+    "contaminated/examples": "contaminated",
+}
+"""Steps that write their report table themselves -> name of the table."""
+_LENGTHS = """SELECT domain, log2_bytes, kept, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
+    FROM read_parquet({counts}) GROUP BY ALL ORDER BY ALL"""
+_LANGUAGES = """SELECT domain, language, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
+    FROM read_parquet({counts}) WHERE kept GROUP BY ALL ORDER BY domain, bytes DESC, language"""
+EXPLAINED = {
+    "kept": "Trained on.",
+    "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
+    "over_limit": "Exceeds the limit of its source.",
+    "passed_over": "A file that is not data (hidden, README, LICENSE, checksum), or that `ignore` names.",
+    "unknown_format": "A file with an unknown extension.",
+    "not_a_file": "A pipe, a device or a broken link.",
+    "truncated_file": "In a damaged file; everything before the damage was read.",
+    "no_page": "A record of a web archive that is not a page of text: an image, an error, a redirect.",
+    "bad_csv": "A row with other columns than the first row, or with an unclosed quote.",
+    "doubled_column": "In a file with two columns of the same name.",
+    "too_deep": "Markup nested deeper, or with more attributes, than any real page.",
+    "too_slow": "Markup that took longer than the time limit per document.",
+    "bad_json": "A line that is not a JSON object.",
+    "bad_utf8": "A line that is not UTF-8.",
+    "no_text_field": "A record without the text field.",
+    "null_text": "A record whose text is null.",
+    "not_text": "A record whose text is not a string.",
+    "empty": "No text is left after extraction and normalization.",
+    "line_too_long": "A line longer than the reader accepts.",
+    "old_version": "Another version of the same URL is newer.",
+    "exact_duplicate": "The same text exists elsewhere in its domain.",
+    "near_duplicate": "Nearly the same text exists elsewhere in its domain and language.",
+    "contaminated": "Contains an example of an evaluation set.",
+    "topic_cap": "Its topic has more text than the recipe allows.",
+    "emptied": "Too short once the lines that many documents share were removed.",
+}
+"""Outcome -> explanation; `filters.OUTCOMES` explains those of the filters."""
+
+
+def explain(outcome: str) -> str:
+    """Return one sentence that explains `outcome` of any step."""
+    return EXPLAINED.get(outcome) or explanation(outcome)
 
 
 def fates(job: CurationJob, shard: Shard) -> str:
     """Return SQL for the attributes of `shard` with `step`, `outcome` and `kept_id` of every document. Unordered."""
     low, high = shard.rows
-    here = f'WHERE "row" >= {low} AND "row" < {high}'
-    parts = [
-        f"SELECT \"row\", '{step}' AS step, outcome, kept AS kept_id FROM read_parquet({listed(files)}) {here}"
+    in_shard = f'WHERE "row" >= {low} AND "row" < {high}'
+    queries = [
+        f"SELECT \"row\", '{step}' AS step, outcome, kept AS kept_id FROM read_parquet({listed(files)}) {in_shard}"
         for step in DROPS
         if (files := job.files(f"{step}/drop"))
     ]
     written = listed(job.files(WRITTEN))
-    parts.append(f"SELECT \"row\", 'written', outcome, NULL FROM read_parquet({written}) {here}")
+    queries.append(f"SELECT \"row\", 'written', outcome, NULL FROM read_parquet({written}) {in_shard}")
     return f"""SELECT attributes.*, fate.step, fate.outcome, fate.kept_id
         FROM read_parquet({quoted(str(shard.attributes))}) AS attributes
-        JOIN ({" UNION ALL ".join(parts)}) AS fate USING ("row")"""
+        JOIN ({" UNION ALL ".join(queries)}) AS fate USING ("row")"""
 
 
 def count_shard(job: CurationJob, item: int) -> None:
-    """Count the fates of the documents of shard `item`."""
-    with job.session() as connection:
-        table = connection.sql(
-            f"""SELECT domain, source, step, outcome, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes,
-                sum(words)::BIGINT AS words FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
-        ).to_arrow_table()
+    """Count the documents of shard `item` by outcome."""
+    table = job.query(
+        f"""SELECT domain, source, step, outcome, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes,
+            sum(words)::BIGINT AS words FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
+    )
     write_table(table.cast(SCHEMA), job.file(STEP, item))
 
 
@@ -67,115 +120,78 @@ def write_ledger(runner: Runner, job: CurationJob, skipped: Path, path: Path) ->
     Raises AssertionError if a document is missing from it or counted twice.
     """
     run(runner, job, STEP, count_shard, range(len(job.shards)))
-    with job.session() as connection:
-        ledger = connection.sql(
-            f"""SELECT domain, source, step, outcome, sum(documents)::BIGINT AS documents,
-                sum(bytes)::BIGINT AS bytes, sum(words)::BIGINT AS words
-            FROM (SELECT * FROM read_parquet({listed(job.files(STEP))})
-                UNION ALL SELECT domain, source, 'read', reason, documents, bytes, 0
-                FROM read_parquet({quoted(str(skipped))}))
-            GROUP BY ALL ORDER BY ALL"""
-        ).to_arrow_table()
+    ledger = job.query(
+        f"""SELECT domain, source, step, outcome, sum(documents)::BIGINT AS documents,
+            sum(bytes)::BIGINT AS bytes, sum(words)::BIGINT AS words
+        FROM (SELECT * FROM read_parquet({listed(job.files(STEP))})
+            UNION ALL SELECT domain, source, 'read', reason, documents, bytes, 0
+            FROM read_parquet({quoted(str(skipped))}))
+        GROUP BY ALL ORDER BY ALL"""
+    )
     ledger = ledger.cast(SCHEMA).combine_chunks()
-    counted = sum(line["documents"] for line in ledger.to_pylist() if line["step"] != "read")
+    counted = sum(row["documents"] for row in ledger.to_pylist() if row["step"] != "read")
     assert counted == sum(shard.documents for shard in job.shards)
     pq.write_table(ledger, path, compression="zstd")
     return ledger
 
 
 def facts_of(ledger: pa.Table, job: CurationJob) -> dict[str, Any]:
-    """Return what an artifact says of itself, by domain: documents and bytes to train on, held out, read, removed."""
-    lines = ledger.to_pylist()
+    """Return the facts of the artifact, mostly by domain: documents and bytes to train on, held out, read, removed."""
+    ledger_rows = ledger.to_pylist()
 
-    def total(domain: str, column: str, *outcomes: str) -> int:
-        chosen = (line for line in lines if line["domain"] == domain and (not outcomes or line["outcome"] in outcomes))
-        return sum(line[column] for line in chosen)
+    def documents(domain: str, outcome: str | None = None) -> int:
+        rows = (row for row in ledger_rows if row["domain"] == domain and outcome in (None, row["outcome"]))
+        return sum(row["documents"] for row in rows)
 
-    domains = list(job.recipe.sources)
+    shards = ", ".join(f"({shard.number}, '{shard.domain}')" for shard in job.shards)
+    by_domain = f"""SELECT domain, sum(bytes) FILTER (outcome = 'kept')::BIGINT, sum(lines)::BIGINT,
+            sum(redacted)::BIGINT
+        FROM read_parquet({listed(job.files(WRITTEN))}) AS written
+        JOIN (VALUES {shards}) AS shards (number, domain) ON written."row" >> 32 = shards.number
+        GROUP BY domain ORDER BY domain"""
+    files = [str(path) for path in sorted((job.folder / "documents").glob("*.parquet"))]
+    by_language = f"""SELECT language, count(*) FROM read_parquet({listed(files)}) WHERE split = 'train'
+        GROUP BY language ORDER BY language"""
     with job.session() as connection:
-        written, languages = _written(connection, job), _languages(connection, job)
+        written = {domain: sums for domain, *sums in connection.execute(by_domain).fetchall()}
+        languages = connection.execute(by_language).fetchall()
+    domains = list(job.recipe.sources)
+    size, lines, redacted = (
+        {domain: int(written.get(domain, (0, 0, 0))[column] or 0) for domain in domains} for column in range(3)
+    )
     return {
-        "documents": {domain: total(domain, "documents", "kept") for domain in domains},
-        "bytes": {domain: written.get(domain, (0, 0, 0))[0] for domain in domains},
-        "held_out": {domain: total(domain, "documents", "held_out") for domain in domains},
-        "read": {domain: total(domain, "documents") for domain in domains},
-        "lines_removed": {domain: written.get(domain, (0, 0, 0))[1] for domain in domains},
-        "redacted": {domain: written.get(domain, (0, 0, 0))[2] for domain in domains},
-        "languages": languages,
+        "documents": {domain: documents(domain, "kept") for domain in domains},
+        "bytes": size,
+        "held_out": {domain: documents(domain, "held_out") for domain in domains},
+        "read": {domain: documents(domain) for domain in domains},
+        "lines_removed": lines,
+        "redacted": redacted,
+        "languages": {str(language): int(count) for language, count in languages},
     }
 
 
 def check_something_kept(facts: dict[str, Any], ledger: pa.Table) -> None:
-    """Raise ValueError if a domain is left with nothing to train on, with where its documents went."""
+    """Raise ValueError if a domain has documents but none to train on; the message lists their outcomes."""
     for domain, kept in facts["documents"].items():
         if facts["read"][domain] and not kept:
-            gone = [line for line in ledger.to_pylist() if line["domain"] == domain]
-            reasons = ", ".join(f"{line['outcome']} {line['documents']:,}" for line in gone)
+            outcomes = [row for row in ledger.to_pylist() if row["domain"] == domain]
+            reasons = ", ".join(f"{row['outcome']} {row['documents']:,}" for row in outcomes)
             raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); loosen curate.quality")
 
 
-def _written(connection: duckdb.DuckDBPyConnection, job: CurationJob) -> dict[str, tuple[int, int, int]]:
-    """Return bytes to train on, lines removed and redactions by domain."""
-    places = ", ".join(f"({shard.number}, '{shard.domain}')" for shard in job.shards)
-    rows = connection.execute(
-        f"""SELECT domain, sum(bytes) FILTER (outcome = 'kept')::BIGINT, sum(lines)::BIGINT, sum(redacted)::BIGINT
-        FROM read_parquet({listed(job.files(WRITTEN))}) AS written
-        JOIN (VALUES {places}) AS shards (number, domain) ON written."row" >> 32 = shards.number
-        GROUP BY domain ORDER BY domain"""
-    ).fetchall()
-    return {
-        str(domain): (int(size or 0), int(lines or 0), int(redacted or 0)) for domain, size, lines, redacted in rows
-    }
-
-
-def _languages(connection: duckdb.DuckDBPyConnection, job: CurationJob) -> dict[str, int]:
-    """Return how many documents to train on there are in each language."""
-    files = [str(path) for path in sorted((job.folder / "documents").glob("*.parquet"))]
-    rows = connection.execute(
-        f"""SELECT language, count(*) FROM read_parquet({listed(files)}) WHERE split = 'train'
-        GROUP BY language ORDER BY language"""
-    ).fetchall()
-    return {str(language): int(count) for language, count in rows}
-
-
-# Tables for people: what curation found, as small Parquet files that the report page is drawn from.
-#
-# `lengths` (histogram by domain), `languages`, `samples` (documents of every outcome, with the beginning of their
-# text), `clusters` (the largest groups of near copies, with examples), `lines` (what was removed most often) and
-# the contamination tables. Samples are those with the smallest draw, so the same documents show up however often it
-# is run.
-
-FINDINGS = "report"
-"""Folder of these tables in a curated artifact."""
-SAMPLES = "samples"
-LENGTHS = "lengths"
-EXAMPLES = 8
-"""Samples for each domain and outcome."""
-EXCERPT = 1200
-"""Characters shown of a document."""
-CLUSTERS = 20
-"""Groups of near copies shown."""
-COPIED = {
-    "lines/common": "lines",
-    "contaminated/report": "contamination",
-    "contaminated/ratios": "ratios",
-    "contaminated/examples": "contaminated",
-}
-"""Tables that steps leave as one file, and their names in the report."""
-
-
 def write_findings(runner: Runner, job: CurationJob, folder: Path) -> None:
-    """Write the tables of the report of a finished job into `folder`."""
+    """Write the report tables of a finished job into `folder`."""
     shards = range(len(job.shards))
     run(runner, job, LENGTHS, count_lengths, shards)
     run(runner, job, SAMPLES, sample_shard, shards)
     folder.mkdir(parents=True, exist_ok=True)
-    with job.session() as connection:
-        for name, query in (("lengths", _LENGTHS), ("languages", _LANGUAGES)):
-            counts = listed(job.files(LENGTHS))
-            write_table(connection.sql(query.format(counts=counts)).to_arrow_table(), folder / f"{name}.parquet")
-        chosen = connection.sql(_CHOSEN.format(samples=listed(job.files(SAMPLES)))).to_arrow_table()
-        write_table(chosen, folder / "samples.parquet")
+    counts = listed(job.files(LENGTHS))
+    chosen = f"""SELECT * FROM read_parquet({listed(job.files(SAMPLES))})
+        QUALIFY row_number() OVER (PARTITION BY domain, outcome ORDER BY draw, id, url) <= {EXAMPLES}
+        ORDER BY domain, outcome, draw, id, url"""
+    write_table(job.query(_LENGTHS.format(counts=counts)), folder / "lengths.parquet")
+    write_table(job.query(_LANGUAGES.format(counts=counts)), folder / "languages.parquet")
+    write_table(job.query(chosen), folder / "samples.parquet")
     write_table(_clusters(job), folder / "clusters.parquet")
     for step, name in COPIED.items():
         for number, file in enumerate(job.files(step)):
@@ -183,23 +199,13 @@ def write_findings(runner: Runner, job: CurationJob, folder: Path) -> None:
             shutil.copyfile(file, folder / f"{name}.parquet")
 
 
-_LENGTHS = """SELECT domain, log2_bytes, kept, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
-    FROM read_parquet({counts}) GROUP BY ALL ORDER BY ALL"""
-_LANGUAGES = """SELECT domain, language, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
-    FROM read_parquet({counts}) WHERE kept GROUP BY ALL ORDER BY domain, bytes DESC, language"""
-_CHOSEN = f"""SELECT * FROM read_parquet({{samples}})
-    QUALIFY row_number() OVER (PARTITION BY domain, outcome ORDER BY draw, id, url) <= {EXAMPLES}
-    ORDER BY domain, outcome, draw, id, url"""
-
-
 def count_lengths(job: CurationJob, item: int) -> None:
     """Count the documents of a shard by language and power of two of their size."""
-    with job.session() as connection:
-        table = connection.sql(
-            f"""SELECT domain, language, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes,
-                outcome IN {KEPT} AS kept, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
-            FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
-        ).to_arrow_table()
+    table = job.query(
+        f"""SELECT domain, language, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes,
+            outcome IN {KEPT} AS kept, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
+        FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
+    )
     write_table(table, job.file(LENGTHS, item))
 
 
@@ -207,6 +213,7 @@ def sample_shard(job: CurationJob, item: int) -> None:
     """Choose documents of every outcome in a shard, with the beginning of their text as it was read."""
     shard = job.shards[item]
     with job.session() as connection:
+        # The smallest draws, so that a second run shows the same documents.
         connection.execute(
             f"""CREATE TEMP TABLE chosen AS
             SELECT "row", step, outcome, kept_id, topic, rank, words FROM ({fates(job, shard)})
@@ -222,75 +229,30 @@ def sample_shard(job: CurationJob, item: int) -> None:
 
 
 def _clusters(job: CurationJob) -> pa.Table:
-    """Return the largest groups of near copies, with the text of the document kept and of the least alike copy."""
-    files = job.files("near/clusters")
-    with job.session() as connection:
-        shown = connection.sql(
-            f"""WITH members AS (SELECT * FROM read_parquet({listed(files)})),
-            largest AS (SELECT cluster, count(*) AS documents FROM members GROUP BY cluster
-                ORDER BY documents DESC, cluster LIMIT {CLUSTERS}),
-            last AS (SELECT members.* FROM members SEMI JOIN largest USING (cluster) WHERE id <> cluster
-                QUALIFY row_number() OVER (PARTITION BY cluster ORDER BY jaccard, id) = 1)
-            SELECT cluster, documents, kept."row" AS kept_row, last."row" AS copy_row, last.jaccard
-            FROM largest JOIN members AS kept USING (cluster) JOIN last USING (cluster)
-            WHERE kept.id = cluster ORDER BY documents DESC, cluster"""
-        ).to_arrow_table()
-    texts = _excerpts(job, shown["kept_row"].to_pylist() + shown["copy_row"].to_pylist())
-    for name in ("kept", "copy"):
-        found = [texts[row] for row in shown[f"{name}_row"].to_pylist()]
-        for place, column in enumerate(("domain", "url", "excerpt")):
-            shown = shown.append_column(f"{name}_{column}", pa.array([one[place] for one in found], pa.string()))
-    return shown.drop_columns(["kept_row", "copy_row"])
-
-
-def _excerpts(job: CurationJob, rows: list[int]) -> dict[int, tuple[str, str, str]]:
-    """Return domain, URL and the beginning of the text of the documents in `rows`."""
-    found: dict[int, tuple[str, str, str]] = {}
+    """Return the largest groups of near duplicates, with the text of the kept document and the least similar copy."""
+    clusters = job.query(
+        f"""WITH members AS (SELECT * FROM read_parquet({listed(job.files("near/clusters"))})),
+        largest AS (SELECT cluster, count(*) AS documents FROM members GROUP BY cluster
+            ORDER BY documents DESC, cluster LIMIT {CLUSTERS}),
+        last AS (SELECT members.* FROM members SEMI JOIN largest USING (cluster) WHERE id <> cluster
+            QUALIFY row_number() OVER (PARTITION BY cluster ORDER BY jaccard, id) = 1)
+        SELECT cluster, documents, kept."row" AS kept_row, last."row" AS copy_row, last.jaccard
+        FROM largest JOIN members AS kept USING (cluster) JOIN last USING (cluster)
+        WHERE kept.id = cluster ORDER BY documents DESC, cluster"""
+    )
+    rows = clusters["kept_row"].to_pylist() + clusters["copy_row"].to_pylist()
+    documents: dict[int, tuple[str, str, str]] = {}
     for shard in job.shards:
-        mine = [row for row in rows if shard.rows[0] <= row < shard.rows[1]]
-        if mine:
-            found |= _read(shard, mine)
-    return found
-
-
-def _read(shard: Shard, rows: list[int]) -> dict[int, tuple[str, str, str]]:
-    table = pq.read_table(shard.text, columns=["row", "domain", "url", "text"], filters=[("row", "in", rows)])
-    excerpts = pc.utf8_slice_codeunits(table["text"], 0, EXCERPT)
-    columns = (table["row"], table["domain"], table["url"], excerpts)
-    return {row: rest for row, *rest in zip(*(column.to_pylist() for column in columns), strict=True)}  # type: ignore[misc]
-
-
-# What can become of a document, in words: one sentence for each outcome; those of the rules stand beside the rules.
-
-EXPLAINED = {
-    "kept": "Trained on.",
-    "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
-    "over_limit": "Would not fit under the source's limit.",
-    "passed_over": "A file that is no data (hidden, README, LICENSE, checksum), or that `ignore` names.",
-    "unknown_format": "A file whose ending says no format that is read.",
-    "not_a_file": "A pipe, a device or a link to nothing.",
-    "truncated_file": "In a file that is damaged; what came before the break was read.",
-    "no_page": "A record of a web archive that is no page of text: an image, an error, a redirection.",
-    "bad_csv": "A row with other columns than the first one, or with a quote that does not end.",
-    "doubled_column": "In a file that names a column twice.",
-    "too_deep": "Markup nested deeper, or with more attributes, than any page that people read.",
-    "too_slow": "Markup that took longer to read than the time limit of a document.",
-    "bad_json": "A line that is no JSON object.",
-    "bad_utf8": "A line that is not UTF-8.",
-    "no_text_field": "A record without the text field.",
-    "null_text": "A record whose text is null.",
-    "not_text": "A record whose text is no string.",
-    "empty": "Nothing is left after extraction and normalisation.",
-    "line_too_long": "A line longer than the reader takes.",
-    "old_version": "Another version of the same URL is newer.",
-    "exact_duplicate": "The same text stands elsewhere in its domain.",
-    "near_duplicate": "Nearly the same text stands elsewhere in its domain and language.",
-    "contaminated": "Contains an example of an evaluation set.",
-    "topic_cap": "Its topic has more text than the recipe allows.",
-    "emptied": "Too short once the lines that many documents share were removed.",
-}
-
-
-def explain(outcome: str) -> str:
-    """Return what `outcome` of any step means."""
-    return EXPLAINED.get(outcome) or explanation(outcome)
+        in_shard = [row for row in rows if shard.rows[0] <= row < shard.rows[1]]
+        if in_shard:
+            columns = ["row", "domain", "url", "text"]
+            table = pq.read_table(shard.text, columns=columns, filters=[("row", "in", in_shard)])
+            excerpts = pc.utf8_slice_codeunits(table["text"], 0, EXCERPT).to_pylist()
+            values = zip(table["domain"].to_pylist(), table["url"].to_pylist(), excerpts, strict=True)
+            documents.update(zip(table["row"].to_pylist(), values, strict=True))
+    for name in ("kept", "copy"):
+        shown = [documents[row] for row in clusters[f"{name}_row"].to_pylist()]
+        for index, column in enumerate(("domain", "url", "excerpt")):
+            values = pa.array([document[index] for document in shown], pa.string())
+            clusters = clusters.append_column(f"{name}_{column}", values)
+    return clusters.drop_columns(["kept_row", "copy_row"])

@@ -1,9 +1,8 @@
-"""Documents and their attributes to what is trained on: drop, strip, redact, split, write, account.
+"""Curate documents: drop, deduplicate, decontaminate, strip lines, redact, split, write, account.
 
-The order is that of arXiv 2407.21783, section 3.1.1: rules and block lists first because they are cheap, then copies
-(by URL, exact, near), evaluation sets, topics, and last the lines that many of the remaining documents share. Each step
-sees what the ones before it left. What is written depends on the documents alone: not on how they were sharded, on the
-order in which they were read, on threads, memory or where the steps ran. A killed job goes on in `scratch`.
+The order of steps follows arXiv 2407.21783, section 3.1.1. Each step sees the documents that earlier steps kept. The
+output depends on the documents alone: not on shards, read order, threads, memory or the machine. A killed job resumes
+from `scratch`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from llama3.data.dedup.exact import map_exact, map_url, reduce_exact, reduce_url
 from llama3.data.dedup.lines import count_lines
 from llama3.data.dedup.minhash import near_duplicates
 from llama3.data.filters import filter_shard
-from llama3.data.mapreduce import CurationJob, Runner, Work, in_turn, run
+from llama3.data.mapreduce import CurationJob, Runner, in_turn, run
 from llama3.data.topics import cap_topics
 from llama3.data.write_shards import write_documents
 from llama3.recipe.schema import Recipe
 
 PART_DOCUMENTS = 1_000_000
-"""Documents whose hashes one reducer looks at: a few hundred megabytes."""
+"""Documents per reducer: their hashes take a few hundred megabytes."""
 
 
 def curate(
@@ -40,11 +39,11 @@ def curate(
     threads: int = 1,
     parts: int | None = None,
 ) -> dict[str, Any]:
-    """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the tables of the report into `folder`.
+    """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the report tables into `folder`.
 
-    Documents are ordered by id (see `output.SCHEMA`). `memory` and `threads` bound DuckDB in each work item. Returns
-    facts as plain data: `ledger.facts_of`. Raises ValueError if a file that the recipe names cannot be read or a domain
-    keeps nothing.
+    Documents are ordered by id (see `write_shards.CURATED_SCHEMA`). `memory` and `threads` limit DuckDB in each work
+    item. Returns `accounting.facts_of`. Raises ValueError if a file named in the recipe cannot be read or a domain
+    keeps no document.
     """
     shards = shards_in(collected, annotated)
     parts = parts or max(1, -(-sum(shard.documents for shard in shards) // PART_DOCUMENTS))
@@ -63,20 +62,17 @@ def curate(
 
 
 def decide(runner: Runner, job: CurationJob) -> None:
-    """Find the documents to drop, step by step, and the lines to remove from the rest."""
-    rules = job.recipe.curate
-    run(runner, job, "filter/drop", filter_shard, range(len(job.shards)))
+    """Decide step by step which documents to drop, then which lines to remove from the rest."""
+    rules, shards, parts = job.recipe.curate, range(len(job.shards)), range(job.parts)
+    run(runner, job, "filter/drop", filter_shard, shards)  # first: rules and block lists are cheap
     if rules.dedup.url == "newest":
-        _by_hash(runner, job, "url", map_url, reduce_url)
-    _by_hash(runner, job, "exact", map_exact, reduce_exact)
+        run(runner, job, "url/map", map_url, shards)
+        run(runner, job, "url/drop", reduce_url, parts)
+    run(runner, job, "exact/map", map_exact, shards)
+    run(runner, job, "exact/drop", reduce_exact, parts)
     near_duplicates(runner, job)
     if rules.decontaminate:
         decontaminate(runner, job)
     if rules.topics is not None and rules.topics.caps:
         cap_topics(runner, job)
     count_lines(runner, job)
-
-
-def _by_hash(runner: Runner, job: CurationJob, step: str, mapper: Work, reducer: Work) -> None:
-    run(runner, job, f"{step}/map", mapper, range(len(job.shards)))
-    run(runner, job, f"{step}/drop", reducer, range(job.parts))

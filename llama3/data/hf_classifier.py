@@ -1,11 +1,8 @@
-"""Scores by a transformer, for what a linear model cannot see (arXiv 2407.21783, section 3.1.1: DistilRoberta).
+"""Quality scores by a transformer (arXiv 2407.21783, section 3.1.1: DistilRoberta), for what a linear model cannot see.
 
-The model is a local folder in Hugging Face's layout: `config.json`, `model.safetensors`, `tokenizer.json`. Nothing is
-downloaded, no pickle is opened, no code from the folder runs. A text's score must not depend on the texts beside it,
-but the last bits of a matrix product depend on its shape and, on a CPU, on the place of a row in it. So a CPU takes one
-text at a time, and a GPU takes batches sorted by length, always of 64 rows and padded to one of five lengths. What this
-gives up: a third of a GPU's arithmetic goes into padding, and only the first 512 tokens are read. bfloat16 on a GPU,
-where a score has about two digits; float32 on a CPU, a few texts a second: to try a model, or for small corpora.
+The model is a local folder in Hugging Face layout: `config.json`, `model.safetensors`, `tokenizer.json`. Nothing is
+downloaded, unpickled or executed from it. bfloat16 on a GPU, where a score has about two digits; float32 on a CPU, a
+few texts per second, for small corpora.
 """
 
 from __future__ import annotations
@@ -25,26 +22,21 @@ from tokenizers import Tokenizer
 
 Facts = dict[str, Any]
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
-
-
 WINDOW = 512
-"""Tokens of a text that are read at most."""
-
-
+"""Maximum tokens read of a text."""
 LENGTHS = (32, 64, 128, 256, WINDOW)
 """Lengths to which texts are padded on a GPU."""
-
-
 CHARACTERS = 16 * WINDOW
-"""Characters that are tokenised at most; 512 tokens practically never reach further."""
-
-
+"""Maximum characters tokenized; 512 tokens practically never reach further."""
 _ROWS = 64
+# A score must not depend on the other texts of its batch, but the last bits of a matrix product depend on its shape
+# and, on a CPU, on the row. So a CPU takes one text at a time, and a GPU takes batches of always 64 rows and one of
+# five lengths; a third of its arithmetic is padding.
 
 
 @dataclass(frozen=True)
 class TransformerScorer:
-    """A sequence classifier; `scores` is the probability of its last label, of a single label its logistic value."""
+    """A sequence classifier. Score: the probability of the last label, or the sigmoid if there is only one label."""
 
     model: Any
     tokenizer: Tokenizer
@@ -52,13 +44,13 @@ class TransformerScorer:
     window: int
     pad: int
     rows: int
-    """Texts in a batch; one alone is not padded."""
+    """Texts per batch; with 1, texts are not padded."""
 
     @classmethod
     def load(cls, folder: Path, device: str | None = None) -> TransformerScorer:
-        """Load the model onto `device` ("cpu", "cuda"; by default a GPU if there is one).
+        """Load the model onto `device` ("cpu" or "cuda"; default: a GPU if available).
 
-        Raises ValueError if the library or a file is missing or the folder holds no sequence classifier.
+        Raises ValueError if the library or a file is missing, or the folder has no sequence classifier.
         """
         check_transformer(folder)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,12 +63,12 @@ class TransformerScorer:
                 output_loading_info=True,
             )  # fmt: skip
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the libraries raise what they like for a damaged or foreign file
+        except Exception as error:  # the libraries raise all kinds of errors for a damaged or foreign file
             raise ValueError(f"{folder} holds no sequence classifier that transformers can load ({error})") from error
-        if loading["missing_keys"]:  # a bare encoder loads too, with a classification head of random numbers
+        if loading["missing_keys"]:  # an encoder without a head loads too, with random head weights
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise ValueError(f"{folder} is no trained sequence classifier: model.safetensors lacks {missing}")
-        # RoBERTa counts positions from 2 on, so its last two cannot be used
+        # RoBERTa numbers positions from 2, so its last two cannot be used.
         window = min(WINDOW, model.config.max_position_embeddings - 2)
         tokenizer.no_padding()
         tokenizer.enable_truncation(window)
@@ -85,9 +77,14 @@ class TransformerScorer:
 
     def scores(self, texts: Any) -> NDArray[np.float64]:
         """Return the score of each text of an Arrow string column: float64[texts], from 0 to 1."""
-        tokens = [found.ids for found in self.tokenizer.encode_batch([text[:CHARACTERS] for text in texts.to_pylist()])]
+        encodings = self.tokenizer.encode_batch([text[:CHARACTERS] for text in texts.to_pylist()])
+        tokens = [encoding.ids for encoding in encodings]
         scores = np.empty(len(tokens), np.float64)
-        lengths = np.array([self._padded(len(ids)) for ids in tokens], np.int64)
+        if self.rows == 1:
+            padded = [max(len(ids), 1) for ids in tokens]
+        else:
+            padded = [min(next(size for size in LENGTHS if size >= len(ids)), self.window) for ids in tokens]
+        lengths = np.array(padded, np.int64)
         for length in np.unique(lengths):
             places = np.flatnonzero(lengths == length)
             for start in range(0, len(places), self.rows):
@@ -95,22 +92,17 @@ class TransformerScorer:
                 scores[batch] = self._batch([tokens[place] for place in batch], int(length))[: len(batch)]
         return scores
 
-    def _padded(self, size: int) -> int:
-        if self.rows == 1:
-            return max(size, 1)
-        return min(next(length for length in LENGTHS if length >= size), self.window)
-
     @torch.inference_mode()
     def _batch(self, tokens: list[list[int]], length: int) -> NDArray[np.float64]:
         ids = torch.full((self.rows, length), self.pad, dtype=torch.long)
         mask = torch.zeros((self.rows, length), dtype=torch.long)
-        mask[:, 0] = 1  # a row without any token would divide by zero
-        for row, found in enumerate(tokens):
-            ids[row, : len(found)] = torch.tensor(found, dtype=torch.long)
-            mask[row, : len(found)] = 1
+        mask[:, 0] = 1  # attention over a row without tokens would divide by zero
+        for row, text_ids in enumerate(tokens):
+            ids[row, : len(text_ids)] = torch.tensor(text_ids, dtype=torch.long)
+            mask[row, : len(text_ids)] = 1
         logits = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits.double()
-        chance = logits.softmax(-1)[:, -1] if logits.shape[-1] > 1 else logits[:, 0].sigmoid()
-        return chance.cpu().numpy()  # type: ignore[no-any-return]
+        probability = logits.softmax(-1)[:, -1] if logits.shape[-1] > 1 else logits[:, 0].sigmoid()
+        return probability.cpu().numpy()  # type: ignore[no-any-return]
 
 
 def check_transformer(folder: Path) -> None:

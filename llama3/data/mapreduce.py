@@ -1,9 +1,8 @@
-"""A curation job: its shards, its folder of half-done work, and the order in which steps drop documents.
+"""Map-reduce for curation: the job, its work items, and the steps that drop documents.
 
-Every step has one shape. *Map* reads a shard and writes one file; *reduce* reads one range of a hash out of all those
-files and writes one file; a file that exists is done, so a killed job goes on where it stopped, and any runner (a loop,
-threads, a cluster) may do the items in any order. Files are written under another name and renamed. What this gives up:
-a reducer opens every mapper's file, so a job has thousands of shards, not millions.
+A map item reads one shard and writes one file. A reduce item reads one range of a hash from all those files and writes
+one file. A file that exists is done, so a killed job resumes, and a runner (loop, threads, cluster) may do the items of
+a step in any order. A reducer opens the file of every mapper, so a job has thousands of shards, not millions.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ from llama3.recipe.schema import Recipe
 from storage.duck import session
 
 ROW_BITS = 32
+"""Bits of `row` that number the documents inside a shard."""
+KEY_SPAN = 2**64
 DROPS = ("filter", "url", "exact", "near", "contaminated", "topic")
-"""Steps that drop documents, in order; a document's outcome is the first that drops it."""
+"""Steps that drop documents, in order; the first one that drops a document decides its outcome."""
 DROP_SCHEMA = pa.schema({"row": pa.int64(), "outcome": pa.string(), "kept": pa.string()})
-"""What a dropping step writes, ordered by row; `kept`: id of the document that stays in its place, if there is one."""
+"""What a dropping step writes, ordered by row; `kept`: id of the document that is kept instead, if there is one."""
 ROW_GROUP = 8192
 
 
@@ -52,16 +53,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class CurationJob:
-    """What a work item needs to know; pickled to workers."""
+    """Everything that a work item needs; pickled to workers."""
 
     recipe: Recipe
     shards: tuple[Shard, ...]
     folder: Path
-    """Where steps leave their files."""
+    """Scratch folder of the steps."""
     parts: int = 1
-    """Ranges of a hash that are reduced separately; no result depends on it."""
+    """Hash ranges that are reduced separately. No result depends on it, but a resumed job must keep it."""
     memory: str = "1GiB"
-    """DuckDB's memory in one work item."""
+    """Memory limit of DuckDB in one work item."""
     threads: int = 1
 
     def file(self, step: str, item: int) -> Path:
@@ -79,10 +80,17 @@ class CurationJob:
         with session(spill, self.memory, self.threads) as connection:
             yield connection
 
+    def query(self, sql: str, **tables: pa.Table) -> pa.Table:
+        """Return the result of `sql`, which may read `tables` by name, in a new session."""
+        with self.session() as connection:
+            for name, table in tables.items():
+                connection.register(name, table)
+            return connection.sql(sql).to_arrow_table()
+
     def survivors(self, shard: Shard, before: str, columns: str = "*") -> str:
         """Return SQL for `columns` of the attributes of `shard` that no step before `before` has dropped.
 
-        `before` is one of DROPS, or "end" for what is left after all of them. Includes `row`. Unordered.
+        `before` is one of DROPS, or "end" for the documents left after all of them. Unordered.
         """
         earlier = DROPS if before == "end" else DROPS[: DROPS.index(before)]
         files = [file for step in earlier for file in self.files(f"{step}/drop")]
@@ -95,69 +103,56 @@ class CurationJob:
 
 
 Work = Callable[[Any, int], None]
-"""Does one item of a step of a job; a function of a module, so that it pickles."""
+"""Does one item of a step: `work(job, item)`. Defined at module level, so that it pickles."""
 Runner = Callable[[Any, str, Work, Sequence[int]], None]
-"""Does `items` of a step, in any order, and returns when all are done; raises what an item raised."""
+"""Runs the items of a step in any order: `runner(job, step, work, items)`. Raises the error of a failed item."""
 
 
 def run(runner: Runner, job: Any, step: str, work: Work, items: Sequence[int]) -> None:
-    """Do those `items` of `step` whose file is not there yet."""
+    """Do the `items` of `step` whose file does not exist yet."""
     (job.folder / step).mkdir(parents=True, exist_ok=True)
     runner(job, step, work, [item for item in items if not job.file(step, item).exists()])
-    pa.default_memory_pool().release_unused()  # else each step's peak stays with the process
+    pa.default_memory_pool().release_unused()  # otherwise the process keeps the peak of each step
 
 
 def in_turn(job: Any, step: str, work: Work, items: Sequence[int]) -> None:
-    """The runner that does one item after another in this process."""
+    """Do the items one after another in this process."""
     for item in items:
         work(job, item)
 
 
 def write_table(table: pa.Table, path: Path, row_group: int = ROW_GROUP) -> None:
-    """Write `table` whole or not at all; the bytes depend on the table alone.
-
-    Only text gets a dictionary: for hashes it is a third of the time of writing, and they gain nothing.
-    """
+    """Write `table` atomically; the bytes depend on the table alone."""
+    # A dictionary of hashes saves no space and takes a third of the write time.
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    with replacing(path) as part:
-        pq.write_table(
-            table.combine_chunks(), part, compression="zstd", row_group_size=row_group, use_dictionary=texts or False
-        )
+    with replacing(path) as temporary:
+        table = table.combine_chunks()
+        pq.write_table(table, temporary, compression="zstd", row_group_size=row_group, use_dictionary=texts or False)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name to write to that becomes `path` when the block ends well.
-
-    A killed process leaves a truncated file under the name that it writes to, so that is never the final one.
-    """
+    """Yield a temporary path next to `path`; rename it to `path` when the block succeeds, else delete it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield part
-        os.replace(part, path)
+        yield temporary
+        os.replace(temporary, path)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def quoted(text: str) -> str:
-    """Return `text` as an SQL string."""
+    """Return `text` as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def listed(files: Sequence[str]) -> str:
-    """Return `files` as an SQL list of strings."""
+    """Return `files` as an SQL list of string literals."""
     return "[" + ", ".join(map(quoted, files)) + "]"
 
 
-# Hash ranges: how a step that looks at all documents is cut into pieces that one process can hold.
-#
-# A mapper writes its rows sorted by a 64-bit key, in small row groups; a reducer of range p reads from each
-# mapper's file the row groups that overlap it (Parquet keeps the least and greatest key of each). So there is one
-# file per shard and step, not one per shard and range. The result does not depend on the number of ranges, but a
-# job that is gone on with must keep it: what a reducer left is taken for the same range.
-
-KEY_SPAN = 2**64
+# Shuffle: mappers sort by a 64-bit key, reducers read a key range
 
 
 def key_range(part: int, parts: int) -> tuple[int, int]:
@@ -165,48 +160,46 @@ def key_range(part: int, parts: int) -> tuple[int, int]:
     return part * KEY_SPAN // parts, (part + 1) * KEY_SPAN // parts - 1
 
 
-def write_by_key(connection: duckdb.DuckDBPyConnection, query: str, job: CurationJob, step: str, item: int) -> None:
-    """Write the rows of `query`, which has a column `key` UBIGINT, as the file of `item`, sorted by all its columns."""
-    table = connection.sql(f"SELECT key, * EXCLUDE (key) FROM ({query}) ORDER BY ALL").to_arrow_table()
+def write_by_key(job: CurationJob, query: str, step: str, item: int, **tables: pa.Table) -> None:
+    """Write the rows of `query`, which has a column `key` UBIGINT, as the file of `item`, sorted by all columns."""
+    # Parquet stores the range of keys of each row group, so a reducer reads only the row groups of its range.
+    table = job.query(f"SELECT key, * EXCLUDE (key) FROM ({query}) ORDER BY ALL", **tables)
     write_table(table, job.file(step, item))
 
 
 def rows_of_part(job: CurationJob, step: str, part: int) -> str:
-    """Return SQL for the rows of range `part` that the mappers of `step` wrote. Unordered."""
+    """Return SQL for the rows in key range `part` that the mappers of `step` wrote. Unordered."""
     low, high = key_range(part, job.parts)
     return f"SELECT * FROM read_parquet({listed(job.files(step))}) WHERE key BETWEEN {low} AND {high}"
 
 
-def write_drops(connection: duckdb.DuckDBPyConnection, query: str, job: CurationJob, step: str, item: int) -> None:
+def write_drops(job: CurationJob, query: str, step: str, item: int, **tables: pa.Table) -> None:
     """Write the rows (row, outcome, kept) of `query` as drops of `step`, ordered by row."""
-    table: pa.Table = connection.sql(f'SELECT "row", outcome, kept FROM ({query}) ORDER BY ALL').to_arrow_table()
+    table = job.query(f'SELECT "row", outcome, kept FROM ({query}) ORDER BY ALL', **tables)
     write_table(table.cast(DROP_SCHEMA), job.file(f"{step}/drop", item))
 
 
-# Which documents are held out of training: decided by a hash of the text and by nothing else.
-#
-# So the decision does not move when other documents come or go, and one text has one fate in every domain. It is
-# taken after duplicates are gone: no near copy of a held-out document stays behind in the training set of its
-# domain. The id comes from the same pass over the text, since hashing is among the dearest parts of reading (about
-# 1 us per kilobyte).
+# Held-out split: a hash of the text decides, so adding or removing documents does not move it.
+# It is taken after deduplication, so no near copy of a held-out document remains in the training set of its domain.
 
 
 def draw_and_id(text: Any, domain: bytes) -> tuple[int, str]:
-    """Return the draw of a text in UTF-8 (bytes or a view of them) and its id in `domain`, 32 hex digits of BLAKE2b."""
+    """Return the draw of a text in UTF-8 (bytes-like) and its id in `domain`, 32 hex digits of BLAKE2b."""
+    # One pass over the text for both: hashing takes about 1 us per kilobyte, a large share of reading.
     digest = blake2b(text, digest_size=32, person=b"herd text").digest()
     return int.from_bytes(digest[:8], "little"), blake2b(digest, digest_size=16, key=domain).hexdigest()
 
 
 def draw(text: str) -> int:
-    """Return a number in [0, 2^64) that only `text` decides."""
+    """Return a pseudo-random number in [0, 2^64) that depends on `text` only."""
     return draw_and_id(text.encode(), b"")[0]
 
 
 def document_id(text: str, domain: str) -> str:
-    """Return the id of a text in a domain: equal texts of a domain have equal ids."""
+    """Return the id of a text; equal texts of a domain have equal ids."""
     return draw_and_id(text.encode(), domain.encode())[1]
 
 
 def threshold(share: Fraction) -> int:
-    """Return the bound below which a draw is held out, at most 2^64 - 1 so that it fits 64 bits."""
+    """Return the bound below which a draw is held out, at most 2^64 - 1 to fit 64 bits."""
     return min(2**64 * share.numerator // share.denominator, 2**64 - 1)

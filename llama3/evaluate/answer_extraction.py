@@ -1,8 +1,7 @@
-"""What of a written answer counts, and whether it is right.
+"""Extract the answer from generated text and compare it with the gold answers.
 
-A model does not only answer: it explains, and writes a number as "$1,000." or "1000". A task says with regular
-expressions what is taken from the text (`Writing.extract`) and what does not matter in it (`Writing.ignore`). The last
-match counts, because a model that reasons ends with its answer. What this gives up: answers are compared as text, so
+A task gives regular expressions: `Writing.extract` finds the answer (the last match, because a model that reasons ends
+with its answer), `Writing.ignore` removes what does not matter ("$1,000." is 1000). Answers are compared as text:
 "0.5" is not "1/2".
 """
 
@@ -12,21 +11,20 @@ from collections.abc import Iterable
 
 import regex
 
-from llama3.evaluate.sampling import check_sampling
-from llama3.evaluate.task import Writing
+from llama3.evaluate.task import Writing, check_sampling
 
 SECONDS = 5.0
-"""Processor time of one expression on one text. `re` has no such limit, and some expressions take years."""
+"""Processor time of one expression on one text; `re` has no such limit, and some expressions take years."""
 
 
 class TooSlow(ValueError):
-    """A regular expression that takes longer than SECONDS on a text."""
+    """A regular expression takes longer than SECONDS on a text."""
 
 
 def replaced(text: str, pattern: str, replacement: str, count: int = 0) -> str:
-    """Return `text` with what matches `pattern` replaced, the first `count` times (0: always), as `re.sub` does.
+    """Return `text` with the matches of `pattern` replaced, the first `count` of them (0: all), as `re.sub` does.
 
-    Raises TooSlow, and `regex.error` where the pattern is not a regular expression.
+    Raises TooSlow, and `regex.error` if the pattern is invalid.
     """
     try:
         return str(regex.sub(pattern, replacement, text, count=count, timeout=SECONDS))
@@ -34,36 +32,36 @@ def replaced(text: str, pattern: str, replacement: str, count: int = 0) -> str:
         raise TooSlow(_too_slow(pattern)) from None
 
 
-def _too_slow(pattern: str) -> str:
-    return f"{pattern!r} takes more than {SECONDS:g} s of processor time; write one without nested repetitions"
-
-
 def extracted(text: str, writing: Writing) -> str | None:
-    """Return the first group of the last match of the first expression that matches; None if none does.
+    """Return the first group of the last match of the first expression that matches; None if none matches.
 
-    Without expressions the whole text counts. Raises TooSlow.
+    Without expressions the answer is the whole text. Raises TooSlow.
     """
     if not writing.extract:
         return text
     for pattern in writing.extract:
         try:
-            matched = list(regex.finditer(pattern, text, timeout=SECONDS))
+            hits = list(regex.finditer(pattern, text, timeout=SECONDS))
         except TimeoutError:
             raise TooSlow(f"writing.extract {_too_slow(pattern)}") from None
-        found = [match.group(1) for match in matched if match.group(1) is not None]
-        if found:
-            return str(found[-1])
+        groups = [match.group(1) for match in hits if match.group(1) is not None]
+        if groups:
+            return str(groups[-1])
     return None
 
 
+def _too_slow(pattern: str) -> str:
+    return f"{pattern!r} takes more than {SECONDS:g} s of processor time; write one without nested repetitions"
+
+
 def matches(text: str, gold: Iterable[str], writing: Writing) -> bool:
-    """Return whether what counts of the answer `text` equals one of `gold`, after `cleaned` on both sides."""
+    """Return whether the answer extracted from `text` equals one of `gold`, after `cleaned` on both sides."""
     answer = extracted(text, writing)
     return answer is not None and cleaned(answer, writing) in {cleaned(right, writing) for right in gold}
 
 
 def cleaned(text: str, writing: Writing) -> str:
-    """Return `text` without white space around it and without what `writing.ignore` matches, in order."""
+    """Return `text` without surrounding white space and without the matches of `writing.ignore`, in order."""
     text = text.strip()
     for pattern in writing.ignore:
         text = replaced(text, pattern, "").strip()
@@ -71,7 +69,7 @@ def cleaned(text: str, writing: Writing) -> str:
 
 
 def check_writing(writing: Writing) -> None:
-    """Raise ValueError, naming field and value, for settings that cannot be followed."""
+    """Raise ValueError, naming field and value, for invalid settings."""
     check_sampling(writing.temperature, writing.top_p)
     for name, least in (("max_tokens", 1), ("samples", 1)):
         if getattr(writing, name) < least:
@@ -84,17 +82,13 @@ def check_writing(writing: Writing) -> None:
         )
     if "" in writing.until:
         raise ValueError("writing.until has an empty text, at which every answer ends; take it out")
-    _compiled("ignore", writing.ignore)
-    for pattern in _compiled("extract", writing.extract):
-        if not pattern.groups:
-            raise ValueError(f"writing.extract {pattern.pattern!r} has no group; put what counts into brackets: (...)")
-
-
-def _compiled(name: str, patterns: tuple[str, ...]) -> list[regex.Pattern[str]]:
-    made = []
-    for pattern in patterns:
-        try:
-            made.append(regex.compile(pattern))
-        except regex.error as error:
-            raise ValueError(f"writing.{name} {pattern!r} is not a regular expression ({error}); correct it") from error
-    return made
+    for name, patterns in (("ignore", writing.ignore), ("extract", writing.extract)):
+        for pattern in patterns:
+            try:
+                groups = regex.compile(pattern).groups
+            except regex.error as error:
+                raise ValueError(
+                    f"writing.{name} {pattern!r} is not a regular expression ({error}); correct it"
+                ) from error
+            if name == "extract" and not groups:
+                raise ValueError(f"writing.extract {pattern!r} has no group; put what counts into brackets: (...)")

@@ -1,8 +1,6 @@
-"""Several processes that evaluate one model together: who am I, how many are we, and what did each find.
+"""Several processes that evaluate one model together: rank, number of ranks, and an all-gather of JSON values.
 
-Every process holds the whole model and all that is asked, takes its share of the batches, and hands what it found to
-all, so that each can write the same report. Findings travel as JSON inside tensors: exact for numbers and text, through
-any backend, and no pickle is loaded. What this gives up: a model that does not fit one device.
+Every process holds the whole model, takes its share of the batches and gathers all results.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which of them this is, from 0."""
+        """Of this process, from 0."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def gather(self, found: Any) -> list[Any]:
-        """Return what each process calls this with, in order of rank. Plain JSON values; all must call."""
+        """Return what each process passes, in order of rank. Plain JSON values; all processes must call."""
         ...
 
 
 class Single:
-    """One process does all."""
+    """One process does everything."""
 
     rank = 0
     size = 1
@@ -42,7 +40,7 @@ class Single:
 
 
 class EvalGroup:
-    """The processes of the default group of torch.distributed, which must have been started."""
+    """The processes of the default group of torch.distributed, which must be initialized."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -50,15 +48,16 @@ class EvalGroup:
         self._device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
     def gather(self, found: Any) -> list[Any]:
+        def all_gather(tensor: Tensor) -> list[Tensor]:
+            tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+            dist.all_gather(tensors, tensor)
+            return tensors
+
+        # JSON in tensors: exact for numbers and text on any backend, and no pickle is loaded
         content = bytearray(json.dumps(found).encode())
-        sizes = self._all(torch.tensor([len(content)], device=self._device))
+        sizes = all_gather(torch.tensor([len(content)], device=self._device))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
-        texts = self._all(padded.to(self._device))
+        texts = all_gather(padded.to(self._device))
         return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(texts, sizes, strict=True)]
-
-    def _all(self, mine: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return everyone

@@ -1,13 +1,10 @@
-"""Text from a model: one continuation as it is written, or the answers to many prompts.
+"""Generate text: a stream of one continuation, or the answers to many prompts in batches.
 
-Keys and values of what was read are kept, so that a token costs one step (see `reader`). Prompts are read one after
-another, which shares solved examples and computes no padding; their answers are then written together, those that are
-finished leaving the batch. Every text has dice of its own: no text, greedy or sampled, depends on those beside it, but
-for rounding where two tokens are equally likely. There is no chat template: base models continue text. What this
-gives up: a batch waits for its longest answer before the next prompts are read, and one process holds the whole model;
-a server such as vLLM does neither.
+Prompts are read one after another, sharing their common beginning in the KV cache; their answers are then decoded
+together, and finished ones leave the batch. Each text has its own random generator, so no text depends on the others
+beyond rounding. Base models only: there is no chat template.
 
-Shapes: B texts, V vocabulary rows.
+Shapes: B texts, S tokens, D model, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -22,105 +19,79 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llama3.evaluate.answer_extraction import check_writing
-from llama3.evaluate.sampling import Sampler
-from llama3.evaluate.task import Prompt, Writing
+from llama3.evaluate.task import Prompt, Writing, check_sampling
 from llama3.model.kv_cache import Cache, Padded, reading
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
 
-# Text that grows token by token, given out in pieces that never have to be taken back.
-#
-# A token may end within a character, and a stop text may begin in one token and end in another. So what is not
-# certain yet is held: the first bytes of a character, and an end of the text with which a stop text begins. The
-# pieces joined are what the whole text would be; how it was cut into tokens makes no difference.
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses tokens for the texts of one tokenizer. Raises ValueError for invalid settings."""
+
+    base: int
+    """Number of text tokens; the rows after them are special tokens, which are never written."""
+    end: int
+    """The special token that may be chosen."""
+    temperature: float = 0.0
+    """0 takes the likeliest token, the first of equals."""
+    top_p: float = 1.0
+    """Nucleus sampling, arXiv 1904.09751."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_p)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, temperature: float, top_p: float) -> Sampler:
+        """Return the sampler for texts of `tokenizer`."""
+        return cls(len(tokenizer.base), tokenizer.end, temperature, top_p)
+
+    def pick(self, logits_BV: Tensor, dice: Sequence[Random]) -> list[int]:
+        """Return the next token of each text.
+
+        Unless temperature is 0 this uses one number of each text's own generator in `dice`, so that a text does not
+        depend on the others in the batch.
+        """
+        logits_BV = logits_BV.float()
+        allowed_BV = logits_BV.clone()
+        allowed_BV[:, self.base :] = float("-inf")
+        allowed_BV[:, self.end] = logits_BV[:, self.end]
+        if self.temperature == 0:
+            greedy: list[int] = allowed_BV.argmax(-1).tolist()
+            return greedy
+        import torch
+
+        drawn_B1 = torch.tensor([[each.random()] for each in dice], dtype=torch.float64, device=logits_BV.device)
+        largest_B1 = allowed_BV.amax(-1, keepdim=True)
+        # subtract first: a tiny temperature makes large logits infinite
+        shares_BV = ((allowed_BV - largest_B1) / self.temperature).softmax(-1).double()
+        if self.top_p == 1:
+            picked_B = _index_at(shares_BV, drawn_B1)
+        else:
+            shares_BV, order_BV = shares_BV.sort(dim=-1, descending=True, stable=True)
+            before_BV = shares_BV.cumsum(-1) - shares_BV
+            rank_B = _index_at(shares_BV * (before_BV < self.top_p), drawn_B1)
+            picked_B = order_BV.gather(-1, rank_B.unsqueeze(-1)).squeeze(-1)
+        # The logits of a broken model may not be finite: its scores fail the gate, its evaluation must not crash.
+        finite_B = largest_B1.squeeze(-1).isfinite()
+        picked: list[int] = torch.where(finite_B, picked_B, allowed_BV.argmax(-1)).tolist()
+        return picked
 
 
-class Pieces:
-    """One text on its way."""
+def _index_at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
+    """Return the index at which each number of [0, 1) falls in the cumulated shares, which need not sum to 1.
 
-    def __init__(self, until: Sequence[str] = ()) -> None:
-        """Make an empty text that ends where the first of `until` to be complete begins; none of them is empty."""
-        self.ended = False
-        """Whether a stop text was found; nothing is added after it."""
-        self._until = tuple(until)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+    `shares_BV` is fp64: an fp32 sum over 128,000 tokens rounds rare ones away.
+    """
+    import torch
 
-    def add(self, data: bytes) -> str:
-        """Add bytes; return what has become certain, often nothing. What is not UTF-8 becomes U+FFFD."""
-        return "" if self.ended else self._certain(self._decoder.decode(data))
-
-    def finish(self) -> str:
-        """Return what was held: no more will come. A character that was cut off becomes U+FFFD."""
-        if self.ended:
-            return ""
-        text = self._certain(self._decoder.decode(b"", final=True)) + self._held
-        self._held = ""
-        return text
-
-    def _certain(self, new: str) -> str:
-        text = self._held + new
-        found = [(at + len(stop), at) for stop in self._until if (at := text.find(stop)) >= 0]
-        if found:
-            self.ended, self._held = True, ""
-            return text[: min(found)[1]]
-        certain = len(text) - max((_begun(text, stop) for stop in self._until), default=0)
-        self._held = text[certain:]
-        return text[:certain]
-
-
-def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
-# Reading tokens up to the next one's logits: what was read before is kept, and only what is new is computed.
-#
-# A sequence that begins as the one before it is read from where they differ: the next step of a text costs one
-# token, and the second question behind the same solved examples costs the question. What this gives up: two texts
-# that take turns on one reader share only their beginning, so each wants a reader of its own; weights are shared.
-#
-# Shapes: B sequences, S tokens, D model, V vocabulary rows.
-
-
-class IncrementalDecoder:
-    """Reads one sequence at a time."""
-
-    def __init__(self, model: Transformer, room: int) -> None:
-        """Make a reader for sequences of at most `room` tokens; `model` stays free for others."""
-        self.cache = Cache(room)
-        """Of the sequence that was read last."""
-        self.device = next(model.parameters()).device
-        self._model = reading(model, self.cache)
-        self._read: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> Tensor:
-        """Return the logits [1, V] of what follows `tokens`, which are one or more."""
-        known = min(_shared(self._read, tokens), len(tokens) - 1)
-        self.cache.cut(known)
-        self._read = list(tokens)
-        return next_logits(self._model, self.cache, torch.tensor([self._read[known:]], device=self.device))
-
-
-def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
-    """Return the logits [B, V] after `tokens_BS`, which follow what `cache` holds; `model` reads with that cache."""
-    seen = cache.visible(tokens_BS.shape[1], tokens_BS.device)
-    logits_BV: Tensor = model(tokens_BS, seen, head=_of_last)
-    return logits_BV
-
-
-def _of_last(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return the logits of the last position alone: of a long prompt with 128,000 rows all would be gigabytes."""
-    return F.linear(hidden_BSD[:, -1], weight_VD)
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    sums_BV = shares_BV.cumsum(-1)
+    at_B1 = torch.searchsorted(sums_BV, drawn_B1 * sums_BV[:, -1:], right=True)
+    return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)  # beyond the end only if shares are not finite
 
 
 ROWS = {"cpu": 64}
-"""Most answers written at once, by kind of device."""
+"""Most answers decoded at once, by kind of device."""
 ROWS_ELSEWHERE = 256
 HELD = {"cpu": 2**30}
 """Most bytes of keys and values of a batch, by kind of device."""
@@ -136,7 +107,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return what the model writes after `prompt` (not the prompt itself), at most `max_tokens` tokens.
+    """Return what the model writes after `prompt` (without the prompt), at most `max_tokens` tokens.
 
     Rules and errors are those of `stream`.
     """
@@ -153,13 +124,13 @@ def stream(
     seed: int = 0,
     until: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield what the model writes after `prompt`: a piece of text for each token, empty while it is not certain.
+    """Yield what the model writes after `prompt`: a piece of text per token, empty while the text is not certain.
 
-    Ends before the first of the texts `until`, at the end token, or after `max_tokens` tokens. Temperature 0 takes the
-    likeliest token; above, tokens are drawn (see `sampling`). Special tokens are never written. A text that outgrows
-    the model's longest sequence goes on from the last half of it, which is read again. Bytes that are no character,
-    or a part of one at the end, appear as U+FFFD.
-    Raises ValueError, before anything is written, if a setting has no meaning or the tokenizer is not the model's.
+    Stops before the first of the texts `until`, at the end token, or after `max_tokens` tokens. Temperature 0 takes the
+    likeliest token; above 0 tokens are drawn (see `sampling`). Special tokens are never written. A text that exceeds
+    the model's longest sequence continues from its last half, which is read again. Invalid UTF-8, and a character
+    that is cut off at the end, become U+FFFD.
+    Raises ValueError, before anything is written, if a setting is invalid or the tokenizer is not the model's.
     """
     _check_fit(model, tokenizer)
     if max_tokens < 0 or "" in until:
@@ -171,12 +142,13 @@ def stream(
 
 @torch.inference_mode()
 def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _Text) -> Iterator[str]:
+    """The generator of `stream`: apart, because the checks must run before the first `next()`."""
     longest = model.spec.max_seq
-    reader = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
+    decoder = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
     while text.left:
         if len(tokens) > longest:
             tokens = tokens[-(longest // 2) :]
-        (token,) = sampler.pick(reader.read(tokens), [text.dice])
+        (token,) = sampler.pick(decoder.read(tokens), [text.dice])
         tokens.append(token)
         yield text.add(token)
 
@@ -187,113 +159,42 @@ def answer(
 ) -> list[tuple[str, ...]]:
     """Return `writing.samples` answers to each prompt, in the order of `prompts`.
 
-    What is drawn follows from `seed`, the prompt's task and document and the number of the sample alone.
-    Raises ValueError for settings without meaning, a tokenizer that is not the model's, and a prompt that leaves no
-    room for `writing.max_tokens`.
+    Random numbers depend only on `seed`, the prompt's task and document, and the number of the sample.
+    Raises ValueError for invalid settings, a tokenizer that is not the model's, and a prompt that leaves no room for
+    `writing.max_tokens`.
     """
     _check_fit(model, tokenizer)
     check_writing(writing)
-    read = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
-    for prompt, tokens in zip(prompts, read, strict=True):
-        _check_room(model, prompt, len(tokens), writing)
-    sampler = Sampler.of(tokenizer, writing.temperature, writing.top_p)
-    reader = IncrementalDecoder(model, max(map(len, read), default=0))
-    answers: list[tuple[str, ...]] = [()] * len(prompts)
-    for batch in _batches(read, writing, *_limits(model)):
-        texts = {index: _texts(tokenizer, prompts[index], writing, seed) for index in batch}
-        _write(model, reader, sampler, [read[index] for index in batch], list(texts.values()), writing)
-        for index, some in texts.items():
-            answers[index] = tuple(text.so_far for text in some)
-    return answers
-
-
-@dataclass
-class _Text:
-    """One text while it is written."""
-
-    tokenizer: Tokenizer
-    left: int
-    """Tokens that may still come; 0 once it is finished."""
-    dice: Random
-    pieces: Pieces
-    written: list[str] = field(default_factory=list)
-
-    def add(self, token: int) -> str:
-        """Take the next token; return what of the text has become certain."""
-        end = token == self.tokenizer.end
-        piece = "" if end else self.pieces.add(self.tokenizer.base[token])
-        self.left = 0 if end or self.pieces.ended else self.left - 1
-        if not self.left:
-            piece += self.pieces.finish()
-        self.written.append(piece)
-        return piece
-
-    @property
-    def so_far(self) -> str:
-        return "".join(self.written)
-
-
-def _texts(tokenizer: Tokenizer, prompt: Prompt, writing: Writing, seed: int) -> list[_Text]:
-    of = f"{seed}/{prompt.task}/{prompt.document}"
-    return [
-        _Text(tokenizer, writing.max_tokens, Random(f"{of}/{sample}"), Pieces(writing.until))
-        for sample in range(writing.samples)
-    ]
-
-
-def _write(
-    model: Transformer,
-    reader: IncrementalDecoder,
-    sampler: Sampler,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[_Text]],
-    writing: Writing,
-) -> None:
-    """Write all `texts` of each of `prompts` to their ends; a prompt is read once for all of its texts."""
-    longest, samples = max(map(len, prompts)), writing.samples
-    cache = Padded(longest + writing.max_tokens, len(prompts) * samples, longest)
-    logits = []
-    for row, prompt in enumerate(prompts):
-        logits.append(reader.read(prompt))
-        cache.put(slice(row * samples, (row + 1) * samples), reader.cache)
-    logits_BV = torch.cat(logits).repeat_interleave(samples, 0)
-    together, writers = reading(model, cache), [text for some in texts for text in some]
-    while True:
-        picked = sampler.pick(logits_BV, [text.dice for text in writers])
-        for text, token in zip(writers, picked, strict=True):
-            text.add(token)
-        going = [row for row, text in enumerate(writers) if text.left]
-        if not going:
-            return
-        if len(going) < len(writers):
-            cache.keep(torch.tensor(going, device=reader.device))
-            writers = [writers[row] for row in going]
-        logits_BV = next_logits(together, cache, torch.tensor([[picked[row]] for row in going], device=reader.device))
-
-
-def _batches(read: Sequence[Sequence[int]], writing: Writing, rows: int, positions: int) -> Iterator[list[int]]:
-    """Group prompts, by index, of similar length: at most `rows` answers and `positions` of keys, one prompt at least.
-
-    The longest come first, so that too large a batch fails at once.
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(read)), key=lambda index: (-len(read[index]), read[index])):
-        answers = (len(batch) + 1) * writing.samples
-        size = len(read[batch[0] if batch else index]) + writing.max_tokens
-        if batch and (answers > rows or answers * size > positions):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def _limits(model: Transformer) -> tuple[int, int]:
-    """Return the most answers of a batch, and the most positions of keys and values."""
+    longest = model.spec.max_seq
+    encoded = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        if len(tokens) + writing.max_tokens > longest:
+            raise ValueError(
+                f"{prompt.task}: prompt {prompt.document} of {len(tokens)} tokens and writing.max_tokens "
+                f"{writing.max_tokens} exceed the model's {longest} positions; give fewer solved examples, or leave "
+                "the prompt out"
+            )
     weight, spec = next(model.parameters()), model.spec
-    kind = weight.device.type
-    position = 2 * spec.layers * spec.kv_heads * (spec.dim // spec.heads) * weight.element_size()
-    return ROWS.get(kind, ROWS_ELSEWHERE), HELD.get(kind, HELD_ELSEWHERE) // position
+    device = weight.device.type
+    position_bytes = 2 * spec.layers * spec.kv_heads * (spec.dim // spec.heads) * weight.element_size()
+    rows, positions = ROWS.get(device, ROWS_ELSEWHERE), HELD.get(device, HELD_ELSEWHERE) // position_bytes
+    sampler = Sampler.of(tokenizer, writing.temperature, writing.top_p)
+    decoder = IncrementalDecoder(model, max(map(len, encoded), default=0))
+    answers: list[tuple[str, ...]] = [()] * len(prompts)
+    for batch in _batches(encoded, writing, rows, positions):
+        texts = []
+        for index in batch:
+            source = f"{seed}/{prompts[index].task}/{prompts[index].document}"
+            texts.append(
+                [
+                    _Text(tokenizer, writing.max_tokens, Random(f"{source}/{sample}"), Pieces(writing.until))
+                    for sample in range(writing.samples)
+                ]
+            )
+        _decode(model, decoder, sampler, [encoded[index] for index in batch], texts, writing)
+        for index, group in zip(batch, texts, strict=True):
+            answers[index] = tuple("".join(text.written) for text in group)
+    return answers
 
 
 def _check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
@@ -304,10 +205,150 @@ def _check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_room(model: Transformer, prompt: Prompt, tokens: int, writing: Writing) -> None:
-    longest = model.spec.max_seq
-    if tokens + writing.max_tokens > longest:
-        raise ValueError(
-            f"{prompt.task}: prompt {prompt.document} of {tokens} tokens and writing.max_tokens {writing.max_tokens} "
-            f"exceed the model's {longest} positions; give fewer solved examples, or leave the prompt out"
-        )
+def _batches(encoded: Sequence[Sequence[int]], writing: Writing, rows: int, positions: int) -> Iterator[list[int]]:
+    """Group prompts of similar length, by index: at most `rows` answers and `positions` of keys, at least one prompt.
+
+    The longest come first, so that too large a batch fails at once.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(encoded)), key=lambda index: (-len(encoded[index]), encoded[index])):
+        answers = (len(batch) + 1) * writing.samples
+        size = len(encoded[batch[0] if batch else index]) + writing.max_tokens
+        if batch and (answers > rows or answers * size > positions):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _decode(
+    model: Transformer,
+    decoder: IncrementalDecoder,
+    sampler: Sampler,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[_Text]],
+    writing: Writing,
+) -> None:
+    """Write all `texts` of each of `prompts` to their ends; a prompt is read once for all of its texts."""
+    longest, samples = max(map(len, prompts)), writing.samples
+    cache = Padded(longest + writing.max_tokens, len(prompts) * samples, longest)
+    logits = []
+    for index, prompt in enumerate(prompts):
+        logits.append(decoder.read(prompt))
+        cache.put(slice(index * samples, (index + 1) * samples), decoder.cache)
+    logits_BV = torch.cat(logits).repeat_interleave(samples, 0)
+    batched, active = reading(model, cache), [text for group in texts for text in group]
+    while True:
+        picked = sampler.pick(logits_BV, [text.dice for text in active])
+        for text, token in zip(active, picked, strict=True):
+            text.add(token)
+        unfinished = [row for row, text in enumerate(active) if text.left]
+        if not unfinished:
+            return
+        if len(unfinished) < len(active):
+            cache.keep(torch.tensor(unfinished, device=decoder.device))
+            active = [active[row] for row in unfinished]
+        tokens_BS = torch.tensor([[picked[row]] for row in unfinished], device=decoder.device)
+        logits_BV = next_logits(batched, cache, tokens_BS)
+
+
+@dataclass
+class _Text:
+    """One text while it is written."""
+
+    tokenizer: Tokenizer
+    left: int
+    """Tokens that may still be written; 0 once it is finished."""
+    dice: Random
+    pieces: Pieces
+    written: list[str] = field(default_factory=list)
+
+    def add(self, token: int) -> str:
+        """Append the next token; return the text that has become certain."""
+        end = token == self.tokenizer.end
+        piece = "" if end else self.pieces.add(self.tokenizer.base[token])
+        self.left = 0 if end or self.pieces.ended else self.left - 1
+        if not self.left:
+            piece += self.pieces.finish()
+        self.written.append(piece)
+        return piece
+
+
+class IncrementalDecoder:
+    """Reads one sequence at a time and keeps its keys and values.
+
+    A sequence that begins like the one before is read only from where they differ. Two texts that alternate on one
+    decoder share only their common beginning, so give each its own; the weights are shared.
+    """
+
+    def __init__(self, model: Transformer, room: int) -> None:
+        """Make a decoder for sequences of at most `room` tokens; `model` itself is not changed."""
+        self.cache = Cache(room)
+        """Of the sequence that was read last."""
+        self.device = next(model.parameters()).device
+        self._model = reading(model, self.cache)
+        self._tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits [1, V] of the token after `tokens`, which are one or more."""
+        pairs = enumerate(zip(self._tokens, tokens, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(self._tokens), len(tokens)))
+        known = min(shared, len(tokens) - 1)
+        self.cache.cut(known)
+        self._tokens = list(tokens)
+        return next_logits(self._model, self.cache, torch.tensor([self._tokens[known:]], device=self.device))
+
+
+def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
+    """Return the logits [B, V] after `tokens_BS`, which follow what `cache` holds; `model` reads with that cache."""
+
+    def last_position(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        # logits of all positions of a long prompt with 128,000 rows would be gigabytes
+        return F.linear(hidden_BSD[:, -1], weight_VD)
+
+    mask = cache.visible(tokens_BS.shape[1], tokens_BS.device)
+    logits_BV: Tensor = model(tokens_BS, mask, head=last_position)
+    return logits_BV
+
+
+class Pieces:
+    """Text that grows token by token, given out in pieces that are never taken back.
+
+    A token may end inside a character, and a stop text may span tokens. So uncertain text is held back: the first bytes
+    of a character, and an end of the text with which a stop text begins.
+    """
+
+    def __init__(self, until: Sequence[str] = ()) -> None:
+        """Start an empty text that ends at the first complete stop text of `until`; no stop text is empty."""
+        self.ended = False
+        """Whether a stop text was found; nothing is added after it."""
+        self._until = tuple(until)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+
+    def add(self, data: bytes) -> str:
+        """Add bytes; return the text that has become certain, often nothing. Invalid UTF-8 becomes U+FFFD."""
+        return "" if self.ended else self._certain(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """Return the text that was held back: no more bytes follow. A character that was cut off becomes U+FFFD."""
+        if self.ended:
+            return ""
+        text = self._certain(self._decoder.decode(b"", final=True)) + self._pending
+        self._pending = ""
+        return text
+
+    def _certain(self, new: str) -> str:
+        text = self._pending + new
+        stops = [(at + len(stop), at) for stop in self._until if (at := text.find(stop)) >= 0]
+        if stops:
+            self.ended, self._pending = True, ""
+            return text[: min(stops)[1]]
+        partial = 0  # characters at the end of `text` that are the beginning of a stop text
+        for stop in self._until:
+            sizes = range(min(len(text), len(stop) - 1), 0, -1)
+            partial = max(partial, next((size for size in sizes if text.endswith(stop[:size])), 0))
+        certain = len(text) - partial
+        self._pending = text[certain:]
+        return text[:certain]

@@ -1,9 +1,8 @@
-"""What the gates of a long-context stage measure: is short context as good as before, and is the length usable?
+"""Measure the scores that the gates of a long-context stage judge; `decide` applies the rules.
 
-`eval/short-context` is bits per byte of held-out documents in windows of the sequence length before the stage; the same
-number of the checkpoint that the stage started from is what it is compared with. `eval/needle` is the share of hidden
-sentences found again in text of the new length. Only measured here; the gate's rule is applied by `decide`. What this
-gives up: the model is read whole into one device, as for every evaluation.
+`eval/short-context`: bits per byte of held-out documents in windows of the sequence length before the stage; compared
+with the same score of the checkpoint that the stage started from. `eval/needle`: share of hidden sentences that the
+model finds in text of the new length.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 SHORT_CONTEXT = "eval/short-context"
 BYTES_PER_POSITION = 4
-"""UTF-8 bytes of a document for each position of the window: about one window of English."""
+"""UTF-8 bytes of a document per position of the window: about one window of English."""
 METRICS = {"short-context": SHORT_CONTEXT, "needle": NEEDLE}
 """Gate of a recipe -> the score that its rule judges."""
 
@@ -45,28 +44,29 @@ def measure(
 ) -> dict[str, Any]:
     """Score the model in folder `model`, which also holds its tokenizer, and write `scores.parquet` into `folder`.
 
-    `short` is the window of the short-context score and `needle` the length of the haystacks, in positions; None leaves
-    a score out. Texts are the held-out documents of the curated folder `documents`. Returns {key: value} of the
-    scores, and of a haystack `text_tokens`. Raises ValueError if there are none, or no room for a needle.
+    `short` is the window of the short-context score and `needle` the length of the haystacks, in positions; None skips
+    the score. Texts are the held-out documents of the curated folder `documents`. Returns {key: value} of the scores,
+    and of a haystack `text_tokens`. Raises ValueError if there are no documents, or no room for a needle.
     """
     import torch
 
     from llama3.tokens.tokenizer import Tokenizer
 
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     coder = Tokenizer.load(model)
-    network = load_model(model, dtype=torch.float32, device=where)
+    network = load_model(model, dtype=torch.float32, device=device)
     scores: dict[str, Score] = {}
     facts: dict[str, Any] = {}
     if short is not None:
         chosen = held_out(documents, recipe.evaluate.documents, BYTES_PER_POSITION * short)
-        scores |= _short_context(recipe, network, coder, chosen, short, where)
+        scores |= _short_context(recipe, network, coder, chosen, short, device)
     if needle is not None:
         chosen = held_out(documents, recipe.evaluate.documents, BYTES_PER_POSITION * needle)
         texts = [document.text for document in chosen]
-        found = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, where)
-        scores |= found.scores()
-        facts["text_tokens"] = found.text_tokens
+        retrieval = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, device)
+        scores |= retrieval.scores()
+        facts["text_tokens"] = retrieval.text_tokens
     folder.mkdir(parents=True, exist_ok=True)
     write_scores(scores, folder)
     return {**{key: scores[key].value for key in sorted(scores)}, **facts}
@@ -75,18 +75,17 @@ def measure(
 def _short_context(
     recipe: Recipe, model: Transformer, coder: Tokenizer, documents: list[ValidationDocument], window: int, device: str
 ) -> dict[str, Score]:
-    """Return bits per byte by domain and their mean by the first stage's mix, documents read in windows."""
-    from llama3.evaluate.scoring import score_requests
+    """Return bits per byte by domain and their mean by the first stage's mix, with documents read in windows."""
+    from llama3.evaluate.scoring import score_requests  # imports torch
 
-    domains = sorted({document.domain for document in documents})
-    parts: dict[str, Estimate] = {}
-    asked: list[Request] = []
-    found: dict[str, Score] = {}
-    for domain in domains:
+    by_domain: dict[str, Estimate] = {}
+    requests: list[Request] = []
+    scores: dict[str, Score] = {}
+    for domain in sorted({document.domain for document in documents}):
         key = f"{SHORT_CONTEXT}/{domain}"
         task = Task(key, "bits", tuple(from_documents(key, (d for d in documents if d.domain == domain))))
-        found[key] = score(task, samples(task, score_requests(model, coder, task.requests, window, device)))
-        parts[f"{BPB}/{domain}"] = found[key].estimate
-        asked += task.requests
-    mean = Score.of(SHORT_CONTEXT, overall(recipe, parts), "bits per byte", "lower", digest(asked), None)
-    return {**found, SHORT_CONTEXT: mean}
+        scores[key] = score(task, samples(task, score_requests(model, coder, task.requests, window, device)))
+        by_domain[f"{BPB}/{domain}"] = scores[key].estimate
+        requests += task.requests
+    mean = Score.of(SHORT_CONTEXT, overall(recipe, by_domain), "bits per byte", "lower", digest(requests), None)
+    return {**scores, SHORT_CONTEXT: mean}

@@ -1,10 +1,10 @@
-"""Evaluate one model in a process of its own: `python -m llama3.evaluate.main JOB.json`, alone, under torchrun, or
-forked by the agent of `llama3.train.launch`.
+"""Evaluate one model in its own process: `python -m llama3.evaluate.main JOB.json`, alone, under torchrun, or forked by
+the agent of `llama3.train.launch`.
 
     python -m torch.distributed.run --standalone --nproc-per-node 8 -m llama3.evaluate.main JOB.json
 
-Every process reads the whole model on a device of its own, the batches are dealt out, and the first process writes. The
-report has the same bytes on any number of processes. Exit status 2: a mistake, whose words are the last line.
+Each process reads the whole model on its own device; rank 0 writes. Exit status 2: a mistake of the user, described on
+the last line of stderr.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from storage.filesystem import write_atomic
 
 REFUSED = 2
 MISTAKE = "evaluate: "
-"""What the line of a mistake begins with."""
+"""Prefix of the line on stderr that describes a mistake."""
 
 
 class EvaluateJob(BaseModel):
-    """What the processes are told; see `evaluate`."""
+    """Arguments of `evaluate`, as a file for the processes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -38,16 +38,16 @@ class EvaluateJob(BaseModel):
     facts: Path
     """File for what `evaluate` returns."""
     threads: int = Field(default=1, ge=1)
-    """Processor threads of each process; other numbers may round otherwise."""
+    """Processor threads of each process; another number may round differently."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     timeout_s: int = Field(default=1800, ge=1)
     """How long a process waits for the others, which may have longer texts to read."""
 
 
 def run(job: EvaluateJob) -> None:
-    """Do what `job` says, together with the other processes that the launcher started. Raises as `evaluate` does."""
-    from llama3.evaluate.distributed import EvalGroup, Single
-    from llama3.evaluate.evaluate import evaluate  # torch, which whoever writes a job does without
+    """Run `job` together with the other processes that the launcher started. Raises as `evaluate` does."""
+    from llama3.evaluate.distributed import EvalGroup, Single  # imports torch, which writing a job does not need
+    from llama3.evaluate.evaluate import evaluate
     from llama3.parallel.mesh import init_distributed
 
     with init_distributed(job.device, job.timeout_s) as world:

@@ -1,16 +1,9 @@
-"""The plan of forward passes that scores many sequences and reads what they share once.
+"""Plan the forward passes that score many sequences so that common beginnings are read once.
 
-Two things are shared. The choices after one question are one row: the question once, then each choice as a branch that
-sees the question and itself. Rows that begin alike (solved examples, the subject of a test) are a run: their beginning
-is read once, and the rows stand behind it. Five examples of 700 tokens before 14,000 questions of 60 with a letter of
-four to choose are then a fiftieth of the positions that reading each choice whole would take. What is longer than the
-window is read in windows, alone, and so is whatever shares too little to fill the passes that sharing adds.
-
-Plans depend on the tokens alone, not on the order in which they are asked for nor on who reads them: equal work gives
-equal batches, and so equal bits. What this gives up: branches need a mask, which no kernel takes as fast as plain
-causal attention, so long questions are not packed into rows and share by runs alone.
-
-A sequence is (tokens, start): tokens[start:] are scored. The last token is never read, only asked for.
+Two things are shared. The choices after one question form one row: the question once (the trunk), then each choice as a
+branch that attends to the question and itself. Rows with a common beginning (solved examples) form a group: the prefix
+is read once into the KV cache. Five examples of 700 tokens before 14,000 questions of 60 tokens with four one-letter
+choices then take a fiftieth of the positions.
 """
 
 from __future__ import annotations
@@ -22,23 +15,23 @@ from dataclasses import dataclass
 import numpy as np
 
 Scorable = tuple[list[int], int]
-"""Tokens, and from where on they are scored."""
+"""(tokens, start): tokens[start:] are scored. The last token is only predicted, never read."""
 TRUNK = 1024
 """Longest question, in tokens, whose choices are packed: the mask of a row grows with its square."""
 BRANCHES = 256
 """Positions of all choices in a row, unless the question is longer."""
 ALIKE = 32
-"""Shortest beginning that rows share, in tokens: below, a run saves less than its bookkeeping costs."""
+"""Shortest shared prefix, in tokens: a shorter one saves less than its bookkeeping costs."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What one forward pass may hold, padding included."""
+    """Limits of one forward pass, padding included."""
 
     positions: int
     """Positions that are read."""
     held: int
-    """Positions that are attended to, with the shared beginning of each row."""
+    """Positions that are attended to, with the shared prefix of each row."""
 
 
 @dataclass(frozen=True)
@@ -56,58 +49,70 @@ class Scored:
 
     sequence: int
     places: tuple[int, ...]
-    """Places in the row whose next token is scored, in order."""
+    """Positions in the row whose next token is scored, in order."""
     targets: tuple[int, ...]
-    """Those tokens."""
+    """Those next tokens."""
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What is read together: `trunk` tokens, then branches one after another, which go on from the trunk's end."""
+    """One row of a batch: `trunk` tokens, then branches one after another, each of which continues the trunk."""
 
     tokens: list[int]
     trunk: int
     branches: tuple[int, ...]
-    """Tokens of each branch; none in a plain row."""
+    """Tokens of each branch; empty in a plain row."""
     scored: tuple[Scored, ...]
 
     @property
     def free(self) -> int:
         """Tokens at the beginning after which nothing is scored: what other rows may share."""
-        return min(part.places[0] for part in self.scored)
+        return min(span.places[0] for span in self.scored)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of one forward pass. All begin with `prefix`, which is read before and not again."""
+    """Rows of one forward pass. All begin with `prefix`, which is already in the KV cache."""
 
     prefix: list[int]
     rows: list[PackedRow]
 
     @property
     def longest(self) -> int:
-        """Positions of the longest row behind the prefix."""
+        """Positions of the longest row after the prefix."""
         return max(len(row.tokens) for row in self.rows) - len(self.prefix)
 
 
 def plan(sequences: Sequence[Scorable], window: int, budget: BatchLimits, share: bool = True) -> list[PackedBatch]:
-    """Return batches that score every token of `sequences` that is to be scored exactly once.
+    """Return batches that score each token to be scored of `sequences` exactly once.
 
-    No token is read at position `window` or later. Batches of one prefix stand together. Without `share` each sequence
-    is read whole. Raises ValueError as `windows` does.
+    No token is read at position `window` or later. Batches with the same prefix are adjacent. Without `share` each
+    sequence is read whole. A plan depends on the tokens alone, not on their order or on the process that reads them, so
+    equal work gives equal bits. Raises ValueError as `windows` does.
     """
     if window < 2:
         raise ValueError(f"window {window} must be at least 2")
-    runs = _runs(list(_rows(sequences, window, share)), budget.positions // 2 if share else None)
-    runs.sort(key=lambda run: -max(len(row.tokens) for row in run[1]))  # too large a batch fails at once
-    return [PackedBatch(prefix, rows) for prefix, run in runs for rows in _batches(run, len(prefix), budget)]
+    rows = list(_rows(sequences, window, share))
+    groups: list[tuple[list[int], list[PackedRow]]] = []
+    plain: list[PackedRow] = []
+    branched: list[PackedRow] = []
+    for shared, group in _groups_by_prefix(rows) if share else [(0, rows)]:
+        # a prefix costs passes of its own: it must save half a batch or more
+        if share and (len(group) - 1) * shared >= max(1, budget.positions // 2):
+            groups.append((group[0].tokens[:shared], group))
+            continue
+        for row in group:
+            (branched if row.branches else plain).append(row)
+    groups += [([], rest) for rest in (plain, branched) if rest]
+    groups.sort(key=lambda item: -max(len(row.tokens) for row in item[1]))  # too large a batch fails at once
+    return [PackedBatch(prefix, batch) for prefix, group in groups for batch in _batches(group, len(prefix), budget)]
 
 
 def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[ScoringWindow]:
     """Cut a sequence into windows of at most `window` positions that score each token from `start` >= 1 on once.
 
-    What is scored stays whole if it fits; else windows advance by half a window. Raises ValueError if `window` is below
-    2 or `start` below 1.
+    If all scored tokens fit into one window they are not cut; else windows advance by half a window. Raises ValueError
+    if `window` is below 2 or `start` below 1.
     """
     if window < 2 or start < 1:
         raise ValueError(f"window {window} must be at least 2 and start {start} at least 1")
@@ -123,48 +128,40 @@ def windows(tokens: Sequence[int], start: int, window: int) -> Iterator[ScoringW
 
 
 def _rows(sequences: Sequence[Scorable], window: int, share: bool) -> Iterator[PackedRow]:
-    """Yield plain rows, and those of the sequences that go on from one context."""
+    """Yield plain rows, and rows with the sequences that continue one context."""
     contexts: dict[tuple[int, ...], list[int]] = {}
     for index, (tokens, start) in enumerate(sequences):
-        if share and 1 <= start <= TRUNK and _worth(len(tokens) - 1 - start, start) and len(tokens) - 1 <= window:
+        # branches need a mask, which is slower than causal attention: pack only what saves a third of the positions
+        worth = 1 <= start <= TRUNK and 0 <= len(tokens) - 1 - start <= 2 * start
+        if share and worth and len(tokens) - 1 <= window:
             contexts.setdefault(tuple(tokens[:start]), []).append(index)
         else:
-            yield from (_plain(index, tokens, span) for span in windows(tokens, start, window))
+            yield from (_plain_row(index, tokens, span) for span in windows(tokens, start, window))
     for members in contexts.values():
-        for group in _filled(sorted(members, key=lambda index: sequences[index][0]), sequences):
-            tokens, start = sequences[group[0]]
-            alone = _plain(group[0], tokens, ScoringWindow(0, len(tokens) - 1, start))
-            yield alone if len(group) == 1 else _branched(group, sequences)
+        group: list[int] = []
+        branches = 0
+        for index in sorted(members, key=lambda index: sequences[index][0]):
+            tokens, start = sequences[index]
+            branch = len(tokens) - 1 - start
+            if group and branches + branch > max(BRANCHES, start):
+                yield _row(group, sequences)
+                group, branches = [], 0
+            group.append(index)
+            branches += branch
+        yield _row(group, sequences)
 
 
-def _worth(branch: int, trunk: int) -> bool:
-    """Return whether reading the trunk once would save a third of the positions or more; not for whole documents."""
-    return 0 <= branch <= 2 * trunk
-
-
-def _filled(members: Sequence[int], sequences: Sequence[Scorable]) -> Iterator[list[int]]:
-    """Cut the sequences of one context into groups whose branches are as long together as a row may have."""
-    group: list[int] = []
-    held = 0
-    for index in members:
-        tokens, start = sequences[index]
-        branch = len(tokens) - 1 - start
-        if group and held + branch > max(BRANCHES, start):
-            yield group
-            group, held = [], 0
-        group.append(index)
-        held += branch
-    yield group
-
-
-def _plain(index: int, tokens: list[int], span: ScoringWindow) -> PackedRow:
+def _plain_row(index: int, tokens: list[int], span: ScoringWindow) -> PackedRow:
     places = tuple(range(span.scored - 1 - span.begin, span.end - span.begin))
     read, targets = tokens[span.begin : span.end], tuple(tokens[span.scored : span.end + 1])
     return PackedRow(read, len(read), (), (Scored(index, places, targets),))
 
 
-def _branched(group: Sequence[int], sequences: Sequence[Scorable]) -> PackedRow:
+def _row(group: Sequence[int], sequences: Sequence[Scorable]) -> PackedRow:
+    """Return the row of sequences with one context: plain for a single one, else with a branch for each."""
     tokens, start = sequences[group[0]]
+    if len(group) == 1:
+        return _plain_row(group[0], tokens, ScoringWindow(0, len(tokens) - 1, start))
     row, lengths, scored = tokens[:start], [], []
     for index in group:
         branch = sequences[index][0][start:]
@@ -175,47 +172,35 @@ def _branched(group: Sequence[int], sequences: Sequence[Scorable]) -> PackedRow:
     return PackedRow(row, start, tuple(length for length in lengths if length), tuple(scored))
 
 
-def _runs(rows: list[PackedRow], worth: int | None) -> list[tuple[list[int], list[PackedRow]]]:
-    """Return (prefix, rows) of each run that saves `worth` positions or more, and of what is left, without a prefix."""
-    runs: list[tuple[list[int], list[PackedRow]]] = []
-    plain: list[PackedRow] = []
-    branched: list[PackedRow] = []
-    for shared, run in _alike(rows) if worth is not None else [(0, rows)]:
-        if worth is not None and (len(run) - 1) * shared >= max(1, worth):
-            runs.append((run[0].tokens[:shared], run))
-            continue
-        for row in run:
-            (branched if row.branches else plain).append(row)
-    return runs + [([], left) for left in (plain, branched) if left]
+def _groups_by_prefix(rows: Iterable[PackedRow]) -> Iterator[tuple[int, list[PackedRow]]]:
+    """Cut sorted rows into groups; yield each with the number of tokens that all of its rows share.
 
-
-def _alike(rows: Iterable[PackedRow]) -> Iterator[tuple[int, list[PackedRow]]]:
-    """Cut sorted rows into runs, and say how many tokens all rows of a run share.
-
-    A row joins if that does not make the run save less: the saving is shared x (rows - 1).
+    A row joins if the group then saves at least as much: the saving is shared x (rows - 1).
     """
-    run: list[PackedRow] = []
+    group: list[PackedRow] = []
     shared = 0
     for row in sorted(rows, key=_order):
-        common = min(shared, row.free, _common(run[-1].tokens, row.tokens)) if run else row.free
-        if run and (common < ALIKE or common * len(run) < shared * (len(run) - 1)):
-            yield shared, run
-            run, common = [], row.free
-        run.append(row)
+        common = row.free
+        if group:
+            common = min(shared, row.free, _common_prefix(group[-1].tokens, row.tokens))
+            if common < ALIKE or common * len(group) < shared * (len(group) - 1):
+                yield shared, group
+                group, common = [], row.free
+        group.append(row)
         shared = common
-    if run:
-        yield shared, run
+    if group:
+        yield shared, group
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two rows begin with in common, by bisection: slices compare faster than a loop."""
+    lengths = range(1, min(len(a), len(b)) + 1)
+    return bisect_left(lengths, True, key=lambda length: a[:length] != b[:length])
 
 
 def _order(row: PackedRow) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
-    """Sort by what is read and asked, so that equal beginnings stand together; bytes compare faster than lists."""
-    return np.array(row.tokens, np.uint32).tobytes(), tuple(part.targets for part in row.scored)
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two rows begin with in common."""
-    lengths = range(1, min(len(one), len(other)) + 1)
-    return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
+    """Sort key that puts equal beginnings side by side; bytes compare faster than lists."""
+    return np.array(row.tokens, np.uint32).tobytes(), tuple(span.targets for span in row.scored)
 
 
 def _batches(rows: Iterable[PackedRow], prefix: int, budget: BatchLimits) -> Iterator[list[PackedRow]]:

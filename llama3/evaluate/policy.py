@@ -1,7 +1,6 @@
-"""Whether a recipe's suites can be asked, and the rules of `promote.when` be met: each names scores that there will be.
+"""Check, from the recipe alone, that its suites can be evaluated and that `promote.when` names scores they produce.
 
-Known from the recipe alone, so a misspelt task is found before a run and not by its gate. What this gives up: scores
-that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/...`) are taken as possible.
+Scores that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/...`) count as possible.
 """
 
 from __future__ import annotations
@@ -12,22 +11,26 @@ from llama3.recipe.gates import matches
 from llama3.recipe.schema import Recipe
 
 OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")
+"""Prefixes of the scores that the recipe alone does not determine."""
 
 
 def check_evaluation(recipe: Recipe, look: bool = True, rows: int | None = LOOKED_AT) -> list[str]:
     """Return a line for each task that will be left out of a suite that `recipe` names.
 
-    Of data files the first `rows` are looked at (None: all), or none at all without `look`.
-
-    Raises ValueError, one line per fault, for a suite that cannot be asked or a rule of the gate that judges nothing.
+    Checks the first `rows` of each data file (None: all), or no file if `look` is False. Raises ValueError, one line
+    per fault, for a suite that cannot be evaluated or a gate rule that matches no score.
     """
-    left_out = [line for suite in _suites(recipe) if look for line in check_suite(under(recipe, suite), rows)]
-    check_rules(under(recipe, suite_for(recipe, "champion")))
+    champion = suite_for(recipe, "champion")
+    left_out: list[str] = []
+    if look:
+        suites = dict.fromkeys(filter(None, (recipe.evaluate.suite, recipe.evaluate.later, champion)))
+        left_out = [line for suite in suites for line in check_suite(under(recipe, suite), rows)]
+    check_rules(under(recipe, champion))
     return list(dict.fromkeys(left_out))
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raise ValueError, one line per rule, where a rule of `promote.when` judges no score of the recipe's suite."""
+    """Raise ValueError, one line per rule, if a rule of `promote.when` judges no score of the recipe's suite."""
     known = sorted(possible(recipe))
     faults = [
         f"promote.when: {pattern} is not among the scores of suite {recipe.evaluate.suite} ({', '.join(known)}); "
@@ -39,14 +42,8 @@ def check_rules(recipe: Recipe) -> None:
         raise ValueError("\n".join(faults))
 
 
-def _suites(recipe: Recipe) -> list[str]:
-    """Return the suites that `recipe` names, the one for the gate last."""
-    asked = [recipe.evaluate.suite, recipe.evaluate.later, suite_for(recipe, "champion")]
-    return list(dict.fromkeys(filter(None, asked)))
-
-
 def possible(recipe: Recipe) -> set[str]:
-    """Return the scores that an evaluation under `recipe` has, but for those that only its data decide."""
+    """Return the scores of an evaluation under `recipe`, except those that depend on its data."""
     suite = suite_of(recipe)
     tasks = [*suite.built_in, *(planned.name for planned in suite.planned)]
     keys = {f"eval/{name}" for name in tasks if name != "bits"}

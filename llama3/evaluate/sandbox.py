@@ -1,9 +1,8 @@
-"""Run programs that a model wrote, which nobody has read: do they pass their tests, and can they do no harm?
+"""Run untrusted programs that a model wrote, and report whether they pass their tests.
 
-Each is one process in Linux namespaces (`sandbox_runner`), behind a filter of system calls (`syscalls`), with limits
-on processor time, memory, files and threads. It has the standard library, a home of 16 MiB in memory, no network and no
-file of the user. To pass it must come to its last line and exit with 0. What holds and what does not is said in
-docs/explanations/sandbox.md. Linux 5.12 or later, x86_64 or aarch64; elsewhere programs are refused.
+Each program is one process in Linux namespaces (`sandbox_runner`), behind a seccomp filter, with limits on processor
+time, memory, files and threads. It has the standard library, a home of 16 MiB in memory, no network and no file of the
+user. docs/explanations/sandbox.md says what is protected and what is not. Needs Linux 5.12 on x86_64 or aarch64.
 """
 
 from __future__ import annotations
@@ -22,21 +21,36 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# The system calls that a program of the sandbox may make, as a seccomp filter for x86_64 and aarch64.
-#
-# An allow-list: what is not in it answers "not implemented", so that the C library falls back to something older. A
-# program is one process with threads: with one process the limit on address space is a limit on memory. Shared
-# memory, `memfd_create`, io_uring, keyrings, bpf, perf, ptrace, userfaultfd, namespaces, mounts and modules are not
-# in it.
+MEMORY = 2**30
+"""Bytes of address space of a program."""
+FILE = 2**20
+"""Bytes of the largest file, and of stderr."""
+FILES = 64
+"""Open files of a program."""
+THREADS = 16
+"""Threads of a program, including the first."""
+ASLEEP = 3
+"""Seconds that a program may sleep per second of processor time. Waiting for a processor does not count."""
+WALL = (12, 60)
+"""Wall-clock seconds per second of processor time: of the first try, and of the second, which runs alone."""
+RUNNER = Path(__file__).with_name("sandbox_runner.py")
+LIMITS = {"AS": MEMORY, "FSIZE": FILE, "NOFILE": FILES, "NPROC": THREADS, "CORE": 0, "MSGQUEUE": 0}
+REASON = 200
+"""Most characters of a reason."""
+Network = Literal["none", "allowed"]
+
+# The seccomp filter is an allow-list: any other call returns "not implemented", so that the C library falls back to
+# something older. A program is one process with threads, so the limit on address space is a limit on memory. Left out:
+# shared memory, memfd_create, io_uring, keyrings, bpf, perf, ptrace, userfaultfd, namespaces, mounts and modules.
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine, as `os.uname` names it -> AUDIT_ARCH of its system calls."""
+"""Machine (`os.uname`) -> AUDIT_ARCH of its system calls."""
 EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = 1, 25, 38, 97
 UNIX, INET, INET6 = 1, 2, 10
 THREAD = 0x10900
-"""CLONE_VM, CLONE_SIGHAND and CLONE_THREAD: what makes a thread of this process."""
+"""CLONE_VM, CLONE_SIGHAND and CLONE_THREAD: the flags that make a thread of this process."""
 THREAD_OPTIONS = 0x17D0F00
-"""All flags that C libraries give when they start a thread."""
+"""All flags with which C libraries start a thread."""
 
 BOTH = """
 read=0,63 write=1,64 readv=19,65 writev=20,66 pread64=17,67 pwrite64=18,68 preadv=295,69 pwritev=296,70
@@ -69,17 +83,17 @@ open=2 creat=85 stat=4 lstat=6 access=21 readlink=89 getdents=78 mkdir=83 rmdir=
 symlink=88 chmod=90 utime=132 utimes=235 futimesat=261 dup2=33 pipe=22 pause=34 alarm=37 time=201 getpgrp=111
 arch_prctl=158 select=23 poll=7 epoll_create=213 epoll_wait=232 eventfd=284
 """
-"""Those that x86_64 alone has."""
+"""System calls of x86_64 alone."""
 
 
 class Checked(NamedTuple):
-    """A system call of which one argument decides."""
+    """A system call that is allowed for some values of one argument."""
 
     numbers: tuple[int, int]
     argument: int
     allowed: tuple[int, ...]
     otherwise: int
-    """The error number that other values give."""
+    """The error number for other values."""
 
 
 PRCTL = Checked((157, 167), 0, (15, 16, 0x53564D41), EPERM)
@@ -97,13 +111,13 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_of(machine: str, network: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; with `network` sockets reach beyond this machine.
+    """Return the filter as an array of `struct sock_filter`; `network` allows internet sockets.
 
-    Raises ValueError for a machine whose numbers are not known.
+    Raises ValueError for a machine whose numbers are unknown.
     """
     if machine not in ARCHITECTURES:
         raise ValueError(f"its processor is {machine}, and system calls are known of {' and '.join(ARCHITECTURES)}")
-    place = list(ARCHITECTURES).index(machine)
+    column = list(ARCHITECTURES).index(machine)
     families = (UNIX, INET, INET6) if network else (UNIX,)
     checked = [
         PRCTL,
@@ -117,7 +131,7 @@ def filter_of(machine: str, network: bool) -> bytes:
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    numbers = [int(word.partition("=")[2].split(",")[place]) for word in BOTH.split()]
+    numbers = [int(word.partition("=")[2].split(",")[column]) for word in BOTH.split()]
     numbers += [int(word.partition("=")[2]) for word in OLD.split()] if machine == "x86_64" else []
     for number in numbers:
         code += _when(number, [(_RETURN, 0, 0, _ALLOW)])
@@ -127,20 +141,8 @@ def filter_of(machine: str, network: bool) -> bytes:
         body: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENTS + 8 * call.argument)]
         for value in call.allowed:
             body += _when(value, [(_RETURN, 0, 0, _ALLOW)])
-        code += _when(call.numbers[place], [*body, (_RETURN, 0, 0, _ERROR | call.otherwise)])
-    code += _when(CLONE[place], _thread())
-    code.append((_RETURN, 0, 0, _ERROR | ENOSYS))
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
-
-
-def _when(value: int, body: Sequence[Instruction]) -> list[Instruction]:
-    """Return code that runs `body`, which returns, if the loaded number is `value`."""
-    return [(_EQUAL, 0, len(body), value), *body]
-
-
-def _thread() -> list[Instruction]:
-    """Return code that allows `clone` for a thread of this process and for nothing else."""
-    return [
+        code += _when(call.numbers[column], [*body, (_RETURN, 0, 0, _ERROR | call.otherwise)])
+    only_threads: list[Instruction] = [
         (_LOAD, 0, 0, _ARGUMENTS),
         (_AND, 0, 0, 0xFFFFFFFF ^ THREAD_OPTIONS),
         (_EQUAL, 0, 4, 0),
@@ -150,60 +152,49 @@ def _thread() -> list[Instruction]:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERROR | EPERM),
     ]
+    code += _when(CLONE[column], only_threads)
+    code.append((_RETURN, 0, 0, _ERROR | ENOSYS))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-MEMORY = 2**30
-"""Bytes of address space of a program, which is one process."""
-FILE = 2**20
-"""Bytes of the largest file, and of what is written to stderr."""
-FILES = 64
-"""Open files of a program."""
-THREADS = 16
-"""Threads of a program, the first one included."""
-ASLEEP = 3
-"""Seconds that a program may sleep for each second of processor time. Waiting for a processor is no sleep."""
-WALL = (12, 60)
-"""Seconds on the clock for each second of processor time: of the first try, and of the second, alone."""
-RUNNER = Path(__file__).with_name("sandbox_runner.py")
-LIMITS = {"AS": MEMORY, "FSIZE": FILE, "NOFILE": FILES, "NPROC": THREADS, "CORE": 0, "MSGQUEUE": 0}
-REASON = 200
-"""Most characters of a reason."""
-
-Network = Literal["none", "allowed"]
+def _when(value: int, body: Sequence[Instruction]) -> list[Instruction]:
+    """Return code that runs `body`, which returns, if the loaded number is `value`."""
+    return [(_EQUAL, 0, len(body), value), *body]
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How one program ended."""
+    """The result of one program."""
 
     passed: bool
     reason: str
     """`passed`, or why not: `AssertionError: ...`, `more than 5 s of processor time`, ..."""
     judged: bool = True
-    """False where this machine, and not the program, is why it did not pass: nothing is known about it then."""
+    """False if it failed because of this machine, so nothing is known about the program."""
 
 
 def run_programs(
     programs: Sequence[str], seconds: float = 5.0, parallel: int = 2, network: Network = "none"
 ) -> list[SandboxResult]:
-    """Return how each of `programs`, whole Python sources, ends, in their order; `parallel` run at once.
+    """Return the results of `programs` (complete Python sources) in their order; `parallel` run at once.
 
-    `seconds` is the processor time of each, however long that takes on a busy machine. What could not be judged is run
-    once more, alone. Raises ValueError before any runs if this machine cannot contain them and `network` is `none`.
+    `seconds` is the processor time of each. A program that could not be judged is run once more, alone. Raises
+    ValueError before any runs if this machine cannot contain them and `network` is `none`. To pass, a program must
+    reach its last line and exit with 0.
     """
     if seconds <= 0 or parallel < 1:
         raise ValueError(f"seconds {seconds:g} must be above 0 and parallel {parallel} at least 1")
     if network == "none":
         check_contained()
-    run = partial(_verdict, seconds=seconds, namespaces=network == "none")
+    run = partial(_run, seconds=seconds, namespaces=network == "none")
     with ThreadPoolExecutor(parallel) as pool:
-        verdicts = list(pool.map(partial(run, wall=WALL[0]), programs))
-    pairs = zip(programs, verdicts, strict=True)
-    return [verdict if verdict.judged else run(program, wall=WALL[1]) for program, verdict in pairs]
+        results = list(pool.map(partial(run, wall=WALL[0]), programs))
+    pairs = zip(programs, results, strict=True)
+    return [result if result.judged else run(program, wall=WALL[1]) for program, result in pairs]
 
 
 class NotContained(ValueError):
-    """This machine cannot contain programs that nobody has read."""
+    """This machine cannot contain untrusted programs."""
 
 
 def check_contained() -> None:
@@ -219,17 +210,17 @@ def check_contained() -> None:
 
 @cache
 def why_not_contained() -> str:
-    """Return what keeps this machine from containing a program, or nothing where it can. Tried once in a process."""
+    """Return why this machine cannot contain a program, or an empty text if it can. Tried once per process."""
     if sys.platform != "linux":
         return f"it runs {sys.platform}, not Linux"
     try:
-        verdict = _verdict("", seconds=5.0, namespaces=True, wall=WALL[0])
+        result = _run("", seconds=5.0, namespaces=True, wall=WALL[0])
     except ValueError as error:
         return str(error)
-    return "" if verdict.passed else verdict.reason
+    return "" if result.passed else result.reason
 
 
-def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> SandboxResult:
+def _run(program: str, *, seconds: float, namespaces: bool, wall: float) -> SandboxResult:
     task = {
         "seconds": seconds,
         "asleep": ASLEEP * seconds,
@@ -250,10 +241,11 @@ def _verdict(program: str, *, seconds: float, namespaces: bool, wall: float) -> 
     if ended.returncode:
         fault = _last_line(ended.stderr.decode(errors="replace")) or f"the runner ended with {ended.returncode}"
         return SandboxResult(False, fault, judged=False)
-    return _judge(json.loads(ended.stdout), seconds, namespaces)
+    return _result(json.loads(ended.stdout), seconds, namespaces)
 
 
-def _judge(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxResult:
+def _result(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxResult:
+    """Return the result of a program from the report of `sandbox_runner.main`."""
     status = ended["status"]
     if ended["fault"]:
         return SandboxResult(False, ended["fault"][:REASON], judged=False)
@@ -271,7 +263,7 @@ def _judge(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxRe
             if ended["finished"]
             else SandboxResult(False, "it ended before its last line")
         )
-    if status == -signal.SIGKILL and namespaces:  # the first process of a tree cannot send that to itself
+    if status == -signal.SIGKILL and namespaces:  # process 1 of a namespace cannot kill itself
         return SandboxResult(False, "it was killed from outside; is this machine short of memory?", judged=False)
     if status < 0:
         return SandboxResult(False, f"ended by signal {-status}")

@@ -1,13 +1,9 @@
-"""Runs one program that nobody has read, in namespaces of its own, and says how it ended. Started by `sandbox`.
+"""Run one untrusted program in its own namespaces and report how it ended. A script, started by `sandbox`.
 
-A script for the bare interpreter: it imports the standard library only, so that a program starts in hundredths of a
-second. The program comes by stdin; one line of JSON (`Ended`) goes to stdout. The kernel's own calls are used by
-ctypes, since `os.unshare` needs Python 3.12 and the `unshare` tool cannot build the file tree below.
-
-With namespaces the program is process 1 of its own process tree; its network has no device; its file tree holds the
-interpreter and the system's libraries, read-only, and an empty /tmp in memory. Started by root it becomes a user that
-owns nothing; started by anybody else it is in a user namespace, without any capability after exec. With and without
-them a seccomp filter (`syscalls`) leaves it the calls that a single process with threads needs.
+Imports only the standard library, so that a program starts in hundredths of a second. The program comes by stdin, the
+report goes to stdout as one line of JSON. In its namespaces the program is process 1, has no network device, and sees
+the interpreter and the system's libraries read-only and an empty /tmp in memory. Started by root it becomes a user that
+owns nothing; by another user it is in a user namespace, without any capability after exec.
 """
 
 from __future__ import annotations
@@ -28,18 +24,19 @@ BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 MOUNT_SETATTR, HERE, WHOLE_TREE, READ_ONLY = 442, -100, 0x8000, 1
 NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2
 SHARED = ("shmmax", "shmall", "shmmni", "msgmax", "msgmnb", "msgmni", "sem")
-"""Limits of System V's shared memory, queues and semaphores, of the IPC namespace."""
+"""Limits of System V shared memory, queues and semaphores in the IPC namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 NOBODY = 64_000
-"""First of a thousand user ids that a program of root becomes, so that its processes are counted apart."""
+"""First of a thousand user ids for programs started by root, so that their processes are counted apart."""
 TMPFS = b"size=16m,nr_inodes=1024,mode=1777"
 TAIL = 2000
-"""Last bytes of what a program writes to stderr that are kept."""
+"""Last bytes of stderr that are kept."""
 PERIOD = 0.05
-"""Seconds between two looks at the program."""
+"""Seconds between two checks of the program."""
 CPU_CLOCK = 2
-"""CPUCLOCK_SCHED: of all threads, exact where the ticks behind RLIMIT_CPU are not."""
+"""CPUCLOCK_SCHED: of all threads; exact, unlike the ticks behind RLIMIT_CPU."""
+# System calls by ctypes: `os.unshare` needs Python 3.12, and the `unshare` tool cannot build the file tree below.
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,18 +51,18 @@ class FilterProgram(ctypes.Structure):
 def main(
     folder: str, seconds: float, asleep: float, wall: float, namespaces: bool, limits: dict[str, int], calls: str
 ) -> dict[str, Any]:
-    """Run the program on stdin; return how it ended.
+    """Run the program on stdin; return the report.
 
-    `status`: its exit status. `stopped`: by which limit, or nothing: `cpu` (`seconds` of processor time), `asleep`
-    (seconds in which it neither ran nor waited for a processor), `wall` (seconds on the clock). `finished`: whether it
-    came to its last line. `cpu`, `clock`: seconds. `errors`: the end of its stderr. `fault`: why it did not start.
-    `folder` is an empty directory: where the new file tree is mounted, or without namespaces the program's own.
-    `calls` is the filter of system calls, as hex.
+    `status`: its exit status. `stopped`: the limit that stopped it, or empty: `cpu` (`seconds` of processor time),
+    `asleep` (seconds in which it neither ran nor waited for a processor), `wall` (wall-clock seconds). `finished`:
+    whether it reached its last line. `cpu`, `clock`: seconds. `errors`: the end of its stderr. `fault`: why it did not
+    start. `folder` is an empty directory, where the new file tree is mounted, or the program's own without namespaces.
+    `calls` is the seccomp filter, as hex.
     """
     errors, nobody = os.memfd_create("stderr"), NOBODY + os.getpid() % 1000
     done, marker = os.pipe()
     unstarted, fault = os.pipe()
-    word = os.urandom(8).hex()
+    word = os.urandom(8).hex()  # secret: the program cannot claim to have reached its last line
     program = sys.stdin.buffer.read() + f"\n\n__import__('os').write({marker}, b'{word}')\n".encode()
     os.set_inheritable(marker, True)
     if namespaces:
@@ -92,7 +89,7 @@ def main(
 
 
 def leave() -> None:
-    """Move this process into new namespaces; its children are the first of a new process tree."""
+    """Move this process into new namespaces; its first child is process 1."""
     user, group, root = os.getuid(), os.getgid(), os.geteuid() == 0
     call("unshare", NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK | (0 if root else NEW_USER))
     if not root:
@@ -104,16 +101,20 @@ def leave() -> None:
 def start(
     folder: str, program: bytes, errors: int, fault: int, nobody: int | None, limits: dict[str, int], calls: bytes
 ) -> NoReturn:
-    """Become the program; `nobody` is the user id that root becomes, None without namespaces.
+    """Become the program; `nobody` is the user id for root, None without namespaces.
 
-    What keeps it from starting is written to the pipe `fault`, which the program itself does not inherit.
+    An error before the start is written to the pipe `fault`, which the program does not inherit.
     """
     namespaces = nobody is not None
     try:
         os.setsid()
         if namespaces:
-            share_nothing()
-            furnish(folder)
+            for name in SHARED:  # no System V IPC, if this user may set that: the filter forbids its calls as well
+                try:
+                    Path("/proc/sys/kernel", name).write_text("0 0 0 0" if name == "sem" else "0")
+                except OSError:
+                    break
+            mount_tree(folder)
             os.chroot(folder)
         home = "/tmp" if namespaces else folder
         os.chdir(home)
@@ -138,23 +139,14 @@ def start(
         os._exit(126)
 
 
-def share_nothing() -> None:
-    """Set what System V IPC may hold to nothing, where this user may: the filter forbids its calls as well."""
-    for name in SHARED:
-        try:
-            Path("/proc/sys/kernel", name).write_text("0 0 0 0" if name == "sem" else "0")
-        except OSError:
-            return
-
-
-def furnish(folder: str) -> None:
-    """Mount at `folder` what the program sees as its file tree."""
+def mount_tree(folder: str) -> None:
+    """Mount the program's file tree at `folder`."""
     call("mount", None, b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
     call("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"size=1m,mode=755")
     prefix = os.path.realpath(sys.base_prefix)
-    below = any(prefix == place or prefix.startswith(f"{place}/") for place in SYSTEM)
-    for place in (*SYSTEM, *DEVICES, *([] if below else [prefix])):
-        show(Path(place), Path(folder + place))
+    in_system = any(prefix == path or prefix.startswith(f"{path}/") for path in SYSTEM)
+    for path in (*SYSTEM, *DEVICES, *([] if in_system else [prefix])):
+        bind(Path(path), Path(folder + path))
     home = Path(folder, "tmp")
     home.mkdir()
     attributes = MountAttributes(set=READ_ONLY)
@@ -163,23 +155,23 @@ def furnish(folder: str) -> None:
     call("mount", b"none", bytes(home), b"tmpfs", ctypes.c_ulong(0), TMPFS)
 
 
-def show(place: Path, at: Path) -> None:
-    """Let the file or folder `place`, if there is one, be seen `at`."""
-    if not place.exists():
+def bind(source: Path, target: Path) -> None:
+    """Bind-mount the file or folder `source`, if it exists, at `target`; copy it if it is a link."""
+    if not source.exists():
         return
-    at.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_symlink():
-        at.symlink_to(os.readlink(place))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(os.readlink(source))
         return
-    if place.is_dir():
-        at.mkdir(exist_ok=True)
+    if source.is_dir():
+        target.mkdir(exist_ok=True)
     else:
-        at.touch()
-    call("mount", bytes(place), bytes(at), None, ctypes.c_ulong(BIND | RECURSIVE), None)
+        target.touch()
+    call("mount", bytes(source), bytes(target), None, ctypes.c_ulong(BIND | RECURSIVE), None)
 
 
 def wait(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, int]:
-    """Return by which limit `child` had to be stopped, if by any, and its exit status."""
+    """Wait for `child`; return the limit that stopped it, or an empty text, and its exit status."""
     watched, clock = os.pidfd_open(child), (~child << 3) | CPU_CLOCK
     began = last = time.monotonic()
     slept, stopped = 0.0, ""
@@ -199,16 +191,16 @@ def wait(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, i
 
 
 def sleeps(process: int) -> bool:
-    """Return whether no thread of `process` runs, waits for a processor or for a disk."""
+    """Return whether every thread of `process` sleeps: none runs or waits for a processor or a disk."""
     try:
         threads = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
-    except OSError:  # a thread ended meanwhile
+    except OSError:  # a thread ended in between
         return False
     return all(text.rpartition(")")[2].split()[0] in "STt" for text in threads)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the C library. Raises OSError with its name where it fails."""
+    """Call a function of the C library. Raises OSError with its name if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

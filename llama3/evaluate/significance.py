@@ -1,9 +1,7 @@
-"""Whether two models differ by more than noise: a difference with its interval, its p, and Holm's correction.
+"""Do two models differ by more than noise? A difference with its interval, its p, and Holm's correction.
 
-An interval says how large a difference may be, a p how seldom chance alone gives one so large, and Holm's step-down
-keeps the chance of any false finding among several p at 5 %, however they depend on each other. Plain Python, exact
-where it can be: whoever only reads stored decisions loads no numerical library. What this gives up: power against
-procedures that know how the scores depend on each other.
+Holm's step-down keeps the chance of any false finding among several p at 5 %, however they depend on each other. Plain
+Python, so reading stored decisions loads no numerical library.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 LEVEL = 0.05
-"""Chance of a false finding, two-sided; intervals are of 95 %."""
+"""Two-sided level of significance; intervals are 95 %."""
 Method = Literal["paired bootstrap over documents", "McNemar", "paired difference"]
 DOCUMENTS: Method = "paired bootstrap over documents"
 QUESTIONS: Method = "McNemar"
@@ -29,7 +27,7 @@ def _exact(value: float) -> float | str:
 
 
 Number = Annotated[float, PlainSerializer(_exact, when_used="json")]
-"""A float that survives JSON exactly; `nan` and infinities, which JSON has not, as text."""
+"""A float that survives JSON exactly; `nan` and infinities, which JSON lacks, as text."""
 
 
 class Difference(BaseModel):
@@ -39,27 +37,27 @@ class Difference(BaseModel):
 
     value: Number
     low: Number
-    """Lower end of the paired 95 % interval; NaN or infinite where there are too few samples for one."""
+    """Lower end of the paired 95 % interval; NaN or infinite with too few samples."""
     high: Number
     p: Number
-    """Two-sided: how often chance alone gives a difference as large."""
+    """Two-sided: how often chance alone gives a difference this large."""
     p_holm: Number | None = None
-    """The same after Holm's correction over all scores where higher is better; None for the others."""
+    """`p` after Holm's correction over all scores where higher is better; None for the other scores."""
     n: int
-    """Documents or questions that both were given."""
+    """Documents or questions that both models answered."""
     method: Method
     better: Literal["lower", "higher"]
 
     @property
     def worse(self) -> tuple[float, float, float]:
-        """How much worse the candidate is (below 0: better), and the ends of the interval of that."""
+        """How much worse the candidate is (below 0: better), and the ends of its interval."""
         if self.better == "lower":
             return self.value, self.low, self.high
         return -self.value, -self.high, -self.low
 
 
 def normal_p(value: float, stderr: float) -> float:
-    """Return the two-sided p of `value` under a normal distribution around 0; NaN where either is not finite."""
+    """Return the two-sided p of `value` under a normal distribution around 0; NaN if either is not finite."""
     if not (math.isfinite(value) and math.isfinite(stderr)):
         return math.nan
     if stderr == 0:
@@ -70,12 +68,12 @@ def normal_p(value: float, stderr: float) -> float:
 def mcnemar(gained: int, lost: int) -> float:
     """Return the exact two-sided p of `gained` questions newly right against `lost` newly wrong (binomial, 1/2).
 
-    McNemar (1947), Psychometrika 12:153-157; questions that both answer alike say nothing and are left out.
+    McNemar (1947), Psychometrika 12:153-157; questions that both models answer alike do not count.
     """
     changed, fewer = gained + lost, min(gained, lost)
     ways = total = 1
-    for place in range(fewer):
-        ways = ways * (changed - place) // (place + 1)
+    for drawn in range(fewer):
+        ways = ways * (changed - drawn) // (drawn + 1)
         total += ways
     return min(1.0, 2 * total / (1 << changed))
 
@@ -83,11 +81,11 @@ def mcnemar(gained: int, lost: int) -> float:
 def holm(ps: Mapping[str, float]) -> dict[str, float]:
     """Return the p of each name after Holm's step-down over all of them (Holm 1979, Scand. J. Statist. 6:65-70).
 
-    One that is not finite stays so and does not count towards the family.
+    A p that is not finite stays as it is and does not count towards the family.
     """
     finite = sorted((name for name in ps if math.isfinite(ps[name])), key=lambda name: ps[name])
     adjusted, largest = dict(ps), 0.0
-    for place, name in enumerate(finite):
-        largest = max(largest, min(1.0, (len(finite) - place) * ps[name]))
+    for rank, name in enumerate(finite):
+        largest = max(largest, min(1.0, (len(finite) - rank) * ps[name]))
         adjusted[name] = largest
     return adjusted

@@ -1,10 +1,7 @@
-"""Standard errors and intervals for scores, so that no number is reported or compared without its spread.
+"""Standard errors and intervals of scores, and the bootstrap for differences of bits per byte.
 
-Closed forms instead of a bootstrap: they need no random numbers, so two evaluations of one model give the same bytes,
-and at the sizes used here (tens of documents, a hundred questions) they agree with a bootstrap to a few percent; the
-tests check their coverage by simulation. What this gives up: normal quantiles at every n, so below about 15 documents
-an interval is too narrow; and items are taken as independent, which pages of one web site are not. Bits per byte of
-two models are compared by `llama3.evaluate.statistics`, which needs no normal quantiles.
+Scores use closed forms, which agree with a bootstrap to a few percent at tens of documents; with normal quantiles an
+interval is too narrow below about 15 documents. Items count as independent, which pages of one web site are not.
 """
 
 from __future__ import annotations
@@ -20,11 +17,18 @@ from llama3.evaluate.significance import LEVEL
 
 Z = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
+RESAMPLES = 10_000
+CHUNK = 2**20
+"""Documents drawn at once, over all resamples of a chunk: 8 MB an array."""
+ROUNDING = 1e-10
+"""Relative size below which a sum of squares that cancel is 0."""
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its standard error and 95 % interval over `n` items; the spread is NaN where n is too small."""
+    """A value with its standard error and 95 % interval over `n` items; the spread is NaN if n is too small."""
 
     value: float
     stderr: float
@@ -42,7 +46,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     """Return sum(y) / sum(x) over items, such as bits over bytes of documents.
 
     The items are the unit of sampling, not the tokens: tokens of one document err together. Standard error by
-    linearisation, s_R^2 = n / (n - 1) * sum((y_i - R x_i)^2) / sum(x)^2 (Cochran, Sampling Techniques, 3rd edition,
+    linearization, s_R^2 = n / (n - 1) * sum((y_i - R x_i)^2) / sum(x)^2 (Cochran, Sampling Techniques, 3rd edition,
     chapter 6, without the finite-population term).
     Raises ValueError if there is no item, the lengths differ or the denominators do not sum to more than 0.
     """
@@ -61,23 +65,23 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
 def proportion(successes: int, n: int) -> Estimate:
     """Return successes / n with sqrt(p (1 - p) / n) and Wilson's 95 % interval.
 
-    Wilson (1927), JASA 22:209-212: unlike p +- 1.96 stderr it keeps its coverage near 0 and 1 and has width there.
+    Wilson (1927), JASA 22:209-212: unlike p +- 1.96 stderr it keeps its coverage and a width near 0 and 1.
     Raises ValueError unless 0 <= successes <= n and n >= 1.
     """
     if not (n >= 1 and 0 <= successes <= n):
         raise ValueError(f"{successes} successes of {n}: a proportion needs 0 <= successes <= n and n >= 1")
     p = successes / n
-    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    center = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    low = 0.0 if successes == 0 else centre - half
-    high = 1.0 if successes == n else centre + half
+    low = 0.0 if successes == 0 else center - half
+    high = 1.0 if successes == n else center + half
     return Estimate(p, math.sqrt(p * (1 - p) / n), low, high, n)
 
 
 def weighted_mean(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """Return the mean of independent estimates; `weights` need not sum to 1. n is the number of items in all.
+    """Return the mean of independent estimates; `weights` need not sum to 1. n is the total number of items.
 
-    Raises ValueError unless the weights are as many as the parts, none negative, and sum to more than 0.
+    Raises ValueError unless there is one weight per part, none negative, with a sum above 0.
     """
     total = math.fsum(weights)
     if len(parts) != len(weights) or not total > 0 or min(weights) < 0:
@@ -89,20 +93,20 @@ def weighted_mean(parts: Sequence[Estimate], weights: Sequence[float]) -> Estima
 
 
 def mean(values: Sequence[float], groups: Sequence[str] = ()) -> Estimate:
-    """Return the mean over items, or the mean of the groups' means where each item is given its group.
+    """Return the mean over items, or the mean of the groups' means if each item is given its group.
 
-    The groups are all there are, only the items in them are a sample: the variance is sum(s_g^2 / n_g) / G^2, as of a
+    The groups are fixed, only the items in them are a sample: the variance is sum(s_g^2 / n_g) / G^2, as of a
     stratified sample (Cochran, chapter 5), with the pooled variance for a group of one item.
-    Raises ValueError if there is no item, or not one group for each.
+    Raises ValueError if there is no item, or not one group per item.
     """
     y = np.asarray(values, np.float64)
     if groups and len(groups) != len(y):
         raise ValueError(f"{len(y)} items with {len(groups)} groups: give each item its group")
     if len(set(groups)) in (0, len(y)):
         return ratio(y.tolist(), [1.0] * len(y))
-    _, place, sizes = np.unique(list(groups), return_inverse=True, return_counts=True)
-    means = np.bincount(place, y) / sizes
-    squares = np.bincount(place, (y - means[place]) ** 2)
+    _, group, sizes = np.unique(list(groups), return_inverse=True, return_counts=True)
+    means = np.bincount(group, y) / sizes
+    squares = np.bincount(group, (y - means[group]) ** 2)
     spreads = np.where(sizes > 1, squares / np.maximum(1, sizes - 1), squares.sum() / (len(y) - len(sizes)))
     return normal(float(means.mean()), math.sqrt(float((spreads / sizes).sum())) / len(sizes), len(y))
 
@@ -111,33 +115,21 @@ def paired_proportions(gained: int, lost: int, n: int) -> Estimate:
     """Return the difference of two shares of right answers to the same n questions with Agresti and Min's interval.
 
     `gained` are right only in the first, `lost` only in the second. Half a question is added to each cell of the table
-    (Agresti and Min 2005, Statistics in Medicine 24:729-740), so the interval has width where all answers agree.
+    (Agresti and Min 2005, Statistics in Medicine 24:729-740), so the interval has a width if all answers agree.
     Raises ValueError unless gained + lost <= n and n >= 1.
     """
     if not (n >= 1 and min(gained, lost) >= 0 and gained + lost <= n):
         raise ValueError(f"{gained} gained and {lost} lost of {n} questions: they must be counts within them")
     more, fewer, size = gained + 0.5, lost + 0.5, n + 2
-    centre = (more - fewer) / size
+    center = (more - fewer) / size
     half = Z * math.sqrt(more + fewer - (more - fewer) ** 2 / size) / size
     stderr = math.sqrt(gained + lost - (gained - lost) ** 2 / n) / n
-    return Estimate((gained - lost) / n, stderr, max(-1.0, centre - half), min(1.0, centre + half), n)
+    return Estimate((gained - lost) / n, stderr, max(-1.0, center - half), min(1.0, center + half), n)
 
 
-# The studentised bootstrap of a ratio over documents, such as bits over bytes: its interval and its p.
-#
-# Documents are drawn again with replacement many times, and each time the ratio and its standard error are computed
-# anew. The interval is that of bootstrap-t (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter
-# 12): at 32 documents of uneven length it misses 5 % of the time where the percentile interval misses 6 to 7 %, and
-# it is not symmetric where the documents are not. The random numbers have a fixed seed, so equal samples give equal
-# numbers. What this gives up: 0.1 s for 256 documents, and below four documents every interval is infinite.
-
-RESAMPLES = 10_000
-CHUNK = 2**20
-"""Documents drawn at once, over all resamples of a chunk: 8 MB an array."""
-ROUNDING = 1e-10
-"""Relative size below which a sum of squares that cancel is 0."""
-
-Array = NDArray[np.float64]
+# The studentized bootstrap of a ratio over documents (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
+# chapter 12). At 32 documents of uneven length its interval misses 5 % of the time, the percentile interval 6 to 7 %.
+# 256 documents take 0.1 s.
 
 
 @dataclass(frozen=True)
@@ -155,25 +147,26 @@ class Resampled:
 
 
 def resample(numerators: Array, denominators: Array, seed: int, resamples: int = RESAMPLES) -> Resampled:
-    """Return sum(y) / sum(x) over documents, both [n], drawn again `resamples` times. Raises ValueError as `ratio`."""
+    """Resample sum(y) / sum(x) over documents, both [n], `resamples` times. Raises ValueError as `ratio` does."""
     whole = ratio(numerators.tolist(), denominators.tolist())
     n, random = len(numerators), np.random.default_rng(seed)
     residuals = numerators - whole.value * denominators
     columns = (residuals, denominators, residuals**2, residuals * denominators, denominators**2)
     shifts, stderrs = [], []
-    for size in _chunks(resamples, max(1, CHUNK // n)):
-        drawn = random.integers(0, n, (size, n))
+    chunk = max(1, CHUNK // n)
+    for start in range(0, resamples, chunk):
+        drawn = random.integers(0, n, (min(chunk, resamples - start), n))
         r, x, rr, rx, xx = (column[drawn].sum(axis=1) for column in columns)
         shift = r / x
         squares, scale = rr - 2 * shift * rx + shift**2 * xx, rr + shift**2 * xx
-        squares = np.where(squares > ROUNDING * scale, squares, 0.0)  # one document drawn every time
+        squares = np.where(squares > ROUNDING * scale, squares, 0.0)  # the same document was drawn every time
         shifts.append(shift)
         stderrs.append(np.sqrt(n / max(1, n - 1) * squares) / x)
     return Resampled(whole.value, whole.stderr, np.concatenate(shifts), np.concatenate(stderrs), n)
 
 
 def combine(parts: Sequence[Resampled], weights: Sequence[float]) -> Resampled:
-    """Return the mean of parts that were drawn independently of each other; `weights` need not sum to 1."""
+    """Return the mean of independently resampled parts; `weights` need not sum to 1."""
     shares = np.asarray(weights, np.float64) / sum(weights)
     pairs = list(zip(shares, parts, strict=True))
     return Resampled(
@@ -188,7 +181,7 @@ def combine(parts: Sequence[Resampled], weights: Sequence[float]) -> Resampled:
 def interval(found: Resampled) -> tuple[float, float, float]:
     """Return the ends of the 95 % interval and the two-sided p of a value of 0; the two always agree.
 
-    NaN where the value is, or of a single document; infinite ends of fewer than four.
+    NaN if the value is NaN or there is one document; infinite ends with fewer than four documents.
     """
     if not (np.isfinite(found.value) and np.isfinite(found.stderr)):
         return np.nan, np.nan, np.nan
@@ -202,7 +195,3 @@ def interval(found: Resampled) -> tuple[float, float, float]:
     measured = found.value / found.stderr
     beyond = min(int((t <= measured).sum()), int((t >= measured).sum()))
     return float(ends[0]), float(ends[1]), min(1.0, 2 * (1 + beyond) / (count + 1))
-
-
-def _chunks(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]

@@ -1,9 +1,8 @@
-"""A task as YAML: which rows of a published set are asked, how they are written, and how answers count.
+"""Tasks as YAML files, and the rows of their data files.
 
-A task holds no data, only templates over the fields of the rows, so a set is used as its authors publish it. Fields of
-text are jinja2 templates (`"{{ question }}"`); `choices`, `contexts` and `gold` are expressions: what would stand
-between the braces. Nothing is stripped: a model reads the texts as the templates give them. There is no code in a task:
-a set that templates cannot express is converted once, outside, or given as a folder of rendered requests.
+A task has no data and no code, only templates over the fields of the rows, so a set is used as it is published. Text
+fields are jinja2 templates (`"{{ question }}"`); `choices`, `contexts` and `gold` are expressions (without the braces).
+Nothing is stripped. Data files are JSON lines, JSON, Parquet or plain text, local or in an object store.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ CONTENT: dict[FileKind, tuple[set[str], set[str]]] = {
     "generate": ({"context", "gold"}, {"answer", "writing"}),
     "code": ({"context", "tests"}, {"answer", "program", "writing"}),
 }
-"""Kind -> the fields that it needs, and those that it may have and others not."""
+"""Kind -> the fields that it needs, and the optional ones that other kinds lack."""
 _OF_SOME = set().union(*(needed | allowed for needed, allowed in CONTENT.values()))
+FORMATS = (".jsonl", ".json", ".parquet", ".txt")
 
 
 class Shots(Section):
@@ -50,9 +50,9 @@ class Shots(Section):
 
     count: int = Field(default=0, ge=0)
     data: str | None = None
-    """File of the examples; left out: that of the questions."""
+    """File of the examples; default: that of the questions."""
     choose: Literal["first", "seed"] = "seed"
-    """`first`: the first of the file (or group); `seed`: drawn anew for each question, from `seed` and its text."""
+    """`first`: the first of the file (or group); `seed`: drawn for each question, from `seed` and its text."""
     seed: int = 0
     same_group: bool = False
     """Only from the question's own `group`."""
@@ -66,17 +66,17 @@ class TaskFile(Section):
     version: int = Field(default=1, ge=1)
     """Raise it with every change that gives other requests or another score."""
     kind: FileKind
-    """`choice`: the likeliest of several answers. `letters`: the same, but the answers stand in the question and their
+    """`choice`: the likeliest of several answers. `letters`: the same, but the question shows the answers and their
     letters are scored. `schema`: one ending, the likeliest of several beginnings. `cloze`: right if each token of the
     continuation is the model's likeliest. `rolling`: bits per byte of whole texts. `generate`: the model writes, and
     what is extracted is compared with `gold`. `code`: what the model writes is run with `tests`."""
     data: list[str] = Field(min_length=1)
-    """Files of questions: .jsonl, .json, .parquet, or .txt for `rolling`, all but Parquet also with .gz. A name begins
-    in the recipe's `evaluate.data`, one with `./` beside this file; absolute paths and URIs are taken as they are."""
+    """Files of questions: .jsonl, .json, .parquet, or .txt for `rolling`, all but Parquet also with .gz. Names are
+    relative to the recipe's `evaluate.data`, with `./` to the folder of this file; or absolute paths or URIs."""
     sha256: dict[str, str] = Field(default_factory=dict)
     """File -> SHA-256 (hex) that it must have."""
     preamble: str = ""
-    """Template of what stands before everything, shots included; give it its own line ends."""
+    """Template of the text before everything, shots included; give it its own line ends."""
     context: str = ""
     """Template of the question."""
     contexts: str = ""
@@ -86,13 +86,13 @@ class TaskFile(Section):
     continuation: str = ""
     """Template of the ending that is scored (`schema`, `cloze`)."""
     gold: str = ""
-    """Expression: place of the right one, from 0; for `generate` the right answer, or a list of them."""
+    """Expression: index of the right one, from 0; for `generate` the right answer, or a list of them."""
     answer: str = ""
     """Template of the answer that a solved example shows (`generate`, `code`)."""
     tests: str = ""
     """Template of the Python that is run after `program` and the model's answer together (`code`)."""
     program: str = "{{ context }}"
-    """Template of what stands before the answer in the program that is run (`code`)."""
+    """Template of the text before the answer in the program that is run (`code`)."""
     text: str = "{{ text }}"
     """Template of the text that is scored (`rolling`)."""
     split_at: str = ""
@@ -100,19 +100,19 @@ class TaskFile(Section):
     line: str = "{{ letter }}. {{ choice }}"
     """Template of a line that shows an answer (`letters`)."""
     group: str = ""
-    """Template of what the score is also averaged by, such as a subject."""
+    """Template of a group by which the score is also averaged, such as a subject."""
     before_answer: str = " "
-    """Between question and answer. Spaces before the answer count as part of it, because tokens begin with them."""
+    """Text between question and answer. Spaces before the answer are part of it, because tokens begin with them."""
     between_shots: str = "\n\n"
     shots: Shots = Shots()
     limit: int | None = Field(default=None, ge=1)
-    """Most questions: those whose text has the smallest hash, whatever their order; none: all."""
+    """Most questions: those whose text has the smallest hash, in any order; None: all."""
     normalise: Normalise = "bytes"
-    """What the nats of an answer are divided by before the fewest win; `characters` leaves out spaces that join it."""
+    """What the nats of an answer are divided by before the fewest win; `characters` excludes the joining spaces."""
     average: Literal["items", "groups"] = "items"
     """`groups`: the mean of the groups' means."""
     chance: float | None = Field(default=None, ge=0, lt=1)
-    """What guessing scores; left out: 1 / choices, or 0."""
+    """The score of guessing; default: 1 / choices, or 0."""
     writing: Writing = Writing()
     """How answers are written (`generate`, `code`)."""
 
@@ -150,7 +150,7 @@ class TaskFile(Section):
 
     @property
     def joint(self) -> str:
-        """What stands between question and answer: nothing in code, unless `before_answer` is given."""
+        """Text between question and answer: empty in code, unless `before_answer` is given."""
         return "" if self.kind == "code" and "before_answer" not in self.model_fields_set else self.before_answer
 
     @property
@@ -160,7 +160,7 @@ class TaskFile(Section):
 
 
 def parse_task(data: object, place: str) -> TaskFile:
-    """Return the task that the mapping `data` describes; `place` is what errors call it.
+    """Return the task that the mapping `data` describes; `place` is its name in error messages.
 
     Raises ValueError with one line per fault: file, field, remedy.
     """
@@ -173,7 +173,7 @@ def parse_task(data: object, place: str) -> TaskFile:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds. Raises ValueError if it cannot be read, or its aliases stand for too much."""
+    """Return the content of a YAML file. Raises ValueError if it cannot be read or its aliases expand too far."""
     try:
         return read_plain(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -186,34 +186,28 @@ def read_yaml(path: Path) -> Any:
 
 def faults(error: ValidationError, place: str) -> list[str]:
     """Return one line per fault that pydantic found in the file `place`."""
-    return [f"{place}: {_fault(dict(fault))}" for fault in error.errors()]
+    lines = []
+    for fault in error.errors():
+        field = ".".join(str(key) for key in fault["loc"])
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        match fault["type"]:
+            case "value_error":
+                text = f"{field}: {message}" if field else message
+            case "extra_forbidden" | "unexpected_keyword_argument":
+                text = f"{field}: unknown key; leave it out"
+            case "missing":
+                text = f"{field}: is missing"
+            case _:
+                text = f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"
+        lines.append(f"{place}: {text}")
+    return lines
 
 
-def _fault(fault: dict[str, Any]) -> str:
-    field = ".".join(str(part) for part in fault["loc"])
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    match fault["type"]:
-        case "value_error":
-            return f"{field}: {message}" if field else message
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"{field}: unknown key; leave it out"
-        case "missing":
-            return f"{field}: is missing"
-        case _:
-            return f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-# Rows of a task's data file: JSON lines, JSON, Parquet or plain text, here or in an object store, checked by
-# digest.
-#
-# Published sets are small, so a file is read whole, once: its digest and its rows then come from the same bytes,
-# and a file that changes underneath cannot be half of each. What this gives up: sets of many gigabytes.
-
-FORMATS = (".jsonl", ".json", ".parquet", ".txt")
+# Data files. Published sets are small, so a file is read whole, once: its digest and its rows come from the same bytes.
 
 
 class MissingFile(ValueError):
-    """A data file that a task names and that is not there."""
+    """A data file that a task names does not exist."""
 
 
 @dataclass(frozen=True)
@@ -228,21 +222,21 @@ class DataFile:
     name: str
     """As the task writes it."""
     sha256: str
-    """Of the file's bytes, as they lie there (compressed, if they are)."""
+    """Of the file's bytes as stored (compressed, if they are)."""
     rows: list[DataRow]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the names of data files in a task begin."""
+    """The folders to which the names of data files in a task are relative."""
 
     data: str | None = None
-    """`evaluate.data`: a folder, here or in an object store."""
+    """`evaluate.data`: a folder, local or in an object store."""
     beside: Path | None = None
     """The folder of the task's own file, for names that begin with `./`."""
 
     def uri(self, name: str) -> str:
-        """Return where the data file `name` lies. Raises MissingFile if it takes `evaluate.data` and there is none."""
+        """Return the path or URI of the data file `name`. Raises MissingFile if it needs `evaluate.data`, not set."""
         if "://" in name or Path(name).expanduser().is_absolute():
             return name
         if name.startswith("./") and self.beside is not None:
@@ -256,100 +250,92 @@ def read_rows(name: str, places: Places, sha256: str = "", split_at: str = "", m
     """Return the rows of the data file `name`, or the first `most` of them.
 
     A text file is one row with the field `text`, or one for each match of the regular expression `split_at`, at which
-    a new text begins. Raises MissingFile if there is no such file and ValueError if its digest is not `sha256` (hex;
-    empty: any will do), it cannot be read as what its name says, or it holds no row.
+    a new text begins. Raises MissingFile if the file does not exist and ValueError if its digest is not `sha256` (hex;
+    empty: any), it cannot be read in the format of its suffix, or it has no row.
     """
-    uri, data, found = read_bytes(name, places, sha256)
-    return DataFile(name, found, parse_rows(uri, data, split_at, most))
+    uri, data, digest = read_bytes(name, places, sha256)
+    return DataFile(name, digest, parse_rows(uri, data, split_at, most))
 
 
 def read_bytes(name: str, places: Places, sha256: str = "") -> tuple[str, bytes, str]:
-    """Return where the data file `name` lies, its bytes and their SHA-256. Raises as `read_rows` does for them."""
+    """Return the URI of the data file `name`, its bytes and their SHA-256. Raises as `read_rows` does for them."""
     uri = places.uri(name)
     data = _read(uri)
-    found = hashlib.sha256(data).hexdigest()
-    if sha256 and found != sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if sha256 and digest != sha256:
         raise ValueError(
-            f"{uri}: sha256 is {found}, the task was written for {sha256}; get that file, or write the new digest into "
-            "the task and raise its version"
+            f"{uri}: sha256 is {digest}, the task was written for {sha256}; get that file, or write the new digest "
+            "into the task and raise its version"
         )
-    return uri, data, found
-
-
-def parse_rows(uri: str, data: bytes, split_at: str = "", most: int | None = None) -> list[DataRow]:
-    """Return the rows of the file `uri`, whose bytes are `data`. Raises as `read_rows` does for them."""
-    rows = list(islice(_rows(uri, data, split_at), most))
-    if not rows:
-        raise ValueError(f"{uri}: holds no row; give a file with questions")
-    return rows
+    return uri, data, digest
 
 
 def file_sha256(uri: str) -> str:
-    """Return the SHA-256 (hex) of a file's bytes. Raises MissingFile if there is none."""
+    """Return the SHA-256 (hex) of a file's bytes. Raises MissingFile if it does not exist."""
     return hashlib.sha256(_read(uri)).hexdigest()
-
-
-def _path(uri: str) -> str:
-    return str(local_path(uri)) if is_local(uri) else uri
 
 
 def _read(uri: str) -> bytes:
     try:
-        data: bytes = filesystem_of(uri).cat_file(_path(uri))
+        data: bytes = filesystem_of(uri).cat_file(str(local_path(uri)) if is_local(uri) else uri)
     except (FileNotFoundError, IsADirectoryError):
         raise MissingFile(f"{uri}: is not a file; put it there, or set evaluate.missing to skip") from None
-    except (OSError, ImportError, ValueError) as error:  # no right to it, no such store, no such protocol
+    except (OSError, ImportError, ValueError) as error:  # no permission, no such store, no such protocol
         raise ValueError(f"{uri}: cannot be read ({error}); check evaluate.data and the keys of its store") from None
     return data
 
 
-def _rows(uri: str, data: bytes, split_at: str) -> Iterator[DataRow]:
+def parse_rows(uri: str, data: bytes, split_at: str = "", most: int | None = None) -> list[DataRow]:
+    """Return the rows of the file `uri`, whose bytes are `data`. Raises as `read_rows` does for them."""
     suffixes = [suffix for suffix in PurePosixPath(uri).suffixes if suffix != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     if suffix not in FORMATS:
         raise ValueError(f"{uri}: is none of {', '.join(FORMATS)} (or one of them with .gz); convert it")
     try:
         data = gzip.decompress(data) if uri.endswith(".gz") else data
-        yield from _parse(uri, data, suffix, split_at)
+        match suffix:
+            case ".jsonl":
+                rows = _json_lines(uri, data.decode())
+            case ".json":
+                rows = _json_list(uri, data.decode())
+            case ".parquet":
+                table = pq.read_table(io.BytesIO(data))
+                rows = (DataRow(f"{uri}:{n}", row) for n, row in enumerate(table.to_pylist(), 1))
+            case _:
+                rows = _texts(uri, data.decode(), split_at)
+        kept = list(islice(rows, most))
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException) as error:
         raise ValueError(f"{uri}: cannot be read as {suffix} ({error}); get it again") from None
+    if not kept:
+        raise ValueError(f"{uri}: holds no row; give a file with questions")
+    return kept
 
 
-def _parse(uri: str, data: bytes, suffix: str, split_at: str) -> Iterator[DataRow]:
-    match suffix:
-        case ".jsonl":
-            lines = data.decode().split("\n")
-            yield from (_object(f"{uri}:{n}", line) for n, line in enumerate(lines, 1) if line.strip())
-        case ".json":
-            yield from (_fields(f"{uri}:{n}", row) for n, row in enumerate(_list(uri, data.decode()), 1))
-        case ".parquet":
-            table = pq.read_table(io.BytesIO(data))
-            yield from (DataRow(f"{uri}:{n}", row) for n, row in enumerate(table.to_pylist(), 1))
-        case _:
-            yield from _texts(uri, data.decode(), split_at)
+def _json_lines(uri: str, text: str) -> Iterator[DataRow]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{uri}:{number}: is not JSON ({error.msg}); write one object a line") from None
+        yield _json_row(f"{uri}:{number}", row)
 
 
-def _object(place: str, line: str) -> DataRow:
-    try:
-        return _fields(place, json.loads(line))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: is not JSON ({error.msg}); write one object a line") from None
-
-
-def _fields(place: str, row: object) -> DataRow:
-    if not isinstance(row, dict):
-        raise ValueError(f'{place}: is not a JSON object with fields; write one such as {{"question": ...}}')
-    return DataRow(place, row)
-
-
-def _list(uri: str, text: str) -> list[Any]:
+def _json_list(uri: str, text: str) -> Iterator[DataRow]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{uri}:{error.lineno}: is not JSON ({error.msg}); correct it") from None
     if not isinstance(rows, list):
         raise ValueError(f"{uri}: is not a JSON list of objects; write [{{...}}, ...]")
-    return rows
+    yield from (_json_row(f"{uri}:{number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json_row(place: str, row: object) -> DataRow:
+    if not isinstance(row, dict):
+        raise ValueError(f'{place}: is not a JSON object with fields; write one such as {{"question": ...}}')
+    return DataRow(place, row)
 
 
 def _texts(uri: str, text: str, split_at: str) -> Iterator[DataRow]:

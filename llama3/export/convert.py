@@ -1,8 +1,7 @@
-"""A model folder of one format as a folder of another, tokenizer included, one parameter at a time.
+"""Convert local model folders between formats, tokenizer included, one parameter at a time.
 
-The target appears whole or not at all: it is built beside itself and renamed. Memory holds one file of weights (5 GB),
-but for Meta's `.pth`, which holds one rank's. Shapes, names and settings are checked before anything is written. What
-this gives up: folders are local, so copy what is elsewhere to this machine first; GGUF is written and never read.
+The target appears atomically: it is built in a folder beside it and renamed. Memory holds one file of weights (5 GB),
+or one rank's file for Meta's `.pth`. GGUF is only written, not read.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ Number = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPEN: dict[Format, Callable[[Path], WeightReader]] = {"herd": open_model, "hf": open_hugging_face, "meta": open_meta}
 TOKENIZERS = {"herd": MODEL_FILE, "hf": "tokenizer.json", "meta": MODEL_FILE}
+SUFFIXES = (".safetensors", ".json", ".pth", ".bin")
+"""Suffixes of the files of a model (`.bin`, so that the reader can reject it by name)."""
+FREE = {"preset", "max_seq"}
+"""Fields of a model that do not change what it computes."""
 
 
 def convert(
@@ -149,22 +152,11 @@ def _tokenizer(folder: Path, form: Format, rows: int) -> Tokenizer | None:
     return tokenizer
 
 
-# Weights to start training from, whatever their format, as a model folder of ours.
-#
-# The shape that the weights have and the shape that the recipe asks for must compute the same function: a wrong
-# rotary setting loads without an error and costs 10 % at 512 tokens, so it is refused like a wrong size. The
-# longest sequence is the recipe's, because it changes nothing computed. Weights under a URI are copied beside the
-# target first, and deleted when they are written in our form. What this gives up: for that time the disk holds the
-# weights twice.
-
-SUFFIXES = (".safetensors", ".json", ".pth", ".bin")
-"""Files that a model can consist of (`.bin` to be refused by name)."""
-FREE = {"preset", "max_seq"}
-"""Fields of a model that change nothing computed."""
+# Import of weights to start training from. Weights under a URI are first copied beside the target.
 
 
 class Shaped(Protocol):
-    """What tells the shape of a model."""
+    """An object with the shape of a model."""
 
     @property
     def spec(self) -> Model: ...
@@ -176,9 +168,9 @@ class Shaped(Protocol):
 def import_weights(start: Start, folder: Path, asked: Model | None = None, rows: int | None = None) -> Model:
     """Write the weights that `start` names as the new model folder `folder`; return its shape.
 
-    `asked` is the recipe's model, which the folder's configuration then is, and `rows` the embedding rows that its
-    tokenizer has. Numbers stay as stored; the tokenizer is not copied. Raises ValueError, naming field and values, if
-    the weights are no Llama 3, are not of that shape, or `folder` exists.
+    `asked` is the recipe's model, written as the folder's configuration, and `rows` the number of ids of its tokenizer.
+    Numbers keep their type; the tokenizer is not copied. Raises ValueError, naming field and values, if the weights are
+    not a Llama 3, have another shape, or `folder` exists.
     """
     assert start.format != "checkpoint"
     with building(folder) as new, _here(start, folder) as source:
@@ -190,24 +182,26 @@ def import_weights(start: Start, folder: Path, asked: Model | None = None, rows:
 
 
 def compare_shapes(start: Start, model: Shaped, asked: Model | None, rows: int | None = None) -> None:
-    """Raise ValueError if `model`, which `start` names, is not of the shape `asked` with `rows` embedding rows."""
+    """Raise ValueError if `model`, which `start` names, does not have the shape `asked` with `rows` embedding rows."""
     if rows is not None and rows != model.rows:
         raise ValueError(
             f"start.from: {start.origin} has {model.rows} embedding rows, the recipe's tokenizer {rows}; "
             "name the tokenizer that the weights were trained with (tokenizer.use)"
         )
-    found, due = model.spec.model_dump(mode="json"), (asked or model.spec).model_dump(mode="json")
-    for field in (field for field in due if field not in FREE and found[field] != due[field]):
-        value = json.dumps(found[field])
-        raise ValueError(
-            f"start.from: {start.origin} has {field} {value}, model.{field} is {json.dumps(due[field])}; "
-            f"write model: {{{field}: {value}}}, or name other weights"
-        )
+    actual, expected = model.spec.model_dump(mode="json"), (asked or model.spec).model_dump(mode="json")
+    for field in expected:
+        # A wrong rotary setting is an error too: it loads, but changes logits by 10 % at 512 tokens.
+        if field not in FREE and actual[field] != expected[field]:
+            value = json.dumps(actual[field])
+            raise ValueError(
+                f"start.from: {start.origin} has {field} {value}, model.{field} is {json.dumps(expected[field])}; "
+                f"write model: {{{field}: {value}}}, or name other weights"
+            )
 
 
 @contextmanager
 def _here(start: Start, folder: Path) -> Iterator[Path]:
-    """Yield a local folder of the weights; of a URI only the files at its top, without a second copy below it."""
+    """Yield a local folder with the weights; of a URI, a copy of the files at its top level."""
     if is_local(start.origin):
         yield local_path(start.origin)
         return
@@ -215,17 +209,15 @@ def _here(start: Start, folder: Path) -> Iterator[Path]:
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     try:
-        for uri in _files(start.origin):
+        uris = [uri for uri, _ in listing(start.origin)]
+        depth = start.origin.rstrip("/").split("://")[1].count("/") + 1
+        files = [uri for uri in uris if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == depth]
+        if not files:
+            raise ValueError(
+                f"start.from: {start.origin} holds no weights ({len(uris)} files); name the folder they are in"
+            )
+        for uri in files:
             filesystem_of(uri).get_file(uri, str(copy / uri.rsplit("/", 1)[1]))
         yield copy
     finally:
         shutil.rmtree(copy, ignore_errors=True)
-
-
-def _files(origin: str) -> list[str]:
-    top = origin.rstrip("/").split("://")[1].count("/") + 1
-    found = [uri for uri, _ in listing(origin)]
-    files = [uri for uri in found if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == top]
-    if not files:
-        raise ValueError(f"start.from: {origin} holds no weights ({len(found)} files); name the folder they are in")
-    return files

@@ -1,12 +1,7 @@
-"""Meta's folder of a Llama: `params.json` beside `consolidated.00.pth`, ..., or `consolidated.safetensors`.
+"""Read and write Meta's Llama folder: `params.json` with `consolidated.NN.pth` or `consolidated.safetensors`.
 
-Meta's own files are pickles of tensors, read without running what a pickle may hold (`parts`); files of several
-model-parallel ranks are merged, and written one rank after the other. The safetensors form has the same names and
-layout and needs no pickle. Meta interleaves the two halves of a rotary pair, so rows of q and k change places: row
-2 i + j of a head in Meta's files is row i + j E/2 of ours (E features of a head, j 0 or 1). What this gives up: a
-`.pth` is written from memory, so that must hold one rank's file (a larger model is cut into more parts, or goes out as
-safetensors), and the source is read once for each; `params.json` has no place for the longest sequence, which is 8,192
-when read, or 131,072 if the rotary embedding is scaled.
+`.pth` files of several model-parallel ranks are merged, and written one rank at a time from memory. Meta interleaves
+rotary pairs: row 2 i + j of a q or k head in Meta's files is row i + j E/2 of ours (E features of a head, j 0 or 1).
 """
 
 from __future__ import annotations
@@ -30,20 +25,14 @@ from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 from llama3.tokens.vocabulary import tiktoken_bytes
 from storage.filesystem import sync_folder, write_atomic
 
-# Meta's `params.json`: the shape of a model, in numbers that differ from ours in two places.
-#
-# The hidden size of the feed-forward block is not there but the rule that gives it: int(8 dim / 3), times
-# `ffn_dim_multiplier`, rounded up to `multiple_of`. The rotary scaling is a switch, `use_scaled_rope`, whose
-# numbers are built into Meta's code: (factor 8, 1, 4, 8192). Meta's 3.2 models, the only ones with tied embeddings,
-# were trained with factor 32, which their files do not say (llama-models, issues 166 and 241); we take that for
-# tied models, and write the factor as `rope_scaling_factor`, a key that Meta's readers of scaled models pass over.
-# What this gives up: a model with other scaling numbers cannot be written in this form.
-
 PARAMS = "params.json"
 MULTIPLES = (4096, 1024, 256, 64, 16, 4, 1)
 """Choices of `multiple_of`; Meta's are 4096 (70B, 405B), 1024 (8B) and 256."""
 FACTOR, TIED_FACTOR = 8.0, 32.0
+"""Rotary scaling factors. Meta's files lack the factor 32 of the 3.2 models, the only ones with tied embeddings
+(llama-models, issues 166 and 241). We write it as `rope_scaling_factor`, which Meta's readers ignore."""
 SEQ, SCALED_SEQ = 8192, 131_072
+"""Longest sequence, which params.json lacks: without and with rotary scaling."""
 KNOWN = {
     "dim",
     "n_layers",
@@ -59,6 +48,19 @@ KNOWN = {
     "max_batch_size",
     "max_seq_len",
 }
+
+
+SAFE = "consolidated.safetensors"
+PICKLE = "consolidated.{:02}.pth"
+MOST = 99
+"""Largest number of ranks: file names have two digits."""
+SHARED = ("attention.k.weight", "attention.v.weight")
+"""Endings of the parameters that several ranks hold if there are more ranks than key/value heads."""
+IGNORED = {"rope.freqs", OUTPUT.meta}
+"""Tensors that may be present too: a table of the first Llama, and the copy of a tied embedding."""
+
+
+# params.json
 
 
 def hidden_size(dim: int, multiplier: float | None, multiple_of: int) -> int:
@@ -122,48 +124,31 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
             raise ValueError(
                 f"{path}: {key} is {params[key]!r}, which no Llama 3 text model has; name a folder with one"
             )
-        return _spec(params, tied), int(params["vocab_size"])
+        scaled = bool(params.get("use_scaled_rope", False))
+        factor = params.get("rope_scaling_factor") or (TIED_FACTOR if tied else FACTOR)
+        spec = Model(
+            layers=params["n_layers"],
+            dim=params["dim"],
+            ffn=hidden_size(params["dim"], params.get("ffn_dim_multiplier"), params.get("multiple_of", 256)),
+            heads=params["n_heads"],
+            kv_heads=params.get("n_kv_heads") or params["n_heads"],
+            max_seq=SCALED_SEQ if scaled else SEQ,
+            tied_embeddings=tied,
+            rope_theta=params["rope_theta"],
+            rope_scaling=RopeScaling(factor=factor) if scaled else None,
+            norm_eps=params.get("norm_eps", 1e-5),
+        )
+        return spec, int(params["vocab_size"])
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{path}: does not describe a Llama 3 ({error!r}); name a folder with one") from error
 
 
-def _spec(params: dict[str, Any], tied: bool) -> Model:
-    scaled = bool(params.get("use_scaled_rope", False))
-    factor = params.get("rope_scaling_factor") or (TIED_FACTOR if tied else FACTOR)
-    return Model(
-        layers=params["n_layers"],
-        dim=params["dim"],
-        ffn=hidden_size(params["dim"], params.get("ffn_dim_multiplier"), params.get("multiple_of", 256)),
-        heads=params["n_heads"],
-        kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        max_seq=SCALED_SEQ if scaled else SEQ,
-        tied_embeddings=tied,
-        rope_theta=params["rope_theta"],
-        rope_scaling=RopeScaling(factor=factor) if scaled else None,
-        norm_eps=params.get("norm_eps", 1e-5),
-    )
-
-
-# The weights in Meta's folder: cut for model-parallel ranks, and whole again from safetensors or one pickle per
-# rank.
-#
-# A rank holds whole heads, whole columns of the feed-forward block and its rows of the two embeddings; norms are in
-# every file. Where there are more ranks than key and value heads, neighbours hold the same one.
-#
-# torch's restricted unpickler makes tensors and plain containers and refuses everything else; the files are mapped,
-# so that only what is asked for is read. A key or value head that several ranks share is in the file of each of
-# them: of such copies the first is taken, after a look that they are equal.
-
-SAFE = "consolidated.safetensors"
-PICKLE = "consolidated.{:02}.pth"
-MOST = 99
-"""Ranks that a file name has room for."""
-SHARED = ("attention.k.weight", "attention.v.weight")
-"""Endings of the parameters that more ranks than heads hold several times."""
+# Weights, one file per model-parallel rank. A rank holds whole heads, columns of the feed-forward block and rows of the
+# two embeddings; norms are in every file. With more ranks than key/value heads, neighbors hold copies of a head.
 
 
 def check_parts(spec: Model, rows: int, parts: int, pickled: bool) -> None:
-    """Raise ValueError, naming the number that does not fit, unless the model can be cut for `parts` ranks."""
+    """Raise ValueError with the number that does not fit, unless the model can be divided over `parts` ranks."""
     if parts != 1 and not pickled:
         raise ValueError(f"parts {parts}: only Meta's .pth files are cut by rank; choose format meta, or leave it out")
     if not 1 <= parts <= MOST:
@@ -182,7 +167,7 @@ def check_parts(spec: Model, rows: int, parts: int, pickled: bool) -> None:
 
 
 def cut_part(name: Name, whole: Tensor, spec: Model, rank: int, parts: int) -> Tensor:
-    """Return what rank `rank` of `parts` holds of a parameter (rows in Meta's order), in memory of its own."""
+    """Return a copy of the part of a parameter (rows in Meta's order) that rank `rank` of `parts` holds."""
     if name.cut is None:
         return whole.clone()
     pieces = min(parts, spec.kv_heads) if name.ours.endswith(SHARED) else parts
@@ -190,7 +175,7 @@ def cut_part(name: Name, whole: Tensor, spec: Model, rank: int, parts: int) -> T
 
 
 class TensorFiles(Protocol):
-    """One file, or set of files, of tensors by Meta's names."""
+    """One file or a set of files with tensors by Meta's names."""
 
     def names(self) -> list[str]: ...
 
@@ -200,15 +185,15 @@ class TensorFiles(Protocol):
 
 
 class Parts:
-    """Meta's weights in a folder, as if they were never cut."""
+    """Meta's weights in a folder, merged over model-parallel ranks."""
 
     def __init__(self, folder: Path) -> None:
         """Open the files. Raises ValueError if they are missing, not plain tensors, or not one set."""
         self.folder = folder
-        self._parts = _parts(folder)
-        held = [part.names() for part in self._parts]
-        for number, tensors in enumerate(held):
-            if tensors != held[0]:
+        self._parts = _open_files(folder)
+        first = self._parts[0].names()
+        for number, part in enumerate(self._parts):
+            if part.names() != first:
                 raise ValueError(
                     f"{folder / PICKLE.format(number)}: holds other tensors than the first file; copy it again"
                 )
@@ -218,15 +203,18 @@ class Parts:
         return self._parts[0].names()
 
     def tied(self) -> bool:
-        """Return whether the output is the embedding: not there, or a copy."""
-        held = self.names()
-        if OUTPUT.meta not in held or FIRST.meta not in held:
-            return OUTPUT.meta not in held
+        """Return whether the output is the embedding: missing, or a copy."""
+        names = self.names()
+        if OUTPUT.meta not in names or FIRST.meta not in names:
+            return OUTPUT.meta not in names
         pairs = [(part.tensor(FIRST.meta), part.tensor(OUTPUT.meta)) for part in self._parts]
-        return all(torch.equal(one[:1], other[:1]) and torch.equal(one, other) for one, other in pairs)
+        # Compare the first row before the whole table: files are mapped, and most models are not tied.
+        return all(
+            torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output) for embedding, output in pairs
+        )
 
     def shape(self, name: Name, due: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole parameter, of which `due` is what the configuration says."""
+        """Return the shape of the merged parameter; `due` is its shape according to params.json."""
         shapes = [part.shape(name.meta) for part in self._parts]
         if name.cut is None:
             return shapes[0]
@@ -248,14 +236,14 @@ class Parts:
         return torch.cat(pieces[::copies], dim=name.cut) if len(pieces) > 1 else pieces[0]
 
     def _copies(self, name: Name, due: tuple[int, ...]) -> int:
-        """Return how many files in a row hold the same rows of a parameter."""
+        """Return the number of consecutive files that hold the same rows of a parameter."""
         if name.cut is None or not name.ours.endswith(SHARED):
             return 1
         return max(1, sum(part.shape(name.meta)[name.cut] for part in self._parts) // due[name.cut])
 
 
 class _Pickled:
-    """A mapped `.pth` file."""
+    """A mapped `.pth` file, opened by torch's restricted unpickler, which cannot run code."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -266,7 +254,7 @@ class _Pickled:
                 f"{path}: cannot be read as plain tensors ({reason}); if you trust it, write it again as {SAFE}"
             ) from error
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"{path}: is no table of tensors by name; name a folder with Meta's weights")
+            raise ValueError(f"{path}: is not a mapping of names to tensors; name a folder with Meta's weights")
         self._state: dict[str, Tensor] = state
 
     def names(self) -> list[str]:
@@ -279,19 +267,18 @@ class _Pickled:
         return self._state[name]
 
 
-def _parts(folder: Path) -> list[TensorFiles]:
+def _open_files(folder: Path) -> list[TensorFiles]:
     if (folder / SAFE).is_file() or (folder / (SAFE + INDEX)).is_file():
         return [Weights(weight_files(folder, SAFE))]
-    found = sorted(folder.glob("consolidated.*.pth"))
-    due = [folder / PICKLE.format(number) for number in range(len(found))]
-    if not found or found != due:
-        lost = next((path.name for path in due if path not in found), f"{PICKLE.format(0)} or {SAFE}")
-        raise ValueError(f"{folder}: lacks {lost}; name a whole folder of Meta's weights")
-    return [_Pickled(path) for path in found]
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    expected = [folder / PICKLE.format(number) for number in range(len(paths))]
+    if not paths or paths != expected:
+        missing = next((path.name for path in expected if path not in paths), f"{PICKLE.format(0)} or {SAFE}")
+        raise ValueError(f"{folder}: lacks {missing}; name a whole folder of Meta's weights")
+    return [_Pickled(path) for path in paths]
 
 
-IGNORED = {"rope.freqs", OUTPUT.meta}
-"""What may be there besides: a table of the first Llama, and the copy of a tied embedding."""
+# The whole model
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
@@ -301,7 +288,7 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 def halved(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of q or k in our order, the first halves of all pairs before the second: undoes `interleaved`."""
+    """Return the rows of q or k in our order, the first halves of all pairs before the second (inverse)."""
     rows, features = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, features).transpose(1, 2).reshape(rows, features)
 
@@ -313,7 +300,7 @@ def metas_rows(name: str, spec: Model, tensor: Tensor) -> Tensor:
 
 
 class MetaModel:
-    """A folder of Meta's, read by our names and in our order of rows."""
+    """A folder in Meta's format, read by our names and in our order of rows."""
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if it is not a Llama 3 or its files do not describe one model."""
@@ -321,25 +308,22 @@ class MetaModel:
         self.spec, self.rows = read_params(folder / PARAMS, self._parts.tied())
         self._names = {name.ours: name for name in names(self.spec)}
         self._due = parameter_shapes(self.spec, self.rows)
-        self._check(folder)
+        # The files must hold the model that params.json describes, and no other tensors that matter.
+        present = set(self._parts.names())
+        known = {name.meta: name for name in self._names.values() if name.meta in present}
+        shapes = {name.ours: self._parts.shape(name, self._due[name.ours]) for name in known.values()}
+        odd = [self._names[name].meta for name in misfits(self.spec, self.rows, shapes)]
+        odd += sorted(present - known.keys() - IGNORED)
+        if odd:
+            raise ValueError(
+                f"{folder}: the weights do not fit {PARAMS} in {', '.join(odd[:3])}; is this a whole folder of Llama 3?"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """Return the parameter that we call `name`."""
         whole = self._parts.whole(self._names[name], self._due[name])
         heads = _heads(name, self.spec)
         return halved(whole, heads) if heads else whole
-
-    def _check(self, folder: Path) -> None:
-        """Raise ValueError unless the files hold the model that params.json describes, and nothing else that counts."""
-        held = set(self._parts.names())
-        known = {name.meta: name for name in self._names.values() if name.meta in held}
-        shapes = {name.ours: self._parts.shape(name, self._due[name.ours]) for name in known.values()}
-        odd = [self._names[name].meta for name in misfits(self.spec, self.rows, shapes)]
-        odd += sorted(held - known.keys() - IGNORED)
-        if odd:
-            raise ValueError(
-                f"{folder}: the weights do not fit {PARAMS} in {', '.join(odd[:3])}; is this a whole folder of Llama 3?"
-            )
 
 
 def open_meta(folder: Path) -> MetaModel:
@@ -367,7 +351,9 @@ def write_meta(
     if pickled:
         for rank in range(parts):
             cuts = ((name, cut_part(name, value, source.spec, rank, parts)) for name, value in _renamed(source, dtype))
-            _write_pickle(folder / PICKLE.format(rank), {name.meta: part for name, part in cuts})
+            # Each tensor is a copy, because torch.save writes the whole memory of which a tensor is a view.
+            torch.save({name.meta: part for name, part in cuts}, folder / PICKLE.format(rank))
+            sync_file(folder / PICKLE.format(rank))
     else:
         write_weights(folder, ((name.meta, value) for name, value in _renamed(source, dtype)), SAFE, {"format": "pt"})
     if tokenizer is not None:
@@ -385,18 +371,12 @@ def _renamed(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tuple[
 
 
 def _heads(name: str, spec: Model) -> int:
-    """Return the heads whose rows change places; 0 for a parameter that is the same in both formats."""
+    """Return the number of heads whose rows are reordered; 0 for a parameter that is equal in both formats."""
     return {"attention.q.weight": spec.heads, "attention.k.weight": spec.kv_heads}.get(name.split(".", 2)[-1], 0)
 
 
-def _write_pickle(path: Path, state: dict[str, Tensor]) -> None:
-    """Write plain tensors; each must own its memory, because torch.save writes all of a file that one is a view of."""
-    torch.save(state, path)
-    sync_file(path)
-
-
 def sync_file(path: Path) -> None:
-    """Make a new file, and its name, survive a power cut."""
+    """Flush a new file and its directory entry to disk."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     sync_folder(path.parent)

@@ -1,11 +1,10 @@
-"""What a model that is cut over processes exchanges with the others, as a seam: alone, nothing happens.
+"""The communication of a sharded model, as a protocol: on one process nothing happens.
 
-The model calls these where Llama 3 communicates (section 3.3.2), so that a reader of the model sees each place, and the
-model still imports nothing distributed. `llama3.parallel.comms` fills the seam in. Each method is differentiable,
-and its backward pass is the adjoint: where gather joins parts, gradients are summed and cut, and so on. What `gather`
-and `keys` return is not kept for the backward pass: they are called again there (see `again`).
+The model calls these where Llama 3 communicates (section 3.3.2) and imports nothing distributed;
+`llama3.parallel.comms` implements them. Each method is differentiable, its backward is the adjoint (all-gather:
+reduce-scatter). Results of `gather` and `keys` are not saved for backward but gathered again (`recompute`).
 
-Shapes: B sequences, S tokens of them that this process holds, D model, T tokens, V rows of the vocabulary.
+Shapes: B sequences, S tokens of them on this process, D model, T tokens, V rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,42 +16,45 @@ from torch import Tensor
 
 
 class Comms(Protocol):
-    """Tensor parallelism (gather, scatter, shared, rows and the two reductions) and context parallelism (the rest)."""
+    """Tensor parallelism (gather to total) and context parallelism (keys, positions, sequence)."""
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """Return the tokens of all tensor-parallel peers, in order, from my part of them."""
+        """All-gather the tokens of the tensor-parallel peers, in order."""
         ...
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
-        """Return my part of the tokens of the sum of all tensor-parallel peers' partial results."""
+        """Reduce-scatter partial results over the tensor-parallel peers; returns this process's tokens of the sum."""
         ...
 
     def shared(self, weight: Tensor) -> Tensor:
-        """Return a weight that every tensor-parallel peer uses on its own tokens; its gradient is their sum."""
+        """Return a weight replicated over tensor-parallel peers, each with its own tokens; gradients are summed."""
         ...
 
     def first_row(self, rows: int) -> int:
-        """Return the vocabulary row at which my part of the table, which has `rows` rows, begins."""
+        """Return the first vocabulary row of this process's shard, which has `rows` rows."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum over tensor-parallel peers; outside of any gradient."""
+        """All-reduce the elementwise maximum over tensor-parallel peers; not differentiable."""
         ...
 
     def total(self, x: Tensor) -> Tensor:
-        """Return the elementwise sum over tensor-parallel peers; outside of any gradient."""
+        """All-reduce the elementwise sum over tensor-parallel peers; not differentiable."""
         ...
 
     def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, S, K, E] of all context-parallel peers, one peer's after another."""
+        """All-gather keys and values [B, S, K, E] of the context-parallel peers, peer after peer."""
         ...
 
     def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where in a sequence of `seq` tokens my tokens stand, and those that `keys` returns (int64)."""
+        """Return the positions (int64) of this process's tokens in a sequence of `seq`, and of those `keys` returns."""
         ...
 
     def sequence(self, tokens: int, whole: bool) -> int:
-        """Return the length of the sequence of which I hold `tokens`: what scatter left of mine, or all if `whole`."""
+        """Return the length of the full sequence of which this process has `tokens`.
+
+        `whole`: `tokens` are not divided over tensor-parallel peers (the input of the embedding).
+        """
         ...
 
 

@@ -1,11 +1,9 @@
-"""How many parameters a model has and how many floating-point operations a training token costs.
+"""Parameter counts and training FLOPs per token.
 
-Three formulas are in use, and a utilisation figure means nothing without saying which: 6N counts each weight of a
-matrix product once forward and twice backward, two operations each; attention adds the products of scores and values,
-which grow with the sequence, over half of the scores (what a causal mask keeps) or over all of them (what torchtitan
-and PaLM, arXiv 2204.02311 appendix B, count, though nobody computes it). For the 8B at 8,192 tokens the three are as
-1 : 1.14 : 1.29. N leaves out the embedding lookup (it multiplies nothing) and norms; a tied embedding counts once, as
-the output matrix that it also is. Recomputed work is never counted.
+6N: two operations per weight, forward once and backward twice. Causal attention adds 6 L S D, full attention 12 L S D
+(what torchtitan and PaLM, arXiv 2204.02311 appendix B, report); for the 8B at 8,192 tokens the ratios are 1 : 1.14 :
+1.29. N excludes the embedding lookup and norms; a tied embedding counts once, as the output matrix. Recomputation is
+never counted.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 
 LLAMA3_VOCABULARY = 128_000
-"""Base tokens assumed for a tokenizer that is given as a file."""
+"""Base vocabulary assumed for a tokenizer given as a file."""
 
 
 class TokenFlops(NamedTuple):
@@ -28,24 +26,24 @@ class TokenFlops(NamedTuple):
     six_n: float
     """6 N: matrix products with weights."""
     causal: float
-    """6 N + 6 L S D: attention counted over the half of the scores that a causal mask keeps."""
+    """6 N + 6 L S D: attention over the half of the scores under a causal mask."""
 
     @property
     def full(self) -> float:
-        """6 N + 12 L S D: attention counted over all scores."""
+        """6 N + 12 L S D: attention over all scores."""
         return 2 * self.causal - self.six_n
 
 
 def parameter_count(spec: Model, rows: int) -> int:
-    """Return the number of trained parameters with `rows` embedding rows."""
+    """Return the number of trained parameters of a model with `rows` embedding rows."""
     norms = spec.dim * (2 * spec.layers + 1)
     return spec.layers * _layer_matrices(spec) + norms + rows * spec.dim * (1 if spec.tied_embeddings else 2)
 
 
 def flops_per_token(spec: Model, rows: int, seq: int) -> TokenFlops:
-    """Return operations per token at sequence length `seq`, documents as long as the sequence.
+    """Return operations per token at sequence length `seq`, for documents as long as the sequence.
 
-    Attention: scores and values are two products of S x D per layer, 2 operations each, three times (forward and both
+    Attention: two products of S x D per layer (scores, values), 2 operations each, three times (forward and both
     gradients), half of it under the mask: 6 L S D.
     """
     six_n = 6.0 * (spec.layers * _layer_matrices(spec) + rows * spec.dim)
@@ -53,27 +51,28 @@ def flops_per_token(spec: Model, rows: int, seq: int) -> TokenFlops:
 
 
 def document_flops(spec: Model, rows: int, lengths: Iterable[int]) -> float:
-    """Return operations of training on documents of `lengths` tokens, none of which reads another: causal attention.
+    """Return the operations of training on separate documents of `lengths` tokens, with causal attention.
 
-    With documents shorter than the sequence this is what the model needs, less than `flops_per_token` says.
+    For documents shorter than the sequence this is less than `flops_per_token` of the sequence.
     """
     return float(sum(length * flops_per_token(spec, rows, length).causal for length in lengths))
 
 
 def embedding_rows(recipe: Recipe) -> int:
-    """Return the rows of the embedding: base vocabulary (Llama 3's if the tokenizer is a file) and special tokens."""
+    """Return the embedding rows: base vocabulary (Llama 3's if the tokenizer is a file) plus special tokens."""
     return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
 
 
 def trained_flops(recipe: Recipe, spec: Model, rows: int, position: int) -> float:
-    """Return the operations of training up to `position` with the recipe's schedule, causal attention counted."""
+    """Return the operations of training up to `position` with the recipe's schedule, with causal attention."""
     return sum(
-        min(part.tokens, position - part.start) * flops_per_token(spec, rows, part.seq).causal
-        for part in Schedule(recipe).segments
-        if part.start < position
+        min(segment.tokens, position - segment.start) * flops_per_token(spec, rows, segment.seq).causal
+        for segment in Schedule(recipe).segments
+        if segment.start < position
     )
 
 
 def _layer_matrices(spec: Model) -> int:
+    """Return the weights of the matrices of one layer: q and o, k and v, and the three of the feed-forward block."""
     kv_dim = spec.kv_heads * (spec.dim // spec.heads)
     return 2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim + 3 * spec.dim * spec.ffn

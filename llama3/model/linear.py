@@ -1,8 +1,7 @@
-"""Matrix products and norms whose weights may be cut, sharded, or of another type than their input.
+"""Linear layers and RMSNorm whose weights may be sharded, or of another dtype than their input; float8 products.
 
-A weight is turned into what the product needs where it is used: this process's part of it, in the type of the input.
-So fp32 master weights with bf16 products give the same bits whether a wrapper has cast the weights before or not, and
-nothing depends on autocast. What it gives up: a plain model casts its weights once per micro-batch, 1 % of a step.
+A weight is localized and cast where it is used, so fp32 master weights with bf16 products give the same bits whether or
+not a wrapper has cast them before, without autocast. In a plain model the cast per micro-batch costs 1 % of a step.
 
 Shapes: ... any leading axes, D input features, F output features, N tokens.
 """
@@ -18,26 +17,30 @@ from torch.nn import functional as F
 from llama3.model.comms import Comms
 
 GRID = 2.0**-30
-"""Gradients of a sequence are rounded to multiples of this where sums must not depend on their order."""
+"""`exact` rounds gradients of a sequence to multiples of this, so that sums do not depend on their order."""
+Scaling = Literal["tensor", "row"]
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+TINY = 1e-12
+"""Minimum of an operand's largest value, against division by zero."""
 
 
 def used(weight: Tensor, exact: bool) -> Tensor:
-    """Return this process's part of a weight that is cut over processes; a whole one as it is.
+    """Return the local shard of a weight, or the whole weight if it is not sharded.
 
-    With `exact`, gradients go back as multiples of `GRID`: up to 2^22 of them add up without rounding in the 53 bits
-    of fp64, so that any order of any number of sequences gives the same bits. What lies below 1e-9 is lost, a millionth
-    of the usual gradient of a sequence's summed nats. fp64 models stay as they are.
+    With `exact`, gradients are rounded to multiples of `GRID`: up to 2^22 of them add up exactly in the 53 bits of
+    fp64, so any order of sequences gives the same bits. Values below 1e-9 are lost, a millionth of the usual gradient
+    of a sequence's summed nats. Gradients of fp64 models are not rounded.
     """
-    part: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     if not exact:
-        return part
-    apply: Any = _OnGrid.apply  # torch leaves it untyped
-    rounded: Tensor = apply(part)
-    return rounded
+        return local
+    apply: Any = _GridGradient.apply  # torch leaves it untyped
+    with_rounded_gradient: Tensor = apply(local)
+    return with_rounded_gradient
 
 
-class _OnGrid(torch.autograd.Function):
-    """The same value; its gradient rounded to the grid."""
+class _GridGradient(torch.autograd.Function):
+    """Identity whose gradient is rounded to the grid."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -57,18 +60,17 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(features_out, features_in))
         self.exact = False
         self.float8: Any = None
-        """How operands are scaled to 8 bits, if they are (see `llama3.model.linear`)."""
+        """Scaling of float8 operands; None: no float8."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = used(self.weight, self.exact).to(x.dtype)
         if self.float8 is None:
             return F.linear(x, weight)
-
         return float8_product(x, weight, self.float8)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * w (arXiv 1910.07467), in fp32 at least, returned in the type of x."""
+    """x / rms(x) * w (arXiv 1910.07467), in fp32 or wider, returned in the dtype of x."""
 
     def __init__(self, dim: int, eps: float, exchange: Comms) -> None:
         super().__init__()
@@ -81,13 +83,13 @@ class RMSNorm(nn.Module):
         weight = self.exchange.shared(used(self.weight, self.exact)).to(x.dtype)
         if x.device.type != "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        apply: Any = _Normed.apply  # torch leaves it untyped
+        apply: Any = _FusedRMSNorm.apply  # torch leaves it untyped
         normed: Tensor = apply(x, weight, self.eps)
         return normed
 
 
-class _Normed(torch.autograd.Function):
-    """torch's RMSNorm with a backward pass in few passes over memory: on a CPU torch's takes twice the time.
+class _FusedRMSNorm(torch.autograd.Function):
+    """torch's RMSNorm with a faster backward pass: on a CPU torch's own takes twice the time.
 
     With r = 1 / rms(x) and g the gradient: dw = sum over tokens of g x r; dx = r g w - x r^3 (g x . w) / D.
     """
@@ -102,7 +104,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        wide = r.dtype  # fp32, or fp64 of an fp64 model
+        wide = r.dtype  # fp32, or fp64 in an fp64 model
         x_ND, g_ND, r_N, weight_D = x.flatten(0, -2).to(wide), gradients[0].flatten(0, -2).to(wide), r.flatten(), weight
         gx_ND = g_ND * x_ND
         d_weight = torch.mv(gx_ND.T, r_N)
@@ -111,32 +113,24 @@ class _Normed(torch.autograd.Function):
         return d_x.to(x.dtype).view_as(x), d_weight.to(weight.dtype), None
 
 
-# Matrix products of the blocks in float8: half the bytes and twice the peak of bf16 on GPUs that have it.
+# Float8 matrix products of the blocks: half the bytes and twice the peak of bf16 on GPUs that support it.
 #
-# Dynamic scaling (Micikevicius et al., arXiv 2209.05433): each product divides its operands by their largest value,
-# rounds them to 8 bits, e4m3 forward and e5m2 for gradients, and multiplies the result back. `tensor` takes one
-# scale for a whole operand, which costs a pass over it and is the faster product; `row` takes one per row of each
-# operand and keeps outliers apart. Weights, residual stream, attention, norms, embedding and output stay as they
-# are. What it gives up: 3 to 4 % relative error of a product (bf16: 0.3 %), and layers whose axes 16 does not
-# divide. Numerics are tested on the CPU, whose version of the product is slow; it was not run on a GPU.
-#
-# Shapes: N tokens, D input features, F output features.
-
-Scaling = Literal["tensor", "row"]
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-TINY = 1e-12
+# Dynamic scaling (Micikevicius et al., arXiv 2209.05433): operands are divided by their largest value and rounded to 8
+# bits, e4m3 forward and e5m2 for gradients. `tensor` has one scale per operand (the faster product), `row` one per row,
+# which isolates outliers. Weights, residual stream, attention, norms, embedding and output keep their dtype. A product
+# has 3 to 4 % relative error (bf16: 0.3 %). Tested on the CPU only, where it is slow; not run on a GPU.
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if `device` has no fast product in float8."""
+    """Raise ValueError if `device` has no fast float8 product."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"compute: fp8 needs a GPU of compute capability 8.9 or more, this is {device}; take bf16")
 
 
 def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
-    """Have every `Linear` below `blocks` multiply in float8. Call it before the blocks are compiled.
+    """Make every `Linear` below `blocks` multiply in float8. Call it before the blocks are compiled.
 
-    Raises ValueError if an axis of a weight is no multiple of 16.
+    Raises ValueError if an axis of a weight is not a multiple of 16.
     """
     for name, module in blocks.named_modules():
         if isinstance(module, Linear):
@@ -147,14 +141,14 @@ def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
 
 
 def float8_product(x: Tensor, weight_FD: Tensor, scaling: Scaling) -> Tensor:
-    """Return x W^T [..., F] in the type of x (bf16); x and W are rounded to e4m3, the gradient to e5m2."""
-    apply: Any = _Product.apply  # torch leaves it untyped
+    """Return x W^T [..., F] in the dtype of x (bf16); x and W are rounded to e4m3, the gradient to e5m2."""
+    apply: Any = _Float8Product.apply  # torch leaves it untyped
     out_NF: Tensor = apply(x.flatten(0, -2), weight_FD, scaling)
     return out_NF.view(*x.shape[:-1], -1)
 
 
-class _Product(torch.autograd.Function):
-    """Y = X W^T; dX = dY W; dW = dY^T X. The second operand of each lies by columns, as the kernels want it."""
+class _Float8Product(torch.autograd.Function):
+    """Y = X W^T; dX = dY W; dW = dY^T X. The second operand of each is column-major, as the kernels require."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, scaling: Scaling) -> Tensor:
@@ -174,7 +168,7 @@ class _Product(torch.autograd.Function):
 def _multiply(
     left_MK: Tensor, left_type: torch.dtype, right_KN: Tensor, right_type: torch.dtype, scaling: Scaling
 ) -> Tensor:
-    """Return left @ right with both rounded to 8 bits; sums in fp32, result in the type of `left`."""
+    """Return left @ right with both rounded to 8 bits; sums in fp32, result in the dtype of `left`."""
     left, left_scale = _rounded(left_MK, left_type, scaling)
     right, right_scale = _rounded(right_KN.T, right_type, scaling)  # rows of the transpose: contiguous columns
     if scaling == "row":
@@ -185,13 +179,13 @@ def _multiply(
         scale_a=left_scale,
         scale_b=right_scale,
         out_dtype=left_MK.dtype,
-        use_fast_accum=left_type == FORWARD,  # gradients keep the sum of full precision
+        use_fast_accum=left_type == FORWARD,  # gradients need full-precision sums
     )
     return product
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return x / scale in `dtype`, contiguous, and the scale (fp32): a number, or [rows, 1]."""
+    """Return x / scale in `dtype`, contiguous, and the scale (fp32): a scalar, or [rows, 1]."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True) if scaling == "row" else wide.abs().amax()
     scale = largest.clamp(min=TINY) / torch.finfo(dtype).max

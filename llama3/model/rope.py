@@ -1,11 +1,8 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864; base frequency 500,000 as in Llama 3, section 3.2).
 
-Features i and i + E/2 of a head form one rotated pair, the layout of Hugging Face checkpoints; Meta's own files
-interleave the pairs, so a writer of that format permutes the rows of q and k. Positions count from the start of the
-sequence and not of the document: scores depend on differences only, so a document gives the same result anywhere.
-Llama 3.1 slows the low frequencies, so that a model of 8,192 positions learns to read 131,072 (`RopeScaling`). The
-table is computed anew in every forward pass, in float64: it is S x E/2 numbers for all layers, and a stored one would
-be a buffer to move, shard and keep out of checkpoints.
+Features i and i + E/2 of a head form a rotated pair, as in Hugging Face checkpoints; Meta's files interleave the pairs,
+so a writer of that format permutes the rows of q and k. Positions count from the start of the sequence, not of the
+document: scores depend on differences only. Llama 3.1 slows low frequencies to reach 131,072 tokens (`RopeScaling`).
 
 Shapes: B batch, S sequence, N heads, E features of a head.
 """
@@ -24,21 +21,22 @@ from llama3.recipe.sections import RopeScaling
 def rotation(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine [S, 1, E/2] of the angles position x frequency, in `dtype`, where `positions` [S] is.
+    """Return cosine and sine [S, 1, E/2] of the angles position x frequency, in `dtype`, on the device of `positions`.
 
-    Positions are int64 and need not be consecutive: a part of a sequence passes its own. Where they differ from one
-    sequence to the next they are [B, S], and the result [B, S, 1, E/2].
+    `positions` is int64 [S], not necessarily consecutive (context parallelism). If they differ between sequences they
+    are [B, S], and the result is [B, S, 1, E/2].
     """
+    # Computed in float64 in each forward pass: a stored table would be a buffer to move, shard and keep out of files.
     turns = frequencies(head_dim, theta, scaling, positions.device)
     angles = (positions.double().unsqueeze(-1) * turns).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu") -> Tensor:
-    """Return the angle in radians that each pair of features turns per position [E/2], float64.
+    """Return the angle per position of each pair of features in radians [E/2], float64.
 
-    Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s is how far the turns within
-    the original length, original x f / 2 pi, lie between low_freq_factor (s = 0) and high_freq_factor (s = 1).
+    Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s interpolates the turns within
+    the original length, original x f / 2 pi, from low_freq_factor (s = 0) to high_freq_factor (s = 1).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     plain = theta**-exponents
@@ -51,34 +49,34 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device
 
 
 def rotate(x_BSNE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Return queries or keys turned by the angles in `table`, computed in the table's precision."""
+    """Return queries or keys rotated by the angles in `table`, computed in the table's precision."""
     if not torch.is_grad_enabled():
-        return _turn(x_BSNE, *table)
+        return _rotate(x_BSNE, *table)
     apply: Any = _Rotated.apply  # torch leaves it untyped
-    turned: Tensor = apply(x_BSNE, *table)
-    return turned
+    rotated: Tensor = apply(x_BSNE, *table)
+    return rotated
 
 
 class _Rotated(torch.autograd.Function):
-    """The backward pass of a rotation is the rotation back: no products are kept, and nothing is joined by a copy."""
+    """Backward is the inverse rotation, so no products are saved."""
 
     @staticmethod
     def forward(ctx: Any, x_BSNE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turn(x_BSNE, cosine, sine)
+        return _rotate(x_BSNE, cosine, sine)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turn(gradients[0], cosine, -sine), None, None
+        return _rotate(gradients[0], cosine, -sine), None, None
 
 
-def _turn(x_BSNE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x_BSNE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x_BSNE.chunk(2, dim=-1)
     if x_BSNE.dtype != cosine.dtype or torch.compiler.is_compiling():
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x_BSNE.dtype)
-    turned = torch.empty_like(x_BSNE)
-    one, other = turned.chunk(2, dim=-1)
-    torch.mul(first, cosine, out=one).addcmul_(second, sine, value=-1)
-    torch.mul(second, cosine, out=other).addcmul_(first, sine)
-    return turned
+    rotated = torch.empty_like(x_BSNE)
+    first_out, second_out = rotated.chunk(2, dim=-1)  # written in place: no copy to concatenate the halves
+    torch.mul(first, cosine, out=first_out).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=second_out).addcmul_(first, sine)
+    return rotated

@@ -1,10 +1,8 @@
-"""Products that have the same bits wherever their operands lie in memory.
+"""Matrix products with the same bits at any memory address.
 
-On some processors (seen: AMD EPYC with AVX-512) the fp32 matrix products of MKL, which torch uses on a CPU, choose
-their instructions by the alignment of an operand, so the same numbers at another address are summed in another order:
-a resumed run, or one on more processes, then ends in other last bits. Its reproducible mode takes one way for all
-addresses and costs nothing that could be measured. What this gives up: it does not make the number of threads
-irrelevant, which still may change the last bits of narrow products.
+On some processors (seen: AMD EPYC with AVX-512) MKL's fp32 products, which torch uses on a CPU, choose instructions by
+the alignment of an operand, so a resumed run may differ in its last bits. MKL's reproducible mode prevents that at no
+measurable cost. The number of threads may still change the last bits of narrow products.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from __future__ import annotations
 import os
 
 MODE = "MKL_CBWR"
-"""MKL reads this variable at the first product of a process; AUTO keeps the processor's fastest instructions."""
+"""MKL reads it at the first product of a process; AUTO keeps the fastest instructions of the processor."""
 
 
 def keep_rounding() -> None:
-    """Ask for reproducible products; to be called before the process's first. A mode that is set already stays."""
+    """Turn on reproducible products, unless a mode is set. Call it before the first product of the process."""
     os.environ.setdefault(MODE, "AUTO")

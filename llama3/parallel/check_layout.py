@@ -1,10 +1,8 @@
-"""Does a layout of a cluster hold together? Checked on one core in seconds, for any number of processes.
+"""Check a layout for any number of processes on one core, in seconds, before a job starts.
 
-A layout that is wrong shows at the start of a job of 16,384 processes, after minutes of queueing and set-up. Here each
-asked-for rank is made on torch's fake process group with the engine's own mesh and parts, on the meta device: who its
-peers are, how many parameters it holds, and what memory that needs. `python -m llama3.parallel.check_layout` checks the
-three rows of Table 4 (405B), a rank of each, in 5 s of CPU and 430 MB, half of it importing torch. Given up: whether
-the network carries it; that is the planner's question (`llama3.parallel.comm_trace` has the traffic).
+Each requested rank is built on torch's fake process group and the meta device with the engine's own mesh and model
+parts; the check reports peers, parameters and memory. `python -m llama3.parallel.check_layout` checks the three rows
+of Table 4 (405B) in 5 s of CPU and 430 MB. Network traffic: `llama3.parallel.comm_trace`.
 """
 
 from __future__ import annotations
@@ -51,11 +49,11 @@ TABLE_4 = (
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What one rank found of itself."""
+    """Coordinates, peers and size of one rank."""
 
     rank: int
     dp: int
-    """Its place on each axis."""
+    """Its rank on each axis."""
     pp: int
     cp: int
     tp: int
@@ -64,12 +62,12 @@ class RankCheck:
     stages: list[int]
     layers: list[int]
     parameters: int
-    """That it holds."""
+    """Parameters on this rank."""
 
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """A layout that fits, in figures."""
+    """Measurements of a layout that fits."""
 
     world: int
     parameters: int
@@ -87,13 +85,13 @@ class LayoutCheck:
 def check_layout(
     spec: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] = (0,)
 ) -> LayoutCheck:
-    """Make each of `ranks` of `world` processes in turn and return what it is and holds.
+    """Build each of `ranks` of `world` processes in turn and return its coordinates, peers and size.
 
     Raises ValueError if the layout does not fit. Fails with AssertionError in a process that has a process group.
     """
-    needs = memory(spec, rows, layout, world, load)  # first: it refuses what does not fit, without torch
-    found = [_check_rank(spec, rows, layout, world, rank) for rank in ranks]
-    return LayoutCheck(world, whole_parameters(spec, rows), found, needs)
+    needs = memory(spec, rows, layout, world, load)  # first: it rejects bad layouts without torch
+    checks = [_check_rank(spec, rows, layout, world, rank) for rank in ranks]
+    return LayoutCheck(world, whole_parameters(spec, rows), checks, needs)
 
 
 @cache
@@ -141,31 +139,31 @@ def check_table_4(ranks: Sequence[int] = (5_000,)) -> list[LayoutCheck]:
 
 def measure_layout() -> tuple[float, int]:
     """Check Table 4 in a fresh process; return its CPU seconds, imports included, and its largest memory in bytes."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "llama3.parallel.check_layout", "--json"], check=True, capture_output=True, text=True
     )
-    spent = json.loads(done.stdout)
-    return spent["cpu_s"], spent["peak_bytes"]
+    cost = json.loads(result.stdout)
+    return cost["cpu_s"], cost["peak_bytes"]
 
 
 def _lines(checks: list[LayoutCheck]) -> list[str]:
     """Return a table: a line per row and rank, and the memory of the fullest process."""
     lines = []
-    for row, found in zip(TABLE_4, checks, strict=True):
+    for row, check in zip(TABLE_4, checks, strict=True):
         layout = row.layout
         lines.append(
             f"{row.world:,} ranks: tp {layout.tp}, cp {layout.cp}, pp {layout.pp}, dp {layout.dp(row.world)}; "
-            f"seq {row.seq:,}; {found.parameters:,} parameters"
+            f"seq {row.seq:,}; {check.parameters:,} parameters"
         )
-        for rank in found.ranks:
+        for rank in check.ranks:
             near = ", ".join(f"{name} {_span(peers)}" for name, peers in rank.peers.items())
             lines.append(f"  rank {rank.rank}: {len(rank.layers)} layers, {rank.parameters:,} parameters; {near}")
-        lines.append("  " + memory_line(found.fullest))
+        lines.append("  " + memory_line(check.fullest))
     return lines
 
 
 def memory_line(need: RankMemory) -> str:
-    """Return a line that says where the memory of a process goes, in GiB."""
+    """Return a line with the memory of a process by purpose, in GiB."""
     parts = [
         f"{name.replace('_', ' ')} {size / 2**30:.1f}"
         for name, size in need.as_dict().items()
@@ -181,7 +179,7 @@ def _span(ranks: list[int]) -> str:
 
 
 def _peak_bytes() -> int:
-    """Return the largest resident size of this process: from /proc, since ru_maxrss starts with its parent's."""
+    """Return the largest resident size of this process: from /proc, since ru_maxrss includes its parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -190,7 +188,7 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Print the check of Table 4; with --json, everything it found and what it cost."""
+    """Print the check of Table 4; with --json, the full result and its cost."""
     checks = check_table_4()
     cost = {"cpu_s": time.process_time(), "peak_bytes": _peak_bytes()}
     if "--json" in sys.argv[1:]:

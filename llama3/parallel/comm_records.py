@@ -1,8 +1,7 @@
-"""What a process sends in a step, as plain records that the planner reads: no torch, and JSON both ways.
+"""Records of the messages that a rank sends in a step, for the planner. No torch; readable as JSON.
 
-`llama3.parallel.comm_trace` fills them from the engine; transfers of the pipeline are arithmetic and stand here.
-Bytes are those of whole tensors, which do not depend on how a library moves them: a ring moves (n - 1) / n of them
-per process in a gather or a reduce-scatter and twice that in an all-reduce.
+`llama3.parallel.comm_trace` fills them from the engine; pipeline transfers are computed here. Bytes are those of whole
+tensors: a ring moves (n - 1) / n of them per process in a gather or a reduce-scatter, twice that in an all-reduce.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from llama3.parallel.memory import Load
 from llama3.recipe.sections import Model
 
 NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
-"""Type of the residual stream, as torch calls it."""
+"""torch name of the residual stream's type."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A kind of message that a process takes part in, and how often."""
+    """A kind of message of a process, and its count."""
 
     kind: str
     """all-gather, reduce-scatter, all-reduce; send (which as many receives answer) between pipeline stages."""
@@ -50,18 +49,18 @@ class StageTrace:
     collectives: list[Collective]
 
     def per_layer(self) -> list[Collective]:
-        """Return the collectives of one layer: equally many in each, but for weights that FSDP gathers in vain.
+        """Return the collectives of one layer: equal in each, except for an unneeded gather of FSDP.
 
         In the last backward pass of a stage without ends, it gathers the last layer for the micro-batch before (torch
         2.13): 1 / layers in this list.
         """
-        mine = [found for found in self.collectives if found.place == "layer"]
-        return [replace(found, count=found.count / self.layers) for found in mine]
+        layer = [collective for collective in self.collectives if collective.place == "layer"]
+        return [replace(collective, count=collective.count / self.layers) for collective in layer]
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """All that a rank sends in a step; `as_json` is for the planner."""
+    """All messages of a rank in a step; `as_json` is for the planner."""
 
     rank: int
     world: int
@@ -72,11 +71,12 @@ class RankTrace:
         return json.dumps(asdict(self))
 
     def step_bytes(self, micro_batches: int) -> dict[str, int]:
-        """Return bytes of whole tensors per axis in a step of so many micro-batches."""
+        """Return bytes of whole tensors per axis in a step of `micro_batches`."""
         total: Counter[str] = Counter()
         for stage in self.stages:
-            for found in stage.collectives:
-                total[found.axis] += found.bytes * int(found.count) * (micro_batches if found.when == "each" else 1)
+            for collective in stage.collectives:
+                times = micro_batches if collective.when == "each" else 1
+                total[collective.axis] += collective.bytes * int(collective.count) * times
         return dict(total)
 
     @classmethod
@@ -84,7 +84,7 @@ class RankTrace:
         """Return the trace that `as_json` wrote."""
         data = json.loads(text)
         stages = [
-            StageTrace(stage["stage"], stage["layers"], [Collective(**found) for found in stage["collectives"]])
+            StageTrace(stage["stage"], stage["layers"], [Collective(**fields) for fields in stage["collectives"]])
             for stage in data["stages"]
         ]
         return cls(data["rank"], data["world"], stages)
@@ -97,4 +97,4 @@ def transfers(number: int, spec: Model, layout: Layout, load: Load) -> list[Coll
     size = load.micro_batch * load.seq // (layout.cp * layout.tp) * spec.dim * load.narrow
     ways = [("forward", number < layout.stages - 1), ("backward", number > 0)]
     dtype = NAMES[load.compute]
-    return [Collective("send", "pp", phase, "each", "ends", size, dtype, 2, 1) for phase, there in ways if there]
+    return [Collective("send", "pp", phase, "each", "ends", size, dtype, 2, 1) for phase, has_peer in ways if has_peer]

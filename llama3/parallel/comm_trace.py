@@ -1,12 +1,9 @@
-"""What a process of any world sends: the real parts run under fake tensors, and every collective is written down.
+"""Trace the collectives of one rank of any world: run the engine under fake tensors and count its messages.
 
-The planner needs the traffic of layouts that nobody can try. A second model of it would drift from the engine, so the
-engine itself runs: this rank's stages are built on the meta device over torch's fake process group (any rank of any
-world, in one process), forward and backward run without data, and what reaches the collectives is counted. Transfers
-between pipeline stages come from the schedule, since torch's pipeline runtime does not run under fake tensors. Three
-micro-batches are traced: the first gathers weights (ZeRO-2), the last reduces gradients, one between does what all do.
-Two layers of the 405B take 1 s. Given up: times (the planner has those), and torch.compile, which is left out; the loss
-is cut in the chunks of a CPU, so that its three small sums come more often than on a GPU, with the same bytes.
+The rank's stages are built on torch's fake process group; forward and backward run without data. Three micro-batches
+are traced: the first gathers weights (ZeRO-2), the last reduces gradients. Pipeline transfers come from the schedule,
+because torch's pipeline runtime does not run under fake tensors. Not traced: times and torch.compile. The loss uses
+the chunks of a CPU: its three small sums are more frequent than on a GPU, with the same bytes.
 """
 
 from __future__ import annotations
@@ -44,14 +41,14 @@ KINDS = {
 
 @contextmanager
 def imagined(layout: Layout, size: int, rank: int) -> Iterator[ParallelContext]:
-    """Be `rank` of a world of `size` processes of which no other exists: collectives return at once, without data.
+    """Act as `rank` of `size` processes on a fake process group: collectives return at once, without data.
 
     Fails with AssertionError in a process that has a process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed = torch.distributed
-    assert not distributed.is_initialized(), "a process that belongs to a group cannot imagine one"
+    assert not distributed.is_initialized(), "this process already has a process group"
     distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
         yield ParallelContext(rank, size, torch.device("cpu"), layout, *make_meshes("cpu", layout, size))
@@ -60,7 +57,7 @@ def imagined(layout: Layout, size: int, rank: int) -> Iterator[ParallelContext]:
 
 
 def trace(spec: Model, rows: int, layout: Layout, world: int, rank: int, load: Load) -> RankTrace:
-    """Return what `rank` of `world` sends in a step. Documents change no message and are left out.
+    """Return the messages of `rank` of `world` in a step. Document boundaries do not change them.
 
     Raises ValueError if the layout does not fit `spec`, `world` or the sequence.
     """
@@ -98,16 +95,16 @@ def _stage(part: Transformer, number: int, place: ParallelContext, load: Load, a
         counts = {when: _micro_batch(part, place, load, axes, when == "last") for when in moments}
     every = counts["each"]
     rest = {"first": counts["first"] - every, "each": every, "last": counts["last"] - every}
-    found = [
+    collectives = [
         Collective(key.kind, key.axis, key.phase, when, key.place, key.bytes, key.dtype, key.group_size, count)
         for when in moments
         for key, count in rest[when].items()
     ]
-    return StageTrace(number, len(part.layers), [*found, *transfers(number, part.spec, place.layout, load)])
+    return StageTrace(number, len(part.layers), [*collectives, *transfers(number, part.spec, place.layout, load)])
 
 
 def _micro_batch(part: Transformer, place: ParallelContext, load: Load, axes: Axes, last: bool) -> Counter[_Key]:
-    """Run one micro-batch forward and backward and return what was sent."""
+    """Run one micro-batch forward and backward and return its collectives."""
     layout, tokens = place.layout, load.seq // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     x = here_BS
@@ -135,7 +132,7 @@ class _Key(NamedTuple):
 
 
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the collectives of a part. Hooks say in which layer: gradients leave a layer where its input came in."""
+    """Count the collectives of a stage. Hooks tell layers from ends, forward and backward."""
 
     def __init__(self, part: Transformer, axes: Axes, layer_sizes: tuple[int, int]) -> None:
         """`layer_sizes`: elements of a layer that FSDP gathers, and of a process's share of them."""
@@ -160,7 +157,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_first(self, _: Any, arguments: tuple[Any, ...]) -> None:
         self.place = "layer"
-        if self.phase == "forward":  # a layer that is computed again is in its backward pass
+        if self.phase == "forward":  # a recomputed layer runs in the backward pass
             arguments[0].register_hook(lambda _: self._at("ends"))
 
     def _leave(self, _: Any, __: Any, out: Tensor) -> None:
@@ -173,7 +170,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # the loss asks by what to multiply its gradients; there is no data to look at
+            return 1.0  # the loss reads its gradient scale; fake tensors have no data
         result = operator(*arguments, **(more or {}))
         if operator.namespace in ("c10d", "_c10d_functional"):
             self._count(operator._schema.name.split("::")[1], arguments, result)
@@ -187,7 +184,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         (axis, members), place = self.axes[name_of_group], self.place
         whole = _whole(name, arguments, result)
-        if axis in ("fsdp", "replica"):  # FSDP asks for the next layer's weights before that layer begins
+        if axis in ("fsdp", "replica"):  # FSDP prefetches the next layer's weights
             place = "layer" if whole.numel() in self.layer_sizes else "ends"
         size = whole.numel() * whole.dtype.itemsize
         self.counts[_Key(KINDS[name], axis, self.phase, place, size, _name(whole.dtype), members)] += 1

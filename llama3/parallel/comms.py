@@ -1,13 +1,8 @@
-"""The exchange of a cut model over process groups: tensor parallelism with sequence parallelism, context parallelism.
+"""Tensor-parallel (with sequence parallelism) and context-parallel communication over process groups.
 
-Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds its part of the tokens; `gather`
-and `scatter` go from there to all tokens and back, so that a layer sends the bytes of two all-reduces in four halves
-and norms are not computed twice. Context parallel (Llama 3, section 3.3.2): a sequence is cut in 2 x cp chunks, process
-i holds chunks i and 2 x cp - 1 - i, which evens out the causal half, and keys and values are gathered: they are small
-under grouped-query attention, and any document mask works. Collectives are torch's functional ones, which compile.
-What this gives up: inputs of products, keys and values are gathered a second time for the backward pass, so that no
-layer keeps what its peers hold (2205.05198, section 4.2.2); a layer of the 405B would keep two and a half times as
-much.
+Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds a part of the tokens. Context
+parallel (Llama 3, section 3.3.2): a sequence has 2 x cp chunks, process i holds chunks i and 2 x cp - 1 - i, which
+balances the causal mask; keys and values are gathered. The backward pass gathers inputs, keys and values again.
 """
 
 from __future__ import annotations
@@ -19,10 +14,8 @@ from torch import Tensor
 
 from llama3.parallel.mesh import ParallelContext
 
-# Collectives as plain functions of tensors, the same on torch 2.11 and 2.13, and traceable by torch.compile.
-#
-# torch's own wrappers changed names between the two versions and warn; the operators below them did not. Each call
-# waits for its result where it stands; under torch.compile the inductor moves the waits and may overlap them.
+# Functional collectives: the operators have the same names in torch 2.11 and 2.13, while torch's wrappers changed, and
+# torch.compile traces them.
 
 
 def all_gather(part: Tensor, dim: int, group: Any) -> Tensor:
@@ -32,7 +25,7 @@ def all_gather(part: Tensor, dim: int, group: Any) -> Tensor:
     joined: Tensor = torch.ops._c10d_functional.wait_tensor(flat)
     if dim == 0:
         return joined
-    if part.shape[0] == 1 and dim == 1:  # the parts lie one after another already
+    if part.shape[0] == 1 and dim == 1:  # the parts are contiguous already
         return joined.reshape(1, -1, *part.shape[2:])
     return torch.cat(joined.chunk(size), dim=dim)
 
@@ -55,7 +48,7 @@ def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: Any) -> Tenso
 
 
 class MeshComms:
-    """Fills the seam of `llama3.model.comms` for one process of a world."""
+    """Implement `llama3.model.comms` for one process of a world."""
 
     def __init__(self, world: ParallelContext) -> None:
         self.tensor, self.context = world.axis("tp"), world.axis("cp")
@@ -113,7 +106,7 @@ def _call(function: Any, *arguments: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of all processes joined along `dim`; gradients are summed over processes and cut."""
+    """All-gather along `dim`; the backward pass reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
@@ -126,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Sum over processes, of which each keeps its part along `dim`; gradients are joined."""
+    """Reduce-scatter along `dim`; the backward pass all-gathers."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, group: Any) -> Tensor:

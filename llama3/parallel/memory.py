@@ -1,19 +1,8 @@
-"""Memory of every process by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
+"""Estimate the memory of every rank by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
 
-A layout is chosen by what fits, and trying it costs a cluster. The terms below follow what the engine's parts keep
-between forward and backward. Tests count the storages that are alive under fake CPU tensors: what a forward pass
-keeps, gathered weights and gradients agree to the byte, and what comes and goes is bounded from above. Left out: what
-attention keeps more on CPUs (fp32 copies without AMX, a copy of the result with several documents), the allocator's
-fragments, buffers of collectives, the CUDA context. Leave some percent.
-
-What dominates at paper scale are gate and up of the feed-forward block, 4 T F / tp bytes of bf16 in each layer, then
-what attention and the norms read, about 8 T D / tp, for every micro-batch in flight. Tensor parallelism cuts all of
-it, since what is cheap is made again (`llama3.model.recompute`). A compiled block is counted as keeping what autograd
-would, two gathered inputs whole (4 T D) first of all, three times as much in the 405B: what it really keeps, torch
-decides.
-
-Shapes: T tokens of a micro-batch after the gather of tensor parallelism, t = T / tp of them between, D model, F hidden
-of the feed-forward block, V vocabulary rows, K E features of all keys; c bytes of the compute type, w of fp32 or wider.
+Tests compare the kept activations, gathered weights and gradients with the engine's storages, to the byte; temporary
+memory is an upper bound. Not counted: extra copies of CPU attention, allocator fragmentation, collective buffers, the
+CUDA context. Shapes: D model, F feed-forward hidden, V vocabulary rows, K E features of all key/value heads.
 """
 
 from __future__ import annotations
@@ -28,14 +17,7 @@ from llama3.parallel.layout import Layout
 from llama3.parallel.pipeline_schedule import held, split_layers
 from llama3.recipe.sections import Model
 
-# Sizes of the weights that each process holds, by arithmetic: which stage, which cut, which shard. No torch.
-#
-# The planner and the memory table ask this for any number of processes without building anything; tests hold it
-# against the parts that `llama3.parallel.parallelize` makes. FSDP cuts the first dimension of a tensor-parallel
-# part into equal pieces, rounded up, so the last processes of an uneven cut hold less, or nothing, but set the same
-# memory aside.
-#
-# Shapes: D model, F hidden of the feed-forward block, V vocabulary rows, K E features of all key/value heads.
+# Sizes of the local weights
 
 
 @dataclass(frozen=True)

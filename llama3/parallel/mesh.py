@@ -1,8 +1,7 @@
-"""The processes that train together: who I am on each axis, which device is mine, and the few sums that we share.
+"""Process groups: rank coordinates, the local device, and a few collectives.
 
-Ranks are laid out [dp, pp, cp, tp], tp innermost: ranks that talk most are neighbours (Llama 3, section 3.3.2). A
-single process makes no process group: every sum is then the value itself, and nothing of `torch.distributed` needs
-to be imported or agreed on. What this gives up: one layout for the whole model; experts or encoders would need more.
+Ranks are laid out [dp, pp, cp, tp], tp innermost, so that ranks that communicate most are neighbors (Llama 3, section
+3.3.2). A single process makes no process group: every sum is the value itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class Axis(NamedTuple):
-    """My place on one axis of the mesh; `group` is None when I am alone on it."""
+    """Rank and size on one mesh axis; `group` is None if the size is 1."""
 
     rank: int
     size: int
@@ -33,7 +32,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One process among `size`; `mesh` is None when it is alone."""
+    """One process of `size`; `mesh` is None for a single process without a mesh."""
 
     rank: int
     size: int
@@ -41,20 +40,20 @@ class ParallelContext:
     layout: Layout = field(default_factory=Layout)
     mesh: Any = None
     shards: Any = None
-    """The mesh over which FSDP cuts weights: dp and cp together, under replicas if there are any."""
+    """The FSDP mesh: dp and cp together, with replicas outside if there are any."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process is rank 0, which writes shared files."""
         return self.rank == 0
 
     @property
     def first_of_copy(self) -> bool:
-        """Whether this process counts what its tensor-parallel peers hold too."""
+        """Whether this process is tensor-parallel rank 0, which counts shared values."""
         return self.axis("tp").rank == 0
 
     def axis(self, name: Literal["dp", "pp", "cp", "tp"]) -> Axis:
-        """Return my place on an axis."""
+        """Return this process's rank, size and group on an axis."""
         if self.mesh is None:
             return Axis(0, 1)
         if name == "dp":  # no group: nothing is exchanged on it but gradients, by FSDP
@@ -92,7 +91,7 @@ class ParallelContext:
         return [value for value in values if value is not None]
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process reaches this call."""
         if self.size > 1:
             torch.distributed.barrier()
 
@@ -101,7 +100,7 @@ class ParallelContext:
 def init_distributed(
     device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False
 ) -> Iterator[ParallelContext]:
-    """Join the processes that the launcher started (its environment variables), or be alone without them.
+    """Join the processes of the launcher (from its environment variables), or run as a single process.
 
     `device` is cpu, cuda or auto. `meshed` makes a mesh even for one process, so that it takes the same path as many.
     A process that waits longer than `timeout_s` for another raises RuntimeError. Raises ValueError if `layout` does not
@@ -110,25 +109,25 @@ def init_distributed(
     layout = layout or Layout()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     layout.dp(size)
-    mine = _device(device)
+    local_device = _device(device)
     if size == 1 and not meshed:
-        yield ParallelContext(0, 1, mine, layout)
+        yield ParallelContext(0, 1, local_device, layout)
         return
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    backend = "nccl" if mine.type == "cuda" else "gloo"
+    backend = "nccl" if local_device.type == "cuda" else "gloo"
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
-        meshes = make_meshes(mine.type, layout, size)
+        meshes = make_meshes(local_device.type, layout, size)
         wait_at_most(timeout_s)
-        yield ParallelContext(rank, size, mine, layout, *meshes)
+        yield ParallelContext(rank, size, local_device, layout, *meshes)
     finally:
         torch.distributed.destroy_process_group()
 
 
 def wait_at_most(seconds: float) -> None:
-    """Give every group there is this time-out: a mesh makes its groups with torch's own, of 30 minutes on gloo."""
+    """Set the timeout of every group: a mesh creates its groups with torch's default (30 minutes on gloo)."""
     from torch.distributed import distributed_c10d
 
     for group in distributed_c10d._world.pg_map:
@@ -173,13 +172,11 @@ def whole(tensor: Tensor) -> Tensor:
     return full
 
 
-# What one process finds out, all must know: results and failures that end the same way on every process.
-#
-# A process that raises while its peers wait for it costs them their whole time-out, and hides what went wrong.
+# Broadcast results and errors: a process that fails alone would leave its peers waiting for their whole timeout
 
 
 def run_on_rank0_and_broadcast(world: ParallelContext, do: Callable[[], T]) -> T:
-    """Return on every process what `do` returns on the leading one, which alone calls it; or raise what it raises."""
+    """Call `do` on rank 0 and return its result, or raise its error, on every process."""
     value: T | None = None
     failure: Exception | None = None
     if world.leads:
@@ -200,13 +197,13 @@ def raise_on_all_ranks(world: ParallelContext, do: Callable[[], None]) -> None:
         do()
     except Exception as error:
         failure = tellable(error, world.rank)
-    first = next((told for (told,) in world.gathered((failure,)) if told is not None), None)
+    first = next((error for (error,) in world.gathered((failure,)) if error is not None), None)
     if first is not None:
         raise first
 
 
 def tellable(error: Exception, rank: int) -> Exception:
-    """Return an error that survives the way to another process: ours and the system's do, others become text."""
+    """Return an error that can be pickled: built-in errors and our own; others become a RuntimeError."""
     if type(error).__module__.split(".")[0] in ("builtins", "llama3", "storage"):
         return error
     return RuntimeError(f"process {rank}: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Build this process's part of a model: its layers, cut by tensor parallelism, sharded by FSDP, with initial weights.
 
-Weights are a function of seed and name, so each process draws the whole of one matrix at a time and keeps its part;
-no process ever holds the model, and every layout starts from the same one.
+A weight depends only on seed and name: each process draws one whole matrix at a time and keeps its part, so every
+layout starts from the same model and no process holds all of it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,21 @@ from llama3.parallel.mesh import ParallelContext, local
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
 
-# Data parallelism by FSDP2: gradients and optimizer state are sharded over dp and cp together.
-#
-# ZeRO-2 by default: weights stay gathered between forward and backward (Llama 3, section 3.3.2), which costs their
-# memory and saves half of the gathers; ZeRO-3 gathers again. Blocks travel and work in the compute type; the
-# embedding, the last norm and the output travel in fp32, because their gradients are sums over many tokens.
-# Gradients are summed, not averaged (the loss is a sum over targets), accumulated and reduced in fp32, or in fp64
-# where `exact` asks for sums that do not depend on the number of processes. Each layer is a group, so gathers
-# overlap with the layers before.
+# Data parallelism: FSDP2, gradients and optimizer state sharded over dp and cp
 
 
 def shard(model: Transformer, world: ParallelContext, compute: torch.dtype | None, exact: bool) -> None:
     """Shard a model or a part of one in place. Its weights are master weights; blocks work in `compute`."""
+    # Gradients are summed, not averaged: the loss is a sum over targets. The ends reduce in fp32 since their gradients
+    # are sums over many tokens; fp64 (`exact`) makes sums independent of the number of processes.
     reduce = torch.float64 if exact else None
     if compute is not None and not exact:
         reduce = torch.float32
     blocks = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     ends = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-    again = world.layout.zero == 3
+    reshard = world.layout.zero == 3  # ZeRO-2 keeps weights gathered: half of the gathers
     for block in model.layers.values():
-        fully_shard(block, mesh=world.shards, reshard_after_forward=again, mp_policy=blocks)
+        fully_shard(block, mesh=world.shards, reshard_after_forward=reshard, mp_policy=blocks)
     fully_shard(model, mesh=world.shards, reshard_after_forward=False, mp_policy=ends)
     for module in model.modules():  # neither setting reaches the groups inside a group
         if isinstance(module, FSDPModule):
@@ -65,25 +60,21 @@ def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
 
 
 def release(model: Transformer) -> None:
-    """Have a sharded model give up what a forward pass without gradients gathered: no backward pass will."""
+    """Free the weights gathered by a forward pass without gradients."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-# Which way tensor parallelism cuts each weight: columns, then rows, so that a pair of products needs one exchange.
-#
-# q, k, v, gate and up are cut by output features, o and down by input features, embedding and output by vocabulary
-# rows; norms are whole on every process. Weights become DTensors, so that FSDP, checkpoints and norms know the
-# global shape; arithmetic is on local tensors (`llama3.model.linear`), half the time of DTensor's own dispatch in
-# small models.
+# Tensor parallelism: columns, then rows, so that a pair of products needs one exchange; arithmetic is on local
+# tensors, because DTensor dispatch doubles the time of small models
 
 BY_OUTPUT = ("q.weight", "k.weight", "v.weight", "gate.weight", "up.weight", "embedding.weight", "output.weight")
 BY_INPUT = ("o.weight", "down.weight")
 
 
 def placement(name: str) -> Shard | Replicate:
-    """Return how the weight called `name` lies on the tensor-parallel axis."""
+    """Return the placement of the weight `name` on the tensor-parallel axis."""
     if name.endswith(BY_OUTPUT):
         return Shard(0)
     return Shard(1) if name.endswith(BY_INPUT) else Replicate()
@@ -93,13 +84,13 @@ def cut(model: nn.Module, mesh: Any) -> None:
     """Replace every weight of `model` (on the meta device) by a DTensor cut over the one-dimensional `mesh`."""
     for name, parameter in list(model.named_parameters()):
         owner_name, _, last = name.rpartition(".")
-        made = distribute_tensor(parameter.detach(), mesh, [placement(name)], src_data_rank=None)
-        assert isinstance(made, DTensor)
-        model.get_submodule(owner_name).register_parameter(last, nn.Parameter(made))
+        weight = distribute_tensor(parameter.detach(), mesh, [placement(name)], src_data_rank=None)
+        assert isinstance(weight, DTensor)
+        model.get_submodule(owner_name).register_parameter(last, nn.Parameter(weight))
 
 
 Value = Callable[[str, torch.Size], Tensor]
-"""Returns the whole value of the parameter of a name and global shape."""
+"""Map a parameter name and global shape to its whole value."""
 
 
 def empty_parts(
@@ -117,9 +108,8 @@ def empty_parts(
     """
     layout = world.layout
     ranges = split_layers(spec.layers, layout.stages)
-    mine = range(world.axis("pp").rank, layout.stages, layout.pp)
     parts = {}
-    for stage in mine:
+    for stage in range(world.axis("pp").rank, layout.stages, layout.pp):
         first, last = stage == 0, stage == layout.stages - 1
         with torch.device("meta"):
             model = Transformer(spec, rows, ranges[stage], first, last, MeshComms(world)).to(master)
@@ -183,9 +173,9 @@ def my_share(whole: Tensor, name: str, world: ParallelContext) -> Tensor:
     if world.mesh is None:
         return whole
     tensor, shards = world.axis("tp"), world.shards["fsdp"]
-    where = placement(name)
-    if tensor.size > 1 and isinstance(where, Shard):
-        whole = whole.chunk(tensor.size, where.dim)[tensor.rank]
+    split = placement(name)
+    if tensor.size > 1 and isinstance(split, Shard):
+        whole = whole.chunk(tensor.size, split.dim)[tensor.rank]
     pieces = whole.chunk(shards.size())
     rank = shards.get_local_rank()
     return pieces[rank] if rank < len(pieces) else whole[:0]

@@ -1,18 +1,9 @@
-"""Runs pipeline schedules: this rank's stages on its share of the batch, gradients left in the weights.
+"""Run pipeline schedules: this rank's stages on its part of the batch, gradients left in the weights.
 
-The order of work comes from `schedule`; torch's pipeline runtime plays it (sends, receives, backward passes and their
-halves). That runtime is private, but has the same names in torch 2.11 and 2.13. Four things are ours. Receive buffers
-live from the receive to the end of the backward pass; torch holds one for every micro-batch, stage and direction all
-the time, 8.6 GB on a rank of the 405B (TP 8, V 8, M 16). What a stage returned belongs to the send alone (Llama 3,
-section 3.3.2); torch holds it until its gradient comes, 4.3 GB there. Weights under ZeRO-2 are gathered once a step,
-before the first input arrives, and kept; torch gives them up and gathers again on ranks with more than three stages.
-Weight gradients of a split backward pass are added up in the precision of the reduction, as those of a whole one.
-
-What this gives up: gloo holds what it sent until the end of the step (NCCL until it is sent); one stage's reduction
-does not overlap with the next stage's work; zero-bubble runs the backward pass of the loss twice, because torch cannot
-cut a custom function in two.
-
-Shapes: B sequences, S tokens of them that this process holds, D model.
+`pipeline_schedule` gives the order; torch's private pipeline runtime (the same in 2.11 and 2.13) executes it. We change
+four things: receive buffers, sent outputs, gathered weights and the precision of split weight gradients; see the
+comments. Zero-bubble runs the backward pass of the loss twice, because torch cannot split a custom function.
+Shapes: B sequences, S local tokens of each, D model.
 """
 
 from __future__ import annotations
@@ -124,7 +115,7 @@ class Pipeline:
 
 
 class _Schedule(_PipelineScheduleRuntime):
-    """torch's runtime with lists of ours. Loss is a sum, so nothing is divided by the number of micro-batches."""
+    """torch's runtime with our action lists. The loss is a sum, so gradients are not divided by the micro-batches."""
 
     def __init__(self, stages: list[_Stage], lists: Lists, count: int, backward: bool, gather: bool) -> None:
         loss = _total if backward else None
@@ -140,7 +131,7 @@ class _Schedule(_PipelineScheduleRuntime):
         if not backward:
             for rank, mine in self.pipeline_order_with_comms.items():
                 self.pipeline_order_with_comms[rank] = [a for a in mine if a.computation_type in FORWARD_ONLY]
-        if not gather:  # FSDP's own hooks do it, layer by layer
+        if not gather:  # FSDP's hooks gather layer by layer
             self.unsharded_stages.update(stage.stage_index for stage in stages)
 
     def take_nats(self) -> Tensor | None:
@@ -152,7 +143,10 @@ class _Schedule(_PipelineScheduleRuntime):
 
 
 class _Stage(PipelineStage):
-    """One part of the model. Buffers that torch makes once for every micro-batch are made and dropped as needed."""
+    """One stage of the model. Receive buffers exist only from the receive to the end of the backward pass."""
+
+    # torch keeps one buffer per micro-batch, stage and direction: 8.6 GB on a rank of the 405B (TP 8, V 8, M 16). It
+    # also keeps sent outputs until their gradient arrives, 4.3 GB there; give_up_data frees them.
 
     nats: list[Tensor]
 
@@ -162,14 +156,14 @@ class _Stage(PipelineStage):
         self.nats = []
 
     def _prepare_forward_infra(self, *arguments: Any, **more: Any) -> Any:
-        made = super()._prepare_forward_infra(*arguments, **more)
+        result = super()._prepare_forward_infra(*arguments, **more)
         _drop(chain.from_iterable(self.args_recv_info.values()))
-        return made
+        return result
 
     def _prepare_backward_infra(self, *arguments: Any, **more: Any) -> Any:
-        made = super()._prepare_backward_infra(*arguments, **more)
+        result = super()._prepare_backward_infra(*arguments, **more)
         _drop(chain.from_iterable(self.grad_recv_info.values()))
-        return made
+        return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._fill(self.args_recv_info[fwd_chunk_id])
@@ -219,12 +213,12 @@ class _Stage(PipelineStage):
 
 
 def give_up_data(returned: Tensor) -> None:
-    """Leave of a tensor its shape and its place in the graph, which is all that a backward pass from it asks for."""
+    """Free the data of a tensor; a backward pass needs only its shape and graph node."""
     returned.data = returned.new_empty(()).expand_as(returned)
 
 
 def _received(infos: Iterable[Any]) -> list[Any]:
-    """Return those of torch's notes of a stage's tensors that come from another rank."""
+    """Return the buffer records of tensors that come from another rank."""
     return [info for info in infos if getattr(info, "source", None) is not None]
 
 
@@ -239,12 +233,12 @@ def _total(nats_BS: Tensor, targets_BS: Tensor) -> Tensor:
 
 def _with_weights(mine: list[Action], gather: bool) -> list[_Action]:
     """Return torch's actions of one rank: gather weights at the start, reduce gradients after a stage's last."""
-    made = [_Action(stage, GATHER, None) for stage in dict.fromkeys(action.stage for action in mine) if gather]
+    lowered = [_Action(stage, GATHER, None) for stage in dict.fromkeys(action.stage for action in mine) if gather]
     ends = {action.stage: place for place, action in enumerate(mine)}
     for place, (stage, kind, micro_batch) in enumerate(mine):
-        made.append(_Action(stage, TORCH[kind], micro_batch))
+        lowered.append(_Action(stage, TORCH[kind], micro_batch))
         if ends[stage] == place:
-            made.append(_Action(stage, REDUCE, None))
+            lowered.append(_Action(stage, REDUCE, None))
             if gather:
-                made.append(_Action(stage, RELEASE, None))
-    return made
+                lowered.append(_Action(stage, RELEASE, None))
+    return lowered

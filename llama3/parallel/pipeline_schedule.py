@@ -1,16 +1,8 @@
-"""Pipeline schedules as lists of actions, and what they cost: no torch, so that trainer and planner share them.
+"""Pipeline schedules as lists of actions, and their simulated cost. No torch: trainer and planner share this module.
 
-A schedule says in which order each rank runs its stages on its micro-batches; stage s lives on rank s % P. Llama 3
-(section 3.3.2) runs N micro-batches in a row through one stage before the next stage of the rank, with N free. Larger
-N hides transfers and holds more: with P = V = 4, M = 32 and transfers of 0.3 forwards, N = 8 waits 2.8 % and holds 31
-activations, N = 4 waits 4.7 % and holds 19. N below both P and M works too, but ranks wait for their own round to come
-back: 31 % for N = 3. With N >= P and free transfers the bubble is (P - 1) / (V M) for every M, because M is dealt
-evenly over floor(M / N) rounds; a short last round costs up to 4.5 times that, and some never end (P <= 5, V <= 4).
-
-Zero-bubble (arXiv 2401.10241, ZB-H1) cuts a backward action into the gradient of the input, for which the rank before
-waits, and that of the weights, which fills waits: a third of the bubble if M >= P, and every rank holds as much as the
-first one otherwise does. What this gives up: lists are static and made for equal stages.
-
+A schedule gives the order in which each rank runs its stages on its micro-batches; stage s is on rank s % P. Llama 3
+(section 3.3.2) runs N micro-batches in a row through a stage before the rank's next stage. Zero-bubble (arXiv
+2401.10241, ZB-H1) splits a backward action into input and weight gradients. Lists are static, for equal stages.
 P ranks, V stages per rank, M micro-batches, N of them in a row.
 """
 
@@ -130,7 +122,7 @@ def held(
     """Return how many micro-batches each stage of `rank` holds at its fullest moments, those that no other exceeds.
 
     Rounds of one length repeat the first ones: only `ROUNDS` and those that shorter ones need to fill the pipeline are
-    played through, and the cost does not grow with the batch. Raises ValueError as `check`.
+    simulated, and the cost does not grow with the batch. Raises ValueError as `check`.
     """
     check(kind, pipeline, virtual, micro_batches, contiguous)
     rounds = _rounds(micro_batches, min(contiguous or pipeline, micro_batches))
@@ -140,22 +132,23 @@ def held(
         mine = _split([_one_rank(each, pipeline, virtual, rounds) for each in range(pipeline)])[rank]
     else:
         mine = _one_rank(rank, pipeline, virtual, rounds)
-    change, counts, seen = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * virtual, set()
+    change, running = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * virtual
+    seen: set[tuple[int, ...]] = set()
     for action, after in zip(mine, [*mine[1:], Action(0, "B", 0)], strict=True):
-        counts[action.stage // pipeline] += change[action.kind]
+        running[action.stage // pipeline] += change[action.kind]
         if action.kind == "F" and after.kind != "F":
-            seen.add(tuple(counts))
+            seen.add(tuple(running))
     return tuple(
-        one
-        for one in seen
-        if not any(one != two and all(a <= b for a, b in zip(one, two, strict=True)) for two in seen)
+        counts
+        for counts in seen
+        if not any(counts != peak and all(a <= b for a, b in zip(counts, peak, strict=True)) for peak in seen)
     )
 
 
 def finish(lists: Lists, times: Times | None = None) -> dict[Action, float]:
-    """Return when each action ends if every rank starts its next one as soon as what it needs is there.
+    """Return the end time of each action if every rank starts an action as soon as its inputs are ready.
 
-    Fails with AssertionError if ranks wait for each other for ever.
+    Fails with AssertionError on a deadlock.
     """
     times, last = times or Times(), _last_stage(lists)
     ends: dict[Action, float] = {}
@@ -179,7 +172,7 @@ def finish(lists: Lists, times: Times | None = None) -> dict[Action, float]:
 
 @cache
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage: the embedding and the output stand for one layer each (Llama 3, 3.3.2).
+    """Return the layers of each stage; the embedding and the output count as one layer each (Llama 3, 3.3.2).
 
     126 layers in 16 stages are 7, 14 x 8, 7; in 128 stages the first has only the embedding and the last only the
     output. What does not divide goes to the latest stages but the last, which hold the fewest activations; with as many
@@ -202,16 +195,18 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def _rounds(micro_batches: int, contiguous: int) -> list[range]:
-    """Deal micro-batches over rounds of `contiguous` or more, as evenly as they go."""
+    """Split micro-batches evenly into rounds of `contiguous` or more."""
+    # Even rounds keep the bubble at (P - 1) / (V M) for every M; a short last round costs up to 4.5 times as much,
+    # and some such schedules deadlock (P <= 5, V <= 4).
     count = micro_batches // contiguous
     ends = [micro_batches * number // count for number in range(count + 1)]
     return [range(first, end) for first, end in pairwise(ends)]
 
 
 def rank_actions(rank: int, pipeline: int, virtual: int, rounds: Sequence[range], warm_up: int) -> list[Action]:
-    """Return `warm_up` forwards, then one backward after each forward, then what is left.
+    """Return `warm_up` forwards, then one backward after each forward, then the rest.
 
-    `rounds`: the micro-batches that a stage runs in a row.
+    `rounds`: the micro-batches that a stage runs in a row each time.
     """
     stages = range(rank, pipeline * virtual, pipeline)
     forward = [Action(stage, "F", number) for batch in rounds for stage in stages for number in batch]
@@ -222,31 +217,26 @@ def rank_actions(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]
 
 
 def _one_rank(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> list[Action]:
-    return rank_actions(rank, pipeline, virtual, rounds, _warm_up(rank, pipeline, virtual, rounds))
-
-
-def _warm_up(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> int:
-    """Forwards before the first backward. Neighbours differ by two under V > 1, so that transfers hide.
-
-    Rank 0 may be ahead of the last by two rounds at most, else both wait for each other: N = 1 with P = 3, V = 2 did.
-    """
-    after = pipeline - 1 - rank
-    if virtual == 1:
-        return after
-    sizes = [len(batch) for batch in rounds]
-    return 2 * max(after, pipeline - 1 - min(sizes)) + (virtual - 1) * max(sizes)
+    """Return the actions of `rank`, with the warm-up forwards of its schedule."""
+    warm_up = pipeline - 1 - rank
+    if virtual > 1:
+        # Neighbors differ by two, which hides transfers. Rank 0 is ahead of the last rank by at most two rounds;
+        # without the bound, N = 1 with P = 3, V = 2 deadlocks.
+        sizes = [len(batch) for batch in rounds]
+        warm_up = 2 * max(warm_up, pipeline - 1 - min(sizes)) + (virtual - 1) * max(sizes)
+    return rank_actions(rank, pipeline, virtual, rounds, warm_up)
 
 
 def _split(lists: Lists) -> Lists:
     """Return `lists` with B in two, I where B was and W wherever the rank would wait.
 
-    Played through with F, I and W of equal length. A rank holds no more activations than the rank of `lists` with the
+    Simulated with F, I and W of equal length. A rank holds no more activations than the rank of `lists` with the
     most: at that number, W comes before the next F.
     """
     last, limit, times = _last_stage(lists), max(in_flight(lists)), Times()
     waiting = [[a._replace(kind="I") if a.kind == "B" else a for a in reversed(mine)] for mine in lists]
     owed: Lists = [[] for _ in lists]  # W of each rank, oldest first
-    made: Lists = [[] for _ in lists]
+    split: Lists = [[] for _ in lists]
     clocks, held = [0.0] * len(lists), [0] * len(lists)
     ends: dict[Action, float] = {}
     while any(waiting) or any(owed):
@@ -264,12 +254,12 @@ def _split(lists: Lists) -> Lists:
             owed[rank].append(action._replace(kind="W"))
         held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
         clocks[rank] = ends[action] = start + times.of(action)
-        made[rank].append(action)
-    return made
+        split[rank].append(action)
+    return split
 
 
 def _ready(action: Action, ends: dict[Action, float], last: int, ranks: int, transfer: float) -> float | None:
-    """Return when all that `action` needs is there, or None as long as that is not known."""
+    """Return the time at which the inputs of `action` are ready, or None if not yet known."""
     stage, kind, number = action
     if kind == "W":
         return ends.get(Action(stage, "I", number))

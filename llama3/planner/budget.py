@@ -3,8 +3,7 @@
     days = sum of steps x step time / goodput;  GPU-hours = GPUs x hours;  money = GPU-hours x price + storage;
     energy = GPU-hours x (GPU watts x load + server watts / GPUs) x PUE
 
-Goodput is the share of wall time that goes into steps that count (`uptime`). Defaults are stated with their source;
-most of them are assumed, since nobody publishes prices. Given up: people, failed experiments, and the network's power.
+Most defaults are assumed, since nobody publishes prices. People, failed experiments and network power are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ HOURS_A_MONTH = 730.0
 
 @dataclass(frozen=True)
 class StageTime:
-    """A part of the schedule on its GPUs. Raises ValueError for times that cannot be."""
+    """A part of the schedule on its GPUs. Raises ValueError for impossible times."""
 
     name: str
     tokens: int
@@ -27,11 +26,11 @@ class StageTime:
     gpus: int
     step_s: float
     goodput: float
-    """Share of wall time that goes into steps that count."""
+    """Share of wall time in steps that count."""
     products_s: float = 0.0
     """Seconds of a step that shrink with faster matrix products."""
     messages_s: float = 0.0
-    """Seconds of a step in messages that nothing hides."""
+    """Seconds of a step in exposed messages."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s) and self.step_s > 0):
@@ -49,20 +48,20 @@ class StageTime:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours, interruptions included."""
+        """GPU-hours, including interruptions."""
         return self.seconds * self.gpus / 3600
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What things cost; each field says where its default comes from."""
+    """Prices and power; each field states the source of its default."""
 
     gpu_hour: float = 2.5
     """Money per GPU-hour. Assumed: rented H100s went for 2 to 4 USD in 2024 and 2025."""
     gpu_watts: float = 700.0
     """Of one GPU (arXiv 2407.21783, section 3.3.1)."""
     gpu_load: float = 0.9
-    """Share of that which training draws on average. Assumed."""
+    """Average draw in training over `gpu_watts`. Assumed."""
     server_watts: float = 300.0
     """Processors, fans and cards, per GPU. Assumed: eight-GPU servers draw 8 to 10 kW."""
     pue: float = 1.1
@@ -70,12 +69,12 @@ class Prices:
     gb_month: float = 0.02
     """Money per GB and month of storage. Assumed, as of object stores."""
     spare_share: float = 0.0
-    """Hosts that wait as spares, as a share of the job: they cost as much."""
+    """Spare hosts as a share of the job; they cost as much as the others."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: {value:g} is no amount; write a number of 0 or more")
+                raise ValueError(f"{name}: {value:g} is not an amount; write a number of 0 or more")
         if self.pue < 1:
             raise ValueError(f"pue: {self.pue:g} is below 1; a site draws at least what its servers draw")
         if self.gpu_load > 1:
@@ -84,25 +83,25 @@ class Prices:
 
 @dataclass(frozen=True)
 class StorageUse:
-    """What lies in storage while the run lasts."""
+    """Storage of a run."""
 
     text_bytes: float | None
-    """None where the sources were not looked at."""
+    """None where the sources were not surveyed."""
     token_bytes: float
     checkpoint_bytes: float
     """Of one checkpoint: weights and both moments."""
     checkpoints: float
-    """How many are kept in the end."""
+    """Number at the end of the run."""
 
     @property
     def total(self) -> float:
-        """Bytes at the end of the run, the most there ever are; text that is not known is left out."""
+        """Bytes at the end of the run, the maximum; unknown text is left out."""
         return (self.text_bytes or 0.0) + self.token_bytes + self.checkpoint_bytes * self.checkpoints
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a recipe takes."""
+    """Time, money, energy and storage of a recipe."""
 
     stages: tuple[StageTime, ...]
     prices: Prices
@@ -120,29 +119,31 @@ class Budget:
 
     @property
     def gpu_money(self) -> float:
-        """Money for GPUs, spares included."""
+        """Money for GPUs, including spares."""
         return self.gpu_hours * (1 + self.prices.spare_share) * self.prices.gpu_hour
 
     @property
     def storage_money(self) -> float:
-        """Money for storage, as if all of it lay there from the first day."""
+        """Money for storage, as if all of it were there from the first day."""
         return self.stored.total / 1e9 * self.prices.gb_month * self.days * 24 / HOURS_A_MONTH
 
     @property
     def money(self) -> float:
-        """All of it."""
+        """Money for GPUs and storage."""
         return self.gpu_money + self.storage_money
 
     @property
     def mwh(self) -> float:
-        """Energy."""
+        """Energy in MWh."""
         prices = self.prices
         watts = (prices.gpu_watts * prices.gpu_load + prices.server_watts) * prices.pue
         return self.gpu_hours * (1 + prices.spare_share) * watts / 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every figure, stage by stage and in all."""
-        stages = [{**asdict(one), "days": one.seconds / 86_400, "gpu_hours": one.gpu_hours} for one in self.stages]
+        """Return every figure, by stage and in total."""
+        stages = [
+            {**asdict(stage), "days": stage.seconds / 86_400, "gpu_hours": stage.gpu_hours} for stage in self.stages
+        ]
         return {
             "stages": stages,
             "days": self.days,
@@ -157,22 +158,22 @@ class Budget:
 
     def with_goodput(self, factor: float) -> Budget:
         """Return the budget with goodput times `factor`, at most 1."""
-        return self._stages(lambda one: replace(one, goodput=min(1.0, one.goodput * factor)))
+        return self._change(lambda stage: replace(stage, goodput=min(1.0, stage.goodput * factor)))
 
     def with_products(self, factor: float) -> Budget:
         """Return the budget with matrix products `factor` times as fast."""
-        return self._stages(lambda one: replace(one, step_s=one.step_s + one.products_s * (1 / factor - 1)))
+        return self._change(lambda stage: replace(stage, step_s=stage.step_s + stage.products_s * (1 / factor - 1)))
 
     def with_messages(self, factor: float) -> Budget:
         """Return the budget with a network `factor` times as fast."""
-        return self._stages(lambda one: replace(one, step_s=one.step_s + one.messages_s * (1 / factor - 1)))
+        return self._change(lambda stage: replace(stage, step_s=stage.step_s + stage.messages_s * (1 / factor - 1)))
 
     def with_price(self, **changes: float) -> Budget:
         """Return the budget with other prices."""
         return replace(self, prices=replace(self.prices, **changes))
 
-    def _stages(self, change: Callable[[StageTime], StageTime]) -> Budget:
-        return replace(self, stages=tuple(change(one) for one in self.stages))
+    def _change(self, change: Callable[[StageTime], StageTime]) -> Budget:
+        return replace(self, stages=tuple(change(stage) for stage in self.stages))
 
 
 def checkpoint_bytes(parameters: int, master: int = 4) -> float:
@@ -182,4 +183,4 @@ def checkpoint_bytes(parameters: int, master: int = 4) -> float:
 
 def total_of(stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return days and GPU-hours of stages."""
-    return sum(one.seconds for one in stages) / 86_400, sum(one.gpu_hours for one in stages)
+    return sum(stage.seconds for stage in stages) / 86_400, sum(stage.gpu_hours for stage in stages)

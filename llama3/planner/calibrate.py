@@ -1,11 +1,9 @@
-"""Measures what the device at hand reaches in what a layer does: matrix products, attention, elementwise work.
+"""Measures how fast this device computes what a layer does: matrix products, attention, elementwise work.
 
-Each thing is what the model itself calls (`kernels`): the three products of a linear layer, attention with the heads of
-Llama 3 405B on a tensor-parallel rank, and the norms, sums and SwiGLU of a layer. Sizes double until the time that a
-kind may take is used up, so a slow device gets a smaller range, which its curves state.
-
-Given up: documents shorter than the sequence, other formats than bf16, and clocks that fall after minutes of load. The
-way over CUDA follows torch's documented events and was not run on a GPU.
+Each operation is what the model itself calls: the three products of a linear layer, attention with the heads of Llama 3
+405B on a tensor-parallel rank, and the norms, sums and SwiGLU of a layer. Sizes double until the time of a kind is used
+up, so a slow device gets a smaller range. Imports torch: import this module only to measure.
+Shapes: T rows (tokens), I inner and C columns of a product, D residual stream, F hidden of the feed-forward block.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -28,23 +25,21 @@ from llama3.model.linear import RMSNorm
 from llama3.planner.device_curves import BACK, BACKWARD, ELEMENTWISE, FORWARD, GEMM, Calibration, MeasuredPoint, fitted
 from llama3.train.peak_flops import device_name
 
-if TYPE_CHECKING:
-    import torch
-
-
+Call = Callable[[], object]
+DTYPE = torch.bfloat16
 HEADS, FEATURES = (16, 1), 128
-"""Query and key heads, and features of one: Llama 3 405B on one of 8 tensor-parallel ranks (arXiv 2407.21783)."""
+"""Query and key heads, and features per head: Llama 3 405B on one of 8 tensor-parallel ranks (arXiv 2407.21783)."""
 LEAST, MOST = 3, 9
 """Repeats of a point."""
 SHORT_S = 2e-3
-"""Shorter calls are timed several at once: a clock and a launch cost microseconds."""
+"""Calls shorter than this are timed several at once: a clock and a launch cost microseconds."""
 GROWTH = 4
-"""Times that a group of cases costs the one before it at most: operations grow with the square of a size."""
+"""Largest cost of a group of cases over that of the one before: operations grow with the square of a size."""
 
 
 @dataclass(frozen=True)
 class MeasuredSizes:
-    """Sizes that a kind of device is measured at: the first two always, later ones while there is time."""
+    """Sizes to measure on a kind of device: the first two always, later ones while there is time."""
 
     rows: int
     """Tokens."""
@@ -64,21 +59,21 @@ REACH = {
     "cpu": MeasuredSizes(2048, _doubled(64, 4096), _doubled(128, 8192), _doubled(512, 2048)),
     "cuda": MeasuredSizes(8192, _doubled(512, 16_384), _doubled(1024, 131_072), _doubled(2048, 8192)),
 }
-"""A GPU's smallest sizes are those below which a launch costs more than the work."""
+"""Below a GPU's smallest sizes a launch costs more than the work."""
 
 
 @dataclass(frozen=True)
 class DeviceBenchmark:
-    """Something to measure."""
+    """An operation to measure."""
 
     what: str
     shape: tuple[int, ...]
     amount: float
     """Operations or bytes."""
     prepare: Callable[[], Call]
-    """Makes the tensors and returns what is timed."""
+    """Makes the tensors and returns the call to time."""
     parts: int = 1
-    """How often a call does the amount."""
+    """How many times a call does the amount."""
 
 
 def calibrate(
@@ -86,104 +81,92 @@ def calibrate(
 ) -> Calibration:
     """Measure `device` (auto, cpu or cuda) for about `seconds`, longer if two sizes of each kind need it.
 
-    `say` gets each point when it is measured. Raises ValueError for no time, and for a device that is not there.
+    `say` gets each point when it is measured. Raises ValueError for no time, and for a device that is missing.
     """
     if not seconds > 0:
         raise ValueError(f"seconds: {seconds:g} leaves no time to measure; write 30 or more")
-    import torch
-
-    place = device_at_hand(device)
-    reach, points = REACH[place.type], list[MeasuredPoint]()
-    for groups, share in ((gemms(reach, place), 0.5), (attentions(reach, place), 0.35), (layers(reach, place), 0.15)):
-        for point in measured(groups, share * seconds, place):
+    target = device_at_hand(device)
+    reach, points = REACH[target.type], list[MeasuredPoint]()
+    for groups, share in (
+        (gemms(reach, target), 0.5),
+        (attentions(reach, target), 0.35),
+        (layers(reach, target), 0.15),
+    ):
+        for point in measured(groups, share * seconds, target):
             say(point)
             points.append(point)
     date = datetime.now(UTC).isoformat(timespec="milliseconds")
-    threads = torch.get_num_threads() if place.type == "cpu" else 0
-    return Calibration(fitted(points, device_name(place), date), tuple(points), date, torch.__version__, threads)
+    threads = torch.get_num_threads() if target.type == "cpu" else 0
+    return Calibration(fitted(points, device_name(target), date), tuple(points), date, torch.__version__, threads)
 
 
-def gemms(reach: MeasuredSizes, place: torch.device) -> Iterator[list[DeviceBenchmark]]:
+def gemms(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
     """Yield the products for each side: square, gate and up in one, down, and square of fewer rows.
 
-    Amounts are those of one product, and so are the seconds: `spend` prices gradients like the forward product.
+    Amounts and seconds are those of one product: `spend` prices gradients like the forward product.
     """
-
     for side in reach.sides:
         rows = reach.rows
         shapes = [(rows, side, side), (rows // 4, side, side), (rows, side, 8 * side), (rows, 4 * side, side)]
         yield [
-            DeviceBenchmark(GEMM, (m, k, n), 2.0 * m * k * n, partial(products, m, k, n, place), 3)
+            DeviceBenchmark(GEMM, (m, k, n), 2.0 * m * k * n, partial(products, m, k, n, device), 3)
             for m, k, n in shapes
         ]
 
 
-def attentions(reach: MeasuredSizes, place: torch.device) -> Iterator[list[DeviceBenchmark]]:
-    """Yield both passes at each length. Operations of the forward one: 2 T S D, as `work.layer_work` counts them."""
-
+def attentions(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
+    """Yield both passes at each length. FLOPs of the forward pass: 2 T S D, as `step_time.layer_work` counts them."""
     for length in reach.lengths:
         batch = max(1, reach.rows // length)
         shape, flops = (batch, length, HEADS[0], FEATURES), 2.0 * batch * length**2 * HEADS[0] * FEATURES
-        passes = [partial(attention, batch, length, HEADS, FEATURES, backward, place) for backward in (False, True)]
+        passes = [partial(attention, batch, length, HEADS, FEATURES, backward, device) for backward in (False, True)]
         yield [
             DeviceBenchmark(FORWARD, shape, flops, passes[0]),
             DeviceBenchmark(BACK, shape, BACKWARD * flops, passes[1]),
         ]
 
 
-def layers(reach: MeasuredSizes, place: torch.device) -> Iterator[list[DeviceBenchmark]]:
-    """Yield a layer's elementwise work at each width D, hidden 3.5 D. Bytes: as `work.layer_work`, backward twice."""
-
+def layers(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
+    """Yield a layer's elementwise work at each width D, hidden 3.5 D. Bytes: as `layer_work`, backward twice."""
     for width in reach.widths:
         hidden, rows = width * 7 // 2, reach.rows
         moved = 3.0 * rows * (10 * width + 5 * hidden) * 2
-        yield [DeviceBenchmark(ELEMENTWISE, (rows, width), moved, partial(elementwise, rows, width, hidden, place))]
+        yield [DeviceBenchmark(ELEMENTWISE, (rows, width), moved, partial(elementwise, rows, width, hidden, device))]
 
 
-def measured(groups: Iterator[list[DeviceBenchmark]], limit_s: float, place: torch.device) -> Iterator[MeasuredPoint]:
-    """Yield the points of the first two groups, and of more while the time that they take at least is left."""
+def measured(groups: Iterator[list[DeviceBenchmark]], limit_s: float, device: torch.device) -> Iterator[MeasuredPoint]:
+    """Yield the points of the first two groups, and of later ones while there is time for them."""
     began, least_s = time.monotonic(), 0.0
     for number, cases in enumerate(groups):
         left = limit_s - (time.monotonic() - began)
         if number >= 2 and least_s > left:
             return
-        points = [timed(case, left / GROWTH / len(cases), place) for case in cases]
+        points = [timed(case, left / GROWTH / len(cases), device) for case in cases]
         yield from points
         calls_s = sum(point.seconds * case.parts for case, point in zip(cases, points, strict=True))
         least_s = GROWTH * (LEAST + 2) * calls_s
 
 
-def timed(case: DeviceBenchmark, limit_s: float, place: torch.device) -> MeasuredPoint:
+def timed(case: DeviceBenchmark, limit_s: float, device: torch.device) -> MeasuredPoint:
     """Return the point of a case: warmed up, then repeated for about `limit_s`, from `LEAST` to `MOST` times."""
-
     call = case.prepare()
-    seconds_of(call, 1, place)
-    first = max(seconds_of(call, 1, place), 1e-7)
+    seconds_of(call, 1, device)  # warm-up; the first products of a process on a CPU also repack weights
+    first = max(seconds_of(call, 1, device), 1e-7)
     at_once = ceil(SHORT_S / first)
     repeats = min(MOST, max(LEAST, int(limit_s / (first * at_once))))
-    found = [seconds_of(call, at_once, place) / case.parts for _ in range(repeats)]
-    low, _, high = quantiles(found, n=4, method="inclusive")
-    middle = median(found)
+    times = [seconds_of(call, at_once, device) / case.parts for _ in range(repeats)]
+    low, _, high = quantiles(times, n=4, method="inclusive")
+    middle = median(times)
     return MeasuredPoint(case.what, case.shape, case.amount, middle, (high - low) / middle, repeats)
 
 
-# What a layer makes a device do, one piece at a time, for `calibrate`: the model's own calls on random numbers.
-#
-# This file alone of its room imports torch, and is imported when something is measured. Each function returns what
-# is to be timed, with its tensors made. Random numbers cost a device more power than zeros, and so lower clocks: as
-# in training. Given up: the first products of a process on a CPU repack weights, which a warm-up hides.
-#
-# Shapes: T rows (tokens), I inner and C columns of a product, D residual stream, F hidden of the feed-forward
-# block.
-
-Call = Callable[[], object]
-DTYPE = torch.bfloat16
+# The model's calls on random numbers: these cost a device more power than zeros, and so lower clocks, as in training
 
 
-def products(rows: int, inner: int, columns: int, place: torch.device) -> Call:
+def products(rows: int, inner: int, columns: int, device: torch.device) -> Call:
     """Return the three products of a linear layer [T, I] -> [T, C]: forward, gradients of input and of weight."""
     x_TI, weight_CI, gradient_TC = (
-        torch.randn(*size, dtype=DTYPE, device=place) for size in ((rows, inner), (columns, inner), (rows, columns))
+        torch.randn(*size, dtype=DTYPE, device=device) for size in ((rows, inner), (columns, inner), (rows, columns))
     )
 
     def call() -> None:
@@ -195,14 +178,14 @@ def products(rows: int, inner: int, columns: int, place: torch.device) -> Call:
 
 
 def attention(
-    batch: int, length: int, heads: tuple[int, int], features: int, backward: bool, place: torch.device
+    batch: int, length: int, heads: tuple[int, int], features: int, backward: bool, device: torch.device
 ) -> Call:
     """Return causal attention over whole sequences; `heads` are those of queries and of keys.
 
-    The forward pass keeps what a backward one needs, as in training.
+    The forward pass saves tensors for backward, as in training.
     """
     queries, keys, values = (
-        torch.randn(batch, length, count, features, dtype=DTYPE, device=place, requires_grad=True)
+        torch.randn(batch, length, count, features, dtype=DTYPE, device=device, requires_grad=True)
         for count in (heads[0], heads[1], heads[1])
     )
     if not backward:
@@ -212,13 +195,13 @@ def attention(
     return lambda: torch.autograd.grad(out, (queries, keys, values), gradient, retain_graph=True)
 
 
-def elementwise(rows: int, width: int, hidden: int, place: torch.device) -> Call:
+def elementwise(rows: int, width: int, hidden: int, device: torch.device) -> Call:
     """Return two norms with their residual sums and one SwiGLU, forward and backward."""
-    stream_TD = torch.randn(rows, width, dtype=DTYPE, device=place, requires_grad=True)
-    gate_TF, up_TF = (torch.randn(rows, hidden, dtype=DTYPE, device=place, requires_grad=True) for _ in range(2))
-    norm = RMSNorm(width, 1e-5, NoComms()).to(place)
+    stream_TD = torch.randn(rows, width, dtype=DTYPE, device=device, requires_grad=True)
+    gate_TF, up_TF = (torch.randn(rows, hidden, dtype=DTYPE, device=device, requires_grad=True) for _ in range(2))
+    norm = RMSNorm(width, 1e-5, NoComms()).to(device)
     torch.nn.init.ones_(norm.weight)
-    gradients = torch.randn(rows, width, dtype=DTYPE, device=place), torch.randn_like(gate_TF)
+    gradients = torch.randn(rows, width, dtype=DTYPE, device=device), torch.randn_like(gate_TF)
 
     def call() -> object:
         once_TD = stream_TD + norm(stream_TD)
@@ -230,14 +213,15 @@ def elementwise(rows: int, width: int, hidden: int, place: torch.device) -> Call
     return call
 
 
-def seconds_of(call: Call, times: int, place: torch.device) -> float:
+def seconds_of(call: Call, times: int, device: torch.device) -> float:
     """Return the seconds of one of `times` calls in a row, by the device's own clock where it has one."""
-    if place.type != "cuda":
+    if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(times):
             call()
         return (time.perf_counter() - began) / times
-    begin, end = (_event() for _ in range(2))
+    # torch's documented events; this path was not run on a GPU
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(times):
         call()
@@ -246,14 +230,10 @@ def seconds_of(call: Call, times: int, place: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / times
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def device_at_hand(asked: str) -> torch.device:
-    """Return the device that `asked` (auto, cpu, cuda) names. Raises ValueError if it is not there."""
+    """Return the device that `asked` (auto, cpu, cuda) names. Raises ValueError if it is missing."""
     present = torch.cuda.is_available()
     if asked not in ("auto", "cpu", "cuda") or (asked == "cuda" and not present):
         has = "cpu and cuda" if present else "cpu alone"
-        raise ValueError(f"device: {asked!r} is not to be had, this machine has {has}; write auto or one of them")
+        raise ValueError(f"device: {asked!r} is not available, this machine has {has}; write auto or one of them")
     return torch.device("cuda" if present and asked != "cpu" else "cpu")

@@ -1,15 +1,8 @@
 """Time of collectives on layers of unequal speed: ring, double binary tree, recursive halving and doubling.
 
 The alpha-beta model (Thakur, Rabenseifner, Gropp 2005, doi 10.1177/1094342005051521): a step takes the latency of the
-outermost layer that it crosses, and its bytes over the narrowest rate on the way. So a collective is a straight line
-over the size. A ring has n - 1 steps and crosses the border of each server, rack and pod once, with the cards of all
-its members there; halving and doubling has log2 n steps, in which many members cross at once. Latency decides for
-small messages and many ranks, oversubscription for large messages.
-
-Given up: protocols and chunk sizes of a library, and contention between collectives. A library's ring is only as good
-as the order of its ranks, which is taken to follow the wiring.
-
-Shapes: S bytes of the whole tensor, n members.
+outermost layer that it crosses, and its bytes over the narrowest rate on the path, so a collective is a straight line
+over the size. Ranks of a ring follow the wiring; collectives do not compete. S bytes of the whole tensor, n members.
 """
 
 from __future__ import annotations
@@ -27,20 +20,20 @@ from llama3.planner.topology import Layer
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Algorithm = Literal["ring", "tree", "halving nearest-first", "halving farthest-first"]
-"""Halving's order is that of a reduce-scatter, whose first step sends half of the data. An all-gather is the same
-backwards (doubling), so that nearest-first always means that neighbours exchange the most."""
+"""Halving's order is that of a reduce-scatter, whose first step sends half of the data. An all-gather runs it backward
+(doubling), so with nearest-first neighbors always exchange the most."""
 LIBRARY: tuple[Algorithm, ...] = ("ring", "tree")
-"""What NCCL chooses from."""
+"""Algorithms of NCCL."""
 ALL: tuple[Algorithm, ...] = (*LIBRARY, "halving nearest-first", "halving farthest-first")
 ROUNDING = 1e-12
 TREE_RATE = 0.92
-"""What a tree reaches of a ring's rate: NCCL's tuning, `src/graph/tuning.cc`."""
+"""Rate of a tree over that of a ring: NCCL's tuning, `src/graph/tuning.cc`."""
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class CommGroup:
-    """Members of a collective and how they lie on the network."""
+    """Members of a collective and their place on the network."""
 
     size: int
     per_layer: tuple[int, ...]
@@ -56,17 +49,17 @@ class CollectiveCurve:
     """Time of a collective over the size of the tensor."""
 
     start: float
-    """Seconds of the latencies."""
+    """Sum of the latencies, seconds."""
     per_byte: float
-    """Seconds of each byte of the whole tensor."""
+    """Seconds per byte of the whole tensor."""
 
     def at(self, size: float) -> float:
-        """Return the seconds of `size` bytes."""
+        """Return the seconds for `size` bytes."""
         return self.start + self.per_byte * size
 
 
 def contiguous(size: int, layers: Sequence[Layer], stride: int = 1) -> CommGroup:
-    """Return a group of neighbours, `stride` GPUs apart. Raises ValueError if the cluster is too small."""
+    """Return a group of neighbors, `stride` GPUs apart. Raises ValueError if the cluster is too small."""
     if size * stride > layers[-1].gpus:
         raise ValueError(f"group: {size} members {stride} apart do not fit {layers[-1].gpus:,} GPUs; take fewer")
     return CommGroup(size, tuple(min(size, max(1, layer.gpus // stride)) for layer in layers))
@@ -75,8 +68,7 @@ def contiguous(size: int, layers: Sequence[Layer], stride: int = 1) -> CommGroup
 def line(kind: Kind, group: CommGroup, layers: Sequence[Layer], algorithm: Algorithm = "ring") -> CollectiveCurve:
     """Return the time of a collective as a line over its size.
 
-    Raises ValueError where the algorithm cannot do it: a tree that is not asked to all-reduce, halving in a group whose
-    size is no power of two.
+    Raises ValueError for a tree that is not an all-reduce, and for halving in a group whose size is no power of two.
     """
     if group.size == 1:
         return CollectiveCurve(0.0, 0.0)
@@ -86,11 +78,11 @@ def line(kind: Kind, group: CommGroup, layers: Sequence[Layer], algorithm: Algor
             return _ring(ways, group, layers)
         case "tree" if kind == "all-reduce":
             return _tree(group, layers)
-        case "halving nearest-first" | "halving farthest-first" if _power_of_two(group.size):
+        case "halving nearest-first" | "halving farthest-first" if group.size & (group.size - 1) == 0:
             return _halving(ways, group, layers, algorithm == "halving nearest-first")
         case _:
             raise ValueError(
-                f"algorithm: {algorithm!r} cannot {kind} among {group.size}: a tree only all-reduces, halving wants a "
+                f"algorithm: {algorithm!r} cannot {kind} among {group.size}: a tree only all-reduces, halving needs a "
                 f"power of two; of {', '.join(ALL)} take a ring"
             )
 
@@ -101,26 +93,27 @@ def seconds(kind: Kind, size: float, group: CommGroup, layers: Sequence[Layer], 
 
 
 def able(kind: Kind, group: CommGroup, among: Sequence[Algorithm] = ALL) -> list[Algorithm]:
-    """Return the algorithms that can do it (see `line`)."""
+    """Return the algorithms of `among` that support the collective (see `line`)."""
+    power_of_two = group.size & (group.size - 1) == 0
     usable = {"ring": True, "tree": kind == "all-reduce"}
-    return [one for one in among if usable.get(one, _power_of_two(group.size))]
+    return [algorithm for algorithm in among if usable.get(algorithm, power_of_two)]
 
 
 def choose(
     kind: Kind, size: float, group: CommGroup, layers: Sequence[Layer], among: Sequence[Algorithm] = LIBRARY
 ) -> tuple[Algorithm, float]:
     """Return the fastest algorithm for a message, and its seconds."""
-    times = {one: line(kind, group, layers, one).at(size) for one in able(kind, group, among)}
-    best = min(times, key=lambda one: times[one])
+    times = {algorithm: line(kind, group, layers, algorithm).at(size) for algorithm in able(kind, group, among)}
+    best = min(times, key=lambda algorithm: times[algorithm])
     return best, times[best]
 
 
 def curve(
     kind: Kind, sizes: Floats, group: CommGroup, layers: Sequence[Layer], among: Sequence[Algorithm] = ALL
 ) -> dict[Algorithm, Floats]:
-    """Return the seconds of each algorithm that can do it at each size in bytes, for a plot."""
-    lines = {one: line(kind, group, layers, one) for one in able(kind, group, among)}
-    return {one: found.start + found.per_byte * sizes for one, found in lines.items()}
+    """Return the seconds of each supported algorithm at each size in bytes, for a plot."""
+    lines = {algorithm: line(kind, group, layers, algorithm) for algorithm in able(kind, group, among)}
+    return {algorithm: timing.start + timing.per_byte * sizes for algorithm, timing in lines.items()}
 
 
 def crossover(
@@ -128,9 +121,9 @@ def crossover(
 ) -> float:
     """Return the bytes from which a ring is no slower than `fast`: 0 if it always is, infinite if it never is.
 
-    Both are straight lines, so that there is one crossing at most; a ring has never less latency.
+    Two straight lines cross at most once; a ring never has less latency.
     """
-    ring, other = (line(kind, group, layers, one) for one in ("ring", fast))
+    ring, other = (line(kind, group, layers, algorithm) for algorithm in ("ring", fast))
     behind, gains = ring.start - other.start, other.per_byte - ring.per_byte
     if behind <= 0:
         return 0.0
@@ -138,10 +131,10 @@ def crossover(
 
 
 def ring_rate(group: CommGroup, layers: Sequence[Layer]) -> float:
-    """Return the bytes a second that a ring moves over each of its links.
+    """Return the bytes per second on each link of a ring.
 
-    Where it leaves a group of the layer below, it has the cards of all its members there: other rings of the same
-    job leave with those of theirs.
+    Where it leaves a group of the layer below, it has the cards of all its members there, as other rings of the same
+    job leave with the cards of theirs.
     """
     rates = [layers[0].bytes_per_s] if group.per_layer[0] > 1 else []
     for below, here, layer in zip(group.per_layer, group.per_layer[1:], layers[1:], strict=False):
@@ -151,7 +144,7 @@ def ring_rate(group: CommGroup, layers: Sequence[Layer]) -> float:
 
 
 def _ring(ways: int, group: CommGroup, layers: Sequence[Layer]) -> CollectiveCurve:
-    """n - 1 steps of S / n bytes; a chunk meets each border once, and the inner latency elsewhere (NCCL's tuning)."""
+    """n - 1 steps of S / n bytes; a chunk crosses each border once, else has the inner latency (NCCL's tuning)."""
     borders = [-(-group.size // members) for members in group.per_layer]  # groups at each layer; 1 outermost
     latency = (group.size - borders[0]) * layers[0].latency_s
     for inner, outer, layer in zip(borders, borders[1:], layers[1:], strict=False):
@@ -174,34 +167,27 @@ def _halving(ways: int, group: CommGroup, layers: Sequence[Layer], nearest_first
     for number, leaving in enumerate(steps if nearest_first else reversed(steps), 1):
         outermost = max((layer for layer, share in enumerate(leaving) if share), default=0)
         latency += layers[outermost].latency_s
-        per_byte += 0.5**number / _exchange_rate(leaving, layers)
+        rate = layers[0].bytes_per_s
+        if any(leaving):  # no more than the card's rate
+            crossed = (layer.bytes_per_s / share for layer, share in zip(layers, leaving, strict=True) if share)
+            rate = min(layers[1].bytes_per_s, *crossed)
+        per_byte += 0.5**number / rate
     return CollectiveCurve(ways * latency, ways * per_byte)
-
-
-def _exchange_rate(leaving: tuple[float, ...], layers: Sequence[Layer]) -> float:
-    """Return what a member sends when such shares of each layer's members leave it: no more than its card can."""
-    if not any(leaving):
-        return layers[0].bytes_per_s
-    crossed = [layer.bytes_per_s / share for layer, share in zip(layers, leaving, strict=True) if share]
-    return min(layers[1].bytes_per_s, *crossed)
 
 
 @lru_cache(maxsize=4096)
 def _leaving(per_layer: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """Return, by step (nearest first) and layer, the members that cross it, over those of a group of the layer below.
 
-    Partners are i and i xor distance. A group of 3,072 is no power of two, so that some cross and others do not; the
-    busiest group counts.
+    Partners are i and i xor distance. A group of 3,072 is no power of two, so some of its members cross and others do
+    not; the busiest group counts.
     """
     ranks = np.arange(per_layer[-1])
-    partners = [ranks ^ (1 << step) for step in range(per_layer[-1].bit_length() - 1)]
-    return tuple((0.0, *(_busiest(ranks, each, below) for below in per_layer[:-1])) for each in partners)
-
-
-def _busiest(ranks: NDArray[np.int64], partners: NDArray[np.int64], members: int) -> float:
-    crossing = ranks // members != partners // members
-    return float(np.bincount(ranks // members, weights=crossing).max() / members)
-
-
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+    steps = []
+    for step in range(per_layer[-1].bit_length() - 1):
+        partners, shares = ranks ^ (1 << step), [0.0]
+        for members in per_layer[:-1]:
+            crossing = ranks // members != partners // members
+            shares.append(float(np.bincount(ranks // members, weights=crossing).max() / members))
+        steps.append(tuple(shares))
+    return tuple(steps)

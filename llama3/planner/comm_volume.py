@@ -1,11 +1,8 @@
-"""What a pipeline stage sends, by arithmetic: the same records as the engine's own trace, without torch.
+"""Messages of a pipeline stage in a step, by arithmetic: the same records as the engine's trace, without torch.
 
 The trace (`llama3.parallel.comm_trace`) runs the engine and takes a second; a search of thousands of layouts needs
-microseconds. Tests hold the two against each other to the byte, for every axis, phase and place, so that a change of
-the engine that sends more cannot go unnoticed here. Given up: in how many pieces the loss adds up its sums, which
-depends on the device and not on the layout; bytes are the same.
-
-Shapes: T tokens of a micro-batch after the gather of tensor parallelism, D model, K E features of all key/value heads.
+microseconds. Tests compare the two to the byte, for every axis, phase and place. The loss may split its sums into
+other pieces, depending on the device. T tokens, D model, K E features of all key/value heads.
 """
 
 from __future__ import annotations
@@ -23,72 +20,68 @@ WIDE = {4: "float32", 8: "float64"}
 def stage_volumes(
     part: PipelineStage, spec: Model, rows: int, layout: Layout, world: int, load: Load
 ) -> list[Collective]:
-    """Return what a process of this stage sends in a step."""
-    found = [
-        *_tensor_layers(part, spec, layout, load),
-        *_tensor_ends(part, spec, rows, layout, load),
-        *_context(part, spec, layout, load),
+    """Return the messages of a process of this stage in a step."""
+    tokens = load.micro_batch * load.seq // layout.cp
+    residual = tokens * spec.dim * load.narrow  # [T, D], all tokens of this process's tensor-parallel group
+    messages = [
+        *(_tensor_layers(part, spec, layout, load, residual) if layout.tp > 1 else ()),
+        *(_tensor_ends(part, spec, layout, load, residual) if layout.tp > 1 else ()),
+        *(_context(part, spec, layout, load) if layout.cp > 1 else ()),
         *_weights(part, spec, rows, layout, world, load),
         *transfers(part.number, spec, layout, load),
     ]
-    return [one for one in found if one.count]
+    return [message for message in messages if message.count]
 
 
-def _tensor_layers(part: PipelineStage, spec: Model, layout: Layout, load: Load) -> Iterator[Collective]:
-    """Yield the two gathers and two scatters of a layer (arXiv 2205.05198, section 4.2), and what is made again.
+def _tensor_layers(part: PipelineStage, spec: Model, layout: Layout, load: Load, residual: int) -> Iterator[Collective]:
+    """Yield the two gathers and two scatters of a layer (arXiv 2205.05198, section 4.2), and those of recomputation.
 
-    Gathered inputs are not kept: each is gathered once more in the backward pass. The last scatter of what is
-    recomputed is not done again, since nothing needs its result.
+    Gathered inputs are not kept: each is gathered again in the backward pass. The last scatter of a recomputed layer
+    is skipped, since nothing needs its result.
     """
-    if layout.tp == 1:
-        return
-    layers, whole, dtype = len(part.layers), _residual(spec, layout, load), NAMES[load.compute]
+    layers, dtype = len(part.layers), NAMES[load.compute]
     again = {"none": 0, "selective": 1, "full": 2}[layout.recompute] if layout.compile else 2
     scatters = 3 if layout.recompute == "full" else 2
+    norms = spec.dim * load.narrow
+    for kind, phase, count, size in (
+        ("all-gather", "forward", 2, residual),
+        ("reduce-scatter", "forward", 2, residual),
+        ("all-gather", "backward", 2 + again, residual),
+        ("reduce-scatter", "backward", scatters, residual),
+        ("all-reduce", "backward", 2, norms),  # gradients
+    ):
+        yield Collective(kind, "tp", phase, "each", "layer", size, dtype, layout.tp, count * layers)
 
-    def one(kind: str, phase: str, count: int, size: int = whole) -> Collective:
-        return Collective(kind, "tp", phase, "each", "layer", size, dtype, layout.tp, count * layers)
 
-    yield one("all-gather", "forward", 2)
-    yield one("reduce-scatter", "forward", 2)
-    yield one("all-gather", "backward", 2 + again)
-    yield one("reduce-scatter", "backward", scatters)
-    yield one("all-reduce", "backward", 2, spec.dim * load.narrow)  # gradients of the norms
+def _tensor_ends(part: PipelineStage, spec: Model, layout: Layout, load: Load, residual: int) -> Iterator[Collective]:
+    """Yield the messages of the embedding, last norm and loss."""
+    tokens, dtype, wide = load.micro_batch * load.seq // layout.cp, NAMES[load.compute], WIDE[load.wide]
 
-
-def _tensor_ends(part: PipelineStage, spec: Model, rows: int, layout: Layout, load: Load) -> Iterator[Collective]:
-    """Yield what embedding, last norm and loss exchange."""
-    if layout.tp == 1:
-        return
-    whole, dtype, wide = _residual(spec, layout, load), NAMES[load.compute], WIDE[load.wide]
-
-    def one(kind: str, phase: str, size: int, dtype: str, count: int = 1) -> Collective:
+    def message(kind: str, phase: str, size: int, dtype: str, count: int = 1) -> Collective:
         return Collective(kind, "tp", phase, "each", "ends", size, dtype, layout.tp, count)
 
     if part.first:
-        yield one("reduce-scatter", "forward", whole, dtype)
-        yield one("all-gather", "backward", whole, dtype)
+        yield message("reduce-scatter", "forward", residual, dtype)
+        yield message("all-gather", "backward", residual, dtype)
     if part.last:
-        yield one("all-gather", "forward", whole, dtype)
-        yield one("reduce-scatter", "backward", whole, dtype)
-        yield one("all-reduce", "forward", _tokens(layout, load) * load.wide, wide, 3)  # largest, sum, own logit
-        yield one("all-reduce", "backward", spec.dim * load.master, wide)
+        yield message("all-gather", "forward", residual, dtype)
+        yield message("reduce-scatter", "backward", residual, dtype)
+        yield message("all-reduce", "forward", tokens * load.wide, wide, 3)  # largest, sum, target's logit
+        yield message("all-reduce", "backward", spec.dim * load.master, wide)
 
 
 def _context(part: PipelineStage, spec: Model, layout: Layout, load: Load) -> Iterator[Collective]:
-    """Yield the gathers of keys and values (arXiv 2407.21783, section 3.3.2), which are made again and not kept."""
-    if layout.cp == 1:
-        return
+    """Yield the gathers of keys and values (arXiv 2407.21783, section 3.3.2), which are repeated and not kept."""
     heads = spec.kv_heads // layout.tp
-    both = load.micro_batch * load.seq * 2 * heads * (spec.dim // spec.heads) * load.narrow
+    size = load.micro_batch * load.seq * 2 * heads * (spec.dim // spec.heads) * load.narrow
     again = 0 if layout.compile and layout.recompute != "full" else 1
     for kind, phase, count in (
         ("all-gather", "forward", 1),
         ("all-gather", "backward", again),
         ("reduce-scatter", "backward", 1),
     ):
-        dtype = NAMES[load.compute]
-        yield Collective(kind, "cp", phase, "each", "layer", both, dtype, layout.cp, count * len(part.layers))
+        count *= len(part.layers)
+        yield Collective(kind, "cp", phase, "each", "layer", size, NAMES[load.compute], layout.cp, count)
 
 
 def _weights(
@@ -114,16 +107,7 @@ def _weights(
                 "reduce-scatter", "fsdp", "backward", "last", place, reduced, WIDE[load.reduced], pieces, count
             )
         if layout.replicas > 1:
-            mine = elements // pieces * load.reduced
+            shard = elements // pieces * load.reduced
             yield Collective(
-                "all-reduce", "replica", "backward", "last", place, mine, WIDE[load.reduced], layout.replicas, count
+                "all-reduce", "replica", "backward", "last", place, shard, WIDE[load.reduced], layout.replicas, count
             )
-
-
-def _tokens(layout: Layout, load: Load) -> int:
-    return load.micro_batch * load.seq // layout.cp
-
-
-def _residual(spec: Model, layout: Layout, load: Load) -> int:
-    """Return the bytes of [B, S, D], all tokens of this process's tensor-parallel group."""
-    return _tokens(layout, load) * spec.dim * load.narrow

@@ -1,13 +1,8 @@
-"""How fast a device computes, as curves: matrix products by size, attention by length, elementwise work by bytes.
+"""Speed of a device as curves: matrix products by size, attention by length, elementwise work by bytes.
 
-A product's efficiency grows with n, the smaller side of its local weight matrix, as ceiling * n / (n + half): two
-constants, which fit Megatron's published iterations within 3 % (anchor A4) and which `calibrate` measures on the
-machine at hand. Rows are tokens, thousands in training, and do not count: with them as a third side the fit of those
-iterations breaks down. A prediction outside of what was measured says so.
-
-Given up: tiles and waves, which make steps in the true curve of up to a tenth; other formats and widths of a head than
-the ones measured. A measured ceiling is that of products alone: a prior's, fitted on whole steps, is lower, because it
-also holds what no model here has (launch gaps, clocks that fall, messages that slow products down).
+The efficiency of a product is ceiling * n / (n + half), n the smaller side of its local weight matrix: two constants,
+which fit Megatron's published iterations within 3 % (anchor A4) and which `calibrate` measures. Rows (tokens) do not
+count: with them as a third side that fit breaks down. A prediction outside the measured range says so.
 """
 
 from __future__ import annotations
@@ -26,21 +21,25 @@ from llama3.train.peak_flops import peak_of
 BACKWARD = 2.5
 """Work of attention's backward pass over its forward one: five products in place of two (arXiv 2205.14135)."""
 ATTENTION = 550e12
-"""Stated prior of attention on Hopper, forward, FLOP/s (FlashAttention-3, arXiv 2407.08608: 400 to 650 at 8K, 16K)."""
+"""Assumed rate of attention on Hopper, forward, FLOP/s (FlashAttention-3, arXiv 2407.08608: 400 to 650 at 8K, 16K)."""
 REALISED, HALF = 0.76, 320.0
-"""Priors: what a step gets of the rate that large products reach alone, and the side at which half of it is reached.
-The first fits Table 4's first row (0.611 of the H100's peak) and holds all that is not modelled; half as Megatron's."""
+"""Priors: rate of products in a step over their rate alone, and the side at which half of the ceiling is reached. The
+first fits Table 4's first row (0.611 of the H100's peak) and absorbs all that is not modeled (launch gaps, falling
+clocks, messages that slow products down); half is Megatron's."""
 HOPPER, HOPPER_TFLOPS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200"), 989.0
 MEMORY = 0.8
-"""Share of the memory's peak that elementwise work reaches (assumed)."""
+"""Rate of elementwise work over the memory's peak (assumed)."""
 SIDES = ("rows", "smaller side", "larger side")
 """Sizes of a product: rows are tokens, sides those of the weight matrix."""
 OUTLIER = 0.1
-"""Relative miss from which a measured product pulls on the fit like its size and no longer like its square."""
+"""Relative error above which a measured product has a linear and no longer a quadratic loss in the fit."""
 Shape = tuple[int, int, int]
 """Rows, inner and columns of a product."""
 Range = tuple[int, int]
 """Smallest and largest."""
+GEMM, FORWARD, BACK, ELEMENTWISE = "products", "attention forward", "attention backward", "elementwise"
+UNSTEADY = 0.2
+"""Spread above which a point is called unsteady: the machine was busy, or its clocks moved."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class GemmCurve:
 
     peak_flops: float
     ceiling: float
-    """Share of the peak that an endless product reaches."""
+    """Share of the peak that an infinite product reaches."""
     half: float
     """Smaller side of the weight matrix at which half of the ceiling is reached."""
     measured: tuple[Range, Range, Range] | None = None
-    """Rows, smaller and larger sides that the curve was fitted on; None: a prior."""
+    """Ranges of rows, smaller and larger sides in the fit; None: a prior."""
 
     def efficiency(self, side: float) -> float:
         """Return the share of the peak where the smaller side of the weight matrix is `side`."""
@@ -65,16 +64,16 @@ class GemmCurve:
         return 2.0 * rows * inner * columns * (side + self.half) / (self.peak_flops * self.ceiling * side)
 
     def extrapolates(self, rows: int, inner: int, columns: int) -> str:
-        """Return which size of a product lies outside of what was measured, or ""."""
+        """Return which size of a product is outside the measured range, or ""."""
         if self.measured is None:
             return ""
-        found = zip(SIDES, _sizes(rows, inner, columns), self.measured, strict=True)
-        odd = [
+        sizes = zip(SIDES, _sizes(rows, inner, columns), self.measured, strict=True)
+        outside = [
             f"{side} {size:,} outside of the measured {low:,} to {high:,}"
-            for side, size, (low, high) in found
+            for side, size, (low, high) in sizes
             if not low <= size <= high
         ]
-        return f"product {rows:,} x {inner:,} x {columns:,}: {', '.join(odd)}" if odd else ""
+        return f"product {rows:,} x {inner:,} x {columns:,}: {', '.join(outside)}" if outside else ""
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,18 @@ class AttentionCurve:
 
     def seconds(self, flops: float, seq: int, backward: bool) -> float:
         """Return the time of `flops` forward operations at length `seq`, or of the backward pass that follows them."""
-        rate = _between(self.lengths, self.backward if backward else self.forward, seq)
+        rates = self.backward if backward else self.forward
+        after = bisect_right(self.lengths, seq)
+        if after in (0, len(self.lengths)):
+            rate = rates[min(after, len(self.lengths) - 1)]
+        else:
+            low, high = self.lengths[after - 1], self.lengths[after]
+            share = log(seq / low) / log(high / low)
+            rate = rates[after - 1] * (1 - share) + rates[after] * share
         return flops * (BACKWARD if backward else 1.0) / rate
 
     def extrapolates(self, seq: int) -> str:
-        """Return that a length lies outside of what was measured, or ""."""
+        """Return that a length is outside the measured range, or ""."""
         low, high = self.lengths[0], self.lengths[-1]
         if not self.measured or low <= seq <= high:
             return ""
@@ -107,13 +113,13 @@ class MemoryCurve:
     bytes_per_s: float
 
     def seconds(self, moved: float) -> float:
-        """Return the time of reading and writing `moved` bytes."""
+        """Return the time to read and write `moved` bytes."""
         return moved / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What a device does, and where the figures come from."""
+    """Curves of a device, and their source."""
 
     device: str
     dtype: str
@@ -124,15 +130,14 @@ class Curves:
     memory: MemoryCurve
 
     def with_attention(self, rate: float) -> Curves:
-        """Return these curves with one rate of attention at all lengths."""
+        """Return these curves with the same rate of attention at all lengths."""
         return replace(self, attention=AttentionCurve((1,), (rate,), (rate,)))
 
     def extrapolates(self, products: Iterable[Shape], lengths: Iterable[int]) -> list[str]:
-        """Return a sentence for each product and each length of attention that lies outside of what was measured."""
-        said = [self.gemm.extrapolates(*shape) for shape in products] + [
-            self.attention.extrapolates(length) for length in lengths
-        ]
-        return list(dict.fromkeys(filter(None, said)))
+        """Return a sentence for each product and each attention length outside the measured range."""
+        sentences = [self.gemm.extrapolates(*shape) for shape in products]
+        sentences += [self.attention.extrapolates(length) for length in lengths]
+        return list(dict.fromkeys(filter(None, sentences)))
 
     def as_json(self) -> str:
         """Return the curves as JSON."""
@@ -150,9 +155,9 @@ class Curves:
 
 
 def priors(accelerator: Accelerator) -> Curves:
-    """Return the curves assumed of an accelerator that nobody measured, from its description.
+    """Return the assumed curves of an accelerator that was not measured, from its description.
 
-    Attention goes with the peak. Outside of Hopper all of it is a guess by proportion, and `source` says so.
+    Attention is proportional to the peak. Other devices than Hopper are scaled from it, and `source` says so.
     """
     peak = accelerator.dense_tflops * 1e12
     hopper = accelerator.driver_name in HOPPER
@@ -173,7 +178,7 @@ def priors(accelerator: Accelerator) -> Curves:
 
 
 def in_a_step(measured: Curves) -> Curves:
-    """Return measured curves as a step of training sees them: products reach `REALISED` of what they reach alone."""
+    """Return measured curves for a training step, where products reach `REALISED` of their rate alone."""
     gemm = replace(measured.gemm, ceiling=measured.gemm.ceiling * REALISED)
     return replace(measured, gemm=gemm, source=f"{measured.source}; products times {REALISED}, as fitted on Table 4")
 
@@ -181,10 +186,10 @@ def in_a_step(measured: Curves) -> Curves:
 def fit_gemm(shapes: Sequence[Shape], seconds: Sequence[float], peak_flops: float) -> GemmCurve:
     """Return the curve of least relative error through measured products.
 
-    Misses above `OUTLIER` weigh less, because a busy machine makes some. Above four times the largest side measured
-    half cannot be told from the ceiling, and ends there. Raises ValueError for fewer than two smaller sides.
+    Errors above `OUTLIER` weigh less, because a busy machine makes some. `half` is at most four times the largest
+    measured side; above, it cannot be separated from the ceiling. Raises ValueError for fewer than two smaller sides.
     """
-    from scipy.optimize import least_squares  # a third of a second, which plans do not wait for
+    from scipy.optimize import least_squares  # takes a third of a second; plans do not need it
 
     rows, smaller, larger = (np.array(sizes) for sizes in zip(*(_sizes(*shape) for shape in shapes), strict=True))
     if len(set(smaller.tolist())) < 2:
@@ -205,53 +210,37 @@ def fit_gemm(shapes: Sequence[Shape], seconds: Sequence[float], peak_flops: floa
 
 
 def _sizes(rows: int, inner: int, columns: int) -> Shape:
-    """Return what a product is judged by, as `SIDES` names it."""
+    """Return the sizes of a product in the order of `SIDES`."""
     return rows, min(inner, columns), max(inner, columns)
 
 
-def _between(lengths: Sequence[int], rates: Sequence[float], seq: int) -> float:
-    after = bisect_right(lengths, seq)
-    if after in (0, len(lengths)):
-        return rates[min(after, len(lengths) - 1)]
-    low, high = lengths[after - 1], lengths[after]
-    share = log(seq / low) / log(high / low)
-    return rates[after - 1] * (1 - share) + rates[after] * share
-
-
-# What a calibration found: measured points, the curves through them, and how far those miss.
-#
-# Pure figures, as JSON both ways, so that a plan reads them without torch. Given up: the single repeats; a point is
-# their median and the spread of their middle half.
-
-GEMM, FORWARD, BACK, ELEMENTWISE = "products", "attention forward", "attention backward", "elementwise"
-UNSTEADY = 0.2
-"""Spread from which a point is called unsteady: the machine did something else, or its clocks moved."""
+# Calibration: measured points, the curves through them, and their errors
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """One measured thing."""
+    """A measured operation."""
 
     what: str
     shape: tuple[int, ...]
     """Rows, inner and columns of a product; sequences, length, heads and features of attention; rows and width."""
     amount: float
-    """Operations, of attention the causal half; bytes of elementwise work, as the planner counts them."""
+    """FLOPs, of attention the causal half; bytes of elementwise work, as the planner counts them."""
     seconds: float
     """Median of the repeats."""
     spread: float
-    """Middle half of the repeats over their median."""
+    """Interquartile range of the repeats over their median."""
     repeats: int
 
     @property
     def rate(self) -> float:
-        """Operations or bytes a second."""
+        """FLOP/s or bytes per second."""
         return self.amount / self.seconds
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on a device, and the curves through it."""
+    """Measurements of a device, and the curves through them."""
 
     curves: Curves
     points: tuple[MeasuredPoint, ...]
@@ -260,10 +249,10 @@ class Calibration:
     torch: str
     """Version."""
     threads: int
-    """Of the processor; 0 for a GPU."""
+    """CPU threads; 0 for a GPU."""
 
     def predicted_s(self, point: MeasuredPoint) -> float:
-        """Return the seconds that the curves say of a point."""
+        """Return the seconds that the curves predict for a point."""
         match point.what:
             case "products":
                 rows, inner, columns = point.shape
@@ -275,30 +264,32 @@ class Calibration:
                 forward_flops = point.amount / (BACKWARD if backward else 1.0)
                 return self.curves.attention.seconds(forward_flops, point.shape[1], backward)
             case _:
-                raise ValueError(f"calibration: {point.what!r} is nothing that is measured")
+                raise ValueError(f"calibration: {point.what!r} is an unknown kind of measurement")
 
     def miss(self, point: MeasuredPoint) -> float:
-        """Return by what share the curves' seconds differ from the measured ones."""
+        """Return the relative error of the curves' seconds against the measured ones."""
         return self.predicted_s(point) / point.seconds - 1.0
 
     @property
     def gemm_miss(self) -> float:
-        """Root mean square of the products' misses, by the logarithm: 0.05 is 5 % up or down."""
+        """Root mean square of the products' logarithmic errors: 0.05 is 5 % up or down."""
         misses = [log(self.predicted_s(point) / point.seconds) for point in self.points if point.what == GEMM]
         return exp(sqrt(sum(miss**2 for miss in misses) / len(misses))) - 1.0
 
     def warnings(self) -> list[str]:
-        """Return what a reader of the curves should know: a poor fit, unsteady points."""
-        said = []
+        """Return warnings about a poor fit and unsteady points."""
+        warnings = []
         if self.gemm_miss > UNSTEADY:
-            said.append(f"products miss their curve by {self.gemm_miss:.0%}: two constants do not describe this device")
+            warnings.append(
+                f"products miss their curve by {self.gemm_miss:.0%}: two constants do not describe this device"
+            )
         unsteady = sum(point.spread > UNSTEADY for point in self.points)
         if unsteady:
-            said.append(
+            warnings.append(
                 f"{unsteady} of {len(self.points)} points spread by more than {UNSTEADY:.0%}: the machine was busy; "
                 "calibrate again when it is idle"
             )
-        return said
+        return warnings
 
     def as_json(self) -> str:
         """Return everything as JSON."""
@@ -309,25 +300,30 @@ class Calibration:
         """Return what `as_json` wrote. Raises ValueError, KeyError or TypeError for another text."""
         data = json.loads(text)
         curves, points = Curves.from_json(json.dumps(data.pop("curves"))), data.pop("points")
-        return cls(curves, tuple(MeasuredPoint(**{**one, "shape": tuple(one["shape"])}) for one in points), **data)
+        return cls(
+            curves, tuple(MeasuredPoint(**{**point, "shape": tuple(point["shape"])}) for point in points), **data
+        )
 
 
 def fitted(points: Sequence[MeasuredPoint], device: str, date: str) -> Curves:
     """Return the curves through measured points of every kind; lengths of attention in ascending order.
 
     Where the maker's peak is not known, shares are of the fastest product, and `source` says so. Elementwise work
-    counts at the largest size, which no cache holds. Raises ValueError for products of one size only.
+    counts at the largest size, which no cache holds. Raises ValueError for products of only one size.
     """
-    of = {what: [one for one in points if one.what == what] for what in (GEMM, FORWARD, BACK, ELEMENTWISE)}
+    gemm, forward, backward, elementwise = (
+        [point for point in points if point.what == kind] for kind in (GEMM, FORWARD, BACK, ELEMENTWISE)
+    )
     peak = peak_of(device, "bf16")
-    flops = peak.flops if peak else max(one.rate for one in of[GEMM])
-    shapes = [(rows, inner, columns) for rows, inner, columns in (one.shape for one in of[GEMM])]
-    rates = [tuple(one.rate for one in of[what]) for what in (FORWARD, BACK)]
+    flops = peak.flops if peak else max(point.rate for point in gemm)
+    shapes = [(rows, inner, columns) for rows, inner, columns in (point.shape for point in gemm)]
+    lengths = tuple(point.shape[1] for point in forward)
+    forward_rates, backward_rates = (tuple(point.rate for point in passes) for passes in (forward, backward))
     return Curves(
         device,
         "bf16",
         f"measured {date[:10]}" + ("" if peak else ", shares of its fastest product: its peak is unknown"),
-        fit_gemm(shapes, [one.seconds for one in of[GEMM]], flops),
-        AttentionCurve(tuple(one.shape[1] for one in of[FORWARD]), rates[0], rates[1], measured=True),
-        MemoryCurve(max(of[ELEMENTWISE], key=lambda one: one.amount).rate),
+        fit_gemm(shapes, [point.seconds for point in gemm], flops),
+        AttentionCurve(lengths, forward_rates, backward_rates, measured=True),
+        MemoryCurve(max(elementwise, key=lambda point: point.amount).rate),
     )

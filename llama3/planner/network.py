@@ -1,9 +1,8 @@
-"""How the groups of a layout lie on a cluster's network, and what their messages take.
+"""Process groups of a layout on a cluster's network, and the time of their messages.
 
-Ranks fill the cluster in order, [TP, CP, PP, DP] from the innermost (arXiv 2407.21783, section 3.3.2), so that a group
-is told by strides and sizes, and only by how many of its members share each layer of the network. Given up here:
-fragmented clusters and other orders, which are `placement`'s; contention of flows, which `routing` answers as one share
-of a card's rate; replicas that straddle pods, of which a pod is counted to hold only the whole ones.
+Ranks fill the cluster in order, [TP, CP, PP, DP] from the innermost (arXiv 2407.21783, section 3.3.2), so strides and
+sizes describe a group. Other orders and fragmented clusters are in `placement`, contention of flows in `routing`. A pod
+that a replica straddles counts only its whole replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from llama3.planner.topology import Fabric
 
 
 class Network:
-    """A cluster's layers, with the groups that were asked for."""
+    """A cluster's layers, and a cache of groups."""
 
     def __init__(self, fabric: Fabric, share: float = 1.0) -> None:
         """`share`: of a card's rate that flows between racks get (see `routing.bandwidth_share`)."""
@@ -29,11 +28,29 @@ class Network:
 
     def group(self, axis: str, layout: Layout, world: int) -> CommGroup:
         """Return the group of an axis: tp, cp, pp, fsdp (dp and cp together) or replica."""
-        return self._group(tuple(_strides(axis, layout, world)))
+        within = layout.dp(world) // layout.replicas
+        axes: tuple[tuple[int, int], ...]  # stride and size, the inner axis first
+        match axis:
+            case "tp":
+                axes = ((1, layout.tp),)
+            case "cp":
+                axes = ((layout.tp, layout.cp),)
+            case "pp":
+                axes = ((layout.tp * layout.cp, layout.pp),)
+            case "fsdp":
+                axes = ((layout.tp, layout.cp), (layout.model_parallel, within))
+            case "replica":
+                axes = ((layout.model_parallel * within, layout.replicas),)
+            case _:
+                raise ValueError(f"axis: {axis!r} is unknown; write tp, cp, pp, fsdp or replica")
+        if axes not in self._groups:
+            shares = [prod(min(count, max(1, layer.gpus // stride)) for stride, count in axes) for layer in self.layers]
+            self._groups[axes] = CommGroup(prod(count for _, count in axes), tuple(shares))
+        return self._groups[axes]
 
     def seconds(self, kind: str, size: float, group: CommGroup) -> float:
-        """Return the time of a collective over `size` bytes of the whole tensor, by what NCCL would choose."""
-        assert kind in get_args(Kind), f"{kind} is no collective"
+        """Return the time of a collective over `size` bytes of the whole tensor, by the algorithm of NCCL."""
+        assert kind in get_args(Kind), f"{kind} is not a collective"
         return choose(cast(Kind, kind), size, group, self.layers)[1]
 
     def send(self, size: float, layout: Layout) -> float:
@@ -41,27 +58,3 @@ class Network:
         span = layout.model_parallel
         layer = next(layer for layer in self.layers if layer.gpus >= span or layer is self.layers[-1])
         return size / layer.bytes_per_s + layer.latency_s
-
-    def _group(self, axes: tuple[tuple[int, int], ...]) -> CommGroup:
-        """`axes`: strides and sizes, the inner axis first."""
-        if axes not in self._groups:
-            shares = [prod(min(count, max(1, layer.gpus // stride)) for stride, count in axes) for layer in self.layers]
-            self._groups[axes] = CommGroup(prod(count for _, count in axes), tuple(shares))
-        return self._groups[axes]
-
-
-def _strides(axis: str, layout: Layout, world: int) -> list[tuple[int, int]]:
-    within = layout.dp(world) // layout.replicas
-    match axis:
-        case "tp":
-            return [(1, layout.tp)]
-        case "cp":
-            return [(layout.tp, layout.cp)]
-        case "pp":
-            return [(layout.tp * layout.cp, layout.pp)]
-        case "fsdp":
-            return [(layout.tp, layout.cp), (layout.model_parallel, within)]
-        case "replica":
-            return [(layout.model_parallel * within, layout.replicas)]
-        case _:
-            raise ValueError(f"axis: {axis!r} is none of tp, cp, pp, fsdp, replica")

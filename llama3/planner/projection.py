@@ -1,9 +1,7 @@
-"""What a recipe will take on a cluster: a layout, a step time and a share of memory for each stage.
+"""Projection of a recipe on a cluster: a layout, a step time and memory for each stage, and which unknowns matter.
 
-Every trained part of a stage gets the fastest layout that fits, on as many GPUs as asked for or as the cluster has; a
-stage of several sequence lengths that is trained in one go keeps one layout for all of them. The result is what the
-trainer takes (`Layout`, micro-batch, processes) and what the budget, the reliability model and the pages read. Given
-up: the time between stages, and documents shorter than the sequence.
+Every trained part gets the fastest layout that fits, on the requested GPUs or as many as the cluster has. A stage of
+several sequence lengths without gates keeps one layout. Time between stages is not modeled.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from llama3.recipe.schedule import Schedule, Segment, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 
-# The same job on several clusters: what the network costs a step, and what routing costs the network.
-#
-# Meta built two clusters of 24,576 GPUs, one on RoCE and one on InfiniBand, tuned both until they trained equally
-# fast, and trained the largest model on RoCE (arXiv 2407.21783, section 3.3.1). Here each is a file, and the
-# comparison asks what share of a card's rate flows get under its routing, and what the step makes of that.
-# "Equivalent" is all that is published of it, so the difference is a calibration and not a validation.
+PIPELINE, CHUNK = 16, 8192
+"""Pipeline ranks, and tokens per context-parallel rank, that limit the GPUs of a stage without a requested number."""
+Quantity = Literal["days", "gpu_hours", "money", "mwh"]
+NUDGE = 1e-5
+"""Relative change of a parameter for its elasticity."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +40,18 @@ class OnFabric:
 
 
 def step_model(wanted: LayoutQuery, fabric: Fabric, curves: Curves) -> StepModel:
-    """Return the model of steps on a cluster, with the rate that its routing leaves."""
+    """Return the step model of a cluster, with the share of a card's rate under its routing."""
     return StepModel(wanted.spec, wanted.rows, Network(fabric, bandwidth_share(fabric)), curves)
 
 
 def on_fabric(wanted: LayoutQuery, fabric: Fabric, curves: Curves, layout: Layout) -> OnFabric:
-    """Return a job on a cluster, with micro-batches of one sequence. Raises ValueError if it cannot be cut so."""
+    """Return a job on a cluster, with micro-batches of one sequence. Raises ValueError for an impossible layout."""
     return OnFabric(fabric, bandwidth_share(fabric), judge(wanted, layout, 1, step_model(wanted, fabric, curves)))
-
-
-PIPELINE, CHUNK = 16, 8192
-"""Ranks of a pipeline, and tokens of a context-parallel part, for which a stage that names no GPUs is given as many."""
 
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Where one stage is to work: GPUs, and a layout if it is given."""
+    """GPUs of one stage, and a layout if it is given."""
 
     gpus: int
     """0: as many as a layout can use."""
@@ -71,11 +64,11 @@ class Projected:
     """One segment of a stage on its layout."""
 
     stage: str
-    """Name of the trained part: a stage's, or one of its lengths' between gates."""
+    """Name of the trained part: a stage, or one of its sequence lengths between gates."""
     segment: Segment
     best: Candidate
     found: SearchResult | None
-    """What else was looked at; None where the layout was given."""
+    """The whole search; None where the layout was given."""
     mfu: float
     """Over the dense peak, 6N and causal attention."""
 
@@ -106,28 +99,24 @@ def project(
 ) -> Projection:
     """Return the projection of `recipe`; `places` by stage or part, others on `gpus` (0: as many as fit).
 
-    Raises ValueError, one line per fault: too few GPUs in the cluster, a layout that does not fit, or none that does,
-    with the smallest number of GPUs that would do.
+    Raises ValueError, one line per fault: too few GPUs in the cluster, a layout that does not fit, or no layout that
+    fits, with the smallest number of GPUs that would do.
     """
-    check_gpus(fabric, [gpus, *(place.gpus for place in places.values())])
+    most = max([gpus, *(place.gpus for place in places.values())])
+    if most > fabric.gpus:
+        raise ValueError(f"gpus: {most:,} are more than the {fabric.gpus:,} of {fabric.name}; ask for fewer")
     parts: list[Projected] = []
     for span in Schedule(recipe).trained:
         place = places.get(span.name) or places.get(span.stage.name) or StagePlacement(gpus)
-        parts += _span(recipe.model, rows, fabric, curves, span, place, recipe.compute)
+        parts += _project_span(recipe.model, rows, fabric, curves, span, place, recipe.compute)
     return Projection(recipe, rows, fabric, curves, tuple(parts))
-
-
-def check_gpus(fabric: Fabric, asked: list[int]) -> None:
-    """Raise ValueError if more GPUs are asked for than the cluster has."""
-    if max(asked) > fabric.gpus:
-        raise ValueError(f"gpus: {max(asked):,} are more than the {fabric.gpus:,} of {fabric.name}; ask for fewer")
 
 
 def most_gpus(fabric: Fabric, span: StageSpan) -> int:
     """Return the largest power of two of the cluster's GPUs that is no more than the sequences of a step allow.
 
-    One sequence may be cut over a server by tensor parallelism, over 16 ranks of the pipeline, and by context
-    parallelism into parts of 8,192 tokens.
+    One sequence may be split over a server by tensor parallelism, over 16 pipeline ranks, and by context parallelism
+    into chunks of 8,192 tokens.
     """
     most = fabric.gpus
     for segment in span.segments:
@@ -136,97 +125,85 @@ def most_gpus(fabric: Fabric, span: StageSpan) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def _span(
+def _project_span(
     spec: Model, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, compute: str
 ) -> list[Projected]:
-    """Return each segment of what is trained in one go, all on the layout that is best where most time goes."""
+    """Return the segments of a span, all on the layout that is fastest for the segment with most tokens."""
+
+    def query(segment: Segment, gpus: int) -> LayoutQuery:
+        memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
+        seq, batch = segment.seq, segment.batch
+        return LayoutQuery(spec, rows, seq, batch, gpus, memory, per_server, compute)  # type: ignore[arg-type]
+
+    def on_layout(gpus: int, layout: Layout, micro_batch: int, result: SearchResult | None) -> list[Projected]:
+        """Return each segment on one layout, whether or not it fits. Raises ValueError for an impossible layout."""
+        parts = []
+        for segment in span.segments:
+            wanted = query(segment, gpus)
+            best = judge(wanted, layout, micro_batch, step_model(wanted, fabric, curves))
+            searched = result if result is not None and result.wanted.seq == segment.seq else None
+            parts.append(Projected(span.name, segment, best, searched, best.tflops / fabric.accelerator.dense_tflops))
+        return parts
+
     if place.layout is not None:
-        given = _judged(spec, rows, fabric, curves, span, place, compute, None)
-        for part in given:
-            asked = _wanted(spec, rows, fabric, part.segment, place.gpus, compute)
-            check_fits(span.name, asked, part.best, fabric, curves)
-        return given
+        parts = on_layout(place.gpus, place.layout, place.micro_batch, None)
+        for part in parts:
+            check_fits(span.name, query(part.segment, place.gpus), part.best, fabric, curves)
+        return parts
     heaviest = max(span.segments, key=lambda segment: segment.tokens)
-    asked = _wanted(spec, rows, fabric, heaviest, place.gpus or most_gpus(fabric, span), compute)
-    found = _found(asked, fabric, curves, span.name, free=not place.gpus)
+    wanted = query(heaviest, place.gpus or most_gpus(fabric, span))
+    result = None
+    while not place.gpus and wanted.world > 1:  # no number was requested: halve until a layout fits
+        result = search(wanted, step_model(wanted, fabric, curves))
+        if result.fitting:
+            break
+        wanted, result = replace(wanted, world=wanted.world // 2), None
+    result = result or _search(wanted, fabric, curves, span.name)
     faults = ""
-    for one in found.fitting:
-        chosen = StagePlacement(found.wanted.world, one.layout, one.load.micro_batch)
+    for candidate in result.fitting:
         try:
-            parts = _judged(spec, rows, fabric, curves, span, chosen, compute, found)
-        except ValueError as error:  # another length of the stage cannot be cut so
+            parts = on_layout(result.wanted.world, candidate.layout, candidate.load.micro_batch, result)
+        except ValueError as error:  # the layout is impossible for another length of the stage
             faults = faults or str(error)
             continue
         if all(part.best.margin >= 0 for part in parts):
             return parts
         faults = faults or "memory"
     raise ValueError(
-        f"{span.name}: no layout of {found.wanted.world:,} GPUs serves all its lengths ({faults}); take other GPUs, or "
-        "let the stage advance from length to length, so that each has a layout of its own"
+        f"{span.name}: no layout of {result.wanted.world:,} GPUs serves all its lengths ({faults}); take other GPUs, "
+        "or let the stage advance from length to length, so that each has its own layout"
     )
 
 
-def _judged(
-    spec: Model,
-    rows: int,
-    fabric: Fabric,
-    curves: Curves,
-    span: StageSpan,
-    place: StagePlacement,
-    compute: str,
-    found: SearchResult | None,
-) -> list[Projected]:
-    """Return each segment on one layout, whether or not it fits. Raises ValueError if it cannot be cut so."""
-    assert place.layout is not None
-    parts = []
-    for segment in span.segments:
-        asked = _wanted(spec, rows, fabric, segment, place.gpus, compute)
-        best = judge(asked, place.layout, place.micro_batch, step_model(asked, fabric, curves))
-        mine = found if found is not None and found.wanted.seq == segment.seq else None
-        parts.append(Projected(span.name, segment, best, mine, best.tflops / fabric.accelerator.dense_tflops))
-    return parts
-
-
 def check_fits(name: str, asked: LayoutQuery, best: Candidate, fabric: Fabric, curves: Curves) -> None:
-    """Raise ValueError, with a layout that would fit, if one needs more memory than there is."""
+    """Raise ValueError, with a layout that would fit, if `best` needs more memory than a GPU has."""
     if best.margin < 0:
         other = _search(asked, fabric, curves, name).fitting[0]
         raise ValueError(
-            f"{name}: {_words(best)} does not fit: {too_much(best.memory, asked.limit)}; {_words(other)} would, with "
-            f"{other.memory.total / 1e9:.1f}"
+            f"{name}: {_describe(best)} does not fit: {too_much(best.memory, asked.limit)}; {_describe(other)} would, "
+            f"with {other.memory.total / 1e9:.1f}"
         )
 
 
-def _words(one: Candidate) -> str:
-    layout = one.layout
-    more = f", zero {layout.zero}, recompute {layout.recompute}, virtual {layout.virtual}"
-    return f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {one.dp}{more}, micro-batch {one.load.micro_batch}"
-
-
-def _wanted(spec: Model, rows: int, fabric: Fabric, segment: Segment, gpus: int, compute: str) -> LayoutQuery:
-    memory, servers = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
-    return LayoutQuery(spec, rows, segment.seq, segment.batch, gpus, memory, servers, compute)  # type: ignore[arg-type]
-
-
-def _found(asked: LayoutQuery, fabric: Fabric, curves: Curves, name: str, free: bool) -> SearchResult:
-    """Return the layouts on the GPUs that are asked for; if `free`, on half as many and so on until one fits."""
-    while free and asked.world > 1:
-        found = search(asked, step_model(asked, fabric, curves))
-        if found.fitting:
-            return found
-        asked = replace(asked, world=asked.world // 2)
-    return _search(asked, fabric, curves, name)
+def _describe(candidate: Candidate) -> str:
+    layout = candidate.layout
+    return (
+        f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {candidate.dp}, zero {layout.zero}, recompute "
+        f"{layout.recompute}, virtual {layout.virtual}, micro-batch {candidate.load.micro_batch}"
+    )
 
 
 def _search(wanted: LayoutQuery, fabric: Fabric, curves: Curves, name: str) -> SearchResult:
-    found = search(wanted, step_model(wanted, fabric, curves))
-    if found.fitting:
-        return found
-    nearest = [one.why for one in found.rejected if one.why.startswith("memory")][:1] or [found.rejected[0].why]
+    """Return the layouts of a query. Raises ValueError, with a number of GPUs that would do, if none fits."""
+    result = search(wanted, step_model(wanted, fabric, curves))
+    if result.fitting:
+        return result
+    reasons = [rejected.why for rejected in result.rejected]
+    nearest = next((why for why in reasons if why.startswith("memory")), reasons[0])
     enough = smallest_cluster(wanted, fabric, curves)
     remedy = f"{enough:,} GPUs would do" if enough else f"no number of GPUs of {fabric.name} would do"
     raise ValueError(
-        f"{name}: no layout of {wanted.world:,} GPUs fits sequences of {wanted.seq:,} ({nearest[0]}); {remedy}"
+        f"{name}: no layout of {wanted.world:,} GPUs fits sequences of {wanted.seq:,} ({nearest}); {remedy}"
     )
 
 
@@ -234,28 +211,19 @@ def smallest_cluster(wanted: LayoutQuery, fabric: Fabric, curves: Curves) -> int
     """Return the fewest servers' GPUs, doubling, on which a layout fits; 0 if none does up to the whole cluster."""
     gpus = 1
     while gpus <= fabric.gpus:
-        asked = replace(wanted, world=gpus)
-        if search(asked, step_model(asked, fabric, curves)).fitting:
+        query = replace(wanted, world=gpus)
+        if search(query, step_model(query, fabric, curves)).fitting:
             return gpus
         gpus *= 2
     return 0
 
 
-# Which unknown moves days, GPU-hours and money most: each is moved alone, from its low to its high value.
-#
-# What comes out is a tornado: the parameters in the order of what they do over their ranges, and the elasticity of
-# each, d log(quantity) / d log(parameter), which no range goes into. A range is assumed unless it names its source.
-# Days and GPU-hours hang on two unknowns only, speed and goodput; the rest moves money and energy. Given up:
-# unknowns that move together.
-
-Quantity = Literal["days", "gpu_hours", "money", "mwh"]
-NUDGE = 1e-5
-"""By how much of its value a parameter is moved for its elasticity."""
+# Sensitivity: each unknown moves alone from its low to its high value; unknowns that move together are not modeled
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A parameter that nobody knows exactly."""
+    """An uncertain parameter and its range."""
 
     name: str
     low: float
@@ -268,7 +236,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an unknown does to a quantity."""
+    """Effect of an unknown on a quantity."""
 
     name: str
     low: float
@@ -277,7 +245,7 @@ class Effect:
     planned: float
     why: str
     elasticity: float
-    """Percent by which the quantity moves for a percent of the unknown, near the planned value."""
+    """d log(quantity) / d log(parameter) at the planned value; independent of the range."""
 
     @property
     def swing(self) -> float:
@@ -334,21 +302,18 @@ UNKNOWNS = (
 
 def effects(budget: Budget, quantity: Quantity, most: int = 3) -> list[Effect]:
     """Return the unknowns that move `quantity` most, the largest first; those that do not move it are left out."""
-    found = [_effect(budget, quantity, one) for one in UNKNOWNS]
-    moving = [one for one in found if one.swing > 1e-9]
-    return sorted(moving, key=lambda one: -one.swing)[:most]
+    moving = []
+    for unknown in UNKNOWNS:
 
+        def value(factor: float, unknown: Unknown = unknown) -> float:
+            return float(getattr(unknown.change(budget, factor), quantity))
 
-def _effect(budget: Budget, quantity: Quantity, one: Unknown) -> Effect:
-    def at(factor: float) -> float:
-        return float(getattr(one.change(budget, factor), quantity))
-
-    planned = at(1.0)
-    return Effect(one.name, at(one.low), at(one.high), planned, one.why, _elasticity(at, planned))
-
-
-def _elasticity(at: Callable[[float], float], planned: float) -> float:
-    """Return the central difference; at a bound (goodput 1, PUE 1, full load) the side that can move counts alone."""
-    above, below = at(1 + NUDGE) - planned, planned - at(1 - NUDGE)
-    slope = (above + below) / 2 if above and below else above + below
-    return slope / NUDGE / planned if planned else 0.0
+        planned = value(1.0)
+        above, below = value(1 + NUDGE) - planned, planned - value(1 - NUDGE)
+        # At a bound (goodput 1, PUE 1, full load) only the side that can move counts.
+        slope = (above + below) / 2 if above and below else above + below
+        elasticity = slope / NUDGE / planned if planned else 0.0
+        effect = Effect(unknown.name, value(unknown.low), value(unknown.high), planned, unknown.why, elasticity)
+        if effect.swing > 1e-9:
+            moving.append(effect)
+    return sorted(moving, key=lambda effect: -effect.swing)[:most]

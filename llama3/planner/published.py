@@ -1,8 +1,8 @@
-"""Llama 3's own runs as inputs of the models: what was trained, on what, and the one constant fitted to it.
+"""Llama 3's published runs as inputs of the models: Table 4 of arXiv 2407.21783, and the one constant fitted to it.
 
-The step-time model has one free constant on Hopper, the share of the peak that an endless matrix product reaches. It is
-fitted on the first row of Table 4 and holds everything that is not modelled: launch gaps, clocks under load, overlap.
-The two other rows are predictions.
+The step-time model has one free constant on Hopper, the efficiency of an infinite matrix product. It is fitted on the
+first row of Table 4 and absorbs all that is not modeled: launch gaps, clocks under load, overlap. The two other rows
+are predictions.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ def meta_layout(row: int, virtual: int = VIRTUAL) -> Layout:
 
 
 def wanted(row: int) -> LayoutQuery:
-    """Return what a row of Table 4 asks for."""
+    """Return the layout query of a row of Table 4."""
     published = TABLE_4[row]
     return LayoutQuery(llama_405b(), ROWS, published.seq, TABLE_4_BATCH, published.world, 80e9)
 
 
 @cache
 def llama_405b() -> Model:
-    """Return the 405B's shape."""
+    """Return the model shape of the 405B."""
     return Model.model_validate({"preset": "405b"})
 
 
 @cache
 def roce_24k() -> Fabric:
-    """Return the cluster that it was trained on."""
+    """Return the cluster on which it was trained."""
     return load_fabric("roce-24k")
 
 
 def step_model(curves: Curves) -> StepModel:
-    """Return the model of steps of the 405B on the RoCE cluster."""
+    """Return the step model of the 405B on the RoCE cluster."""
     return StepModel(llama_405b(), ROWS, Network(roce_24k()), curves)
 
 

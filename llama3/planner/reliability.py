@@ -1,9 +1,7 @@
-"""What breaks, how often, and when: rates by cause from published counts, and seeded traces of failures.
+"""Failures of a job: rates by cause from published counts, seeded traces, spare hosts, and the cost of a slow host.
 
-A cause belongs to a component, and its rate grows with how many of those a job uses. Failures are independent and come
-at a constant rate (a Poisson process for each cause); some hosts may fail more often than others, which leaves the
-total as it is. What this gives up: failures that come together (a power line, a bad driver release), early life (known
-to be worse, but no curve is published), and whatever the operators of the published run could have prevented.
+Failures are independent and come at a constant rate (a Poisson process for each cause). Correlated failures and a
+fleet's early life are not modeled: no data is published.
 """
 
 from __future__ import annotations
@@ -26,6 +24,10 @@ from llama3.planner.hardware import Described, read_description, validated
 HOURS = 24.0
 NODE_DAY_FAILURES = 6.50e-3
 """Failures of one server (8 GPUs) in a day on RSC-1. Source: Kokolis et al. 2025 (arXiv 2410.21680)."""
+MEGASCALE_SLOW = 1.1
+"""Slow hosts took about 10 % longer. Source: MegaScale (arXiv 2402.15627), 6."""
+MEGASCALE_GAIN = 0.007
+"""MFU gained by removing them (same source): in a fleet with few of them, after other remedies."""
 Component = Literal["gpu", "host", "switch", "job"]
 
 
@@ -41,7 +43,7 @@ class Fleet:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise ValueError(f"{name}: {value} is no number of GPUs; write 1 or more")
+                raise ValueError(f"{name}: {value} is not a number of GPUs; write 1 or more")
 
     @property
     def hosts(self) -> int:
@@ -60,35 +62,35 @@ class Cause(BaseModel):
 
     name: str
     count: int = Field(ge=0)
-    """Interruptions that were counted."""
+    """Observed interruptions."""
     component: Component
-    """What the rate grows with; `job`: with nothing."""
+    """The rate is proportional to their number; `job`: constant."""
     spare: bool = False
-    """Takes its host out until that is repaired."""
+    """Takes its host out until it is repaired."""
     hangs: bool = False
-    """Is noticed by a timeout only; others end a process at once."""
+    """Only a timeout detects it; others end a process at once."""
     planned: bool = False
-    """Somebody chose the moment."""
+    """Scheduled by an operator."""
 
 
 class FailureModel(Described):
-    """Counted interruptions of a fleet over some days, and the rates that follow."""
+    """Observed interruptions of a fleet over some days, and the rates that follow."""
 
     days: float = Field(gt=0)
-    """How long was counted."""
+    """Length of the observation."""
     fleet_gpus: int = Field(ge=1)
-    """GPUs of the job that was counted, in the servers and racks of `Fleet`."""
+    """GPUs of the observed job, in the servers and racks of `Fleet`."""
     causes: tuple[Cause, ...] = Field(min_length=1)
     """Every cause with its count."""
 
     @classmethod
     def load(cls, named: str | dict[str, Any] = "failures-llama3", near: Path | None = None) -> FailureModel:
-        """Return the model of a preset, a YAML file or a mapping. Raises ValueError if it is none."""
+        """Return the model of a preset, a YAML file or a mapping. Raises ValueError if it is invalid."""
         return validated(cls, read_description(named, "failures", "causes", near), "failures")
 
     @property
     def unexpected(self) -> int:
-        """Interruptions that nobody planned."""
+        """Interruptions that were not planned."""
         return sum(cause.count for cause in self.causes if not cause.planned)
 
     @property
@@ -102,22 +104,22 @@ class FailureModel(Described):
         return cause.count / (self.days * HOURS) * share
 
     def rate(self, fleet: Fleet, *, spare: bool = False, hangs: bool = False) -> float:
-        """Return interruptions an hour of all causes, or only of those that take a host out, or that hang."""
-        chosen = (each for each in self.causes if each.spare >= spare and each.hangs >= hangs)
-        return sum(self.per_hour(cause, fleet) for cause in chosen)
+        """Return interruptions per hour of all causes, or only of those that take a host out, or that hang."""
+        causes = (cause for cause in self.causes if cause.spare >= spare and cause.hangs >= hangs)
+        return sum(self.per_hour(cause, fleet) for cause in causes)
 
     def mtti_s(self, fleet: Fleet) -> float:
         """Return the mean time to interruption of a job on `fleet`, in seconds."""
         return 3600 / self.rate(fleet)
 
     def hang_share(self, fleet: Fleet) -> float:
-        """Return the share of interruptions that only a timeout finds."""
+        """Return the share of interruptions that only a timeout detects."""
         return self.rate(fleet, hangs=True) / self.rate(fleet)
 
 
 @dataclass(frozen=True)
 class Offenders:
-    """Hosts that fail more often than the others. Assumed: it is known that there are such, not how many."""
+    """Hosts that fail more often than the others. Such hosts are known to exist; how many is assumed."""
 
     share: float = 0.02
     """Of all hosts."""
@@ -131,12 +133,12 @@ class Offenders:
             )
 
     def avoided(self) -> float:
-        """Return the share of failures that goes away when ordinary hosts take their place."""
+        """Return the share of failures avoided by replacing them with ordinary hosts."""
         extra = self.share * (self.factor - 1)
         return extra / (1 + extra)
 
     def weights(self, hosts: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the chance of each of `hosts` hosts (float64, shape (hosts,), sum 1) to be the one that fails."""
+        """Return the probability that each of `hosts` hosts is the next to fail: float64, shape (hosts,), sum 1."""
         weights = np.ones(hosts)
         weights[rng.permutation(hosts)[: round(self.share * hosts)]] = self.factor
         return np.asarray(weights / weights.sum())
@@ -176,17 +178,17 @@ def make_trace(model: FailureModel, fleet: Fleet, days: float, seed: int, offend
 
 def scaled(trace: Iterable[Failure], factor: float, until_s: float = float("inf")) -> Trace:
     """Return `trace` with its times multiplied by `factor`, up to `until_s` of the new time."""
-    moved = (Failure(**{**asdict(each), "time_s": each.time_s * factor}) for each in trace)
-    return tuple(each for each in moved if each.time_s < until_s)
+    moved = (Failure(**{**asdict(failure), "time_s": failure.time_s * factor}) for failure in trace)
+    return tuple(failure for failure in moved if failure.time_s < until_s)
 
 
 def counts(trace: Iterable[Failure]) -> Counter[str]:
-    """Return how often each cause struck."""
+    """Return the number of failures by cause."""
     return Counter(failure.cause for failure in trace)
 
 
 def repeaters(trace: Iterable[Failure], times: int = 2) -> dict[int, int]:
-    """Return the hosts that broke `times` times or more, and how often: candidates for removal."""
+    """Return the hosts that broke at least `times` times, and how often: candidates for removal."""
     broken = Counter(failure.host for failure in trace if failure.spare)
     return {host: count for host, count in broken.most_common() if count >= times}
 
@@ -197,7 +199,7 @@ def to_json(trace: Sequence[Failure]) -> str:
 
 
 def from_json(text: str) -> Trace:
-    """Return the trace of `to_json`. Raises ValueError if the text is none."""
+    """Return the trace that `to_json` wrote. Raises ValueError for another text."""
     try:
         return tuple(sorted(Failure(**fields) for fields in json.loads(text)))
     except (TypeError, json.JSONDecodeError) as error:
@@ -207,8 +209,8 @@ def from_json(text: str) -> Trace:
 def mttf_by_node_rate(gpus: int, per_node_day: float = NODE_DAY_FAILURES, gpus_per_host: int = 8) -> float:
     """Return hours to the first failure of a job whose servers fail independently: 24 / (servers x rate).
 
-    Kokolis et al. 2025: from one rate for each server of a whole cluster. Too long for jobs of some thousand GPUs and
-    less: their own 1,024-GPU jobs failed after 7.9 h, not 28.8 h.
+    Kokolis et al. 2025, from one rate per server of a whole cluster. Too long for jobs up to some thousand GPUs: their
+    own 1,024-GPU jobs failed after 7.9 h, not 28.8 h.
     """
     return HOURS / (Fleet(gpus, gpus_per_host).hosts * per_node_day)
 
@@ -219,36 +221,35 @@ def llama3_failures() -> FailureModel:
     return FailureModel.load()
 
 
-# Spare hosts: how many must wait so that a broken one is replaced at once, nearly always.
-#
-# Hosts break independently at a constant rate and are away for a repair, so the number that is away has a Poisson
-# distribution with mean rate x repair time, whatever the distribution of repair times (an M/G/infinity queue,
-# Khinchin 1955). What this gives up: repair crews that are busy, and hosts that break together; a rack's switch
-# takes two at once.
+# Spare hosts
 
 
 def away_on_average(model: FailureModel, fleet: Fleet, repair_s: float) -> float:
-    """Return how many hosts of `fleet` are being repaired at a time, on average. Raises ValueError."""
+    """Return how many hosts of `fleet` are in repair at a time, on average. Raises ValueError."""
     if repair_s <= 0:
-        raise ValueError(f"repair_s: {repair_s:g} s; write how long a host is away, above 0")
+        raise ValueError(f"repair_s: {repair_s:g} s; write the repair time of a host, above 0")
     return model.rate(fleet, spare=True) * repair_s / 3600
 
 
 def spare_hosts(model: FailureModel, fleet: Fleet, repair_s: float, sure: float = 0.99) -> int:
-    """Return the fewest spares that are enough for a share `sure` of the time. Raises ValueError."""
+    """Return the fewest spares that are enough for a share `sure` of the time. Raises ValueError.
+
+    The number of hosts in repair is Poisson with mean rate x repair time, whatever the distribution of repair times
+    (an M/G/infinity queue, Khinchin 1955). Hosts that break together, such as a rack behind a switch, are not modeled.
+    """
     if not 0 < sure < 1:
-        raise ValueError(f"sure: {sure:g} is no share of the time; write 0.99 for 99 %")
+        raise ValueError(f"sure: {sure:g} is not a share of the time; write 0.99 for 99 %")
     mean = away_on_average(model, fleet, repair_s)
-    guess = max(0, int(pdtrik(sure, mean)) - 1)  # scipy.stats has this too, for half a second of imports
-    while pdtr(guess, mean) < sure:
-        guess += 1
-    return guess
+    spares = max(0, int(pdtrik(sure, mean)) - 1)  # scipy.stats has this too, for half a second of imports
+    while pdtr(spares, mean) < sure:
+        spares += 1
+    return spares
 
 
 def enough_share(trace: Iterable[Failure], span_s: float, repair_s: float, spares: int) -> float:
-    """Return the share of `span_s` in which no more than `spares` hosts of a trace are away.
+    """Return the share of `span_s` in which at most `spares` hosts of a trace are in repair.
 
-    The first repair time is left out: no host is away when a trace begins. Raises ValueError if nothing is left.
+    The first repair time is left out, as no host is in repair when a trace begins. Raises ValueError if none is left.
     """
     if span_s <= repair_s:
         raise ValueError(f"span_s: {span_s:g} s is not longer than a repair, {repair_s:g} s; simulate for longer")
@@ -261,47 +262,39 @@ def enough_share(trace: Iterable[Failure], span_s: float, repair_s: float, spare
     return float(np.diff(edges)[away <= spares].sum() / (span_s - repair_s))
 
 
-# What one slow host costs: synchronous training waits for it, so the whole job gets slower by nearly as much.
-#
-# A tensor-parallel group is a host, so a slow one slows every stage of its pipeline rank. The pipeline is simulated
-# with the trainer's own schedule; where the slow rank has to wait anyhow, a part of its slowness hides. The other
-# pipelines wait for this one at the reduction of gradients, however many they are. What this gives up: exchange
-# between hosts and the optimizer, which are taken to be as fast as before: a share `exposed` of the step.
-
-MEGASCALE_SLOW = 1.1
-"""Slow hosts took about 10 % longer. Source: MegaScale (arXiv 2402.15627), 6."""
-MEGASCALE_GAIN = 0.007
-"""MFU that removing them gave (same source): in a fleet with few of them, after other remedies."""
+# Slow hosts: synchronous training waits for the slowest
 
 
 def lengthening(
     pipeline: int, virtual: int, micro_batches: int, slow: Mapping[int, float], exposed: float = 0.0
 ) -> float:
-    """Return by which share a step gets longer when the pipeline ranks in `slow` take so many times as long.
+    """Return the share by which a step gets longer when the pipeline ranks in `slow` take longer by these factors.
 
-    `exposed` is the share of a step outside the pipeline. Raises ValueError for a rank or factor that cannot be.
+    A tensor-parallel group is a host, so a slow host slows every stage of its pipeline rank; the pipeline is simulated
+    with the trainer's schedule. `exposed`: share of a step outside the pipeline, which is taken to be as fast as
+    before. Raises ValueError for an invalid rank or factor.
     """
-    if odd := [rank for rank, factor in slow.items() if not 0 <= rank < pipeline or factor <= 0]:
-        raise ValueError(f"slow: rank {odd[0]} at {slow[odd[0]]:g} x; ranks are 0 to {pipeline - 1}, factors above 0")
+    if invalid := [rank for rank, factor in slow.items() if not 0 <= rank < pipeline or factor <= 0]:
+        rank = invalid[0]
+        raise ValueError(f"slow: rank {rank} at {slow[rank]:g} x; ranks are 0 to {pipeline - 1}, factors above 0")
     if not 0 <= exposed < 1:
-        raise ValueError(f"exposed: {exposed:g} is no share of a step; write 0 to 1")
-    even = _step(pipeline, virtual, micro_batches, {})
-    return (_step(pipeline, virtual, micro_batches, slow) / even - 1) * (1 - exposed)
+        raise ValueError(f"exposed: {exposed:g} is not a share of a step; write 0 to 1")
+    kind: Kind = "interleaved" if virtual > 1 else "1f1b"
+    schedule = actions(kind, pipeline, virtual, micro_batches)
+
+    def step(factors: Mapping[int, float]) -> float:
+        """Return the length of a step, in forward passes of a stage; stages are on the ranks round-robin."""
+        stages = tuple(factors.get(stage % pipeline, 1.0) for stage in range(pipeline * virtual))
+        return max(finish(schedule, Times(stages=stages)).values())
+
+    return (step(slow) / step({}) - 1) * (1 - exposed)
 
 
 def one_slow_host(pipeline: int, virtual: int, micro_batches: int, factor: float = MEGASCALE_SLOW) -> list[float]:
-    """Return how much longer a step gets (a share), for a slow host at each pipeline rank."""
+    """Return the share by which a step gets longer, for a slow host at each pipeline rank."""
     return [lengthening(pipeline, virtual, micro_batches, {rank: factor}) for rank in range(pipeline)]
 
 
 def without_waiting(hosts: int, factor: float = MEGASCALE_SLOW) -> float:
-    """Return the lengthening if nobody waited for anybody: the mean over all hosts. What a model must not say."""
+    """Return the lengthening if no host waited for another, the mean over all hosts: an ablation."""
     return (factor - 1) / hosts
-
-
-def _step(pipeline: int, virtual: int, micro_batches: int, slow: Mapping[int, float]) -> float:
-    """Return the length of a step whose stages lie round-robin on the ranks, in forward passes of a stage."""
-    kind: Kind = "interleaved" if virtual > 1 else "1f1b"
-    factors = tuple(slow.get(stage % pipeline, 1.0) for stage in range(pipeline * virtual))
-    lists = actions(kind, pipeline, virtual, micro_batches)
-    return max(finish(lists, Times(stages=factors)).values())

@@ -1,15 +1,7 @@
-"""How flows find their way through a Clos, and what that leaves of a card's rate.
+"""Routing of flows in a two-stage Clos, and the share of a card's rate that a ring gets.
 
-Training has few, fat flows, so that hashing puts several on one uplink while others idle. Four ways are modelled: ECMP
-hashes each pair of cards; path pinning takes the spine by the destination's number (its place in the rack, where each
-card has one uplink); E-ECMP hashes each of k queue pairs; adaptive spreads every packet over all spines (perfectly: the
-InfiniBand way, no source for how near it comes). A ring is as fast as its slowest pair. Sources: Gangidi et al.,
-SIGCOMM 2024; arXiv 2407.21783, section 3.3.1.
-
-Assumed: hashes are uniform and independent; queue pairs take the next message when free, so that a pair has the sum of
-its flows; flows around a failed cable are hashed over the paths that are left. How many flows a pair had before queue
-pairs were scaled is not published: one is assumed, and what follows from it is a calibration. Given up: what lies above
-the zone, and other jobs' traffic.
+Sources: Gangidi et al., RDMA over Ethernet for Distributed AI Training at Meta Scale, SIGCOMM 2024; arXiv 2407.21783,
+section 3.3.1. Hashes are uniform and independent. Not modeled: other jobs' traffic and what is above the zone.
 """
 
 from __future__ import annotations
@@ -27,33 +19,33 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 
-# A zone's two-stage Clos as links: cards under rack switches, and every rack switch joined to every spine by one
-# link.
-#
-# Cards of the i-th rack are i C ... i C + C - 1; a path between racks is told by its spine. The unit of rate is a
-# card's. Jobs run one ring per position in a replica, as data parallelism does in the order [TP, CP, PP, DP]. Given
-# up: spines made of several chips, links of other rates, and what lies above the zone.
-#
-# Sources: arXiv 2407.21783, section 3.3.1 (racks of 16 GPUs in two servers); Gangidi et al., RDMA over Ethernet for
-# Distributed AI Training at Meta Scale, SIGCOMM 2024 (AI zone: a two-stage Clos, uplinks later doubled).
-
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 MOST_CARDS = 64
-"""Of a rack in the model: how unevenly hashes fall changes little with more, the time to tell does."""
+"""Cards of a rack in the model. More change little in how unevenly hashes distribute, but take longer to simulate."""
+SEEDS = 20
+RING = 16
+"""Most members of the ring in `bandwidth_share`, each in another rack."""
+
+
+# Links of a zone: cards under rack switches, every rack switch joined to every spine by one link
 
 
 @dataclass(frozen=True)
 class Clos:
-    """Racks and spines; links are counted cards up, cards down, uplinks, downlinks of the spines."""
+    """Racks and spines. Links are numbered: cards up, cards down, uplinks, downlinks of the spines.
+
+    The unit of rate is a card's. Rack i has the cards i C ... i C + C - 1.
+    """
 
     racks: int
     cards: int = 16
-    """Of a rack, one to each GPU."""
+    """Of a rack, one per GPU."""
     server: int = 8
     """Cards of a server."""
     uplinks: int = 16
-    """Of a rack, one to each spine, each as fast as a card."""
+    """Of a rack, one per spine, each as fast as a card."""
 
     def __post_init__(self) -> None:
         if self.racks < 1 or self.uplinks < 1 or self.cards % self.server:
@@ -61,7 +53,7 @@ class Clos:
 
     @property
     def links(self) -> int:
-        """All links, each direction by itself."""
+        """Number of links; each direction counts."""
         return 2 * self.racks * (self.cards + self.uplinks)
 
     def card_links(self, sources: Ints, targets: Ints) -> tuple[Ints, Ints]:
@@ -69,80 +61,80 @@ class Clos:
         return sources, self.racks * self.cards + targets
 
     def spine_links(self, sources: Ints, targets: Ints, spines: Ints) -> tuple[Ints, Ints]:
-        """Return the links up to a spine, and down from it."""
+        """Return the links up to the spines, and down from them."""
         first = 2 * self.racks * self.cards
         up = first + sources // self.cards * self.uplinks + spines
         return up, first + self.racks * self.uplinks + targets // self.cards * self.uplinks + spines
 
 
 def zone(fabric: Fabric, racks: int) -> Clos:
-    """Return so many racks of a cluster's zone: its innermost tier, of which 64 cards stand for more."""
+    """Return `racks` racks (the innermost tier) of a cluster's zone, with at most 64 cards each."""
     server = fabric.server.gpus
     cards = max(server, min(fabric.tiers[0].gpus, MOST_CARDS) // server * server)
     return Clos(racks, cards, server, max(1, round(cards * fabric.uplinks)))
 
 
 def broken(clos: Clos, failed: float, rng: np.random.Generator) -> Bools:
-    """Return which cables between racks and spines are out, (racks, uplinks): a share of them, drawn at random."""
+    """Return the failed cables between racks and spines, (racks, uplinks): a random share `failed` of them."""
     cables = np.zeros(clos.racks * clos.uplinks, dtype=bool)
     cables[rng.choice(len(cables), round(failed * len(cables)), replace=False)] = True
     return cables.reshape(clos.racks, clos.uplinks)
 
 
 def rings(clos: Clos, replica: int, taken: float, rng: np.random.Generator) -> Ints:
-    """Return the cards of a job, (members, rings): a column is a ring, in which each card sends to the one below.
+    """Return the cards of a job, (members, rings): a column is a ring, in which each card sends to the next row.
 
-    `replica`: GPUs of a replica, so that rings join cards so far apart; `taken`: share of the servers that others have,
-    drawn at random. The job has as many replicas as fit on the rest, in the order of the wiring. Raises ValueError if
-    fewer than two fit.
+    One ring per position in a replica, as data parallelism has in the order [TP, CP, PP, DP]. `replica`: GPUs of a
+    replica, the distance between members; `taken`: random share of the servers that other jobs use. Raises ValueError
+    if fewer than two replicas fit on the rest.
     """
     servers = clos.racks * clos.cards // clos.server
     free = np.sort(rng.choice(servers, servers - round(servers * taken), replace=False))
     cards = (free[:, None] * clos.server + np.arange(clos.server)).ravel()
     members = len(cards) // replica
     if members < 2:
-        raise ValueError(f"replica: {replica} GPUs fit {members} times on {len(cards)} free ones; a ring needs two")
+        raise ValueError(
+            f"replica: {replica} GPUs fit {members} times on {len(cards)} free ones; a ring needs two replicas"
+        )
     return cards[: members * replica].reshape(members, replica)
-
-
-Floats = NDArray[np.float64]
-SEEDS = 20
-RING = 16
-"""Members, at most, of the ring that stands for all in `bandwidth_share`, each in a rack of its own."""
 
 
 @dataclass(frozen=True)
 class RoutedJob:
-    """A job's rings on a zone, and how the zone routes them."""
+    """A job's rings on a zone, and the routing of the zone.
+
+    ECMP hashes each pair of cards to a spine; path pinning takes the spine by the destination's position in its rack;
+    E-ECMP hashes each queue pair; adaptive spreads packets over all spines, perfectly.
+    """
 
     clos: Clos
     routing: Routing
     queue_pairs: int = 1
     replica: int = 16
-    """GPUs of a replica: cards of a ring lie so far apart. A rack or more: every card's ring leaves its rack."""
+    """GPUs of a replica: the distance of a ring's cards. With a rack or more every ring leaves its rack."""
     taken: float = 0.0
-    """Share of the servers that others have, drawn at random: a fragmented placement."""
+    """Random share of the servers that other jobs use: a fragmented placement."""
     failed: float = 0.0
-    """Share of the cables between racks and spines that are out."""
+    """Share of the cables between racks and spines that failed."""
 
     def __post_init__(self) -> None:
         for field in ("taken", "failed"):
             if not 0 <= (value := getattr(self, field)) < 1:
-                raise ValueError(f"{field}: {value} is no share; write one from 0 to below 1")
+                raise ValueError(f"{field}: {value} is not a share; write 0 to below 1")
         if self.queue_pairs > 1 and self.routing in ("ecmp", "pinning"):
             raise ValueError(f"queue_pairs: {self.queue_pairs} take one path under {self.routing}; write 1 or e-ecmp")
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How much longer rings take than with the cards' full rate, over rings and seeds."""
+    """Slowdown of rings against the full rate of their cards, over rings and seeds."""
 
     shares: Floats
     """(seeds, rings): of a card's rate."""
 
     @property
     def share(self) -> float:
-        """Mean over rings and seeds of what a ring has of a card's rate."""
+        """Mean share of a card's rate over rings and seeds."""
         return float(self.shares.mean())
 
     @property
@@ -151,48 +143,57 @@ class Slowdown:
         return float((1 / self.shares).mean())
 
     def quantile(self, share: float) -> float:
-        """Return the slowdown that this share of the rings stay within: 0.5, 0.99."""
+        """Return a quantile of the slowdown: 0.5, 0.99."""
         return float(np.quantile(1 / self.shares, share))
 
 
 def slowdown(job: RoutedJob, seeds: int = SEEDS) -> Slowdown:
-    """Return the slowdown of a job's rings by placements, failures and hashes of several seeds.
+    """Return the slowdown of a job's rings over seeded placements, failures and hashes.
 
-    Raises ValueError if too little is free for a ring, or if failures part two racks of the job.
+    A ring is as fast as its slowest pair. Raises ValueError if a ring does not fit the free servers, or if
+    failures disconnect two racks of the job.
     """
     return Slowdown(np.array([pair_rates(job, seed).min(axis=0) for seed in range(seeds)]))
 
 
 def pair_rates(job: RoutedJob, seed: int) -> Floats:
-    """Return what each card of a job sends to the next one of its ring, (members, rings), in cards' rates.
+    """Return the rate of each card of a job to the next of its ring, (members, rings), in cards' rates.
 
-    Raises ValueError as `slowdown`.
+    A pair has the sum of its flows' rates: queue pairs take the next message when free. Raises ValueError as
+    `slowdown`.
     """
-
-    rng = np.random.default_rng(seed)
-    members = rings(job.clos, job.replica, job.taken, rng)
-    out = broken(job.clos, job.failed, rng)
+    clos, rng = job.clos, np.random.default_rng(seed)
+    members = rings(clos, job.replica, job.taken, rng)
+    failed = broken(clos, job.failed, rng)
     sources, targets = members.ravel(), np.roll(members, -1, axis=0).ravel()
     spread = job.routing == "adaptive"
     flows = 1 if spread else job.queue_pairs
     sources, targets = np.repeat(sources, flows), np.repeat(targets, flows)
-    use = _sprayed(job.clos, sources, targets, out) if spread else _routed(job, sources, targets, out, rng)
-    rates = max_min(use, np.ones(job.clos.links))
+    source_racks, target_racks = sources // clos.cards, targets // clos.cards
+    whole: Bools = ~(failed[source_racks] | failed[target_racks])  # (flows, spines): both cables work
+    disconnected = ~whole.any(axis=1) & (source_racks != target_racks)
+    if disconnected.any():
+        flow = np.flatnonzero(disconnected)[0]
+        raise ValueError(
+            f"failed: no spine joins racks {source_racks[flow]} and {target_racks[flow]} any more; "
+            "let fewer cables fail"
+        )
+    use = _sprayed(clos, sources, targets, whole) if spread else _routed(job, sources, targets, whole, rng)
+    rates = max_min(use, np.ones(clos.links))
     pairs: Floats = rates.reshape(*members.shape, flows).sum(axis=-1)
     return pairs
 
 
 @lru_cache(maxsize=256)
 def ring_share(job: RoutedJob) -> float:
-    """Return the mean of what a ring has of a card's rate, remembered. Raises ValueError as `slowdown`."""
+    """Return the mean share of a card's rate that a ring gets, cached. Raises ValueError as `slowdown`."""
     return slowdown(job).share
 
 
 def bandwidth_share(fabric: Fabric) -> float:
-    """Return the part of a card's rate that a ring over the racks of one zone, 16 at most, gets: a mean over seeds.
+    """Return the mean share of a card's rate that a ring over at most 16 racks of one zone gets.
 
-    What oversubscription takes is no part of it: `Fabric.layers` has it. Without a second rack in the zone there is
-    nothing to choose, and the part is 1.
+    Without the effect of oversubscription, which `Fabric.layers` has. 1 if the zone has only one rack.
     """
     racks = min(RING, fabric.tiers[1].gpus // fabric.tiers[0].gpus) if len(fabric.tiers) > 1 else 1
     if racks == 1:
@@ -202,15 +203,20 @@ def bandwidth_share(fabric: Fabric) -> float:
     return min(1.0, share * fabric.tiers[1].oversubscription)
 
 
-def _routed(job: RoutedJob, sources: Ints, targets: Ints, out: Bools, rng: np.random.Generator) -> sparse.csr_array:
+def _routed(job: RoutedJob, sources: Ints, targets: Ints, whole: Bools, rng: np.random.Generator) -> sparse.csr_array:
     """Return the links of flows that each take one path, (links, flows)."""
     from scipy import sparse
 
+    def hashed() -> Ints:
+        """Return a spine per flow; each working path has the same probability."""
+        picks = np.floor(rng.random(len(whole)) * whole.sum(axis=1)).astype(np.int64)
+        spines: Ints = np.argmax(np.cumsum(whole, axis=1) > picks[:, None], axis=1)
+        return spines
+
     clos = job.clos
-    whole = _paths(clos, sources, targets, out)
-    spines = targets % clos.uplinks if job.routing == "pinning" else _hashed(whole, rng)
+    spines = targets % clos.uplinks if job.routing == "pinning" else hashed()
     lost = ~whole[np.arange(len(spines)), spines]
-    spines = np.where(lost, _hashed(whole, rng), spines)
+    spines = np.where(lost, hashed(), spines)  # flows around a failed cable are hashed over the other paths
     crossing = np.flatnonzero(sources // clos.cards != targets // clos.cards)
     far = clos.spine_links(sources[crossing], targets[crossing], spines[crossing])
     links = np.concatenate([*clos.card_links(sources, targets), *far])
@@ -218,11 +224,10 @@ def _routed(job: RoutedJob, sources: Ints, targets: Ints, out: Bools, rng: np.ra
     return sparse.csr_array((np.ones(len(links)), (links, flows)), shape=(clos.links, len(sources)))
 
 
-def _sprayed(clos: Clos, sources: Ints, targets: Ints, out: Bools) -> sparse.csr_array:
-    """Return the links of flows that are spread evenly over all whole paths, (links, flows)."""
+def _sprayed(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sparse.csr_array:
+    """Return the links of flows that are spread evenly over all working paths, (links, flows)."""
     from scipy import sparse
 
-    whole = _paths(clos, sources, targets, out)
     whole[sources // clos.cards == targets // clos.cards] = False
     flows, spines = np.nonzero(whole)
     parts = 1 / whole.sum(axis=1)[flows]
@@ -234,41 +239,28 @@ def _sprayed(clos: Clos, sources: Ints, targets: Ints, out: Bools) -> sparse.csr
     return sparse.csr_array((weights, (links, numbers)), shape=(clos.links, len(sources)))
 
 
-def _paths(clos: Clos, sources: Ints, targets: Ints, out: Bools) -> Bools:
-    """Return by flow and spine whether both cables are whole. Raises ValueError for a flow without a path."""
-    whole: Bools = ~(out[sources // clos.cards] | out[targets // clos.cards])
-    apart = ~whole.any(axis=1) & (sources // clos.cards != targets // clos.cards)
-    if apart.any():
-        flow = np.flatnonzero(apart)[0]
-        racks = sources[flow] // clos.cards, targets[flow] // clos.cards
-        raise ValueError(f"failed: no spine joins racks {racks[0]} and {racks[1]} any more; let fewer cables fail")
-    return whole
-
-
-def _hashed(whole: Bools, rng: np.random.Generator) -> Ints:
-    """Return a spine per flow, each whole path as likely as another."""
-    picks = np.floor(rng.random(len(whole)) * whole.sum(axis=1)).astype(np.int64)
-    spines: Ints = np.argmax(np.cumsum(whole, axis=1) > picks[:, None], axis=1)
-    return spines
-
-
-# Rates of flows that share links: max-min fairness.
-#
-# What congestion control strives for (Bertsekas, Gallager, Data Networks, section 6.5.2): no flow can have more
-# without taking from one that has no more. Found by progressive filling, many links at a time: a link whose fair
-# share is the least on the way of each of its flows cannot give them more, so those flows are settled. Given up:
-# bursts, round-trip times, losses and pauses; every flow always has something to send.
-#
-# Shapes: L links, F flows; rates in the unit of the capacities.
+# Max-min fairness. L links, F flows; rates in the unit of the capacities
 
 
 def max_min(use: sparse.sparray, capacity: Floats) -> Floats:
-    """Return the max-min fair rates, (F,).
+    """Return the max-min fair rates, (F,): no flow can get more without taking from one that has no more.
 
     `use`: (L, F), the part of a flow's rate that a link carries: 1 on its path, less where a flow is spread over
-    several. `capacity`: (L,). Raises ValueError for a negative part or capacity, or for a flow that uses no link.
+    several. `capacity`: (L,). The goal of congestion control (Bertsekas, Gallager, Data Networks, section 6.5.2), by
+    progressive filling, many links at a time: a link with the lowest fair share on the path of each of its flows
+    settles those flows. Raises ValueError for a negative part or capacity, or for a flow that uses no link.
     """
-    by_link = _checked(use, capacity)
+    from scipy import sparse
+
+    by_link = sparse.csr_array(use, dtype=np.float64, copy=True)
+    by_link.sum_duplicates()
+    by_link.eliminate_zeros()
+    if capacity.shape != (by_link.shape[0],):
+        raise ValueError(f"capacity: {capacity.shape} for {by_link.shape[0]} links; give one for each")
+    if (by_link.data < 0).any() or (capacity < 0).any():
+        raise ValueError("use, capacity: some are negative; a flow's part and a link's rate are 0 or more")
+    if len(idle := np.flatnonzero(np.diff(by_link.tocsc().indptr) == 0)):
+        raise ValueError(f"use: flow {idle[0]} crosses no link, so that nothing bounds it; leave it out")
     busy = np.diff(by_link.indptr) > 0
     by_link, left = by_link[busy], capacity[busy].astype(np.float64)
     by_flow = by_link.tocsc()
@@ -284,18 +276,3 @@ def max_min(use: sparse.sparray, capacity: Floats) -> Floats:
         open_ &= ~settled
         left = np.maximum(left - by_link @ np.where(settled, rates, 0.0), 0.0)
     return rates
-
-
-def _checked(use: sparse.sparray, capacity: Floats) -> sparse.csr_array:
-    from scipy import sparse
-
-    by_link = sparse.csr_array(use, dtype=np.float64, copy=True)
-    by_link.sum_duplicates()
-    by_link.eliminate_zeros()
-    if capacity.shape != (by_link.shape[0],):
-        raise ValueError(f"capacity: {capacity.shape} for {by_link.shape[0]} links; give one for each")
-    if (by_link.data < 0).any() or (capacity < 0).any():
-        raise ValueError("use, capacity: some are negative; a flow's part and a link's rate are 0 or more")
-    if len(idle := np.flatnonzero(np.diff(by_link.tocsc().indptr) == 0)):
-        raise ValueError(f"use: flow {idle[0]} crosses no link, so that nothing bounds it; leave it out")
-    return by_link

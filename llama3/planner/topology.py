@@ -1,9 +1,8 @@
 """A cluster as data: servers under tiers of switches, each tier with a size and an oversubscription.
 
-Training sees a network as layers: what stays in a server, in a rack, in a pod, and what crosses. A tier says how many
-GPUs it joins and how much of a card's rate is left for traffic that crosses the groups below it, which is all that most
-models of this room need; routing over the single links of a Clos is in `clos`. Numbers of GPUs count from 0 in the
-order of the wiring: server by server, rack by rack. Given up: cables, optics and uneven wiring.
+A tier says how many GPUs it joins and what share of a card's rate is left for traffic that crosses the groups below it;
+routing over the single links of a Clos is in `routing`. GPUs are numbered from 0 in the order of the wiring: server by
+server, rack by rack.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Tier(BaseModel):
     gpus: int = Field(ge=1)
     """GPUs below one group of these switches."""
     oversubscription: float = Field(default=1.0, ge=1)
-    """What the cards of a group below could send, over what leads from it up to this tier; 1: full bisection."""
+    """Rate of a group's cards over the rate of its links up to this tier; 1: full bisection."""
     latency_us: float = Field(default=14.0, ge=0)
-    """Time of one message through this tier and back down."""
+    """Time of a message up through this tier and down."""
 
 
 class Fabric(Described):
@@ -51,16 +50,16 @@ class Fabric(Described):
     server: Server
     network: Literal["roce", "infiniband"]
     routing: Routing
-    """How flows find their way: hashed (ecmp), one path per destination (pinning), hashed per queue pair (e-ecmp), or
-    by load at every switch (adaptive)."""
+    """Path of a flow: hashed (ecmp), fixed by the destination (pinning), hashed per queue pair (e-ecmp), or by load at
+    every switch (adaptive)."""
     queue_pairs: int = Field(default=1, ge=1)
-    """Flows into which the traffic of a pair of GPUs is cut."""
+    """Flows of a pair of GPUs."""
     tiers: tuple[Tier, ...] = Field(min_length=1)
     """Innermost first; the last one joins the whole cluster."""
     uplinks: float = Field(default=1.0, gt=0)
     """Capacity of a rack switch's uplinks over that of its downlinks."""
     storage_gb_s: float = Field(default=2000.0, gt=0)
-    """What the file system takes from the whole cluster, sustained, 10^9 bytes a second."""
+    """Sustained write rate of the file system for the whole cluster, 10^9 bytes per second."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Fabric:
@@ -69,14 +68,14 @@ class Fabric(Described):
             if large < small or large % small:
                 near = max(1, round(large / small)) * small
                 raise ValueError(
-                    f"tiers: {outer} joins {large} GPUs, which is no multiple of the {small} of a {inner}; write {near}"
+                    f"tiers: {outer} joins {large} GPUs, not a multiple of the {small} of a {inner}; write {near}"
                 )
         names = [name for name, _ in sizes]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers: two have the same name: {', '.join(names)}")
         if self.queue_pairs > 1 and self.routing in ("ecmp", "pinning"):
             raise ValueError(
-                f"queue_pairs: {self.queue_pairs} take one path under {self.routing}, which does not hash them; "
+                f"queue_pairs: {self.queue_pairs} take one path under {self.routing}, which does not hash queue pairs; "
                 "write 1, or routing: e-ecmp"
             )
         return self
@@ -92,10 +91,11 @@ class Fabric(Described):
         return self.gpus // self.server.gpus
 
     def layers(self) -> list[Layer]:
-        """Return what a GPU can send inside a server and across each tier, innermost first."""
-        rate, layers = self.server.nic_bytes_per_s, [_inside(self.server)]
+        """Return the rate of a GPU inside a server and across each tier, innermost first."""
+        server, rate = self.server, self.server.nic_bytes_per_s
+        layers = [Layer("server", server.gpus, server.link_gb_s * 1e9, server.link_latency_us * 1e-6)]
         for tier in self.tiers:
-            rate = rate / tier.oversubscription  # what crosses an outer tier has crossed the inner ones
+            rate = rate / tier.oversubscription  # traffic of an outer tier crosses the inner ones too
             layers.append(Layer(tier.name, tier.gpus, rate, tier.latency_us * 1e-6))
         return layers
 
@@ -108,7 +108,7 @@ class Fabric(Described):
 
 @dataclass(frozen=True)
 class Layer:
-    """What joins the GPUs of a group: the server, or a tier of switches."""
+    """Links between the GPUs of a group: of the server, or of a tier of switches."""
 
     name: str
     gpus: int
@@ -117,28 +117,24 @@ class Layer:
     latency_s: float
 
 
-def _inside(server: Server) -> Layer:
-    return Layer("server", server.gpus, server.link_gb_s * 1e9, server.link_latency_us * 1e-6)
-
-
 def fabric_names() -> list[str]:
     """Return the presets of whole clusters."""
     return preset_names("tiers")
 
 
 def load_fabric(named: str, sparse: bool = False) -> Fabric:
-    """Return the cluster that a preset or a YAML file describes. Raises ValueError, a line per fault.
+    """Return the cluster of a preset or a YAML file. Raises ValueError, a line per fault.
 
-    `sparse` lets the accelerator's peak be the one with 2:4 sparsity.
+    `sparse` allows a peak with 2:4 sparsity.
     """
     near = Path(named).parent
     return make_fabric(read_description(named, FIELD, "tiers"), near, sparse)
 
 
 def make_fabric(data: dict[str, Any], near: Path | None = None, sparse: bool = False) -> Fabric:
-    """Return a mapping, in which accelerator and server may be names, as a cluster. Raises ValueError."""
+    """Return the cluster of a mapping, in which accelerator and server may be names. Raises ValueError."""
     for field, preset in (("accelerator", "h100"), ("server", "grand-teton")):
         if field not in data:
-            raise ValueError(f"{FIELD}.{field}: is not given; write a preset such as {preset}, or its figures")
+            raise ValueError(f"{FIELD}.{field}: is missing; write a preset such as {preset}, or its figures")
     accelerator = load_accelerator(data["accelerator"], near, sparse)
     return validated(Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD)

@@ -1,8 +1,7 @@
-"""How much of the wall time a job of some GPUs will train: the reliability part of a plan, in one record.
+"""Effective training time of a job under failures: a simulation of seeded traces, and a summary for a plan.
 
-Rates are those of the Llama 3 405B's 54 days, by component and scaled to the job; what a restart takes and what
-checkpoints cost are stated, measured by the platform itself where there is a run to look at. The closed form gives the
-cadence, the simulation the spread. Given up: a fleet's early life and failures that come together.
+The closed form (`goodput`) gives the checkpoint interval, the simulation the spread. Rates are those of Llama 3 405B's
+54 days, scaled to the job; restart and checkpoint costs are assumed, or measured in an earlier run.
 """
 
 from __future__ import annotations
@@ -24,32 +23,29 @@ from llama3.planner.goodput import (
 )
 from llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
 
-# Effective training time by simulation: a job is played through a trace of failures, from one to the next.
-#
-# It works and saves in turn; a save blocks for a while and counts only once it is committed. A failure is noticed
-# (at once, or by a timeout), takes a spare host if hardware broke, and restarts the job from the newest committed
-# save; one that comes meanwhile makes the restart begin again. What this gives up: slow steps (see `stragglers`),
-# saves that fail, notice before planned interruptions, and failures whose effect is not seen at once (silent data
-# corruption).
-
 SEEDS = range(64)
+RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)
+"""Assumed: half a minute to detect a dead process, the timeout of collectives for a hang, five minutes to relaunch."""
+DAYS, UPTIME_SEEDS = 54.0, range(16)
+TARGET = 0.90
+"""Effective training time that plans aim for (arXiv 2407.21783, section 3.3.4: more than 90 %)."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """Where the wall time of a job went, in seconds."""
+    """Wall time of a simulated job by use, in seconds."""
 
     span_s: float
     useful_s: float
     """Steps that count."""
     lost_s: float
-    """Steps that had to be done again."""
+    """Steps that were repeated."""
     blocked_s: float
-    """Standing still for saves."""
+    """Blocked by saves."""
     down_s: float
-    """From failures to the first steps after them, waiting for hosts included."""
+    """From failures to the first steps after them, including the wait for hosts."""
     waiting_s: float
-    """Of that, waiting for a spare host."""
+    """The part of `down_s` spent waiting for a spare host."""
     failures: int
 
     @property
@@ -66,9 +62,9 @@ class Spread:
     error: float
     """Standard error of the mean."""
     low: float
-    """One trace in twenty is below."""
+    """5th percentile of the traces."""
     high: float
-    """One trace in twenty is above."""
+    """95th percentile of the traces."""
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Spread:
@@ -79,17 +75,17 @@ class Spread:
 
 
 class Cycle:
-    """Work and save in turn, from a start: what is done and what is committed after a time."""
+    """Work and save in turn: the work done and committed some time after a start."""
 
     def __init__(self, interval_s: float, costs: CheckpointCosts) -> None:
-        """Save after `interval_s` of work each time. Raises ValueError if that is not above 0."""
+        """Save after every `interval_s` of work. Raises ValueError if that is not above 0."""
         if interval_s <= 0:
             raise ValueError(f"interval_s: {interval_s:g} s; write a time above 0")
         self.interval_s, self.save_s = interval_s, costs.save_s
         self.period_s = interval_s + costs.blocked_s(interval_s)
 
     def done_s(self, elapsed_s: float) -> float:
-        """Return the work that is done after `elapsed_s`."""
+        """Return the work done after `elapsed_s`."""
         whole = floor(elapsed_s / self.period_s)
         return whole * self.interval_s + min(elapsed_s - whole * self.period_s, self.interval_s)
 
@@ -100,24 +96,29 @@ class Cycle:
 
 
 class Hosts:
-    """Spare hosts: who breaks is repaired and then a spare itself."""
+    """Spare hosts: a broken host becomes a spare after its repair."""
 
     def __init__(self, recovery: Recovery) -> None:
         self.repair_s = recovery.repair_s
         self.free: list[float] | None = None if recovery.spares is None else [0.0] * recovery.spares
-        """When each spare host can be had."""
+        """Time from which each spare host is available."""
 
     def replacement(self, time_s: float) -> float:
-        """Return when a host can take the place of one that breaks at `time_s`."""
+        """Return when a host can replace one that breaks at `time_s`."""
         return time_s if self.free is None else max(time_s, heappushpop(self.free, time_s + self.repair_s))
 
 
 def play(trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts, recovery: Recovery) -> Played:
-    """Return where `span_s` seconds of a job that meets the failures of `trace` go. Raises ValueError."""
+    """Return how a job with the failures of `trace` uses `span_s` seconds.
+
+    A failure is detected (at once or by a timeout), takes a spare host if hardware broke, and restarts the job from the
+    newest committed save; a second failure meanwhile restarts the recovery. Not modeled: slow steps, saves that fail,
+    notice before planned interruptions, and silent data corruption. Raises ValueError.
+    """
     cycle, hosts = Cycle(interval_s, costs), Hosts(recovery)
     up_since = ready = useful = lost = running = waiting = 0.0
-    met = [failure for failure in trace if failure.time_s < span_s]
-    for failure in met:
+    failures = [failure for failure in trace if failure.time_s < span_s]
+    for failure in failures:
         if failure.time_s > up_since:
             elapsed = failure.time_s - up_since
             kept, done = cycle.committed_s(elapsed), cycle.done_s(elapsed)
@@ -128,7 +129,7 @@ def play(trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts,
         up_since = ready + recovery.relaunch_s + costs.load_s
     elapsed = max(0.0, span_s - up_since)
     useful, running = useful + cycle.done_s(elapsed), running + elapsed
-    return Played(span_s, useful, lost, running - useful - lost, span_s - running, waiting, len(met))
+    return Played(span_s, useful, lost, running - useful - lost, span_s - running, waiting, len(failures))
 
 
 def monte_carlo(
@@ -145,16 +146,9 @@ def monte_carlo(
     return Spread.of([play(trace, days * 86_400, interval_s, costs, recovery).share for trace in traces])
 
 
-RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)
-"""Assumed: a dead process is noticed in half a minute, a hang by the collectives' timeout, five minutes to relaunch."""
-DAYS, UPTIME_SEEDS = 54.0, range(16)
-TARGET = 0.90
-"""Effective training time that is planned for (arXiv 2407.21783, section 3.3.4: more than 90 %)."""
-
-
 @dataclass(frozen=True)
 class Uptime:
-    """What failures do to a job."""
+    """Reliability of a job."""
 
     gpus: int
     mtti_s: float
@@ -162,15 +156,15 @@ class Uptime:
     restart_s: float
     """From a failure to the first step after it, mean."""
     interval_s: float
-    """Between two checkpoints, as the recipe says."""
+    """Between two checkpoints, from the recipe."""
     cadence: CheckpointInterval
-    """What would be best."""
+    """The best interval."""
     spread: Spread
     """Effective training time over seeded traces at `interval_s`."""
     spares: int
-    """Hosts that must wait so that one is there 99 % of the time."""
+    """Spare hosts needed so that one is available 99 % of the time."""
     restart_budget_s: float | None
-    """Longest restart that still gives `TARGET`; None if none does, or where the formula does not hold."""
+    """Longest restart that still gives `TARGET`; None if no restart does, or where the formula is not valid."""
     costs: CheckpointCosts
 
     @property
@@ -187,7 +181,7 @@ def uptime(
     model: FailureModel | None = None,
     gpus_per_host: int = 8,
 ) -> Uptime:
-    """Return what failures do to a job on `gpus`. Raises ValueError for times that cannot be."""
+    """Return the reliability of a job on `gpus`. Raises ValueError for impossible times."""
     model = model or llama3_failures()
     fleet = Fleet(gpus, gpus_per_host)
     mtti_s = model.mtti_s(fleet)

@@ -16,7 +16,7 @@ from llama3.recipe.units import Bytes, Share, Tokens
 # switches one off. Sources: Gopher, arXiv 2112.11446, appendix A.1.1 and table A1; C4, arXiv 1910.10683, section
 # 2.2; FineWeb, arXiv 2406.17557, section 3.4; FineWeb-2, arXiv 2506.20920 and the configurations by language of its
 # repository huggingface/fineweb-2 (commits 05e6729 and d331bee). How each statistic is measured:
-# `llama3/data/filters.py`.
+# `llama3/data/kernels/statistics.py`.
 
 RuleSet = Literal["gopher", "repetition", "c4", "fineweb", "fineweb2"]
 PUBLISHED: dict[str, dict[str, Any]] = {

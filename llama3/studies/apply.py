@@ -1,8 +1,7 @@
-"""From a verdict to the recipe that it proposes, as a text that a person can review.
+"""Apply a verdict to a recipe, as text that a person can review.
 
-Each changed field gets a comment that names the study and its digest, the file's head says what was changed, and the
-recipe carries the study under `studies`, so that the next run's lineage shows it. All else of the file stays as it is.
-What this gives up: undoing; the file before is in version control.
+Each changed field gets a comment with the study and its digest, the head of the file lists the changes, and the field
+`studies` records them for the lineage of the next run. The rest of the file stays as it is.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from llama3.recipe.base import read_plain
 from llama3.recipe.data_schema import AnnealingVerdict, Source, Studied
 from llama3.recipe.edit import with_element, with_field
 from llama3.recipe.load import RecipeError, override_parts, parse_recipe
-from llama3.studies.results import HELPS, Finding, StudyVerdict
+from llama3.studies.results import HELPS, StudyVerdict
 from llama3.studies.study import NewSource
 from llama3.studies.verdicts import judgement
 
 DIGITS = 12
-"""Of a study's digest that are written."""
+"""Digits of a study's digest in the recipe."""
 FIGURES = 6
-"""Significant figures of a gain that are."""
+"""Significant figures of a gain in the recipe."""
 WIDTH = 110
 """Longest comment above a field."""
 
 
 def apply_study(text: str, overrides: Sequence[str], study: str, digest: str, note: Sequence[str] = ()) -> str:
-    """Return the recipe `text` with `overrides` such as `mix.base.math=30%` that the study called `study` proposes.
+    """Return the recipe `text` with `overrides` such as `mix.base.math=30%` that the study named `study` proposes.
 
-    The first line of `note` stands above each changed field, all of it in the file's head. Raises ValueError if there
-    is no override, one names no field, or the changed recipe cannot be run.
+    The first line of `note` goes above each changed field, all lines go to the head of the file. Raises ValueError if
+    there is no override, if one names no field, or if the changed recipe is not valid.
     """
     if not overrides:
         raise ValueError(f"study {study}: proposes no change, so there is nothing to apply")
@@ -41,24 +40,24 @@ def apply_study(text: str, overrides: Sequence[str], study: str, digest: str, no
     for keys, value in (override_parts(override) for override in overrides):
         changed = with_field(changed, keys, read_plain(value), comment)
         fields.append(".".join(keys))
-    return _noted(text, changed, Studied(study=study, digest=digest[:DIGITS], changed=fields), note)
+    return _record_study(text, changed, study, digest, fields, note)
 
 
 def apply_judged(text: str, domain: str, source: int | str, judged: AnnealingVerdict) -> str:
-    """Return the recipe `text` with what a study found about one of its sources, by its number or its name.
+    """Return the recipe `text` with the verdict on one of its sources, given by number or name.
 
     Raises ValueError if there is no such source.
     """
     keys = ["sources", domain, str(source), "judged"]
     note = [str(judged)]
     changed = with_field(text, keys, judged.model_dump(mode="json"), _comment(judged.study, judged.digest, note))
-    return _noted(text, changed, _entry(judged, keys), note)
+    return _record_study(text, changed, judged.study, judged.digest, [".".join(keys)], note)
 
 
 def add_source(text: str, domain: str, source: Source) -> str:
-    """Return the recipe `text` with a judged source that it did not have; stages draw from it that `add` its name.
+    """Return the recipe `text` with a new, judged source. A stage uses it only if its `add` names it.
 
-    Raises ValueError if nothing was found about it, or the recipe has one of that name.
+    Raises ValueError if the source has no verdict, or if the recipe has a source with its name.
     """
     judged = source.judged
     if judged is None or source.name is None:
@@ -66,24 +65,25 @@ def add_source(text: str, domain: str, source: Source) -> str:
     plain = source.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     note = [f"{source.name} {judged}"]
     changed = with_element(text, ["sources", domain], plain, _comment(judged.study, judged.digest, note))
-    return _noted(text, changed, _entry(judged, ["sources", domain, source.name]), note)
+    return _record_study(text, changed, judged.study, judged.digest, [f"sources.{domain}.{source.name}"], note)
 
 
 def apply_annealing(text: str, new: Mapping[str, NewSource], verdict: StudyVerdict, study: str, digest: str) -> str:
-    """Return the recipe `text` with what an annealing study found about the sources `new`, by arm.
+    """Return the recipe `text` with the verdicts of an annealing study on the sources `new`, by arm.
 
-    A source that the recipe has under the arm's name gets its judgement whatever it is; one that it has not is added if
-    it helps. Raises ValueError if nothing of that can be written.
+    A source that the recipe already has under the arm's name gets its verdict in any case; a source that it does not
+    have is added if it helps. Raises ValueError if neither applies to any source.
     """
     changed = text
     known = parse_recipe(read_plain(text), "recipe").apart
     for arm, source in new.items():
-        found = judged(verdict, arm, study, digest)
+        annealing = judged(verdict, arm, study, digest)
         if arm in known:
-            changed = apply_judged(changed, known[arm], arm, found)
-        elif found.says == HELPS:
+            changed = apply_judged(changed, known[arm], arm, annealing)
+        elif annealing.says == HELPS:
             plain = source.model_dump(mode="json", by_alias=True, exclude={"domain", "name", "judged"})
-            changed = add_source(changed, source.domain, Source.model_validate({**plain, "name": arm, "judged": found}))
+            added = Source.model_validate({**plain, "name": arm, "judged": annealing})
+            changed = add_source(changed, source.domain, added)
     if changed == text:
         raise ValueError(
             f"study {study}: no new source helps and the recipe has none of them; there is nothing to apply"
@@ -92,14 +92,14 @@ def apply_annealing(text: str, new: Mapping[str, NewSource], verdict: StudyVerdi
 
 
 def judged(verdict: StudyVerdict, arm: str, study: str, digest: str) -> AnnealingVerdict:
-    """Return what an annealing study found about the source of `arm`, shown by the score that tells it most clearly.
+    """Return the verdict on the source of `arm`, with the finding of the highest signal-to-noise ratio.
 
-    Raises ValueError if it was not judged, or not often enough for an interval.
+    Raises ValueError if the arm was not judged, or has too few repeats for an interval.
     """
     says = judgement(verdict, arm)
-    own = [one for one in verdict.findings if one.arm == arm]
-    telling = [one for one in own if one.says == says] or own
-    clearest = max(telling, key=_clearness)
+    findings = [finding for finding in verdict.findings if finding.arm == arm]
+    agreeing = [finding for finding in findings if finding.says == says] or findings
+    clearest = max(agreeing, key=lambda finding: finding.signal_to_noise)
     if clearest.repeats < 2:
         raise ValueError(
             f"{arm}: one repeat gives no interval to write down; raise annealing.draws to 3 and run it again"
@@ -110,38 +110,26 @@ def judged(verdict: StudyVerdict, arm: str, study: str, digest: str) -> Annealin
     )  # fmt: skip
 
 
-def _clearness(one: Finding) -> float:
-    """Return how far a gain lies from 0 in units of its interval."""
-    return abs(one.gain) / max(one.high - one.low, 1e-300)
-
-
-def _entry(judged: AnnealingVerdict, keys: Sequence[str]) -> Studied:
-    return Studied(study=judged.study, digest=judged.digest[:DIGITS], changed=[".".join(keys)])
-
-
 def _comment(study: str, digest: str, note: Sequence[str]) -> str:
-    """Return the comment of a changed field; its first two words find what the same study said before."""
-    whole = f"study {study} {digest[:DIGITS]}" + (f": {' '.join(note[0].split())}" if note else "")
-    return whole if len(whole) <= WIDTH else f"{whole[: WIDTH - 3]}..."
+    """Return the comment of a changed field; a later run of the study finds it by its first two words."""
+    comment = f"study {study} {digest[:DIGITS]}" + (f": {' '.join(note[0].split())}" if note else "")
+    return comment if len(comment) <= WIDTH else f"{comment[: WIDTH - 3]}..."
 
 
-def _noted(text: str, changed: str, study: Studied, note: Sequence[str]) -> str:
-    """Add the study to `studies` and to the head of a changed recipe; check that it can be run."""
-    before: list[dict[str, Any]] = (read_plain(text) or {}).get("studies") or []
-    same = [one for one in before if (one["study"], one["digest"]) == (study.study, study.digest)]
-    fields = list(dict.fromkeys([*(field for one in same for field in one["changed"]), *study.changed]))
-    entry = study.model_copy(update={"changed": fields}).model_dump(mode="json")
-    listed = [entry if one in same else one for one in before] if same else [*before, entry]
-    changed = with_field(changed, ["studies"], listed)
+def _record_study(text: str, changed: str, study: str, digest: str, fields: Sequence[str], note: Sequence[str]) -> str:
+    """Add the study to `studies` and to the head of the changed recipe; raise ValueError if the recipe is invalid."""
+    digest = digest[:DIGITS]
+    entries: list[dict[str, Any]] = (read_plain(text) or {}).get("studies") or []
+    same = [entry for entry in entries if (entry["study"], entry["digest"]) == (study, digest)]
+    merged = list(dict.fromkeys([*(field for entry in same for field in entry["changed"]), *fields]))
+    new = Studied(study=study, digest=digest, changed=merged).model_dump(mode="json")
+    entries = [new if entry in same else entry for entry in entries] if same else [*entries, new]
+    changed = with_field(changed, ["studies"], entries)
     try:
         parse_recipe(read_plain(changed), "recipe")
     except RecipeError as error:
-        raise ValueError(f"study {study.study}: does not fit this recipe:\n{error}") from None
-    return _headed(changed, [f"study {study.study} {study.digest} changed {', '.join(study.changed)}", *note])
-
-
-def _headed(text: str, lines: Sequence[str]) -> str:
-    """Put comment lines behind those that open the file, unless they stand there already."""
-    opening = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+        raise ValueError(f"study {study}: does not fit this recipe:\n{error}") from None
+    opening = "".join(takewhile(lambda line: line.startswith("#"), changed.splitlines(keepends=True)))
+    lines = [f"study {study} {digest} changed {', '.join(fields)}", *note]
     head = "".join(f"# {'  ' if number else ''}{' '.join(line.split())}\n" for number, line in enumerate(lines))
-    return text if head in opening else opening + head + text.removeprefix(opening)
+    return changed if head in opening else opening + head + changed.removeprefix(opening)

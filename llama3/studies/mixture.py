@@ -1,15 +1,8 @@
-"""Which mix gives the fewest weighted bits per byte: a regression over shares of small runs, and what it proposes.
+"""Regression of weighted bits per byte on the shares of the domains, and the mix that it proposes.
 
-W(r) = c + sum_i b_i log r_i, with W the bits per byte of the domains by the weights that the user gives and r the
-shares of the tokens: each domain's loss falls with the logarithm of its own share and rises as others crowd it out, to
-first order the mixing laws of arXiv 2403.16952. One coefficient a domain, so nine arms fit it with four to spare; where
-all b are below 0 the best mix is in proportion to them. Runs of one seed share what chance decides, so each is taken
-less its seed's mean where noise is measured.
-
-The noise is what seeds leave unexplained, or what arms leave unexplained by the form, whichever is more. A proposal is
-the lowest point among blends of the arms that were tried (nothing outside of them is believed), and the interval of its
-gain is Scheffe's (Biometrika 40:87-104, 1953), which holds for every mix at once and so for one chosen by looking. What
-this gives up: interactions of domains; a search that finds a mix which only a richer form would show.
+W(r) = c + sum_i b_i log r_i, with W the weighted bits per byte and r the shares of the tokens: to first order the
+mixing laws of arXiv 2403.16952, without interactions of domains. It has one coefficient per domain, so nine arms leave
+four degrees of freedom. Where all b are below 0 the best mix is proportional to them.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from llama3.studies.forecast import Interval
 from llama3.studies.results import RunResult
 
 DRAWS = 400
-"""Coefficients drawn for the spread of the proposed shares."""
+"""Draws of the coefficients for the interval of the proposed shares."""
 BLENDS = 4000
 Array = NDArray[np.float64]
 
@@ -38,7 +31,7 @@ class MixTrial:
     """One finished run of a mix."""
 
     name: str
-    """Of the arm."""
+    """Name of the arm."""
     repeat: int
     shares: Mapping[str, float]
     losses: Mapping[str, float]
@@ -56,7 +49,7 @@ class Mixture:
     losses: Array
     """[arms, domains] bits per byte, means over repeats."""
     weights: Array
-    """[domains] what a domain's bits count for; they sum to 1."""
+    """[domains] weight of each domain's bits; they sum to 1."""
     coefficients: Array
     """[domains] b of W, per natural logarithm of a share."""
     covariance: Array
@@ -64,9 +57,9 @@ class Mixture:
     spare: int
     """Degrees of freedom of the noise."""
     by_seeds: bool
-    """Whether the noise is that between seeds; else the form's own misfit."""
+    """Whether the noise is estimated from seeds; else from the residuals of the fit."""
     predicted: Array
-    """[arms] weighted bits per byte of each arm by the fit through all others."""
+    """[arms] weighted bits per byte of each arm, predicted by the fit through all others."""
 
     @property
     def totals(self) -> Array:
@@ -75,11 +68,14 @@ class Mixture:
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's, of predictions by the fit through all other arms with what was measured."""
+        """Spearman's, between the predictions from all other arms and the measurements."""
         return float(stats.spearmanr(self.predicted, self.totals).statistic)
 
     def gain(self, shares: Array, base: Array) -> Interval:
-        """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval."""
+        """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval.
+
+        It holds for all mixes at once (Biometrika 40:87-104, 1953), so also for a mix chosen by its predicted loss.
+        """
         row = logs(base) - logs(shares)
         value = float(row @ self.coefficients)
         size = len(self.domains)
@@ -89,8 +85,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Proposal:
+    """The best blend of the arms."""
+
     shares: dict[str, Interval]
-    """With the spread that the noise leaves."""
+    """With the interval due to noise."""
     gain: Interval
     """Weighted bits per byte fewer than the base mix."""
 
@@ -102,19 +100,19 @@ class Proposal:
 def mix_trials(outcomes: Sequence[RunResult], shares: Mapping[str, Mapping[str, float]]) -> list[MixTrial]:
     """Return the runs of the arms in `shares`; each must have bits per byte of every domain. Raises ValueError."""
     trials, domains = [], domains_of(shares.values())
-    for one in outcomes:
-        if one.arm in shares:
-            losses = {domain: one.scores[key].value for domain in domains if (key := f"{BPB}/{domain}") in one.scores}
-            if lacking := sorted(set(domains) - set(losses)):
-                raise ValueError(f"mix: {one.run} has no {BPB}/{lacking[0]}; hold out documents of every domain")
-            trials.append(MixTrial(one.arm, one.repeat, shares[one.arm], losses))
+    for run in outcomes:
+        if run.arm in shares:
+            losses = {domain: run.scores[key].value for domain in domains if (key := f"{BPB}/{domain}") in run.scores}
+            if missing := sorted(set(domains) - set(losses)):
+                raise ValueError(f"mix: {run.run} has no {BPB}/{missing[0]}; hold out documents of every domain")
+            trials.append(MixTrial(run.arm, run.repeat, shares[run.arm], losses))
     return trials
 
 
 def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mixture:
     """Return the regression through `trials`.
 
-    Raises ValueError for too few mixes, mixes that do not tell the domains apart, and runs without a measure of noise.
+    Raises ValueError for too few mixes, mixes that do not separate the domains, and runs without a measure of noise.
     """
     arms = tuple(dict.fromkeys(trial.name for trial in trials))
     by_arm = {arm: [trial for trial in trials if trial.name == arm] for arm in arms}
@@ -130,63 +128,53 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
     rows = np.column_stack([np.ones(len(arms)), logs(shares)])
     inverse = np.linalg.pinv(rows)
     totals = losses @ weighted
-    found = inverse @ totals
-    variance, spare, by_seeds = _noise(
-        trials, by_arm, weighted, domains, totals - rows @ found, len(rows) - rows.shape[1]
-    )
+    solution = inverse @ totals
+    residuals = totals - rows @ solution
+    # The noise is that between seeds or that of the residuals, whichever is larger.
+    spare, by_seeds = len(rows) - rows.shape[1], False
+    variance = float((residuals**2).sum()) / spare
+    repeats = sorted({trial.repeat for trial in trials})
+    by_run = {(t.name, t.repeat): sum(w * t.losses[d] for w, d in zip(weighted, domains, strict=True)) for t in trials}
+    if len(repeats) >= 2 and len(by_run) >= len(arms) * len(repeats):
+        # Runs of one seed share part of their noise, so the means of seeds are removed as well as those of arms.
+        table = np.array([[by_run[arm, repeat] for repeat in repeats] for arm in arms])
+        rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+        freedom = (len(arms) - 1) * (len(repeats) - 1)
+        between_seeds = float((rest**2).sum()) / freedom / len(repeats)
+        if between_seeds >= variance:
+            variance, spare, by_seeds = between_seeds, freedom, True
     covariance = variance * (inverse @ inverse.T)[1:, 1:]
     leverage = np.einsum("ij,ji->i", rows, inverse)
-    left_out = totals - (totals - rows @ found) / np.maximum(1 - leverage, 1e-9)
-    return Mixture(domains, arms, shares, losses, weighted, found[1:], covariance, spare, by_seeds, left_out)
+    left_out = totals - residuals / np.maximum(1 - leverage, 1e-9)
+    return Mixture(domains, arms, shares, losses, weighted, solution[1:], covariance, spare, by_seeds, left_out)
 
 
-def _noise(
-    trials: Sequence[MixTrial],
-    by_arm: Mapping[str, Sequence[MixTrial]],
-    weights: Array,
-    domains: Sequence[str],
-    misfit: Array,
-    spare: int,
-) -> tuple[float, int, bool]:
-    """Return the variance of an arm's mean, its degrees of freedom, and whether it is the seeds'."""
-    repeats = sorted({trial.repeat for trial in trials})
-    totals = {(t.name, t.repeat): sum(w * t.losses[d] for w, d in zip(weights, domains, strict=True)) for t in trials}
-    form = float((misfit**2).sum()) / spare
-    if len(repeats) < 2 or len(totals) < len(by_arm) * len(repeats):
-        return form, spare, False
-    table = np.array([[totals[arm, repeat] for repeat in repeats] for arm in by_arm])
-    rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
-    free = (len(by_arm) - 1) * (len(repeats) - 1)
-    seeds = float((rest**2).sum()) / free / len(repeats)
-    return (seeds, free, True) if seeds >= form else (form, spare, False)
+def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]]) -> Proposal:
+    """Return the best blend of the arms within `bounds`, compared with the base mix [domains].
 
-
-def propose(made: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]]) -> Proposal:
-    """Return the best blend of the arms within `bounds`, against the base mix [domains]."""
-    blends = _blends(made, base, bounds)
-    log_blends = logs(blends)
-    best = blends[int((log_blends @ made.coefficients).argmin())]
-    dice = np.random.default_rng(0)
-    scale = np.sqrt(made.spare / dice.chisquare(made.spare, DRAWS))
-    normal = dice.multivariate_normal(np.zeros(len(best)), made.covariance, DRAWS, method="svd")
-    chosen = blends[(log_blends @ (made.coefficients + normal * scale[:, None]).T).argmin(axis=0)]
-    low, high = np.quantile(chosen, (0.025, 0.975), axis=0)
-    spread = zip(made.domains, best, np.minimum(low, best), np.maximum(high, best), strict=True)
-    shares = {domain: Interval(float(value), float(a), float(b)) for domain, value, a, b in spread}
-    return Proposal(shares, made.gain(best, base))
-
-
-def _blends(made: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]]) -> Array:
-    """Return blends of the arms, the arms themselves and the base mix, those within the bounds: [n, domains]."""
-    dice = np.random.default_rng(0)
-    parts = dice.dirichlet(np.full(len(made.arms), 0.3), BLENDS)
-    blends = np.vstack([base, made.shares, parts @ made.shares])
-    limits = np.array([bounds.get(domain, (0.0, 1.0)) for domain in made.domains])
+    Only blends of the arms are candidates: the fit is not trusted outside of them.
+    """
+    rng = np.random.default_rng(0)
+    parts = rng.dirichlet(np.full(len(mixture.arms), 0.3), BLENDS)
+    blends = np.vstack([base, mixture.shares, parts @ mixture.shares])
+    limits = np.array([bounds.get(domain, (0.0, 1.0)) for domain in mixture.domains])
     inside = ((blends >= limits[:, 0] - 1e-9) & (blends <= limits[:, 1] + 1e-9)).all(axis=1)
-    return np.asarray(blends[inside]) if inside.any() else base[None]
+    blends = np.asarray(blends[inside]) if inside.any() else base[None]
+    log_blends = logs(blends)
+    best = blends[int((log_blends @ mixture.coefficients).argmin())]
+    rng = np.random.default_rng(0)
+    scale = np.sqrt(mixture.spare / rng.chisquare(mixture.spare, DRAWS))
+    normal = rng.multivariate_normal(np.zeros(len(best)), mixture.covariance, DRAWS, method="svd")
+    chosen = blends[(log_blends @ (mixture.coefficients + normal * scale[:, None]).T).argmin(axis=0)]
+    low, high = np.quantile(chosen, (0.025, 0.975), axis=0)
+    spread = zip(mixture.domains, best, np.minimum(low, best), np.maximum(high, best), strict=True)
+    shares = {domain: Interval(float(value), float(a), float(b)) for domain, value, a, b in spread}
+    return Proposal(shares, mixture.gain(best, base))
 
 
-def pareto(made: Mixture) -> list[str]:
+def pareto(mixture: Mixture) -> list[str]:
     """Return the arms that no other arm beats on every domain."""
-    beaten = [bool(((made.losses <= row).all(axis=1) & (made.losses < row).any(axis=1)).any()) for row in made.losses]
-    return [arm for arm, worse in zip(made.arms, beaten, strict=True) if not worse]
+    beaten = [
+        bool(((mixture.losses <= row).all(axis=1) & (mixture.losses < row).any(axis=1)).any()) for row in mixture.losses
+    ]
+    return [arm for arm, worse in zip(mixture.arms, beaten, strict=True) if not worse]

@@ -1,11 +1,8 @@
-"""What Llama 3 says of its own ladder (arXiv 2407.21783, section 3.2.1), as data, and what its roundings do.
+"""The scaling-law ladder of Llama 3 (arXiv 2407.21783, section 3.2.1) as data, and the effect of its rounding.
 
-Printed: budgets from 6e18 to 1e22 operations, sizes from 40M to 16B, a cosine to a tenth of the peak after 2,000 steps
-of warm-up, peaks between 2e-4 and 4e-4 by size, batches between 250K and 4M tokens by budget, weight decay 0.1 times
-the rate at that step, and the law's two constants, once in Figure 3 and once, rounded, in the text. Assumed, since not
-printed: the eight budgets in between (1, 3 and 6 of each decade, with which ten just fill the range), and that peak
-and batch follow power laws between their ends, the larger model with the lower peak. What this gives up: the runs
-themselves, which are not public.
+Published: the ends of the ranges of budgets, sizes, peak rates and batches, and the law's two constants, in Figure 3
+and, rounded, in the text. Not published, so assumed: the eight budgets between the ends (1, 3 and 6 of each decade),
+and power laws between the ends of peak rate and batch, with the lower peak for the larger model.
 """
 
 from __future__ import annotations
@@ -14,17 +11,16 @@ import math
 from dataclasses import dataclass
 
 BUDGETS = (6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21, 1e22)
-"""Operations; the ends are printed, the rest is assumed."""
+"""Operations; the ends are published, the rest is assumed."""
 SIZES = (40e6, 16e9)
 """Parameters of the smallest and the largest model."""
 PEAK_LR = (4e-4, 2e-4)
 """Peak rates of the smallest and the largest model."""
 BATCH_TOKENS = (250e3, 4e6)
 """Tokens per step at the smallest and the largest budget."""
-
 FLAGSHIP_FLOPS = 3.8e25
 FLAGSHIP_TOKENS = 16.55e12
-"""What the text says the law gives at `FLAGSHIP_FLOPS`."""
+"""The answer of the law at `FLAGSHIP_FLOPS` according to the text."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,12 @@ class PowerLaw:
 FIGURE = PowerLaw(0.537, 0.299)
 """Figure 3: 16.3T tokens at 3.8e25."""
 TEXT = PowerLaw(0.53, 0.29)
-"""The same, rounded, in the text: 10.5T tokens at 3.8e25."""
+"""The same constants, rounded, in the text: 10.5T tokens at 3.8e25."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """By which factors rounding each constant multiplies the tokens at a budget."""
+    """The factors by which rounding each constant multiplies the tokens at a budget."""
 
     flops: float
     alpha: float
@@ -55,7 +51,7 @@ class Rounding:
     exact: float
     """Tokens before rounding."""
     rounded: float
-    """Tokens after it."""
+    """Tokens after rounding."""
 
     def __str__(self) -> str:
         return (
@@ -66,7 +62,7 @@ class Rounding:
 
 
 def rounding(flops: float = FLAGSHIP_FLOPS, exact: PowerLaw = FIGURE, rounded: PowerLaw = TEXT) -> Rounding:
-    """Return what rounding the constants of a law does to its answer at `flops` operations.
+    """Return the effect of rounding a law's constants on its answer at `flops` operations.
 
     A change of alpha by d multiplies by C^d: at 3.8e25 the third digit of alpha, 0.007, is worth a third of the tokens.
     """
@@ -75,8 +71,8 @@ def rounding(flops: float = FLAGSHIP_FLOPS, exact: PowerLaw = FIGURE, rounded: P
 
 
 def peak_lr(parameters: float, sizes: tuple[float, float] = SIZES, peaks: tuple[float, float] = PEAK_LR) -> float:
-    """Return the peak rate of a model of `parameters`: the power law through the ends, and their values outside."""
-    return _between(parameters, sizes, peaks)
+    """Return the peak rate of a model of `parameters`: a power law between the ends, constant outside."""
+    return _power_law_between(parameters, sizes, peaks)
 
 
 def batch_tokens(
@@ -84,11 +80,11 @@ def batch_tokens(
     budgets: tuple[float, float] = (BUDGETS[0], BUDGETS[-1]),
     batches: tuple[float, float] = BATCH_TOKENS,
 ) -> float:
-    """Return the tokens per step for a budget: the power law through the ends, and their values outside."""
-    return _between(flops, budgets, batches)
+    """Return the tokens per step for a budget: a power law between the ends, constant outside."""
+    return _power_law_between(flops, budgets, batches)
 
 
-def _between(x: float, ends: tuple[float, float], values: tuple[float, float]) -> float:
+def _power_law_between(x: float, ends: tuple[float, float], values: tuple[float, float]) -> float:
     if not 0 < ends[0] <= ends[1] or not x > 0 or not min(values) > 0:
         raise ValueError(f"{x:g} between {ends} with values {values}: give numbers above 0, the lower end first")
     if ends[0] == ends[1]:

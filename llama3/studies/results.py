@@ -1,7 +1,6 @@
-"""What the runs of a study came to: the one thing that every analysis in this room reads.
+"""The results of a study's runs, as plain data: what every analysis reads and what every verdict contains.
 
-It is plain data taken from records and artifacts, so an analysis needs no file, no server and no recipe, and a test can
-make it up from a known truth. What this gives up: the curves of training; a study judges where runs end.
+Also the training work that runs share, and the cost of a token by model size.
 """
 
 from __future__ import annotations
@@ -18,24 +17,32 @@ from llama3.evaluate.scores import Score
 from llama3.evaluate.significance import Number
 from llama3.model.flops import embedding_rows, trained_flops
 from llama3.recipe.load import digest, resolved
-from llama3.recipe.schedule import Schedule, StageSpan
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.studies.expand import ArmRun
 
 Array = NDArray[np.float64]
+DATA = ("sources", "curate", "tokens", "data_seed")
+"""Recipe fields that determine the token shards, apart from the tokenizer."""
+WHOLE = ("model", "optimizer", "z_loss", "compute", "seed", "start")
+"""Recipe fields that determine the weights of every stage."""
+Says = Literal["helps", "hurts", "no significant difference"]
+HELPS: Says = "helps"
+HURTS: Says = "hurts"
+NOTHING: Says = "no significant difference"
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What each document or question added to one score, in one order."""
+    """The contribution of each document or question to one score, in a fixed order."""
 
     ids: tuple[str, ...]
     numerators: Array
-    """[n] bits, or 1 for a right answer and 0 for a wrong one."""
+    """[n] bits; or 1 for a right answer and 0 for a wrong one."""
     denominators: Array
     """[n] UTF-8 bytes, or ones."""
     groups: tuple[str, ...] = ()
-    """[n] where the score is the mean of groups' means; else none."""
+    """[n] if the score is the mean over groups of their means; else empty."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class RunResult:
 
     arm: str
     repeat: int
-    """Which of the arm's repeats: runs of two arms with the same number share what chance decides (seed or data)."""
+    """Number of the repeat. Runs of two arms with the same number share the seed or the draw of data."""
     run: str
     """Name of the run."""
     parameters: int
@@ -53,25 +60,17 @@ class RunResult:
     flops: float
     """Training operations."""
     scores: Mapping[str, Score]
-    """Of the model at its end, by key (`eval/bpb/math`)."""
+    """Scores of the final model, by key (`eval/bpb/math`)."""
     samples: Mapping[str, Samples] = field(default_factory=dict)
-    """Of the scores that have samples."""
+    """Samples of the scores that have some."""
 
 
 def of_arm(outcomes: Sequence[RunResult], arm: str) -> dict[int, RunResult]:
-    """Return the outcomes of one arm by repeat."""
-    return {one.repeat: one for one in outcomes if one.arm == arm}
+    """Return the results of one arm by repeat."""
+    return {result.repeat: result for result in outcomes if result.arm == arm}
 
 
-# Which stages of a study's runs are one and the same, so that they are trained once, and what they come to.
-#
-# Two runs share a stage if all that decides its result is equal: data, model, schedule and shape up to its end.
-# That is worked out here from recipes alone, before any token exists; when the runs are made, artifacts are found
-# by their keys, which know more (what is in the documents). What this gives up: it may call two stages different
-# that come to one key.
-
-DATA = ("sources", "curate", "tokens", "data_seed")
-WHOLE = ("model", "optimizer", "z_loss", "compute", "seed", "start")
+# Training stages that several runs of a study share
 
 
 @dataclass(frozen=True)
@@ -81,105 +80,92 @@ class StageWork:
     run: str
     stage: str
     lineage: str
-    """Equal for stages that come to the same weights."""
+    """Equal for stages that produce the same weights."""
     tokens: int
     flops: float
 
 
 def stage_works(run: ArmRun) -> Iterator[StageWork]:
     """Yield the training stages of a run, in order."""
-    recipe, lineage = run.recipe, data_digest(run.recipe)
-    rows = embedding_rows(recipe)
+    recipe, rows, plain = run.recipe, embedding_rows(run.recipe), resolved(run.recipe)
+    # From recipes alone, before any token exists. Two lineages may differ although their artifacts get one key.
+    lineage = data_digest(recipe)
     for span in Schedule(recipe).trained:
-        lineage = digest([lineage, _decides(recipe, span)])
+        stage = span.stage
+        determines: list[object] = [
+            {name: plain[name] for name in WHOLE},
+            [span.start, span.end, [[segment.seq, segment.batch, segment.steps] for segment in span.segments]],
+            digest(Schedule(recipe).rates(span.start, span.end)),
+            {domain: str(share) for domain, share in span.shares.items()},
+            {name: str(share) for name, share in stage.add.items()},
+            stage.draw,
+            str(stage.average),
+            stage.keep,
+        ]
+        lineage = digest([lineage, determines])
         before, after = (trained_flops(recipe, recipe.model, rows, position) for position in (span.start, span.end))
         yield StageWork(run.name, span.name, lineage, span.tokens, after - before)
 
 
 def once(runs: Sequence[ArmRun]) -> dict[str, StageWork]:
-    """Return the stages of all runs by their lineage, each once: the work that is to be done."""
-    found: dict[str, StageWork] = {}
+    """Return the stages of all runs by lineage, shared ones once: the work to be done."""
+    works: dict[str, StageWork] = {}
     for run in runs:
         for work in stage_works(run):
-            found.setdefault(work.lineage, work)
-    return found
+            works.setdefault(work.lineage, work)
+    return works
 
 
 def data_digest(recipe: Recipe) -> str:
-    """Return a digest of all that decides the token shards."""
+    """Return a digest of everything that determines the token shards."""
     plain = resolved(recipe)
-    trained = recipe.tokenizer.train
-    sampled = plain["mix"][(trained.mix or recipe.stages[0].mix)] if trained else None
-    tokenizer = (
-        {**plain["tokenizer"], "train": {**plain["tokenizer"]["train"], "mix": None}} if trained else plain["tokenizer"]
-    )
-    return digest(
-        [{name: plain[name] for name in DATA}, tokenizer, sampled, recipe.seed if recipe.data_seed is None else 0]
-    )
+    tokenizer, trained = plain["tokenizer"], recipe.tokenizer.train
+    training_mix = plain["mix"][(trained.mix or recipe.stages[0].mix)] if trained else None
+    if trained:  # the shares of its mix count, not the name
+        tokenizer = {**tokenizer, "train": {**tokenizer["train"], "mix": None}}
+    seed = recipe.seed if recipe.data_seed is None else 0  # a set data_seed is already in DATA
+    return digest([{name: plain[name] for name in DATA}, tokenizer, training_mix, seed])
 
 
-def _decides(recipe: Recipe, span: StageSpan) -> list[object]:
-    plain, stage = resolved(recipe), span.stage
-    return [
-        {name: plain[name] for name in WHOLE},
-        [span.start, span.end, [[part.seq, part.batch, part.steps] for part in span.segments]],
-        digest(Schedule(recipe).rates(span.start, span.end)),
-        {domain: str(share) for domain, share in span.shares.items()},
-        {name: str(share) for name, share in stage.add.items()},
-        stage.draw,
-        str(stage.average),
-        stage.keep,
-    ]
-
-
-# What a token costs to train on by size of model, read off runs: the other half of every allocation.
-#
-# Operations per token and parameter are near 6, but not 6: an embedding lookup multiplies nothing, attention
-# multiplies without parameters. Between the sizes that were run the ratio is interpolated over the logarithm of the
-# size; outside it is that of the nearest one, an assumption. What this gives up: models of another shape or
-# sequence length than those that were run.
+# Cost of a token by model size
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations per token and parameter at the sizes that were run."""
+    """Operations per token and parameter at the sizes of the runs, for models of their shape and sequence length.
+
+    The ratio is near 6, not equal: an embedding lookup multiplies nothing, attention multiplies without parameters.
+    """
 
     sizes: Array
-    """[n] parameters, rising."""
+    """[n] parameters, increasing."""
     ratios: Array
     """[n] operations per token and parameter."""
 
     def per_token(self, parameters: Array) -> Array:
         """Return training operations per token of models of `parameters`."""
+        # linear in log size between the runs, constant outside
         return np.asarray(parameters * np.interp(np.log(parameters), np.log(self.sizes), self.ratios))
 
     def parameters(self, per_token: Array) -> Array:
-        """Return how many parameters a model has that costs `per_token` operations per token."""
+        """Return the parameters of a model that costs `per_token` operations per token."""
         ratio = np.interp(np.log(per_token), np.log(self.sizes * self.ratios), self.ratios)
         return np.asarray(per_token / ratio)
 
 
 def cost(parameters: Sequence[float], tokens: Sequence[float], flops: Sequence[float]) -> Cost:
-    """Return the cost of a token from runs; those of one size are averaged."""
+    """Return the cost of a token from runs, averaged over runs of the same size."""
     counts = np.asarray(parameters, np.float64)
     ratios = np.asarray(flops, np.float64) / np.asarray(tokens, np.float64) / counts
     sizes = np.unique(counts)
     return Cost(sizes, np.array([ratios[counts == size].mean() for size in sizes]))
 
 
-# The verdict of a study: what was found, with intervals, what to change in the recipe, and what weakens it.
-#
-# A study that finds nothing says so; an empty `change` is an answer. What this gives up: nuance. A reader who wants
-# the distribution behind an interval opens the report.
-
-Says = Literal["helps", "hurts", "no significant difference"]
-HELPS: Says = "helps"
-HURTS: Says = "hurts"
-NOTHING: Says = "no significant difference"
+# The verdict of a study
 
 
 class Finding(BaseModel):
-    """How one arm compares with the control on one score."""
+    """The comparison of one arm with the control on one score."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -187,16 +173,21 @@ class Finding(BaseModel):
     score: str
     """Key of the score: `eval/bpb/math`."""
     gain: Number
-    """How much better than the control, whichever way the score goes; below 0 it is worse."""
+    """Improvement over the control, in the direction in which the score improves; below 0 the arm is worse."""
     low: Number
     """Lower end of the 95 % interval of the gain."""
     high: Number
     unit: str
     """`bpb`, or `accuracy`."""
     says: Says
-    """After correction for all the scores and arms of the study."""
+    """After correction for all scores and arms of the study."""
     repeats: int
-    """Seeds (or helpings of data) behind it."""
+    """Number of seeds, or draws of data."""
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Distance of the gain from 0 in units of its interval, to compare findings of different units."""
+        return abs(self.gain) / max(self.high - self.low, 1e-300)
 
     def __str__(self) -> str:
         name = self.score.removeprefix("eval/bpb/").removeprefix("eval/") if self.score != "eval/bpb" else "all domains"
@@ -204,14 +195,14 @@ class Finding(BaseModel):
 
 
 class StudyVerdict(BaseModel):
-    """What a study came to."""
+    """The answer of a study: findings, the proposed change, and weak points."""
 
     model_config = ConfigDict(frozen=True)
 
     headline: list[str]
-    """What it says, one line for each question that it answers."""
+    """One line for each question that the study answers."""
     change: list[str] = []
-    """Overrides that make the base recipe the proposed one (`mix.base.math=30%`); none: keep it as it is."""
+    """Overrides that turn the base recipe into the proposed one (`mix.base.math=30%`); empty: keep the recipe."""
     flags: list[str] = []
-    """What weakens the verdict, each with what to add."""
+    """Weak points of the verdict, each with what to add."""
     findings: list[Finding] = []

@@ -1,11 +1,8 @@
-"""A study: one YAML file that asks one question of several runs, and says beforehand what they are and may cost.
+"""The schema of a study file: a base recipe, one question, and the limits of its cost.
 
-It names a base recipe and exactly one kind of question. `ladder`: how many tokens and parameters for a budget. `mix`:
-which shares of the domains. `annealing`: whether a data source is worth having. `compare`: whether one change of the
-recipe helps (a batch ramp, a warm-up, an averaging window). From the kind follow the *arms*, each a change of the base
-recipe, and each arm is run once per *repeat*: a seed, or, where arms branch from one checkpoint, a helping of data. All
-else is the same in all runs and is made once. What this gives up: arms that depend on how others ended; a study that
-learns on the way is two studies.
+There are four kinds: `ladder` (tokens and parameters for a budget), `mix` (shares of the domains), `annealing` (the
+value of a data source) and `compare` (one change of the recipe). The kind determines the arms, each a change of the
+base recipe. Each arm runs once per repeat: a seed, or a draw of data where arms branch from one checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +25,10 @@ from llama3.recipe.units import Share, Span, Tokens
 
 Kind = Literal["ladder", "mix", "annealing", "compare"]
 KINDS: tuple[Kind, ...] = ("ladder", "mix", "annealing", "compare")
+Shares = Mapping[Domain, Fraction]
+BASE, DEFAULT, ANNEAL, TOKENIZER = "base", "default", "anneal", "tokenizer"
+"""Control arm of a mix search; control arm of an annealing study; the stage that is annealed; the mix that trains the
+tokenizer of every arm of a mix search."""
 
 
 def _counts(value: object) -> list[float]:
@@ -38,36 +39,35 @@ Budgets = Annotated[list[float], PlainValidator(_counts), PlainSerializer(list)]
 
 
 class Limits(Section):
-    """The most that a study may cost; one that is planned to cost more is refused before its first run."""
+    """The maximum cost of a study. A study with a higher planned cost is refused before its first run."""
 
     flops: Rate | None = None
-    """Training operations of all its runs, shared stages counted once."""
+    """Training operations of all runs; shared stages count once."""
     device_hours: float | None = Field(default=None, gt=0)
-    """Devices times hours; only checked where the speed is known (`herd plan calibrate`, or earlier runs)."""
+    """Devices times hours; checked only where the speed is known (`herd plan calibrate`, or earlier runs)."""
 
 
 class Ladder(Section):
-    """IsoFLOP budgets and model sizes (arXiv 2407.21783, section 3.2.1): each budget is spent on every size."""
+    """IsoFLOP budgets and model sizes (arXiv 2407.21783, section 3.2.1); each budget trains every size."""
 
     budgets: Budgets = Field(min_length=1)
     """Training operations of one run."""
     sizes: dict[Name, Model] = Field(min_length=1)
     """Model shapes by name: presets or numbers."""
     formula: Literal["causal", "6N", "full"] = "causal"
-    """Operations per token: matrix products and causal attention, those products alone, or attention in full."""
+    """Operations per token: matrix products with causal attention, without attention, or with full attention."""
     seq: int = Field(default=512, ge=2)
     batch: tuple[Tokens, Tokens] = (Tokens.parse("250K"), Tokens.parse("4M"))
-    """Tokens per step for the least and the largest budget; those between by their logarithm. Published: 250K to 4M."""
+    """Tokens per step of the smallest and the largest budget, with a power law between. Published: 250K to 4M."""
     peak: tuple[Rate, Rate] = (4e-4, 2e-4)
-    """Peak learning rate of the smallest and the largest model; those between by the logarithm of their size.
-    Published: between 2e-4 and 4e-4 by size."""
+    """Peak learning rate of the smallest and the largest model, with a power law between. Published: 2e-4 to 4e-4."""
     decay: float = Field(default=0.1, gt=0, le=1)
-    """Where the cosine ends, as a share of the peak."""
+    """End of the cosine, as a share of the peak."""
     warmup: Span = Span.parse("2000 steps")
     tokens_per_parameter: tuple[float, float] = (0.5, 2000.0)
-    """A budget leaves out sizes that it would train on fewer or more tokens per parameter."""
+    """Range of tokens per parameter; a budget skips the sizes outside it."""
     score: str = "eval/bpb"
-    """What is fitted; lower is better."""
+    """Score to fit; lower is better."""
     to: Rate | None = None
     """Budget to extrapolate to."""
     forecast: list[str] = Field(default_factory=list)
@@ -75,51 +75,51 @@ class Ladder(Section):
 
     @field_validator("batch", mode="before")
     @classmethod
-    def _sizes(cls, value: object) -> object:
+    def _parse_batch(cls, value: object) -> object:
         return tuple(Tokens.parse(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 class MixDesign(Section):
-    """How the arms of a mix search are laid out (`llama3/studies/expand.py`)."""
+    """The design of the arms of a mix search."""
 
     kind: Literal["around", "lattice", "draws"] = "around"
-    """`around`: the base mix, and a step towards and away from each domain; `lattice`: a simplex lattice above half
+    """`around`: each domain one step up and one step down from the base mix; `lattice`: a simplex lattice above half
     of each base share; `draws`: Dirichlet draws around the base mix (RegMix, arXiv 2407.01492)."""
     step: Share = Share.parse("10%")
-    """`around`: how far a domain's share is moved."""
+    """`around`: change of a domain's share."""
     degree: int = Field(default=3, ge=1)
-    """`lattice`: parts into which the simplex is cut."""
+    """`lattice`: number of steps along each edge of the simplex."""
     count: int = Field(default=16, ge=2)
-    """`draws`: how many."""
+    """`draws`: number of draws."""
     spread: float = Field(default=8.0, gt=0)
-    """`draws`: concentration of the Dirichlet distribution; larger stays closer to the base mix."""
+    """`draws`: concentration of the Dirichlet distribution; larger values stay closer to the base mix."""
     seed: int = 0
 
 
 class MixSearch(Section):
-    """Shares of the domains: which mix gives the fewest bits per byte on held-out text, weighted as asked."""
+    """A search for the mix of domains with the lowest weighted bits per byte on held-out text."""
 
     of: str = "base"
-    """The mix of the base recipe that is varied; it is the control."""
+    """The mix of the base recipe to vary; it is the control."""
     design: MixDesign | None = None
     arms: dict[Name, dict[Domain, Share]] = Field(default_factory=dict)
-    """Mixes to try by name, beside or instead of a design."""
+    """Mixes to try by name, in addition to a design or instead of it."""
     others: dict[Name, list[str]] = Field(default_factory=dict)
-    """Arms that change something else of the data, as overrides: `caps: [curate.topics.caps.sport=5%]`."""
+    """Arms that change another property of the data, as overrides: `caps: [curate.topics.caps.sport=5%]`."""
     weights: dict[Domain, Share] = Field(default_factory=dict)
-    """What a domain's bits count for; left out, its share in the base mix."""
+    """Weight of each domain's bits per byte; by default its share in the base mix."""
     bounds: dict[Domain, tuple[Share, Share]] = Field(default_factory=dict)
-    """Least and largest share that a proposal may have; left out, what the arms tried."""
+    """Smallest and largest share of a proposal; by default the range that the arms cover."""
 
     @field_validator("bounds", mode="before")
     @classmethod
-    def _ends(cls, value: Any) -> Any:
+    def _parse_bounds(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         return {domain: tuple(Share.parse(end) for end in ends) for domain, ends in value.items()}
 
     @model_validator(mode="after")
-    def _some(self) -> Self:
+    def _require_arms(self) -> Self:
         if self.design is None and not self.arms and not self.others:
             raise ValueError("mix: no arms; write design: {kind: around}, arms: {more-math: {...}}, or others")
         return self
@@ -129,42 +129,42 @@ class NewSource(Source):
     """A data source to judge."""
 
     domain: Domain
-    """Domain that its documents belong to."""
+    """Domain of its documents."""
 
 
 class Annealing(Section):
-    """A data source judged by annealing (section 3.1.3): a half-trained model's rate goes linearly to zero, once on
-    the default mix alone and once with a share of new data."""
+    """Data sources judged by annealing (section 3.1.3): the learning rate of a half-trained model decays linearly to
+    zero, once on the default mix alone and once with a share of new data."""
 
     after: Name
     """Stage of the base recipe whose checkpoint is annealed; later stages are left out."""
     length: Tokens = Field(alias="for")
     """Tokens of the annealing."""
     new: dict[Name, NewSource] = Field(min_length=1)
-    """The sources to judge, an arm each."""
+    """The sources to judge, one arm each."""
     share: Share = Share.parse("30%")
     """Share of the new data; the mix has the rest. Published: 30%."""
     mix: str | None = None
-    """The default mix; left out, that of the stage `after`."""
+    """The default mix; if absent, the mix of the stage `after`."""
     draws: int = Field(default=3, ge=1)
     """Repeats: each anneals from the same checkpoint on other documents."""
 
 
 class Compare(Section):
-    """Arms against a control, where one thing differs."""
+    """Arms against a control that differ in the named fields only."""
 
     control: Name
     arms: dict[Name, list[str]] = Field(min_length=2)
-    """Overrides of the base recipe by arm, the control among them."""
+    """Overrides of the base recipe by arm, including the control."""
     varies: list[str] = Field(min_length=1)
-    """Recipe fields in which arms may differ: `stages`, `lr.warmup`. What differs beyond them is refused."""
+    """Recipe fields in which arms may differ: `stages`, `lr.warmup`. Any other difference is refused."""
     score: str = "eval/bpb"
-    """What decides."""
+    """Score that decides."""
 
     @model_validator(mode="after")
-    def _controlled(self) -> Self:
+    def _require_control(self) -> Self:
         if self.control not in self.arms:
-            raise ValueError(f"compare.control: {self.control!r} is no arm; the arms are {', '.join(self.arms)}")
+            raise ValueError(f"compare.control: {self.control!r} is not an arm; the arms are {', '.join(self.arms)}")
         return self
 
 
@@ -172,15 +172,15 @@ class Study(Section):
     """One question, and the runs that answer it."""
 
     name: Name
-    """Also the MLflow experiment and the family of its runs: name-1, name-2, ..."""
+    """Name of the MLflow experiment and prefix of the run names: name-1, name-2, ..."""
     question: str = ""
-    """What is asked, in a sentence."""
+    """The question in one sentence."""
     recipe: str
-    """The base recipe: a YAML file, relative to the study's."""
+    """The base recipe: a YAML file, relative to the study file."""
     set: list[str] = Field(default_factory=list)
-    """Changes of the base recipe that all arms have, as `--set` takes them."""
+    """Changes of the base recipe in all arms, as `--set` takes them."""
     seeds: list[int] = Field(default_factory=list)
-    """Seeds of initial weights and document order, a repeat each; left out, the base recipe's alone."""
+    """Seeds of initial weights and document order, one repeat each; by default the seed of the base recipe."""
     limits: Limits = Limits()
     ladder: Ladder | None = None
     mix: MixSearch | None = None
@@ -188,12 +188,12 @@ class Study(Section):
     compare: Compare | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check(self) -> Self:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             raise ValueError(f"write exactly one of {', '.join(KINDS)}, not {' and '.join(given) or 'none'}")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds: {self.seeds} has one twice; each repeat needs a seed of its own")
+            raise ValueError(f"seeds: {self.seeds} contains a duplicate; give each repeat a different seed")
         return self
 
     @property
@@ -201,26 +201,16 @@ class Study(Section):
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
-# An arm: a name and a change of the base recipe as overrides, as `--set` takes them.
-#
-# So what an arm does can be read, and done by hand. What this gives up: a change that no override can say.
-
-Shares = Mapping[Domain, Fraction]
-BASE, DEFAULT, ANNEAL, TOKENIZER = "base", "default", "anneal", "tokenizer"
-"""Control arms of a mix search and of an annealing study; the stage that is annealed; the mix that trains the tokenizer
-of every arm of a mix search."""
-
-
 @dataclass(frozen=True)
 class Variant:
-    """One change of the base recipe."""
+    """An arm: a name and a change of the base recipe as overrides, as `--set` takes them."""
 
     name: str
     overrides: tuple[str, ...] = ()
     budget: float = 0.0
-    """Of a ladder: training operations asked for."""
+    """Training operations of its budget (ladders only)."""
     shares: Shares = field(default_factory=dict)
-    """Of a mix search: what it trains on."""
+    """Shares of the domains (mix searches only)."""
 
 
 def override(path: str, value: object) -> str:
@@ -229,13 +219,8 @@ def override(path: str, value: object) -> str:
     return f"{path}={value}" if plain else f"{path}={json.dumps(value, ensure_ascii=False)}"
 
 
-# The reference of a study's file, written from its schema so that it cannot fall behind it.
-#
-# Sections that a study shares with a recipe (a model's shape, a data source) are described on the recipe's page.
-
-
 def study_reference() -> str:
     """Return the reference of every field of a study as markdown: key, form, default, meaning."""
-    recipe = sections(Recipe)
-    parts = ["# Study reference", "", "Written by `herd reference --study`; do not edit by hand.", ""]
-    return "\n".join([*parts, *described(sections(Study, but=recipe), elsewhere=recipe)]).rstrip("\n") + "\n"
+    recipe = sections(Recipe)  # sections that both share (model, source) are described in the recipe's reference
+    header = ["# Study reference", "", "Written by `herd reference --study`; do not edit by hand.", ""]
+    return "\n".join([*header, *described(sections(Study, but=recipe), elsewhere=recipe)]).rstrip("\n") + "\n"

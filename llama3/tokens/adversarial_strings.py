@@ -1,10 +1,8 @@
-"""Strings on which fast tokenizers go wrong, the same ones every time.
+"""Deterministic test strings for fast tokenizers.
 
-Speed comes from replacing the regular expression by hand-written scanning over machine words, so the faults sit in
-tables of letters, digits and blanks, in the ends of words and buffers, and in what follows an apostrophe. Every code
-point outside the large uniform blocks appears beside digits, letters and line ends, assigned or not: gigatoken 0.10 and
-tiktoken 0.14 differ on 13 digits of Unicode 17. The rest is drawn at random from awkward characters. What this gives
-up: a fault that only one rare sequence shows stays unseen, which is why the gate reads the corpus too.
+Fast tokenizers scan machine words by hand instead of using the regular expression, so their bugs are in tables of
+letters, digits and blanks, at the ends of words and buffers, and after apostrophes. Every code point outside the large
+uniform blocks appears beside digits, letters and line ends; the other strings are random sequences of such characters.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from llama3.tokens.vocabulary import special_tokens
 
 SEED = 20_240_731
 COUNT = 30_000
-"""Random strings; those of every code point come on top."""
+"""Number of random strings, besides the strings with every code point."""
 UNIFORM = (
     range(0x3402, 0x9FFE), range(0xAC02, 0xD7A2), range(0xD800, 0xE000), range(0xE002, 0xF8FE),
     range(0x17002, 0x18CD4), range(0x20002, 0xE0000), range(0xE0200, sys.maxunicode - 1),
 )  # fmt: skip
-"""Blocks of one kind of character (and the surrogates): only every 97th is looked at."""
+"""Blocks of one kind of character (and the surrogates), of which only every 97th is used."""
 STEP = 97
 SPECIALS = special_tokens()
 BLANKS = " \t\n\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2009\u2028\u2029\u202f\u205f\u3000"
@@ -33,27 +31,8 @@ NUMBERS = "0123456789²½Ⅷ①٣۴०९๕〇㊿６\U0001d7d8\U00010107\U0001f
 LETTERS = "aAzZeEßſKİıǅʰªºµéЖяجऄกあ漢가ﬁＡ\U00010400\U0001d49c\U0001e900\U00020000"
 SYMBOLS = "'’`\"!?.,;:-_=#@&*+/\\|<>()[]{}~^$%€…—。、“”«»👩👍🏽🇩🇪❤"
 CONTRACTED = (
-    "s",
-    "S",
-    "ſ",
-    "t",
-    "T",
-    "re",
-    "RE",
-    "rE",
-    "ve",
-    "VE",
-    "m",
-    "M",
-    "ll",
-    "LL",
-    "lL",
-    "d",
-    "D",
-    "K",
-    "'s",
-    "\u017fs",
-)
+    "s", "S", "ſ", "t", "T", "re", "RE", "rE", "ve", "VE", "m", "M", "ll", "LL", "lL", "d", "D", "K", "'s", "\u017fs",
+)  # fmt: skip
 WORDS = (
     "the", "The", "don", "they'Ve", "we", "I", "IT'", "hello", "привет", "γειά", "עולם", "नमस्ते", "こんにちは", "東京都",
     "Größe", "naïve", "x1", "3x", "don’t", "Re\u0301",
@@ -63,37 +42,26 @@ EVERYTHING = "".join(CLASSES)
 
 
 def hostile(count: int = COUNT) -> Iterator[str]:
-    """Yield the empty string, every code point in a neighbourhood, and `count` random strings."""
+    """Yield the empty string, strings with every code point, and `count` random strings."""
     yield ""
-    yield from _every_code_point()
+    # All code points between the uniform blocks, and every 97th inside them. Assigned and unassigned code points are in
+    # separate strings, because an encoder may treat them differently.
+    starts = [0, *(block.stop for block in UNIFORM)]
+    stops = [*(block.start for block in UNIFORM), sys.maxunicode + 1]
+    ranges = [*map(range, starts, stops), *(block[::STEP] for block in UNIFORM)]
+    points = [point for points in ranges for point in points if not 0xD800 <= point <= 0xDFFF]
+    points.sort(key=lambda point: unicodedata.category(chr(point)) == "Cn")
+    for start in range(0, len(points), 32):
+        characters = map(chr, points[start : start + 32])
+        yield "".join(f"{character}123{character}the {character}\n \n" for character in characters)
     yield from random_strings(count)
 
 
 def random_strings(count: int, seed: int = SEED) -> Iterator[str]:
-    """Yield `count` strings, the kinds in turn; equal arguments give equal strings."""
+    """Yield `count` strings, cycling through KINDS; equal arguments give equal strings."""
     random = Random(seed)
     for number in range(count):
         yield KINDS[number % len(KINDS)](random)
-
-
-def _every_code_point(together: int = 32) -> Iterator[str]:
-    """Yield neighbourhoods, those of assigned and unassigned points apart: an encoder may treat these otherwise."""
-    points = [point for part in _parts() for point in part if not 0xD800 <= point <= 0xDFFF]
-    points.sort(key=lambda point: unicodedata.category(chr(point)) == "Cn")
-    for start in range(0, len(points), together):
-        yield "".join(_neighbourhood(chr(point)) for point in points[start : start + together])
-
-
-def _neighbourhood(character: str) -> str:
-    return f"{character}123{character}the {character}\n \n"
-
-
-def _parts() -> Iterator[range]:
-    """Yield what is between the uniform blocks in full, and every 97th point of the blocks."""
-    starts = [0, *(block.stop for block in UNIFORM)]
-    stops = [*(block.start for block in UNIFORM), sys.maxunicode + 1]
-    yield from map(range, starts, stops)
-    yield from (block[::STEP] for block in UNIFORM)
 
 
 def _any_plane(random: Random) -> str:
@@ -146,7 +114,7 @@ def _special(random: Random) -> str:
 
 
 def _at_a_boundary(random: Random) -> str:
-    """Return a plain run with something odd at its end, to meet the edges of 16, 32 and 64 byte registers."""
+    """Return a plain run that ends with an unusual character, near the edges of 16, 32 and 64 byte registers."""
     plain = random.choice(("a", "ab ", "word ", "é", "1", " ", "!", "漢")) * random.randrange(70)
     return plain + random.choice(EVERYTHING) + random.choice(("", "s", " x", "\n", "12"))
 

@@ -1,8 +1,7 @@
-"""The sequences of an optimizer step as tensors: positions folded into rows, with targets and segment numbers.
+"""The sequences of an optimizer step as tensors: tokens, targets, segment numbers and domains.
 
-Nothing is decided here: which tokens a step trains on is the stream's business, which rows a rank takes is the
-trainer's. What this gives up: all four tensors are 64 bits wide, the width that torch wants indices in, where 17 bytes
-a token would do; no prefetching: a thread around `sequences` hides the hundredth of a step that it takes.
+All four tensors are int64, because torch indexes with int64. There is no prefetching here: `sequences` takes 1 % of a
+step, which the trainer hides with a thread.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from llama3.tokens.stream import TokenStream
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences of one step, int64[B, S] each. B sequences, S tokens."""
+    """Sequences of one step, int64[B, S] each: B sequences of S tokens."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
-    """The next token, or -100 where that belongs to another segment."""
+    """The next token, or -100 if it belongs to another segment."""
     documents_BS: Tensor
-    """Number of the segment inside its sequence: 0, 1, 2, ...; attention stays inside one."""
+    """Number of the segment inside its sequence: 0, 1, 2, ...; attention stays inside a segment."""
     domains_BS: Tensor
     """Index in DOMAINS."""
 
@@ -37,10 +36,9 @@ class Batches:
         self.stream = stream
 
     def sequences(self, start: int, seq: int, first: int, count: int) -> TokenBatch:
-        """Return sequences [first, first + count) of the step whose first token is at position `start`.
+        """Return sequences [first, first + count) of `seq` tokens of the step that starts at position `start`.
 
-        `seq` is the sequence length in tokens. Pure: the same arguments give the same tensors anywhere. Raises
-        ValueError for positions outside the run.
+        Equal arguments give equal tensors on every machine. Raises ValueError for positions outside the run.
         """
         begin = start + first * seq
         window = self.stream.read(begin, begin + count * seq + 1)

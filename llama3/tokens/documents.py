@@ -1,8 +1,4 @@
-"""Curated documents as they come out of Parquet: in the order of their ids, a bounded number at a time.
-
-The folder holds `documents/<domain>-NNNNN.parquet`, written in the order of `id`. What this gives up: only one reader
-per domain; reading is never the slow part (tokenising is).
-"""
+"""Read curated documents from `documents/<domain>-NNNNN.parquet` in the order of their ids, in bounded batches."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def read_documents(
 def read_texts(folder: Path, domain: Domain, split: Split, limit: int, but: Collection[int] = ()) -> Iterator[str]:
     """Yield the texts of `domain` in the order of their ids until `limit` bytes of UTF-8 are reached.
 
-    Sources at the places `but` of the domain's are left out.
+    Sources of the domain with an index in `but` are left out.
     """
     taken = 0
     for documents in read_documents(folder, domain, ["text", "source_index"], split, rows=64):
@@ -53,7 +49,7 @@ def read_texts(folder: Path, domain: Domain, split: Split, limit: int, but: Coll
 
 
 def first_documents(folder: Path, domain: Domain, count: int, columns: list[str]) -> list[dict[str, Any]]:
-    """Return up to `count` held-out documents of `domain`, or training documents where none is held out."""
+    """Return up to `count` held-out documents of `domain`, or training documents if no document is held out."""
     splits: tuple[Split, ...] = ("held_out", "train")
     for split in splits:
         batches = read_documents(folder, domain, columns, split, rows=64)

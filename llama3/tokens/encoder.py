@@ -1,10 +1,7 @@
-"""Text to ids, many texts at a time: gigatoken where its ids are proven equal (parity.py), tiktoken otherwise.
+"""Encode batches of texts: with gigatoken if its ids pass the parity check against tiktoken, else with tiktoken.
 
-Both get the same pieces (a run of blanks is cut after 100,000 of them) and neither knows a special token, so no text
-can produce one. The flat form is what a shard writer wants: one array of ids, one of offsets, no Python integer. On
-one core gigatoken makes 20-45 million tokens per second (slower while words are new), tiktoken 3, `tokenizers` 0.5.
-What gigatoken gives up: work on one instance is serial, so with `threads` it takes the library's own pool, one thread
-per core of the machine.
+Neither encoder knows special tokens, so no text can produce one. The result is one array of ids and one of offsets.
+On one core gigatoken encodes 20-45 million tokens per second, tiktoken 3 million, `tokenizers` 0.5 million.
 """
 
 from __future__ import annotations
@@ -39,33 +36,40 @@ Ids = NDArray[np.uint32]
 Flat = tuple[Ids, NDArray[np.int64]]
 """Ids of all texts (uint32[n]) and where each text begins among them (int64[texts + 1])."""
 LONGEST_SPACE = 100_000
-"""tiktoken's regular expressions give up on about a million blanks in a row; text is cut after this many."""
+"""Longest run of blanks in a piece of text; tiktoken's regular expression fails on about a million blanks."""
 RENEWED_AFTER = 2**29
-"""Bytes of text after which gigatoken is built anew (0.2-0.7 s): it keeps every distinct word it has met, without end.
+"""Bytes of text after which gigatoken is rebuilt (0.2-0.7 s), because its cache of words grows without limit.
 
 72 MB of real text cost 0.1 GB, 500 MB of random words 5 GB.
 """
 BLANKS = re.compile(r"\s+")
+GATE_VERSION = 1
+"""Version of the parity check; raise it when the test strings change, to invalidate stored verdicts."""
+SAMPLE_CHARACTERS = 2_000_000
+"""Largest number of characters of the corpus that the check encodes."""
+JOINED = 200
+"""Adversarial strings per long text."""
+SHOWN = 120
+"""Characters of a differing text that a warning shows."""
 
 
 class Encoder(Protocol):
-    """Turns texts into base ids. A subclass needs `version` and `encode_pieces`."""
+    """Encodes texts as base ids. A subclass implements `version` and `encode_pieces`."""
 
     def __init__(self, base: Sequence[bytes]) -> None: ...
 
     @staticmethod
     def version() -> str:
-        """Return library and version, on which the ids may depend. Raises ImportError if it is not installed."""
+        """Return library name and version. Raises ImportError if the library is not installed."""
         ...
 
     def encode_pieces(self, texts: pa.Array, threads: int) -> Flat:
-        """Return ids and offsets of `texts` (large_string, no null, no endless run of blanks)."""
+        """Return ids and offsets of `texts` (large_string, no nulls, blank runs of at most LONGEST_SPACE)."""
         ...
 
     def encode_flat(self, texts: pa.Array | Sequence[str], *, threads: int = 1) -> Flat:
-        """Return the ids of all texts, one after another, and len(texts) + 1 offsets into them."""
-        array = text_array(texts)
-        pieces, ends = _cut(array)
+        """Return the concatenated ids of all texts and len(texts) + 1 offsets into them."""
+        pieces, ends = _split_blank_runs(text_array(texts))
         ids, offsets = self.encode_pieces(pieces, threads)
         return ids, offsets if ends is None else offsets[ends]
 
@@ -76,7 +80,7 @@ class Encoder(Protocol):
 
 
 class TiktokenEncoder(Encoder):
-    """The reference: every other encoder must equal it."""
+    """The reference encoder; the ids of every other encoder must equal its ids."""
 
     def __init__(self, base: Sequence[bytes]) -> None:
         self._base = base
@@ -92,33 +96,32 @@ class TiktokenEncoder(Encoder):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
-        cuts = [0, *blank_cuts(text), len(text)]
         ids: list[int] = []
-        for start, stop in pairwise(cuts):
+        for start, stop in pairwise([0, *blank_cuts(text), len(text)]):
             ids += self._encoding.encode_ordinary(text[start:stop])
         return ids
 
     def encode_pieces(self, texts: pa.Array, threads: int) -> Flat:
+        def encode(text: str) -> Ids:
+            return np.array(self._encoding.encode_ordinary(text), np.uint32)
+
         pieces = texts.to_pylist()
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:
-                parts = list(pool.map(self._ids, pieces))
+                arrays = list(pool.map(encode, pieces))
         else:
-            parts = [self._ids(piece) for piece in pieces]
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(part) for part in parts], out=offsets[1:])
-        return np.concatenate([np.empty(0, np.uint32), *parts]), offsets
-
-    def _ids(self, text: str) -> Ids:
-        return np.array(self._encoding.encode_ordinary(text), np.uint32)
+            arrays = [encode(piece) for piece in pieces]
+        offsets = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        return np.concatenate([np.empty(0, np.uint32), *arrays]), offsets
 
 
 class GigatokenEncoder(Encoder):
-    """gigatoken on Arrow buffers. Built from a vocabulary without added tokens: with them, text could spell one.
+    """gigatoken on Arrow buffers. It gets no added tokens, because text could then spell one.
 
-    Version 0.10 cuts by Unicode 17, tiktoken 0.14 by Unicode 16: digits added since then come out otherwise. So a text
-    with a code point that this Python does not know as assigned (Unicode 14 to 15.1, older than both) goes to tiktoken;
-    finding them costs 2 ms per megabyte.
+    gigatoken 0.10 follows Unicode 17, tiktoken 0.14 Unicode 16, so they split newer digits differently. A text with a
+    code point that this Python does not know (Unicode 14 to 15.1, older than both) is encoded with tiktoken; the search
+    for such code points costs 2 ms per megabyte.
     """
 
     def __init__(self, base: Sequence[bytes]) -> None:
@@ -126,8 +129,8 @@ class GigatokenEncoder(Encoder):
         import gigatoken
 
         self._from_arrow, self._from_json = awkward.from_arrow, gigatoken.Tokenizer.from_json
-        # Its reader of tiktoken files panics on tokens that are not a merge of two others, as the published
-        # vocabulary has; the Hugging Face form spells every merge out.
+        # gigatoken's tiktoken reader panics on tokens that are not a merge of two other tokens, which the published
+        # vocabulary has; the Hugging Face format lists every merge.
         self._vocabulary = byte_level_json(base, PATTERN)
         self._reference = TiktokenEncoder(base)
         self._renew()
@@ -142,8 +145,17 @@ class GigatokenEncoder(Encoder):
         new = pc.match_substring_regex(texts, unassigned())
         if not pc.any(new).as_py():
             return self._encode(texts, threads)
-        known = self._encode(pc.if_else(new, pa.scalar("", pa.large_string()), texts), threads)
-        return _replaced(known, np.flatnonzero(new), self._reference.encode_pieces(texts.filter(new), threads))
+        # Encode texts with new code points as empty texts, then insert their ids from tiktoken.
+        ids, offsets = self._encode(pc.if_else(new, pa.scalar("", pa.large_string()), texts), threads)
+        new_ids, bounds = self._reference.encode_pieces(texts.filter(new), threads)
+        new_texts = np.flatnonzero(new)
+        pieces: list[Ids] = []
+        for number, (start, stop) in enumerate(pairwise([0, *new_texts.tolist(), len(texts)])):
+            end = min(number + 1, len(new_texts))
+            pieces += [ids[offsets[start] : offsets[stop]], new_ids[bounds[number] : bounds[end]]]
+        lengths = np.diff(offsets)
+        lengths[new_texts] = np.diff(bounds)
+        return np.concatenate(pieces), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
     def _renew(self) -> None:
         self._tokenizer, self._seen = self._from_json(self._vocabulary), 0
@@ -152,25 +164,14 @@ class GigatokenEncoder(Encoder):
         if self._seen > RENEWED_AFTER:
             self._renew()
         self._seen += texts.nbytes
-        # None lets the library choose: its thread pool, but never in a forked process, where the pool would hang.
+        # None: gigatoken's pool with a thread per core, except in a forked process, where the pool would hang.
         layout = self._tokenizer.encode_batch(self._from_arrow(texts), parallel=None if threads > 1 else False).layout
         return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
 
 
-def _replaced(flat: Flat, rows: NDArray[np.int64], others: Flat) -> Flat:
-    """Return `flat` with the texts of `rows`, empty there, put in from `others`."""
-    (ids, offsets), (more, bounds) = flat, others
-    parts: list[Ids] = []
-    for place, (start, stop) in enumerate(pairwise([0, *rows.tolist(), len(offsets) - 1])):
-        parts += [ids[offsets[start] : offsets[stop]], more[bounds[place] : bounds[min(place + 1, len(rows))]]]
-    lengths = np.diff(offsets)
-    lengths[rows] = np.diff(bounds)
-    return np.concatenate(parts), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-
 @cache
 def unassigned() -> str:
-    """Return a regular expression for the code points that Python's Unicode table does not know (0.2 s, once)."""
+    """Return a regular expression for the code points that this Python does not know (0.2 s, once)."""
     points = sys.maxunicode + 1
     new = np.zeros(points + 2, np.int8)
     new[1:-1] = np.fromiter((unicodedata.category(chr(point)) == "Cn" for point in range(points)), np.int8, points)
@@ -184,33 +185,30 @@ def text_array(texts: pa.Array | Sequence[str]) -> pa.Array:
         try:
             texts = pa.array(texts, pa.large_string())
         except UnicodeEncodeError:
-            texts = pa.array([_paired(text) for text in texts], pa.large_string())
+            paired = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+            texts = pa.array(paired, pa.large_string())
     if texts.null_count:
         raise ValueError(f"text: {texts.null_count} of {len(texts)} texts are null; write them as empty strings")
     return texts.cast(pa.large_string())
 
 
 def blank_cuts(text: str) -> Iterator[int]:
-    """Yield the places where `text` is cut: after each 100,000 blanks of one run.
+    """Yield the character offsets at which `text` is cut: after each LONGEST_SPACE blanks of one run.
 
-    Any such run covers one of the characters looked at, so ordinary text costs a look at each 100,000th.
+    Such a run covers at least one multiple of LONGEST_SPACE, so only these characters of ordinary text are read.
     """
     floor = 0
     for probe in range(LONGEST_SPACE - 1, len(text), LONGEST_SPACE):
         if probe >= floor and text[probe].isspace():
             start = floor + len(text[floor:probe].rstrip())
-            floor = _blanks_end(text, start)
+            match = BLANKS.match(text, start)
+            floor = match.end() if match else start
             yield from range(start + LONGEST_SPACE, floor + 1, LONGEST_SPACE)
         floor = max(floor, probe + 1)
 
 
-def _blanks_end(text: str, start: int) -> int:
-    found = BLANKS.match(text, start)
-    return found.end() if found else start
-
-
-def _cut(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64] | None]:
-    """Return the pieces of all texts and, if any was cut, how many pieces end before each text and after the last."""
+def _split_blank_runs(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64] | None]:
+    """Return the pieces of all texts and, if any text was cut, each text's first piece: int64[texts + 1]."""
     if not len(array):
         return array, None
     sizes = np.diff(np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1])
@@ -225,30 +223,12 @@ def _cut(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64] | None]:
     return pa.array(pieces, pa.large_string()), np.array(ends)
 
 
-def _paired(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-# The gate before a fast encoder: its ids must equal tiktoken's, or tiktoken encodes.
-#
-# A tokenizer that is wrong on one document in a thousand gives no error, only a slightly worse model. So a fast
-# encoder is compared on text of the corpus and on more than 30,000 hostile strings, alone and joined to long texts,
-# once per tokenizer, library version and machine (code for another processor is other code). The verdict is kept in
-# the user's cache. It costs about a second, and what it gives up is proof: equality on these strings is strong
-# evidence, no more.
-
-GATE_VERSION = 1
-"""Raise it when the strings change: old verdicts are then not believed."""
-SAMPLE_CHARACTERS = 2_000_000
-"""Text of the corpus that is compared, at most."""
-JOINED = 200
-"""Hostile strings per long text."""
-SHOWN = 120
-"""Characters of a differing text that a warning shows."""
+# The parity check of a fast encoder against tiktoken.
+# It runs once per tokenizer, library version and machine (about a second); the verdict is stored in the user's cache.
 
 
 class RankedVocabulary(Protocol):
-    """What the choice of an encoder needs of a tokenizer."""
+    """The attributes of a tokenizer that `encoder_for` reads."""
 
     @property
     def base(self) -> Sequence[bytes]: ...
@@ -259,22 +239,34 @@ class RankedVocabulary(Protocol):
 def encoder_for(
     tokenizer: RankedVocabulary, texts: pa.Array | Sequence[str] = (), fast: type[Encoder] = GigatokenEncoder
 ) -> Encoder:
-    """Return an encoder of type `fast` if its ids are those of tiktoken, else tiktoken's.
+    """Return an encoder of type `fast` if its ids equal tiktoken's, else a TiktokenEncoder.
 
-    `texts` are of the corpus; about 2 MB of them, spread evenly, are compared if no verdict is stored. A library that
-    is not installed is passed over in silence, one that differs with a warning that shows the first text.
+    Without a stored verdict, the check also compares about 2 MB of the corpus `texts`, spread evenly. Falls back
+    silently if the library is not installed, and with a warning that shows the first differing text otherwise.
     """
     reference = TiktokenEncoder(tokenizer.base)
     try:
-        subject = _subject(tokenizer.digest, fast.version(), reference.version())
-        verdict = _stored(subject)
+        subject: dict[str, Any] = {
+            "gate": GATE_VERSION,
+            "tokenizer": tokenizer.digest,
+            "library": fast.version(),
+            "reference": reference.version(),
+            "machine": [platform.system(), platform.machine(), _processor(), platform.python_version()],
+        }
+        key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
+        path = cache_folder() / "parity" / f"{key[:32]}.json"
+        verdict = _read_verdict(path, subject)
         if verdict is None or verdict["differs"] is None:
             candidate = fast(tokenizer.base)
     except ImportError:
         return reference
     if verdict is None:
         verdict = {**subject, "differs": first_difference(candidate, reference, texts)}
-        _store(subject, verdict)
+        try:
+            write_atomic(path, json.dumps(verdict, indent=2) + "\n")
+        except OSError as error:
+            library = subject["library"]
+            warnings.warn(f"the verdict on {library} cannot be kept ({error}); set XDG_CACHE_HOME", stacklevel=2)
     if verdict["differs"] is None:
         return candidate
     warnings.warn(
@@ -284,7 +276,7 @@ def encoder_for(
 
 
 def first_difference(candidate: Encoder, reference: Encoder, texts: pa.Array | Sequence[str] = ()) -> str | None:
-    """Return what `candidate` does wrong on the first text where its ids are not those of `reference`, or None."""
+    """Describe the first text on which the ids of `candidate` and `reference` differ; None if there is none."""
     strings = list(hostile())
     joined = ("".join(strings[start : start + JOINED]) for start in range(0, len(strings), JOINED))
     for kind, group in (("hostile string", strings), ("joined strings", joined), ("text", _sample(texts))):
@@ -304,15 +296,15 @@ def _compare(candidate: Encoder, reference: Encoder, texts: pa.Array) -> str | N
         return f"fails: {error!r}"[:SHOWN]
     if np.array_equal(offsets, bounds) and np.array_equal(ids, expected):
         return None
-    for row, text in enumerate(texts.to_pylist()):
-        right = expected[bounds[row] : bounds[row + 1]]
-        if not np.array_equal(ids[offsets[row] : offsets[row + 1]], right):
-            return f"differs on {repr(_halved(candidate, reference, text))[:SHOWN]}"
+    for index, text in enumerate(texts.to_pylist()):
+        expected_ids = expected[bounds[index] : bounds[index + 1]]
+        if not np.array_equal(ids[offsets[index] : offsets[index + 1]], expected_ids):
+            return f"differs on {repr(_bisect(candidate, reference, text))[:SHOWN]}"
     return "returns wrong offsets"
 
 
-def _halved(candidate: Encoder, reference: Encoder, text: str) -> str:
-    """Return the part of `text` that is left when halves on which the encoders agree are thrown away."""
+def _bisect(candidate: Encoder, reference: Encoder, text: str) -> str:
+    """Shorten `text` by halves for as long as the encoders differ on a half."""
     while True:
         halves = [text[: len(text) // 2], text[len(text) // 2 :]]
         pairs = zip(halves, candidate.encode_batch(halves), reference.encode_batch(halves), strict=True)
@@ -327,28 +319,17 @@ def _sample(texts: pa.Array | Sequence[str]) -> Iterator[str]:
     array = text_array(texts)
     step = max(1, -(-array.nbytes // SAMPLE_CHARACTERS))
     left = SAMPLE_CHARACTERS
-    for row in range(0, len(array), step):
+    for index in range(0, len(array), step):
         if left <= 0:
             return
-        text = array[row].as_py()[:left]
+        text = array[index].as_py()[:left]
         left -= len(text)
         yield text
 
 
-def _subject(digest: str, library: str, reference: str) -> dict[str, Any]:
-    """Return all that a verdict holds for."""
-    return {
-        "gate": GATE_VERSION,
-        "tokenizer": digest,
-        "library": library,
-        "reference": reference,
-        "machine": [platform.system(), platform.machine(), _processor(), platform.python_version()],
-    }
-
-
 @cache
 def _processor() -> str:
-    """Return the processor's name and a digest of its features, by which libraries choose their code."""
+    """Return the processor's name and a digest of its features, because libraries choose code by them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -358,23 +339,10 @@ def _processor() -> str:
     return f"{' '.join(named)} {hashlib.sha256(chr(10).join(about).encode()).hexdigest()[:8]}".strip()
 
 
-def _path(subject: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "parity" / f"{key[:32]}.json"
-
-
-def _stored(subject: dict[str, Any]) -> dict[str, Any] | None:
+def _read_verdict(path: Path, subject: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        verdict = json.loads(_path(subject).read_text())
+        verdict = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return (
-        verdict if isinstance(verdict, dict) and subject.items() <= verdict.items() and "differs" in verdict else None
-    )
-
-
-def _store(subject: dict[str, Any], verdict: dict[str, Any]) -> None:
-    try:
-        write_atomic(_path(subject), json.dumps(verdict, indent=2) + "\n")
-    except OSError as error:
-        warnings.warn(f"the verdict on {subject['library']} cannot be kept ({error}); set XDG_CACHE_HOME", stacklevel=3)
+    valid = isinstance(verdict, dict) and subject.items() <= verdict.items() and "differs" in verdict
+    return verdict if valid else None

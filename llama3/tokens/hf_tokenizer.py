@@ -1,9 +1,8 @@
-"""The tokenizer as the two files that Hugging Face libraries read, with the same ids for the same text.
+"""Write a tokenizer as the two files that Hugging Face libraries read, with the same ids for the same text.
 
-`tokenizer.json` lists merges where tiktoken has only ranks. Every way to build a token from two others is listed, in
-the order of the token's rank, and whole words are looked up first (`ignore_merges`): that is tiktoken's rule written
-as merges, and how the published Llama 3 file was made. What this gives up: more merges than tokens (280,147 for the
-published vocabulary), so the file is about 9 MB there.
+`tokenizer.json` needs merges, tiktoken has only ranks. All pairs of tokens that form a token are listed in the order of
+its rank, and whole words are looked up first (`ignore_merges`). This equals tiktoken's rule, and the published Llama 3
+file is written the same way (280,147 merges, 9 MB).
 """
 
 from __future__ import annotations
@@ -15,16 +14,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-
-def _printable() -> dict[int, str]:
-    """Return GPT-2's character for each byte: itself where that is visible, else the next one from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)}
-
-
-CHARACTER = _printable()
-"""Byte -> character that stands for it in a byte-level vocabulary."""
+_VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+CHARACTER = {byte: chr(byte) if byte in _VISIBLE else chr(256 + _HIDDEN.index(byte)) for byte in range(256)}
+"""Byte -> its character in a byte-level vocabulary, as in GPT-2: visible bytes map to themselves."""
 BYTE = {character: byte for byte, character in CHARACTER.items()}
 
 
@@ -66,7 +59,7 @@ def hugging_face_config(specials: Sequence[str]) -> str:
 
 
 def byte_level_json(base: Sequence[bytes], pattern: str) -> str:
-    """Return a `tokenizer.json` of `base` alone: no added token, so that no text can spell one (2 s for 128,000)."""
+    """Return a `tokenizer.json` of `base` without special tokens (2 s for 128,000 tokens)."""
     texts = _texts(base)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -94,7 +87,7 @@ def _texts(base: Sequence[bytes]) -> list[str]:
 
 
 def _merges(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return every way to build one of `texts` (in the order of rank) from two others."""
+    """Return all pairs of `texts` (in the order of rank) that form one of `texts`."""
     ranks = {text: rank for rank, text in enumerate(texts)}
     merges: list[tuple[str, str]] = []
     for text in texts:

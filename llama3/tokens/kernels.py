@@ -1,8 +1,7 @@
-"""The loops over single tokens: put documents between their special tokens, gather a window, fold it into sequences.
+"""Compiled loops over single tokens: frame documents with special tokens, gather a window, fold it into sequences.
 
-NumPy would need an index array of eight bytes per token for each of them (39 to 94 million tokens a second, measured);
-a compiled loop copies runs (more than 300 million). Compiled once per machine, about a second each, and cached. What
-this gives up: arrays of other element types than those that shards have compile again.
+NumPy needs an index array of eight bytes per token (measured: 39 to 94 million tokens per second); a compiled loop
+copies runs (more than 300 million). Each loop compiles once per machine and element type (about 1 s) and is cached.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import llama3.data.kernels  # noqa: F401  (one folder of machine code: without i
 
 Ints = NDArray[np.int64]
 IGNORED = -100
-"""Target of a token that has none; `torch.nn.functional.cross_entropy` ignores it by default."""
+"""Target of a token without a target; `torch.nn.functional.cross_entropy` ignores it by default."""
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -40,7 +39,7 @@ def frame(ids: Any, offsets: Ints, chosen: Ints, begin: int, end: int, out: Any)
 
 @njit(cache=True, nogil=True)
 def gather(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) -> None:
-    """Copy `tokens[source : source + length]` to `out` at `place`, for each of the runs."""
+    """Copy `tokens[source : source + length]` to `out[place : place + length]` for each run."""
     for run in range(len(sources)):
         source, place = sources[run], places[run]
         for step in range(lengths[run]):
@@ -51,9 +50,9 @@ def gather(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) ->
 def fold(tokens: Ints, cu_seqlens: Ints, domains: Any, seq: int, targets: Ints, numbers: Ints, out: Ints) -> None:
     """Write targets, segment numbers and domains of a window that is folded into sequences of `seq` tokens.
 
-    `tokens` has one more element than the three results; segment s is the places [cu_seqlens[s], cu_seqlens[s + 1])
-    of it and of domain `domains[s]`. The target of a place is the next token of its segment or IGNORED; segments are
-    numbered from 0 in each sequence.
+    `tokens` has one more element than the three results; segment s is tokens [cu_seqlens[s], cu_seqlens[s + 1]) with
+    domain `domains[s]`. The target of a token is the next token of its segment or IGNORED; segments are numbered from 0
+    in each sequence.
     """
     size, number, edge = len(targets), -1, 0
     for segment in range(len(domains)):
@@ -109,9 +108,9 @@ def _mixed(value: np.uint64) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def take_turns(counts: Ints, turns: Ints) -> None:
-    """Write whose turn it is, and how often it was its turn before, into `turns` (int64[2, sum(counts)]).
+    """Write the leaf of each turn, and its number of earlier turns, into `turns` (int64[2, sum(counts)]).
 
-    Earliest deadline first: turn m of a leaf with share w may come from place floor(m/w) on, before ceil((m+1)/w).
+    Earliest deadline first: turn m of a leaf with share w is at floor(m/w) or later, and before ceil((m+1)/w).
     """
     total, dealt = turns.shape[1], np.zeros(len(counts), np.int64)
     for place in range(total):

@@ -11,9 +11,8 @@ The .bin is token ids, little-endian, one document after another. The .idx says 
     int64[n]       byte at which each sequence starts in the .bin
     int64[n + 1]   sequence at which each document starts, and n
 
-(NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py; GPTDataset takes such a pair.) There is no code for
-uint32, so wide ids are written as int32: the same bytes, since ids are below 2^31. What this gives up: 20 bytes per
-document where 4 would do.
+See NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py. Megatron has no code for uint32, so wide ids are
+written as int32: the same bytes, because ids are below 2^31.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class IndexedDataset:
 
 
 def write_pair(stem: Path, parts: Iterable[NDArray[Any]], lengths: Ints) -> None:
-    """Write the tokens of `parts`, one after another, as documents of `lengths` tokens; each file whole or not at all.
+    """Write the concatenated tokens of `parts` as documents of `lengths` tokens; each file atomically.
 
-    All parts have one element type, uint16 or int32.
+    All parts have the same element type, uint16 or int32.
     """
     dtype = np.dtype(np.int32)
     with replacing(stem.with_suffix(".bin")) as path, path.open("wb") as file:
@@ -78,18 +77,18 @@ def index_bytes(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
 
 
 def open_pair(stem: Path) -> IndexedDataset:
-    """Map a pair into memory; in a lazy folder its tokens are zeros but for pages that are held (`storage.page_cache`).
+    """Map a pair into memory; in a lazy folder, pages that are not held read as zeros (`storage.page_cache`).
 
     Raises ValueError if the .idx is of another format.
     """
     path = brought(stem.with_suffix(".idx"))
     index = np.memmap(path, np.uint8, "r").view(np.ndarray)
     if len(index) < HEADER.size:
-        raise ValueError(f"{path}: {len(index)} bytes are no Megatron index; tokenise again")
+        raise ValueError(f"{path}: {len(index)} bytes are too short for a Megatron index; tokenize again")
     magic, version, code, sequences, _ = HEADER.unpack(index[: HEADER.size].tobytes())
     names = {value: name for name, value in CODES.items()}
     if (magic, version) != (MAGIC, VERSION) or code not in names:
-        raise ValueError(f"{path}: no Megatron index of version {VERSION} with uint16 or int32 ids; tokenise again")
+        raise ValueError(f"{path}: not a Megatron index of version {VERSION} with uint16 or int32 ids; tokenize again")
     dtype = np.dtype(names[code]).newbyteorder("<")
     return IndexedDataset(
         np.memmap(brought(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),

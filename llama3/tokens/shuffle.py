@@ -1,14 +1,9 @@
-"""The order of a leaf's documents in each epoch: the same on every machine and in every year, in bounded memory.
+"""The shuffled order of a leaf's documents in each epoch: deterministic, in bounded memory.
 
-Documents are numbered as they lie on disk and taken in *chunks* of 256 neighbours; a permutation that is computed and
-not stored deals the chunks of the whole leaf into *blocks* of 256 chunks, and the documents of a block are shuffled. So
-to find a token one needs the tokens per chunk (8 bytes for 256 documents) and one block's order, not an order of the
-leaf: a run over ten million documents resumes anywhere in 0.2 s, and reading a block touches 256 runs of neighbours (a
-megabyte each at 1,000 tokens a document) rather than 65,536 places. What this gives up: neighbours on disk stay within
-one block of each other; curated documents lie in the order of a hash of their text, so neighbours have nothing in
-common. A leaf of up to 65,536 documents is one block: its order is a full shuffle.
-
-numpy's own generators may change their streams between versions, and a resumed run must not.
+Documents are numbered by their order on disk and divided into *chunks* of 256 neighbors. A computed permutation assigns
+the chunks to *blocks* of 256 chunks, and the documents of a block are shuffled. So a run over ten million documents
+resumes anywhere in 0.2 s, and a block is read in 256 runs (1 MB each at 1,000 tokens per document). Neighbors on disk
+stay within a block, which is harmless: curated documents are sorted by a hash of their text.
 """
 
 from __future__ import annotations
@@ -20,13 +15,14 @@ import numpy.typing as npt
 
 from llama3.tokens.kernels import Ints, permute
 
+# No numpy random generator: its streams may change between versions, and a resumed run must not.
 GOLDEN = 0x9E3779B97F4A7C15
 CHUNK = 256
-"""Documents that are dealt into a block together."""
+"""Neighboring documents that are assigned to a block together."""
 BLOCK = 256
-"""Chunks in a block. Changing either number changes the order of every leaf that is longer than a block."""
+"""Chunks in a block. Changing CHUNK or BLOCK changes the order of every leaf that is longer than a block."""
 ROUNDS = 6
-"""Of the Feistel network; four are enough against any test that knows the values only (Luby and Rackoff 1988)."""
+"""Rounds of the Feistel network; four are enough against tests that only see values (Luby and Rackoff 1988)."""
 
 
 def splitmix64(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -37,10 +33,10 @@ def splitmix64(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def shuffled(count: int, seed: int, leaf: str, epoch: int, block: int = 0) -> Ints:
-    """Return a permutation of range(count) that depends on nothing but the arguments, held in memory.
+    """Return a permutation of range(count), determined by the arguments.
 
-    Numbers are sorted by SplitMix64, a bijection, so no two tie. Block 0 is keyed like a leaf that is a single block,
-    because that is what leaves were before there were blocks.
+    Numbers are sorted by SplitMix64, a bijection, so there are no ties. The key of block 0 leaves the block out, for
+    compatibility with leaves without blocks.
     """
     text = f"{seed}/{leaf}/{epoch}" + (f"/{block}" if block else "")
     state = np.uint64(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
@@ -54,7 +50,7 @@ def chunk_edges(documents: int) -> Ints:
 
 
 class Permutation:
-    """A pseudo-random permutation of range(count) in constant memory, decided by `count` and `key` alone."""
+    """A pseudo-random permutation of range(count) in constant memory, determined by `count` and `key`."""
 
     def __init__(self, count: int, key: str) -> None:
         self.count = count
@@ -70,7 +66,7 @@ class Permutation:
 
 
 class EpochOrder:
-    """The blocks of one epoch of a leaf of so many `documents`."""
+    """The blocks of one epoch of a leaf with `documents` documents."""
 
     def __init__(self, documents: int, seed: int, leaf: str, epoch: int) -> None:
         self.documents, self.chunks = documents, -(-documents // CHUNK)
@@ -83,10 +79,10 @@ class EpochOrder:
         return np.sort(self._deal(block * BLOCK, min((block + 1) * BLOCK, self.chunks)))
 
     def rows_of(self, block: int) -> Ints:
-        """Return the documents of `block` as they lie on disk, ascending."""
+        """Return the indices on disk of the documents of `block`, ascending."""
         rows = (self.chunks_of(block)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
         return rows[: int(np.searchsorted(rows, self.documents))]
 
     def shuffle(self, block: int, count: int) -> Ints:
-        """Return the order in which the `count` documents of `block` are read, as places in `rows_of`."""
+        """Return the order in which the `count` documents of `block` are read, as indices in `rows_of`."""
         return shuffled(count, *self._key, block)

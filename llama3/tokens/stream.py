@@ -1,10 +1,9 @@
-"""The training stream: token i of a run as a pure function of (recipe, token shards, i).
+"""The training stream: token i of a run is a pure function of (recipe, token shards, i).
 
-Batch size, sequence length, number of ranks and restarts do not appear in that sentence, so none of them can repeat,
-skip or reorder a token. The run is cut into spans where the mix changes; in a span, units of positions are dealt to
-leaves (`deal.py`); each leaf is an endless stream of shuffled documents (`leaf.py`) that goes on from span to span.
-A document cut at a unit's edge goes on in the leaf's next unit as a segment of its own. What this gives up: documents
-are not packed to fit sequences, so one is cut at every unit's edge.
+It does not depend on batch size, sequence length, number of ranks or restarts. The run is divided into phases of
+constant mix; `MixtureInterleaver` assigns the units of a phase to leaves, and each leaf is an endless stream of
+shuffled documents (`LeafStream`) that continues across phases. A document cut at the end of a unit continues in the
+leaf's next unit as a new segment.
 """
 
 from __future__ import annotations
@@ -29,30 +28,28 @@ from llama3.tokens.mix import Leaf, leaf_shares, leaves_of
 from llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
 from llama3.tokens.source_stream import Documents, LeafStream
 
-# The spans of a run in which the mix stays the same, laid end to end on the axis of positions.
-#
-# Stages that draw alike form one span, so that a batch ramp or a longer sequence changes nothing in the order of
-# tokens. A stage that takes a later helping of data is a span of its own: how far on it begins follows from its own
-# need. What this gives up: a stage's own shares are exact to the token only where its mix ends with it.
+PAST_END = -1
+"""Domain of the token after the run's last token."""
+_NOTHING: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class MixPhase:
-    """Consecutive stages that draw alike."""
+    """Consecutive stages with equal mix, extra sources and data offset."""
 
     start: int
     deal: MixtureInterleaver
     before: Ints
-    """Tokens of each leaf that earlier spans took."""
+    """Tokens of each leaf that earlier phases read."""
     first: Ints
-    """Where the span begins in each leaf's stream: behind what earlier spans took, and what it passes over."""
+    """First token of the phase in each leaf's stream: `before` plus the tokens that phases skipped."""
 
     @property
     def end(self) -> int:
         return self.start + self.deal.tokens
 
     def identity(self, leaves: Sequence[Leaf], stop: int) -> dict[str, Any]:
-        """Return, as plain data, what decides which tokens lie in the span before the position `stop`."""
+        """Return, as plain data, what determines the tokens of the phase before the position `stop`."""
         columns = zip(leaves, self.deal.shares, self.first.tolist(), strict=True)
         mix = {leaf.name: {"share": str(share), "from": first} for leaf, share, first in columns if share}
         settled = stop <= self.start + self.deal.settled
@@ -60,10 +57,19 @@ class MixPhase:
 
 
 def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[MixPhase]:
-    """Yield the spans of `recipe`, positions cut in units of `unit` tokens."""
+    """Yield the phases of `recipe`; positions are divided into units of `unit` tokens."""
+
+    def phase_key(span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int, str]:
+        # A batch ramp or a longer sequence must not change the order of tokens, so neither is in the key. A stage with
+        # `draw` is a phase by itself: its offset depends on its own number of tokens.
+        stage = span.stage
+        shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
+        added = {name: Fraction(share) for name, share in stage.add.items() if share}
+        return shares, added, stage.draw, stage.name if stage.draw else ""
+
     before: Ints = np.zeros(len(leaves), np.int64)
     ahead: Ints = np.zeros(len(leaves), np.int64)
-    for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=lambda span: _drawn(recipe, span)):
+    for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=phase_key):
         stages = list(group)
         deal = MixtureInterleaver(leaf_shares(leaves, shares, added), stages[-1].end - stages[0].start, unit)
         first = ahead + draw * deal.totals
@@ -71,35 +77,19 @@ def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[Mix
         before, ahead = before + deal.totals, first + deal.totals
 
 
-def _drawn(recipe: Recipe, span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int, str]:
-    """Return what decides which documents a stage reads: shares of its mix, what it adds, which helping, and whose."""
-    stage = span.stage
-    shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
-    added = {name: Fraction(share) for name, share in stage.add.items() if share}
-    return shares, added, stage.draw, stage.name if stage.draw else ""
-
-
-# What a read of the training stream returns: tokens with the bounds of their segments, or the documents behind
-# them.
-#
-# Bounds are kept per segment and spread over tokens only when asked: at 1,000 tokens a document that is a
-# thousandth of the memory. What this gives up: a caller that wants a column per token pays for it once.
-
-PAST_END = -1
-"""Domain of the token after the run's last."""
-
-
 @dataclass(frozen=True)
 class TokenWindow:
     """The tokens at positions [start, start + n), in s segments; attention stays inside a segment."""
+
+    # Columns are per segment: at 1,000 tokens per document this takes a thousandth of the memory of per-token columns.
 
     start: int
     tokens: Ints
     """int64[n]."""
     cu_seqlens: Ints
-    """int64[s + 1]: place in the window at which each segment begins, and n."""
+    """int64[s + 1]: index in the window at which each segment begins, and n."""
     origins: Ints
-    """int64[s]: position at which each segment begins; that of the first may be before the window."""
+    """int64[s]: position at which each segment begins; the first may begin before the window."""
     kinds: npt.NDArray[np.int8]
     """int8[s]: domain of each segment as an index in DOMAINS; -1 past the end of the run."""
 
@@ -115,7 +105,7 @@ class TokenWindow:
 
 
 class DocumentUse(NamedTuple):
-    """A stretch of one document that is trained on as one segment."""
+    """A range of one document that is trained on as one segment."""
 
     document: str
     leaf: str
@@ -124,7 +114,7 @@ class DocumentUse(NamedTuple):
     licence: str
     epoch: int
     first: int
-    """First token of the stretch, counted in the document (0 is the begin token)."""
+    """First token of the range, counted in the document (0 is the begin token)."""
     last: int
     """Its last token."""
     position: int
@@ -132,13 +122,13 @@ class DocumentUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one leaf gives to a window: p stretches, each of one document and one segment; int64[p] each."""
+class _LeafRanges:
+    """The tokens that one leaf contributes to a window: p ranges, each of one document and one segment; int64[p]."""
 
     leaf: int
     documents: Documents
     skipped: Ints
-    """First token of the stretch, counted in its document."""
+    """First token of the range, counted in its document."""
     lengths: Ints
     positions: Ints
     """Position of that token in the run."""
@@ -147,23 +137,29 @@ class _Part:
 
 
 class TokenStream:
-    """The tokens of a run of `recipe`, over the shards that `tokenise` wrote into `folder`.
+    """The tokens of a run of `recipe`, from the shards that `tokenise` wrote into `folder`.
 
-    Raises ValueError if the shards are not those of the recipe's sources, or a leaf with a share is empty.
+    Raises ValueError if the shards do not match the recipe's sources, or a leaf with a share is empty.
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.recipe = recipe
         self.leaves = leaves_of(recipe)
         self.unit = int(recipe.tokens.unit or max(max(stage.lengths) for stage in recipe.stages))
-        """Tokens taken from one leaf in a row."""
+        """Consecutive tokens from one leaf."""
         index = read_index(folder, [leaf.name for leaf in self.leaves])
         self._end_token = int(index["end"])
         self._streams = [
             LeafStream(leaf.name, folder / leaf.name, index["leaves"][leaf.name], recipe.seed) for leaf in self.leaves
         ]
         self.spans = tuple(mix_spans(recipe, self.leaves, self.unit))
-        self._refuse_empty()
+        for leaf, stream, needed in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
+            if needed and not stream.tokens:
+                field = f"add.{leaf.apart}" if leaf.apart else "mix"
+                raise ValueError(
+                    f"{field}: the run needs {needed:,} tokens of {leaf.name}, but sources.{leaf.domain} has no "
+                    "training document for it; add text, loosen curate, or set its share to 0%"
+                )
 
     @property
     def tokens(self) -> int:
@@ -172,25 +168,27 @@ class TokenStream:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that a cache of token pages must hold, or every batch brings whole blocks again; 0 for a plain folder.
+        """Bytes of one block of every leaf: a smaller page cache reloads whole blocks at every batch; 0 if not lazy.
 
-        Twice as much for each leaf lets the next block be brought while one is read; small shares want more (`paged`).
+        Prefetching needs about twice as much per leaf, and more for leaves with small shares (see PREFETCH_ROOM).
         """
         return sum(stream.block_bytes for stream in self._streams)
 
     def read(self, start: int, stop: int) -> TokenWindow:
         """Return the tokens at positions [start, stop); `stop` may be one past the run's end.
 
-        The token there (an end token in a segment of its own) only serves as the last target. Raises ValueError for
-        positions outside the run.
+        The token past the end (an end token in a separate segment) is only used as the last target. Raises ValueError
+        for positions outside the run.
         """
         self._check_range(start, stop, self.tokens + 1)
         tokens = np.empty(stop - start, np.int64)
         tokens[self.tokens - start :] = self._end_token
         bounds = [(_NOTHING, _NOTHING, np.zeros(0, np.int8))]
-        for part in self._parts(start, min(stop, self.tokens)):
-            self._streams[part.leaf].copy(part.documents, part.skipped, part.lengths, part.positions - start, tokens)
-            bounds.append((part.positions, part.origins, np.full(len(part.origins), self._kind(part.leaf), np.int8)))
+        for ranges in self._leaf_ranges(start, min(stop, self.tokens)):
+            stream = self._streams[ranges.leaf]
+            stream.copy(ranges.documents, ranges.skipped, ranges.lengths, ranges.positions - start, tokens)
+            kind = DOMAINS.index(self.leaves[ranges.leaf].domain)
+            bounds.append((ranges.positions, ranges.origins, np.full(len(ranges.origins), kind, np.int8)))
         if start <= self.tokens < stop:
             end = np.array([self.tokens])
             bounds.append((end, end, np.array([PAST_END], np.int8)))
@@ -199,49 +197,58 @@ class TokenStream:
         return TokenWindow(start, tokens, np.append(positions[order], stop) - start, origins[order], kinds[order])
 
     def documents(self, start: int, stop: int, limit: int | None = None) -> list[DocumentUse]:
-        """Return which stretches of which documents lie at positions [start, stop), in that order; at most `limit`."""
+        """Return the document ranges at positions [start, stop) in order, at most `limit` of them."""
         self._check_range(start, stop, self.tokens)
-        parts = list(self._parts(start, stop))
-        positions = np.sort(np.concatenate([_NOTHING, *(part.positions for part in parts)]))[:limit]
-        uses = [use for part in parts for use in self._uses(part, int(positions.max(initial=0)))]
+        leaf_ranges = list(self._leaf_ranges(start, stop))
+        positions = np.sort(np.concatenate([_NOTHING, *(ranges.positions for ranges in leaf_ranges)]))[:limit]
+        last = int(positions.max(initial=0))
+        uses = []
+        for ranges in leaf_ranges:
+            count = int(np.searchsorted(ranges.positions, last, "right"))
+            documents = ranges.documents[:count]
+            labels = (self._streams[ranges.leaf].labels(name, documents) for name in ("id", *COUNTED))
+            ends = ranges.skipped + ranges.lengths - 1
+            numbers = (column[:count].tolist() for column in (documents.epoch, ranges.skipped, ends, ranges.positions))
+            for document, *values in zip(*labels, *numbers, strict=True):
+                uses.append(DocumentUse(document, self.leaves[ranges.leaf].name, *values))
         return sorted(uses, key=lambda use: use.position)
 
     def planned(self, start: int, stop: int) -> dict[Domain, Fraction]:
-        """Return the tokens of each domain that the recipe asks for at positions [start, stop), exactly."""
-        asked = {leaf.domain: Fraction(0) for leaf in self.leaves}
+        """Return the exact number of tokens of each domain that the recipe plans for positions [start, stop)."""
+        planned = {leaf.domain: Fraction(0) for leaf in self.leaves}
         for leaf, tokens in zip(self.leaves, self._planned(start, stop), strict=True):
-            asked[leaf.domain] += tokens
-        return asked
+            planned[leaf.domain] += tokens
+        return planned
 
     def planned_sources(self, start: int, stop: int) -> dict[str, Fraction]:
-        """Return the same by source ("domain/source"); a domain's pooled sources get what their tokens weigh."""
-        asked: dict[str, Fraction] = {}
-        for leaf, stream, of_leaf in zip(self.leaves, self._streams, self._planned(start, stop), strict=True):
+        """Return the same by source ("domain/source"); the pooled sources of a domain count in proportion to tokens."""
+        planned: dict[str, Fraction] = {}
+        for leaf, stream, leaf_tokens in zip(self.leaves, self._streams, self._planned(start, stop), strict=True):
             for name, (tokens, _) in stream.by["source"].items():
-                known = asked.get(f"{leaf.domain}/{name}", Fraction(0))
-                asked[f"{leaf.domain}/{name}"] = known + of_leaf * Fraction(tokens, stream.tokens)
-        return asked
+                key = f"{leaf.domain}/{name}"
+                planned[key] = planned.get(key, Fraction(0)) + leaf_tokens * Fraction(tokens, stream.tokens)
+        return planned
 
     def _planned(self, start: int, stop: int) -> list[Fraction]:
-        """Return the tokens of each leaf that the recipe asks for at positions [start, stop)."""
-        asked = [Fraction(0)] * len(self.leaves)
+        """Return the tokens of each leaf that the recipe plans for positions [start, stop)."""
+        planned = [Fraction(0)] * len(self.leaves)
         for span in self.spans:
             overlap = max(0, min(stop, span.end) - max(start, span.start))
-            asked = [known + share * overlap for known, share in zip(asked, span.deal.shares, strict=True)]
-        return asked
+            planned = [tokens + share * overlap for tokens, share in zip(planned, span.deal.shares, strict=True)]
+        return planned
 
     def realised(self, position: int) -> dict[Domain, int]:
-        """Return the tokens of each domain at positions [0, `position`), counted without reading them."""
+        """Return the tokens of each domain at positions [0, `position`), computed without reading tokens."""
         totals = {leaf.domain: 0 for leaf in self.leaves}
         for leaf, count in zip(self.leaves, self.consumed(position), strict=True):
             totals[leaf.domain] += int(count)
         return totals
 
     def sources(self, start: int, stop: int) -> dict[str, int]:
-        """Return the tokens of each source ("domain/source") at positions [start, stop), counted without reading them.
+        """Return the tokens of each source ("domain/source") at positions [start, stop), counted from the index.
 
-        A domain's pooled sources are told apart by the shards' tables: 0.1 s per million documents in the range, or a
-        fifth of that once the tables are in memory; whole epochs are free. So ask for what is new and add it up.
+        Pooled sources are counted from the shards' tables: 0.1 s per million documents, a fifth of that once the tables
+        are in memory; whole epochs are free. So request only new positions and sum the results.
         """
         totals: dict[str, int] = {}
         for leaf, first, last in self._ranges(start, stop):
@@ -256,20 +263,20 @@ class TokenStream:
         return totals
 
     def tally(self, columns: list[str], start: int, stop: int) -> dict[Domain, dict[str, Counts]]:
-        """Return, by domain, column of the tables and value, [tokens, documents] of positions [start, stop).
+        """Return [tokens, documents] of positions [start, stop) by domain, table column and value.
 
-        A document counts once per epoch in which some of it is read.
+        A document counts once per epoch in which any of it is read.
         """
         totals: dict[Domain, dict[str, Counts]] = {}
         for leaf, first, last in self._ranges(start, stop):
-            of_domain = totals.setdefault(self.leaves[leaf].domain, {column: {} for column in columns})
-            for column, found in self._streams[leaf].tally(columns, first, last).items():
-                for value, counts in found.items():
-                    add_counts(of_domain[column], value, counts)
+            domain_totals = totals.setdefault(self.leaves[leaf].domain, {column: {} for column in columns})
+            for column, values in self._streams[leaf].tally(columns, first, last).items():
+                for value, counts in values.items():
+                    add_counts(domain_totals[column], value, counts)
         return totals
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Return how often each leaf has been read through at `position` (a pooled domain is a leaf of its name)."""
+        """Return the epochs of each leaf at `position` (a pooled domain is the leaf named after it)."""
         pairs = zip(self._streams, self.consumed(position), strict=True)
         return {stream.name: float(count / stream.tokens) if stream.tokens else 0.0 for stream, count in pairs}
 
@@ -280,10 +287,10 @@ class TokenStream:
         return span.before + span.deal.consumed(position - span.start)
 
     def identity(self, start: int, stop: int) -> dict[str, Any]:
-        """Return, as plain data, all that decides the tokens at positions [start, stop) besides the shards.
+        """Return, as plain data, everything but the shards that determines the tokens at positions [start, stop).
 
-        Two recipes with equal identities train on the same tokens there. What comes after `stop` does not appear,
-        unless it moves a unit before it (the last units of a mix depend on where the mix ends).
+        Two recipes with equal identities train on the same tokens there. The recipe after `stop` is left out unless it
+        moves a unit before `stop` (the last units of a mix depend on where the mix ends).
         """
         spans = [span.identity(self.leaves, stop) for span in self.spans if span.start < stop and span.end > start]
         return {"seed": self.recipe.seed, "unit": self.unit, "spans": spans}
@@ -292,56 +299,50 @@ class TokenStream:
         """Raise ValueError, one line per leaf, if the run would read a leaf more than `tokens.max_epochs` times."""
         limit = self.recipe.tokens.max_epochs
         faults = []
-        for leaf, stream, asked in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
-            if asked > limit * stream.tokens:
+        for leaf, stream, needed in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
+            if needed > limit * stream.tokens:
                 field = f"sources.{leaf.domain}" + ("" if leaf.source is None else f".{leaf.source}")
                 shares = "add" if leaf.apart else "mix"
                 faults.append(
-                    f"tokens.max_epochs: the run takes {asked:,} tokens from {field}, which holds {stream.tokens:,}: "
-                    f"{asked / stream.tokens:.2f} epochs, at most {limit:g}; add text there, lower its share in "
+                    f"tokens.max_epochs: the run takes {needed:,} tokens from {field}, which holds {stream.tokens:,}: "
+                    f"{needed / stream.tokens:.2f} epochs, at most {limit:g}; add text there, lower its share in "
                     f"{shares}, shorten the run, or raise tokens.max_epochs"
                 )
         if faults:
             raise ValueError("\n".join(faults))
 
     def overlapping_helpings(self) -> list[str]:
-        """Return a line per leaf that is too short for the helpings up to the run's, which then share documents."""
+        """Return a line per leaf too short for its data offset: the stage then repeats documents of earlier offsets."""
         lines, ahead = [], np.zeros(len(self.leaves), np.int64)
         for span in self.spans:
-            passed, ahead = span.first - ahead, span.first + span.deal.totals
-            for stream, over, end in zip(self._streams, passed.tolist(), ahead.tolist(), strict=True):
-                if over and end > stream.tokens:
+            skipped, ahead = span.first - ahead, span.first + span.deal.totals
+            for stream, offset, end in zip(self._streams, skipped.tolist(), ahead.tolist(), strict=True):
+                if offset and end > stream.tokens:
                     lines.append(
                         f"{stream.name} holds {stream.tokens:,} tokens, and this helping ends at {end:,}: it shares "
                         "documents with earlier ones; add text, or read fewer helpings"
                     )
         return lines
 
-    def _refuse_empty(self) -> None:
-        for leaf, stream, asked in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
-            if asked and not stream.tokens:
-                field = f"add.{leaf.apart}" if leaf.apart else "mix"
-                raise ValueError(
-                    f"{field}: {asked:,} tokens of {leaf.name} asked, but sources.{leaf.domain} gave it no training "
-                    "document; add text, loosen curate, or set its share to 0%"
-                )
-
     def _check_range(self, start: int, stop: int, limit: int) -> None:
         if not 0 <= start <= stop <= limit:
             raise ValueError(f"positions [{start}, {stop}) are not in the run of {self.tokens} tokens")
 
-    def _parts(self, start: int, stop: int) -> Iterator[_Part]:
-        """Yield what each leaf gives, span by span: between two of them its stream may pass over tokens."""
+    def _leaf_ranges(self, start: int, stop: int) -> Iterator[_LeafRanges]:
+        """Yield the ranges of each leaf, phase by phase, because a leaf may skip tokens between two phases."""
         for span in self.spans:
             low, high = max(start, span.start), min(stop, span.end)
             if low < high:
-                units = _along(span, span.deal.units(low - span.start, high - span.start))
+                units = span.deal.units(low - span.start, high - span.start)
+                # Count tokens along the leaf's whole stream, and positions in the run.
+                first, position = units.first + span.first[units.leaf], units.start + span.start
                 for leaf in np.unique(units.leaf).tolist():
-                    mine = units.leaf == leaf
-                    yield self._part(leaf, Units(*(column[mine] for column in vars(units).values())), low, high)
+                    own = units.leaf == leaf
+                    leaf_units = Units(units.leaf[own], first[own], position[own], units.size[own])
+                    yield self._ranges_of(leaf, leaf_units, low, high)
 
-    def _part(self, leaf: int, units: Units, start: int, stop: int) -> _Part:
-        """Return what the units of one leaf give to [start, stop): consecutive units hold consecutive tokens."""
+    def _ranges_of(self, leaf: int, units: Units, start: int, stop: int) -> _LeafRanges:
+        """Return the ranges of one leaf at [start, stop): its consecutive units hold consecutive tokens."""
         low, high = np.maximum(units.start, start), np.minimum(units.start + units.size, stop)
         first = int(units.first[0] + low[0] - units.start[0])
         end = int(units.first[-1] + high[-1] - units.start[-1])
@@ -353,16 +354,7 @@ class TokenStream:
         firsts = np.maximum(cuts, first)
         read = documents[np.searchsorted(documents.start, firsts, "right") - 1]
         lengths = np.diff(np.append(firsts, end))
-        return _Part(leaf, read, firsts - read.start, lengths, origins + firsts - cuts, origins)
-
-    def _uses(self, part: _Part, last: int) -> Iterator[DocumentUse]:
-        """Yield the stretches of `part` that begin at positions up to `last`."""
-        count = int(np.searchsorted(part.positions, last, "right"))
-        documents = part.documents[:count]
-        labels = (self._streams[part.leaf].labels(name, documents) for name in ("id", *COUNTED))
-        numbers = (documents.epoch, part.skipped[:count], (part.skipped + part.lengths - 1)[:count], part.positions)
-        for document, *rest in zip(*labels, *(column[:count].tolist() for column in numbers), strict=True):
-            yield DocumentUse(document, self.leaves[part.leaf].name, *rest)
+        return _LeafRanges(leaf, read, firsts - read.start, lengths, origins + firsts - cuts, origins)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield each leaf with the tokens [first, last) of its stream that lie at positions [start, stop)."""
@@ -371,20 +363,9 @@ class TokenStream:
         for span in self.spans:
             low, high = (min(max(position, span.start), span.end) - span.start for position in (start, stop))
             ends = (span.first + span.deal.consumed(low), span.first + span.deal.consumed(high))
-            for known, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
-                if known and known[-1][1] == first:  # a document at the edge of two spans counts once
-                    first = known.pop()[0]
-                known.append((first, last))
-        for leaf, known in enumerate(ranges):
-            yield from ((leaf, first, last) for first, last in known)
-
-    def _kind(self, leaf: int) -> int:
-        return DOMAINS.index(self.leaves[leaf].domain)
-
-
-def _along(span: MixPhase, units: Units) -> Units:
-    """Return units of a span with their tokens counted along the leaves' whole streams, and positions in the run."""
-    return Units(units.leaf, units.first + span.first[units.leaf], units.start + span.start, units.size)
-
-
-_NOTHING: Ints = np.zeros(0, np.int64)
+            for leaf_ranges, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
+                if leaf_ranges and leaf_ranges[-1][1] == first:  # count a document at the edge of two phases once
+                    first = leaf_ranges.pop()[0]
+                leaf_ranges.append((first, last))
+        for leaf, leaf_ranges in enumerate(ranges):
+            yield from ((leaf, first, last) for first, last in leaf_ranges)

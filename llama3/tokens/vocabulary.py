@@ -1,8 +1,4 @@
-"""What decides an id: the cutting pattern, the ranked byte strings, the 256 special tokens after them.
-
-The tiktoken file format is here too: one line per token, base64 of its bytes, a blank, its rank. What this gives up:
-only plain ranked byte-level BPE is a vocabulary; SentencePiece and WordPiece are not.
-"""
+"""The Llama 3 split pattern and special tokens, and the tiktoken file format (lines of base64 token and rank)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where text is cut before any merge (meta-llama/llama-models, models/llama3/tokenizer.py)."""
+"""How text is split before merges (meta-llama/llama-models, models/llama3/tokenizer.py)."""
 PLACES = {
     "<|begin_of_text|>": 0,
     "<|end_of_text|>": 1,
@@ -42,7 +38,7 @@ def tiktoken_bytes(base: Sequence[bytes]) -> bytes:
 
 
 def parse_tiktoken(data: bytes, name: str) -> list[bytes]:
-    """Return the token of every rank in the tiktoken file `data`. Raises ValueError, with `name`, if it is none."""
+    """Return the token of every rank in the tiktoken file `data`. Raises ValueError with `name` for other formats."""
     base = []
     for number, line in enumerate(filter(None, data.splitlines())):
         try:
@@ -55,7 +51,7 @@ def parse_tiktoken(data: bytes, name: str) -> list[bytes]:
                 "give a tiktoken tokenizer.model or a Hugging Face tokenizer.json, or train: {vocab: ...}"
             ) from error
         if not in_order:
-            raise ValueError(f"tokenizer.use: {name}, line {number + 1}: rank {int(rank)} where {number} is due")
+            raise ValueError(f"tokenizer.use: {name}, line {number + 1}: rank {int(rank)} where {number} is expected")
     return checked(base, name)
 
 
@@ -65,6 +61,6 @@ def checked(base: list[bytes], name: str) -> list[bytes]:
     if missing or len(set(base)) != len(base):
         raise ValueError(
             f"tokenizer.use: {name}: {missing} of 256 single bytes missing, {len(base) - len(set(base))} tokens twice; "
-            "the file is damaged or no byte-level BPE"
+            "the file is damaged or not a byte-level BPE; give another one"
         )
     return base

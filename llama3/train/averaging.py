@@ -1,9 +1,7 @@
-"""The average of a stage's weights: when it is added to, and whether the stage ends with it or with its last weights.
+"""The average of a stage's weights: when weights are added, and whether the stage ends with it or its last weights.
 
-Held-out documents judge: they are scored at every position that is averaged (its parts), at the end with the last
-weights, and with the average, all by the trainer, under the layout that trained. With `keep: better` the stage's
-model is whichever needs fewer bits; without, it is the average, and the scores say what that was worth. What this gives
-up: a few documents decide, without an interval; the evaluation after the stage scores the chosen model in full.
+Held-out documents are scored at every averaged position, at the end with the last weights, and with the average. With
+`keep: better` the stage's model is the one with fewer bits per byte, without a confidence interval; else the average.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ class Choice(BaseModel):
     """`last 8`, `polyak`, `ema 0.99`."""
     kept: Kept
     average: float | None = None
-    """Bits per byte of held-out documents with the average; None where none were scored."""
+    """Bits per byte of held-out documents with the average; None if none were scored."""
     last: float | None = None
     """With the last weights."""
     parts: dict[int, float] = {}
-    """With the weights at the positions that were averaged, where that were few."""
+    """With the weights at each averaged position; only for `last k`."""
 
     def __str__(self) -> str:
         if self.average is None or self.last is None:
@@ -51,23 +49,23 @@ class Choice(BaseModel):
 
 
 class Averaging:
-    """When the weights of a stage are counted into its average."""
+    """When the weights of a stage are added to its average."""
 
     def __init__(self, span: StageSpan) -> None:
         self.rule = span.stage.average
         self.positions = frozenset(average_positions(span))
 
     def add(self, state: TrainState, position: int) -> None:
-        """Count the present weights, if they are among those that are averaged."""
+        """Add the present weights, if the rule averages those at `position`."""
         if self.rule is None or (self.rule.kind == "last" and position not in self.positions):
             return
         state.add_to_average(self.rule.decay if self.rule.kind == "ema" else None)
 
 
 def average_positions(span: StageSpan) -> list[int]:
-    """Return the positions of `last k`, evenly spread over the stage; the last is its end. Other rules have none.
+    """Return the positions of `last k`, evenly spread over the stage; the last is its end. Other rules return [].
 
-    A stage of fewer steps than that averages over all of its steps.
+    A stage of fewer than k steps averages over all of its steps.
     """
     rule = span.stage.average
     if rule is None or rule.kind != "last":
@@ -77,9 +75,9 @@ def average_positions(span: StageSpan) -> list[int]:
 
 
 def choose(state: TrainState, span: StageSpan, held: HeldOutScores | None, nats: Nats) -> Choice | None:
-    """Return what the stage's model is; every process calls it, after the state is saved: the weights are lost.
+    """Decide which weights are the stage's model; None for a stage without an average. Every process calls it.
 
-    None for a stage without an average. The parts are the caller's to fill in (see `parts_of`).
+    Call it after the state is saved: it overwrites the weights. The caller fills in the parts (see `parts_of`).
     """
     import torch
 
@@ -98,9 +96,9 @@ def choose(state: TrainState, span: StageSpan, held: HeldOutScores | None, nats:
 
 
 def parts_of(span: StageSpan, journal: list[Record]) -> dict[int, float]:
-    """Return the held-out bits per byte at the positions that were averaged, as far as the journal has them."""
+    """Return the held-out bits per byte at the averaged positions that the journal has."""
     scored = {record.position: record.metrics.get(metrics.HELD_OUT) for record in journal}
-    return {place: value for place in average_positions(span) if (value := scored.get(place)) is not None}
+    return {position: bpb for position in average_positions(span) if (bpb := scored.get(position)) is not None}
 
 
 def _position_after(span: StageSpan, steps: int) -> int:

@@ -1,8 +1,7 @@
-"""This process's share of every step, read by a thread one step ahead.
+"""Data loading: this process's part of every step, read by a thread one step ahead.
 
-Data-parallel processes take equal, contiguous runs of sequences; context-parallel ones take their chunks of each;
-tensor- and pipeline-parallel ones all read the same. Reading is a hundredth of a step, and hidden; the thread asks in
-the order of positions, so nothing depends on it.
+Data-parallel processes take equal, contiguous runs of sequences; context-parallel ones take their chunks of each
+sequence; tensor- and pipeline-parallel ones all read the same.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from llama3.parallel.mesh import ParallelContext
@@ -52,7 +50,7 @@ def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
         if done < segment.tokens and done % segment.batch:
             raise ValueError(
                 f"stage {span.name}: position {position} is inside a step of {segment.batch} tokens that starts at "
-                f"{position - done % segment.batch}; the batch was another when it was saved: remove the checkpoints"
+                f"{position - done % segment.batch}; it was saved with another batch size: remove the checkpoints"
             )
         for start in range(segment.start + done, segment.end, segment.batch):
             assert start == expected
@@ -61,12 +59,12 @@ def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
 
 
 def read_ahead(batches: Batches, steps: Iterator[Step], world: ParallelContext) -> Iterator[tuple[Step, LocalBatch]]:
-    """Yield each step with this process's share of it."""
+    """Yield each step with this process's part of it, in order of positions."""
     dp = world.axis("dp")
 
     def read(step: Step) -> tuple[Step, LocalBatch]:
         count = step.batch // step.seq // dp.size
-        return step, share_of(batches.sequences(step.start, step.seq, dp.rank * count, count), world)
+        return step, local_batch(batches.sequences(step.start, step.seq, dp.rank * count, count), world)
 
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         ahead = None
@@ -78,22 +76,17 @@ def read_ahead(batches: Batches, steps: Iterator[Step], world: ParallelContext) 
             yield ahead.result()
 
 
-def share_of(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
+def local_batch(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
     """Return the tokens of `batch` that a context-parallel process holds, on its device."""
-    context = world.axis("cp")
+    context, device = world.axis("cp"), world.device
     documents = batch.documents_BS if batch.documents_BS.any() else None  # numbered from 0
     columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
     if context.size > 1:
         from llama3.parallel.comms import held_positions
 
-        here = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
-        columns = [column[:, here] for column in columns]
-    tokens, targets, domains = (_on(world.device, column) for column in columns)
+        positions = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
+        columns = [column[:, positions] for column in columns]
+    if device.type != "cpu":  # pinned memory is copied to the device without waiting
+        columns = [column.pin_memory().to(device, non_blocking=True) for column in columns]
+    tokens, targets, domains = columns
     return LocalBatch(tokens, targets, domains, documents)
-
-
-def _on(device: torch.device, column: Tensor) -> Tensor:
-    """Copy to the device without waiting for it."""
-    if device.type == "cpu":
-        return column
-    return column.pin_memory().to(device, non_blocking=True)

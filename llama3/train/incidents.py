@@ -1,9 +1,7 @@
-"""`skips.json` of a stage: the positions whose batches are passed over since a rollback, as spans of whole steps.
+"""`skips.json` of a stage: the positions whose batches are skipped since a rollback, as spans of whole steps.
 
-It is part of the truth: tokens, recipe and this file together decide the weights. So it is written (atomically) before
-the training goes back, every process reads it at the start, and a checkpoint or a replay that comes after sees the same
-spans. A span begins where the journal was rewound to and at no earlier position than the checkpoint gone back to, so
-which checkpoints happened to exist does not matter.
+Tokens, recipe and this file together decide the weights, so it is written atomically before training goes back. A span
+begins where the journal was rewound to, so it does not matter which checkpoints happened to exist.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ NAME = "skips.json"
 
 
 class Skip(BaseModel):
-    """Positions [start, end) are passed over because of the spike in the step that begins at `spike`."""
+    """Positions [start, end) are skipped because of the spike in the step that begins at `spike`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,10 +40,7 @@ class SkippedRanges:
 
     @classmethod
     def read(cls, folder: Path) -> SkippedRanges:
-        """Return the spans of the stage that works in `folder` (or whose result it is); none without the file.
-
-        Raises ValueError for a broken one.
-        """
+        """Return the spans in `folder`, () without the file. Raises ValueError for a broken file."""
         path = folder / NAME
         if not path.exists():
             return cls()
@@ -53,7 +48,7 @@ class SkippedRanges:
             return cls(_SPANS.validate_json(path.read_bytes()))
         except ValueError as error:
             raise ValueError(
-                f"{path}: is not a list of spans ({error}); put the file back as it was, or train the stage anew"
+                f"{path}: is not a list of spans ({error}); restore the file, or train the stage again"
             ) from None
 
     def write(self, folder: Path) -> None:
@@ -64,7 +59,7 @@ class SkippedRanges:
         return SkippedRanges((*self.spans, span))
 
     def covers(self, start: int) -> bool:
-        """Return whether the step that begins at `start` is passed over."""
+        """Return whether the step that begins at `start` is skipped."""
         return any(span.start <= start < span.end for span in self.spans)
 
     def facts(self) -> list[dict[str, Any]]:

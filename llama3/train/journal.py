@@ -1,12 +1,7 @@
-"""The journal of a stage: one JSON line per optimizer step, appended and never changed.
+"""The journal of a stage: one JSON line per optimizer step, appended and never changed; trackers are fed from it.
 
-It is the truth about what was trained; trackers are fed from it. A line is written by one call, so a killed process
-leaves whole lines and at most one torn one at the end, which readers skip and the next writer cuts off. It reaches the
-disk before each checkpoint and not at every step: a power cut may lose lines, but none that a checkpoint builds on.
-
-After a rollback the same positions are trained again, so a line can take back others: a rewind to a position voids
-every record after that position which stands before the rewind in the file. Readers return what still holds, one record
-a position, ascending; the void ones stay in the file, for whoever asks why.
+After a rollback the same positions are trained again: a rewind to a position voids every record after that position
+that precedes the rewind in the file. Readers return the valid records, one for each position, ascending.
 """
 
 from __future__ import annotations
@@ -29,13 +24,13 @@ class Record:
     """One optimizer step."""
 
     time: float
-    """When it ended, in seconds since 1970."""
+    """When the step ended, in seconds since 1970."""
     position: int
-    """Position after it."""
+    """Position after the step."""
     metrics: Mapping[str, float]
 
     def line(self) -> bytes:
-        return _line({"time": self.time, "position": self.position, "metrics": self.metrics})
+        return _encode({"time": self.time, "position": self.position, "metrics": self.metrics})
 
 
 @dataclass(frozen=True)
@@ -45,20 +40,20 @@ class Rewind:
     time: float
     position: int
     until: int
-    """The batches from `position` to here are passed over from now on."""
+    """The batches from `position` to here are skipped from now on."""
 
     def line(self) -> bytes:
-        return _line({"time": self.time, "position": self.position, "rewind": {"until": self.until}})
+        return _encode({"time": self.time, "position": self.position, "rewind": {"until": self.until}})
 
 
 Entry = Record | Rewind
 
 
 def read_journal(path: Path, after: int = -1) -> list[Record]:
-    """Return the records of `path` that hold, with positions above `after`, in order; none if there is no file.
+    """Return the valid records of `path` with positions above `after`, in order; none if there is no file.
 
-    Reads from the end, so following a long journal costs only what is new. Raises ValueError for a broken line that is
-    not the last.
+    Reads from the end, so following a long journal costs only the new lines. Raises ValueError for a broken line that
+    is not the last.
     """
     if not path.exists():
         return []
@@ -68,7 +63,7 @@ def read_journal(path: Path, after: int = -1) -> list[Record]:
             start = max(0, end - size)
             file.seek(start)
             entries = _parse(path, file.read(end - start), whole=start == 0)
-            # A record before the first entry lies before it, or a rewind between them has made it void.
+            # A record further ahead in the file has a smaller position, or was voided by a rewind in between.
             if start == 0 or (entries and entries[0].position <= after):
                 return [record for record in holding(entries) if record.position > after]
             size *= 4
@@ -81,7 +76,7 @@ def read_rewinds(path: Path) -> list[Rewind]:
 
 
 def holding(entries: Iterable[Entry]) -> list[Record]:
-    """Return the records that no later rewind has made void."""
+    """Return the records that no later rewind voids."""
     records: list[Record] = []
     for entry in entries:
         if isinstance(entry, Record):
@@ -93,17 +88,14 @@ def holding(entries: Iterable[Entry]) -> list[Record]:
 
 
 class Tail:
-    """Reads what is added to a journal, each line once, rewinds too: for those who follow a trainer."""
+    """Reads the new lines of a journal, each once, rewinds included: for a process that follows a trainer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def new(self) -> list[Entry]:
-        """Return the whole lines that came since the call before, as they stand in the file.
-
-        Raises ValueError for a broken one.
-        """
+        """Return the complete lines since the previous call, in file order. Raises ValueError for a broken line."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -115,12 +107,17 @@ class Tail:
 
 
 class Journal:
-    """The journal open for appending; only the holder of the stage's lease may have one."""
+    """The journal open for appending; only the holder of the stage's lease may open it.
+
+    It is synced before each checkpoint, not at every step: a power cut loses no line that a checkpoint builds on.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._cut_torn_line()
+        # A line is written by one call, so a killed process leaves at most one torn line, at the end: cut it off.
+        data = path.read_bytes()
+        os.ftruncate(self._handle, data.rfind(b"\n") + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -129,34 +126,27 @@ class Journal:
         os.close(self._handle)
 
     def add(self, entry: Entry) -> None:
-        """Append one record or rewind. Raises OSError if it was not written whole (disk full)."""
+        """Append one record or rewind. Raises OSError if only a part was written (disk full)."""
         line = entry.line()
         if os.write(self._handle, line) != len(line):
-            raise OSError(f"{self.path}: the disk took only part of a line; make room and start again")
+            raise OSError(f"{self.path}: only part of a line was written; free disk space and start again")
 
     def sync(self) -> None:
-        """Return when everything added is on the disk."""
+        """Wait until everything added is on the disk."""
         os.fsync(self._handle)
-
-    def _cut_torn_line(self) -> None:
-        data = self.path.read_bytes()
-        os.ftruncate(self._handle, data.rfind(b"\n") + 1)
 
 
 def abandon(path: Path, position: int) -> None:
-    """Move the records after `position` from the journal to a file beside it: training takes another way from there.
-
-    Only the holder of the stage's lease may do so.
-    """
+    """Move the records after `position` to a file beside the journal. Only the holder of the lease may call it."""
     entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
-    left = [entry for entry in entries if isinstance(entry, Record) and entry.position > position]
-    if left:
-        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(entry.line() for entry in left))
-        write_atomic(path, b"".join(entry.line() for entry in entries if entry not in left))
+    later = [entry for entry in entries if isinstance(entry, Record) and entry.position > position]
+    if later:
+        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(entry.line() for entry in later))
+        write_atomic(path, b"".join(entry.line() for entry in entries if entry not in later))
 
 
 def to_parquet(journal: Path, path: Path) -> None:
-    """Write the records that hold as a table with columns time (s), position (tokens), key, value."""
+    """Write the valid records as a table with columns time (s), position (tokens), key, value."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -170,21 +160,22 @@ def to_parquet(journal: Path, path: Path) -> None:
     )
 
 
-def _line(fields: dict[str, Any]) -> bytes:
+def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _parse(path: Path, data: bytes, whole: bool) -> list[Entry]:
-    *lines, _ = data.split(b"\n")  # what follows the last newline is torn, or nothing
+    *lines, _ = data.split(b"\n")  # what follows the last newline is torn, or empty
+    entries: list[Entry] = []
     try:
-        return [_entry(json.loads(line)) for line in (lines if whole else lines[1:])]
+        for line in lines if whole else lines[1:]:
+            fields = json.loads(line)
+            if "rewind" in fields:
+                entries.append(Rewind(fields["time"], fields["position"], **fields["rewind"]))
+            else:
+                entries.append(Record(**fields))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path}: a line is not a record ({error}); move the file away to start the stage anew"
+            f"{path}: a line is not a record ({error}); move the file away to train the stage again"
         ) from None
-
-
-def _entry(fields: Any) -> Entry:
-    if "rewind" in fields:
-        return Rewind(fields["time"], fields["position"], **fields["rewind"])
-    return Record(**fields)
+    return entries

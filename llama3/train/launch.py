@@ -1,15 +1,15 @@
-"""The agent of a node: imports torch once, forks the node's ranks from itself, watches them, says how they ended.
+"""The launch agent of a node: imports torch once, forks the ranks of the node, watches them, reports how they end.
 
     python -m llama3.train.launch JOB.json --processes 16 --per-node 8 --node 1 --address HOST --port PORT --logs FOLDER
     python -m llama3.train.launch --serve        # one attempt for each JSON line on stdin
 
-It stands where torchrun would, with the same environment variables for the ranks. Reasons: torchrun has every rank
-import torch for itself (kill to next step, 4 ranks on 2 busy cores: 29 s, here 2 to 4 s), and without restarts it names
-the first rank that complained instead of the one that was killed. An agent that serves lives through all attempts on
-its node, but holds nothing except imported modules: ranks, port and store of an attempt are new, since stale addresses
-are what breaks torchrun's restarts with gloo. What this gives up: no rendezvous, so the node list is the scheduler's
-business; and nothing may touch CUDA or start threads of Python before the fork.
+It replaces torchrun, with the same environment variables for the ranks.
 """
+
+# Why not torchrun: every rank imports torch for itself (kill to next step with 4 ranks on 2 busy cores: 29 s, here 2 to
+# 4 s), it names the first rank that complained instead of the one that was killed, and stale addresses break its
+# restarts with gloo. An agent that serves keeps only imported modules between attempts: ranks, port and store are new.
+# There is no rendezvous: the scheduler gives the node list.
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +33,7 @@ from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
 SETTLE_S = 1.0
-"""From the first failure to SIGKILL: so long the others may print what they saw. A stopped one never would."""
+"""From the first failure to SIGKILL: time for the other ranks to print their errors. A hanging rank never would."""
 PRELOADED = (
     "llama3.train.main",
     "llama3.train.trainer",
@@ -49,89 +48,77 @@ PR_SET_NAME = 15
 
 
 def run_attempt(attempt: Attempt) -> AttemptResult:
-    """Fork the ranks of `attempt`, watch them to the end, and write the outcome beside their logs."""
+    """Fork the ranks of `attempt`, watch them until they end, and write the result beside their logs."""
     attempt.logs.mkdir(parents=True, exist_ok=True)
     attempt.outcome.unlink(missing_ok=True)
-    with _held_back(WATCHED) as mask:
+    # Signals are blocked, so that they are waited for and never interrupt.
+    mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)}
+    try:
         port = attempt.port or free_port()
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {_fork(attempt, rank, port, mask): rank for rank in attempt.ranks}
-        outcome = RunningRanks(attempt, pids).to_the_end()
-    write_atomic(attempt.outcome, outcome.model_dump_json())
-    return outcome
+        result = _watch(attempt, pids)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    write_atomic(attempt.outcome, result.model_dump_json())
+    return result
 
 
-class RunningRanks:
-    """The running ranks of one attempt, by process id."""
-
-    def __init__(self, attempt: Attempt, pids: dict[int, int]) -> None:
-        self.attempt, self.pids = attempt, pids
-        self.failed: list[tuple[int, int, float]] = []
-        """(rank, exit status, time) of those that failed by themselves."""
-        self.killed: list[int] = []
-        self.stopped = 0.0
-        """When they were told to stop, or one of them said so, in seconds since 1970; 0: not."""
-        self.deadline = float("inf")
-
-    def to_the_end(self) -> AttemptResult:
-        """Return when no rank is left."""
-        while self.pids:
-            left = min(self.deadline - time.monotonic(), 3600.0)
-            told = signal.sigtimedwait(WATCHED, max(left, 0.0))
-            if told is not None and told.si_signo != signal.SIGCHLD:
-                self._stop()
-            self._reap()
-            if self.stopped and not self.failed:
-                self.deadline = time.monotonic() + self.attempt.leave_by(self.stopped) - time.time()
-            if self.pids and time.monotonic() >= self.deadline:
-                self.killed = sorted(self.pids.values())
-                self._send(signal.SIGKILL)
-                self.deadline = float("inf")
-        return self._outcome()
-
-    def _stop(self) -> None:
-        self._send(signal.SIGTERM)
-        self.stopped = self.stopped or time.time()
-
-    def _send(self, number: int) -> None:
-        for pid in self.pids:
-            os.kill(pid, number)
-
-    def _end_within(self, seconds: float) -> None:
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
-
-    def _reap(self) -> None:
-        while self.pids:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
+    """Wait until no rank is left; `pids` has the rank of each process id. Passes on a request to stop."""
+    failed: list[tuple[int, int, float]] = []  # (rank, exit status, time) of ranks that failed by themselves
+    killed: list[int] = []
+    stopped = 0.0  # when the ranks were asked to stop, or one of them said so, in seconds since 1970; 0: not
+    deadline = float("inf")
+    while pids:
+        timeout = min(deadline - time.monotonic(), 3600.0)
+        received = signal.sigtimedwait(WATCHED, max(timeout, 0.0))
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+            stopped = stopped or time.time()
+        while pids:  # one SIGCHLD may stand for several ranks
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if not pid:
-                return
-            self._ended(self.pids.pop(pid), os.waitstatus_to_exitcode(status))
+                break
+            rank, status = pids.pop(pid), os.waitstatus_to_exitcode(wait_status)
+            if status == TERMINATED:
+                stopped = stopped or time.time()  # all ranks agree to stop, so the others are about to
+            elif status and rank not in killed and not (stopped and status == -signal.SIGTERM):
+                failed.append((rank, status, time.time()))
+                deadline = min(deadline, time.monotonic() + SETTLE_S)
+        if stopped and not failed:
+            deadline = time.monotonic() + attempt.leave_by(stopped) - time.time()
+        if pids and time.monotonic() >= deadline:
+            killed = sorted(pids.values())
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
 
-    def _ended(self, rank: int, status: int) -> None:
-        if status == TERMINATED:
-            self.stopped = self.stopped or time.time()  # all ranks agree to stop, so the others are about to
-        elif status and rank not in self.killed and not (self.stopped and status == -signal.SIGTERM):
-            self.failed.append((rank, status, time.time()))
-            self._end_within(SETTLE_S)
-
-    def _outcome(self) -> AttemptResult:
-        killed = [f"ranks {self.killed} did not end by themselves and were killed"] if self.killed else []
-        if not self.failed:
-            return AttemptResult(status=TERMINATED if self.stopped else 0, words="".join(killed))
-        rank, status, when = min(self.failed, key=lambda failure: (failure[1] > 0, failure[2]))
-        words = [*killed, f"rank {rank} {_ending(status)}; the end of {self.attempt.log(rank)}:"]
-        return AttemptResult(status=status, time=when, words="\n".join([*words, last_lines(self.attempt.log(rank))]))
+    lines = [f"ranks {killed} did not end by themselves and were killed"] if killed else []
+    if not failed:
+        return AttemptResult(status=TERMINATED if stopped else 0, words="".join(lines))
+    # A killed rank (negative status) is the cause, also if a peer complained earlier.
+    rank, status, when = min(failed, key=lambda failure: (failure[1] > 0, failure[2]))
+    ending = f"ended with status {status}"
+    if status < 0:
+        name = f"signal {-status}"
+        with suppress(ValueError):
+            name = signal.Signals(-status).name
+        ending = f"was killed by {name}"
+    lines += [f"rank {rank} {ending}; the end of {attempt.log(rank)}:", last_lines(attempt.log(rank))]
+    return AttemptResult(status=status, time=when, words="\n".join(lines))
 
 
 def preload() -> None:
-    """Import what every rank needs. Nothing here may start a thread that computes, or touch CUDA."""
+    """Import what every rank needs. Nothing here may start a computing thread or touch CUDA: the process will fork."""
     for name in PRELOADED:
         importlib.import_module(name)
     from llama3.tokens.interleave import even_order
 
     even_order((1, 1))  # the first call of any numba kernel imports numba's typing rules, 1 to 3 s
-    gc.freeze()  # the collector would copy every shared page in every rank
+    gc.freeze()  # otherwise garbage collection copies every shared page in every rank
 
 
 def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
@@ -143,14 +130,14 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # whatever happens, this process must not go on as a second agent
+            os._exit(1)  # whatever happens, this process must not continue as a second agent
     return pid
 
 
 def _be_rank(attempt: Attempt, rank: int, port: int, mask: set[int], agent: int) -> NoReturn:
-    """Take the log for output, the environment that torchrun would give, and do what is asked."""
+    """Redirect output to the log, set the environment variables of torchrun, and run the program."""
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != agent:  # it died before it could be waited for
+    if os.getppid() != agent:  # the agent died before die_with_parent
         os._exit(1)
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"herd-rank-{rank}".encode())
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -160,36 +147,17 @@ def _be_rank(attempt: Attempt, rank: int, port: int, mask: set[int], agent: int)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for text in (sys.stdout, sys.stderr):
         text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    local = attempt.ranks
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": attempt.processes,
-        "LOCAL_RANK": rank - local.start,
-        "LOCAL_WORLD_SIZE": len(local),
+        "LOCAL_RANK": rank - attempt.ranks.start,
+        "LOCAL_WORLD_SIZE": len(attempt.ranks),
         "GROUP_RANK": attempt.node,
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
     program = importlib.import_module(f"llama3.{attempt.program}.main")
     leave(program.main([str(attempt.job)]))
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"was killed by signal {-status}"
-
-
-@contextmanager
-def _held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[set[int]]:
-    """Hold signals back, so that they are waited for and never interrupt; yield the mask as it was."""
-    mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, numbers)}
-    try:
-        yield mask
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _parsed(arguments: list[str]) -> Attempt | None:
@@ -204,19 +172,19 @@ def _parsed(arguments: list[str]) -> Attempt | None:
 
 
 def agent(arguments: list[str]) -> int:
-    """Run the attempt that `arguments` name, or all that come on stdin; return the exit status."""
+    """Run the attempt given by `arguments`, or all attempts from stdin; return the exit status."""
     attempt = _parsed(arguments)
     preload()
     if attempt is not None:
-        outcome = run_attempt(attempt)
-        print(outcome.words, file=sys.stderr)
-        return outcome.status if outcome.status in (0, TERMINATED) else 1
+        result = run_attempt(attempt)
+        print(result.words, file=sys.stderr)
+        return result.status if result.status in (0, TERMINATED) else 1
     for line in sys.stdin:
         run_attempt(Attempt.model_validate_json(line))
     return 0
 
 
 if __name__ == "__main__":
-    # Python 3.12 warns of any thread at a fork; the one there is belongs to pyarrow's jemalloc, which handles forks
+    # Python 3.12 warns of any thread at a fork; the only one belongs to pyarrow's jemalloc, which handles forks
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     leave(agent(sys.argv[1:]))

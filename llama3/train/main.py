@@ -1,8 +1,8 @@
 """The trainer process: `python -m llama3.train.main JOB.json`, alone or under torchrun.
 
-Exit status 0: `result` is complete. 143: told to stop (SIGTERM), a checkpoint is saved. 2: a mistake, or a step at
-which the recipe ends the run; 1: a fault; in both cases the last line on stderr says why. A wrong job is refused before
-torch is imported.
+Exit status 0: `result` is complete. 143: stopped by SIGTERM, a checkpoint is saved. 2: a mistake of the user, or the
+recipe ends the run at a bad step. 1: a fault. After 1 and 2 the last line on stderr gives the reason. An invalid job is
+refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -24,41 +25,33 @@ from storage.artifact import verify_folder
 from storage.lease import LeaseHeld, folder_lease
 
 REFUSED = 2
-"""Another attempt would end in the same way."""
+"""Exit status of errors that another attempt would repeat."""
 
 
 class Stop:
-    """Becomes true on SIGTERM; the loop looks at it between steps."""
+    """Becomes true on SIGTERM; the training loop checks it between steps."""
 
     def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
+        self.requested = False
+        signal.signal(signal.SIGTERM, self._request)
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.requested
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
 
 
 def train(job: TrainJob) -> bool:
-    """Train the stage of `job` in this process; return whether it is complete.
-
-    Raises LeaseHeld if another trainer works in the same folder, and what `Trainer` raises.
-    """
+    """Train the stage of `job`; return whether it is complete. Raises LeaseHeld, and what `Trainer` raises."""
     stop = Stop()
     recipe = load_recipe(job.recipe)
     leads = os.environ.get("RANK", "0") == "0"
     with folder_lease(job.work, f"stage {job.stage}") if leads else nullcontext():
-        return True if _complete(job, recipe) else _train(job, recipe, stop)
-
-
-def _complete(job: TrainJob, recipe: Recipe) -> bool:
-    """Return whether the stage's result is there; one of a recipe that has changed since is given up."""
-    result = job.work / "result"
-    if result.is_dir() and not job.trained_under(recipe) and os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(result)
-    return result.is_dir() and job.trained_under(recipe)
+        result = job.work / "result"
+        if leads and result.is_dir() and not job.trained_under(recipe):  # the recipe has changed since
+            shutil.rmtree(result)
+        return (result.is_dir() and job.trained_under(recipe)) or _train(job, recipe, stop)
 
 
 def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
@@ -88,8 +81,13 @@ def main(arguments: list[str]) -> int:
     """Run the job file named in `arguments`; return the exit status."""
     try:
         job = TrainJob.model_validate_json(Path(arguments[0]).read_text())
-        return 0 if _recorded(job) else TERMINATED
-    except (ValueError, LeaseHeld, FloatingPointError) as error:  # mistakes and bad numbers, not faults of ours
+        run: Callable[[TrainJob], bool | None] = train
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reads there which process failed first and why
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            run = record(train)
+        return 0 if run(job) else TERMINATED
+    except (ValueError, LeaseHeld, FloatingPointError) as error:  # mistakes of the user and bad steps, not faults
         print(f"trainer: {error}", file=sys.stderr)
         return REFUSED
     except Exception as error:
@@ -99,23 +97,14 @@ def main(arguments: list[str]) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without taking the interpreter apart.
+    """End the process without shutting down the interpreter.
 
-    Everything is on the disk by now, but torch's threads can abort in the interpreter's last moments ("terminate called
-    without an active exception", about once in 20 runs of two gloo processes), and a finished stage would look failed.
+    Everything is on the disk by now, but torch's threads can abort during the shutdown ("terminate called without an
+    active exception", about once in 20 runs of two gloo processes), and a finished stage would look failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _recorded(job: TrainJob) -> bool:
-    """Train so that torchrun, if it started us, learns which process failed first and why."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return train(job)
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return bool(record(train)(job))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""AdamW and gradient clipping (Llama 3, section 3.4.1): decay on matrices, none on norms and embeddings unless asked.
+"""AdamW and gradient clipping (Llama 3, section 3.4.1): decay on matrices, on norms and embeddings only if asked.
 
-The update never waits for the host: scale and verdict are tensors, and a step found bad changes nothing (`found_inf` of
-the fused kernel leaves weights, moments and step counts as they were).
+The update never waits for the host: the scale is a tensor, and so is the flag of a bad step, which changes nothing
+(`found_inf` of the fused kernel leaves weights, moments and step counts as they were).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adamw(named: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """Return the optimizer with its state already made, so that a checkpoint has somewhere to be loaded into."""
+    """Return the optimizer with its state already allocated, so that a checkpoint can be loaded into it."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in named.items():
         groups.setdefault(settings.weight_decay if _decays(name, parameter, settings) else 0.0, []).append(parameter)
@@ -38,13 +38,12 @@ def _decays(name: str, parameter: nn.Parameter, settings: Optimizer) -> bool:
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the sum of squares, fp64, of the gradients that this process holds and counts.
-
-    What several processes hold alike (norms under tensor parallelism, all weights under HSDP) is counted by the first.
-    """
-    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squares = [torch.linalg.vector_norm(local(g), dtype=torch.float64).square() for g in held if _counts(g)]
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=local(held[0]).device)
+    """Return the sum of squares, fp64, of this process's gradients; replicas are counted by their first process."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = [torch.linalg.vector_norm(local(grad), dtype=torch.float64).square() for grad in grads if _counts(grad)]
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=local(grads[0]).device)
+    return torch.stack(squares).sum()
 
 
 def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
@@ -54,7 +53,7 @@ def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _counts(gradient: Any) -> bool:
-    if not hasattr(gradient, "placements"):  # plain; DTensor itself takes 0.7 s to import
+    if not hasattr(gradient, "placements"):  # a plain tensor; isinstance would need DTensor, 0.7 s to import
         return True
     axes = zip(gradient.device_mesh.get_coordinate(), gradient.placements, strict=True)
-    return all(place == 0 for place, where in axes if where.is_replicate())
+    return all(rank == 0 for rank, placement in axes if placement.is_replicate())

@@ -1,9 +1,8 @@
-"""Peak speed of devices by the name that the driver gives, for utilisation (MFU).
+"""Peak FLOP/s of devices by the name that the driver reports, for model FLOPs utilization (MFU).
 
-Dense tensor-core FLOP/s of the makers' data sheets: their headline figures are for 2:4 sparsity and twice these. No
-device reaches its peak: an H200 gives 769 to 798 of its 989 TFLOP/s in an 8,192^3 bf16 product, so an MFU of 50 % is
-64 % of what a matrix product does. Names are compared whole, so a slice of a device (MIG) or a card that is not here
-has no peak, and a utilisation is left out rather than guessed.
+Dense tensor-core figures of the data sheets, whose headline figures are for 2:4 sparsity and twice these. An H200
+reaches 769 to 798 of its 989 TFLOP/s in an 8,192^3 bf16 product. Names are compared whole: a slice of a device (MIG) or
+an unknown card has no peak, and no MFU is logged.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PEAKS: dict[str, dict[str, float]] = {
 
 
 class PeakFlops(NamedTuple):
-    """The peak that a utilisation is of."""
+    """The peak that a utilization is a fraction of."""
 
     flops: float
     """Operations per second and device."""
@@ -46,13 +45,13 @@ class PeakFlops(NamedTuple):
 
 
 def peak_of(device: str, compute: str) -> PeakFlops | None:
-    """Return the peak of the device with this name for products in `compute`, or None where it is not known."""
+    """Return the peak of the device with this name for products in `compute`, or None if it is unknown."""
     flops = PEAKS.get(device, {}).get(compute)
     return None if flops is None else PeakFlops(flops, compute)
 
 
 def described(device: str, compute: str) -> str:
-    """Return how utilisation is counted on the device with this name, for the log."""
+    """Return how utilization is computed on the device with this name, for the log."""
     peak = peak_of(device, compute)
     if peak is None:
         return f"{device}, {compute} peak unknown: no MFU"
@@ -60,7 +59,7 @@ def described(device: str, compute: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the driver, or the kernel for a processor, calls the device."""
+    """Return the name of the device as the driver reports it, of a CPU as /proc/cpuinfo does."""
     if device.type == "cuda":
         import torch
 

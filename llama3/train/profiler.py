@@ -1,12 +1,7 @@
-"""Looking into a trainer on request: a trace of chosen steps, device memory, the last collectives, stacks of a hang.
+"""Profiling on request: a trace of chosen steps, device memory, the flight recorder, stacks of a process that hangs.
 
-`profile` in the job file asks for the first three; nothing of them costs anything otherwise. A trace (torch.profiler,
-Chrome format, for ui.perfetto.dev) shows every operator on host and device with the trainer's own parts named; steps
-that are traced are slower. Memory history says what allocated each block (pytorch.org/memory_viz). The flight recorder
-is torch's ring of the last collectives; a process that fails leaves it behind, and NCCL's one that times out does so by
-itself. Stacks of all threads are written to the process's log whenever it gets SIGUSR1, and without asking shortly
-before a step has taken as long as the time-out: where a rank hangs is then known, though it can say nothing any more.
-What this gives up: a hang inside C code shows only the Python line that called it.
+Traces (torch.profiler, Chrome format) open in ui.perfetto.dev, memory history in pytorch.org/memory_viz. Stacks of all
+threads are written to the process's log on SIGUSR1, and shortly before a step has taken as long as the time-out.
 """
 
 from __future__ import annotations
@@ -27,35 +22,36 @@ if TYPE_CHECKING:  # a job file is checked before torch is imported
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
-"""Allocations and frees that are remembered, with a stack each."""
+"""Allocations and frees that are kept, with a stack each."""
 PATIENCE = 0.9
-"""Part of the time-out after which a step that does not end shows its stacks: before its peers end it."""
+"""Fraction of the time-out after which a step that does not end prints its stacks: before its peers end it."""
 STDERR = 2
 
 
 class Profile(BaseModel):
-    """What to look into; the files go to `profile` in the stage's folder."""
+    """What to profile; the files go to `profile` in the stage's folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     steps: tuple[int, int] | None = None
-    """Trace this many steps from that one on: [first, count]; the attempt's first step is 0. Leave the first few out,
-    they compile and allocate."""
+    """Steps to trace: [first, count]; the attempt's first step is 0. Leave out the first few: they compile and
+    allocate. Traced steps are slower."""
     ranks: list[int] = [0]
     """The processes that write traces and memory history."""
     memory: bool = False
     """Record allocations over the same steps (CUDA only)."""
     stacks: bool = False
-    """Note the Python line of every operator in the trace (slow)."""
+    """Record the Python line of every operator in the trace (slow)."""
     flight: int = Field(default=0, ge=0)
-    """Collectives that the flight recorder remembers on every process; 0: off, 2,000 is usual."""
+    """Collectives that torch's flight recorder keeps on every process; 0: off, 2,000 is usual. Written when a process
+    fails, or by NCCL when it times out."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
         if self.steps is not None and (self.steps[0] < 0 or self.steps[1] < 1):
             raise ValueError(f"steps {list(self.steps)}: write [first, count], first from 0 on and at least one step")
         if self.steps is None and (self.memory or self.stacks):
-            raise ValueError("memory and stacks are of certain steps; write steps: [first, count] too")
+            raise ValueError("memory and stacks need traced steps; write steps: [first, count] too")
         return self
 
 
@@ -63,13 +59,13 @@ def flight_environment(profile: Profile | None, work: Path) -> dict[str, str]:
     """Return environment variables to set before the process group is made, under the names of torch 2.11 and 2.13."""
     if profile is None or not profile.flight:
         return {}
-    place = work / FOLDER / "flight-rank-"  # torch appends the rank
+    prefix = work / FOLDER / "flight-rank-"  # torch appends the rank
     return {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(profile.flight),
         "TORCH_FR_BUFFER_SIZE": str(profile.flight),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(place),
-        "TORCH_FR_DUMP_TEMP_FILE": str(place),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(prefix),
+        "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
     }
 
 
@@ -82,7 +78,7 @@ def prepare(profile: Profile | None, work: Path) -> None:
 
 
 def dump_flight(profile: Profile | None, work: Path, rank: int) -> Path | None:
-    """Write down the last collectives of this process, which is about to fail; return the file if there is one."""
+    """Write the last collectives of this process, which is about to fail; return the file if there is one."""
     if profile is None or not profile.flight:
         return None
     from torch._C import _distributed_c10d as native
@@ -94,17 +90,20 @@ def dump_flight(profile: Profile | None, work: Path, rank: int) -> Path | None:
 
 
 def expect_step(timeout_s: float) -> None:
-    """Call when a step begins: shows the stacks if the next call (or `expect_nothing`) is too long in coming."""
+    """Call when a step begins: prints the stacks unless the next call (or `expect_nothing`) comes in time.
+
+    A hang inside C code shows only the Python line that called it.
+    """
     faulthandler.dump_traceback_later(PATIENCE * timeout_s, file=STDERR)
 
 
 def expect_nothing() -> None:
-    """Call when no step is under way any more."""
+    """Call when no step is running any more."""
     faulthandler.cancel_dump_traceback_later()
 
 
 class Profiler:
-    """Traces the steps that a profile asks for; does nothing without one, or on a process that it does not name."""
+    """Traces the steps of a profile; does nothing without one, or on ranks that it does not list."""
 
     def __init__(self, profile: Profile | None, work: Path, rank: int, device: torch.device) -> None:
         """Raises ValueError for memory history on a device that has none."""
@@ -113,25 +112,25 @@ class Profiler:
         self.profile = profile if profile is not None and profile.steps and rank in profile.ranks else None
         self.folder, self.rank, self.device = work / FOLDER, rank, device
         self.steps = 0
-        """Begun so far."""
+        """Steps begun so far."""
         self._trace: Any = None
         self._span: Any = None
 
     def step(self) -> str | None:
-        """Note that a step begins; return a line for the log if files were written."""
+        """Call when a step begins; returns a line for the log if files were written."""
         number, self.steps = self.steps, self.steps + 1
         if self.profile is None or self.profile.steps is None:
             return None
         first, count = self.profile.steps
-        told = self.close() if number == first + count else None
+        line = self.close() if number == first + count else None
         if number == first:
             self._begin(self.profile)
         if self._trace is not None:
             self._name(f"step {number}")
-        return told
+        return line
 
     def close(self) -> str | None:
-        """End a trace that is under way, and write it down; return a line for the log, if there was one."""
+        """End and write the trace in progress, if any; return a line for the log."""
         if self._trace is None or self.profile is None or self.profile.steps is None:
             return None
         import torch
@@ -152,7 +151,7 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the device's part would begin with the steps before
+            torch.cuda.synchronize(self.device)  # otherwise the device's part would begin with earlier steps
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         if profile.memory:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -160,7 +159,7 @@ class Profiler:
         self._trace.start()
 
     def _name(self, text: str | None) -> None:
-        """End the named span that is open and begin another."""
+        """End the open named span and begin another."""
         if self._span is not None:
             self._span.__exit__(None, None, None)
         self._span = None if text is None else part(text)

@@ -1,7 +1,7 @@
-"""Everything that training carries from step to step: weights, optimizer moments, running average, position.
+"""The training state: weights, optimizer moments, running average, position.
 
-All of it is named tensors and three numbers, so that it can be saved and loaded under any layout. A process holds its
-part: some layers if there is a pipeline, slices of matrices, shards.
+All of it is named tensors and three numbers, so it can be saved and loaded under any layout. A process holds its part:
+some layers if there is a pipeline, slices of matrices, shards.
 """
 
 from __future__ import annotations
@@ -32,13 +32,30 @@ class TrainState:
         position: int,
         exact: bool = False,
     ) -> None:
-        """Make room for weights and moments; the weights hold nothing yet (see `reset`, `fill` and `load_state`).
+        """Allocate weights and moments; the weights are not initialized (see `reset`, `fill` and `load_state`).
 
         `exact` sums gradients in fp64, so that they do not depend on the number of data-parallel processes.
         """
         self.spec, self.rows = recipe.model, rows
-        self.parts: Mapping[int, Transformer] = _build(recipe, rows, precision, world, exact)
-        """This process's pipeline stages by number; one, with number 0, without a pipeline."""
+        self.parts: Mapping[int, Transformer]
+        """This process's pipeline stages by number; without a pipeline the whole model, number 0."""
+        if world.mesh is None:
+            model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
+            model.compute, model.recompute = precision.compute, world.layout.recompute
+            if precision.float8:
+                use_float8(model.layers)
+            if world.layout.compile:
+                for block in model.layers.values():
+                    block.compile()
+            self.parts = {0: model}
+        else:
+            from llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
+
+            self.parts = empty_parts(
+                recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8
+            )
+            for part in self.parts.values():
+                part.to_empty(device=world.device)
         for part in self.parts.values():
             part.z_loss = recipe.z_loss
         self.parameters: dict[str, nn.Parameter] = {
@@ -49,10 +66,10 @@ class TrainState:
         self.sum: dict[str, Tensor] = {}
         """Running sum of the weights at the positions averaged so far, in the weights' own precision."""
         self.averaged = 0
-        """What the sum is divided by: how many positions that were; 1 for an average that forgets."""
+        """Divisor of the sum: the number of positions in it; 1 for an exponential moving average."""
 
     def reset(self, recipe: Recipe, position: int, world: ParallelContext) -> None:
-        """Take the state with which a run starts: weights that depend on the recipe's model and seed only."""
+        """Set the initial state of a run: weights that depend on the recipe's model and seed only."""
         self.fill(lambda name, shape: initial_value(recipe.model, recipe.seed, name, shape), world)
         for moments in self.optimizer.state.values():
             for value in moments.values():
@@ -73,20 +90,20 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; writing into them changes the state."""
-        found = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            found |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
-        return found | {f"average.{name}": value for name, value in self.sum.items()}
+            tensors |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
+        return tensors | {f"average.{name}": value for name, value in self.sum.items()}
 
     def make_average(self, averaged: int) -> None:
-        """Make room for an average over `averaged` positions that is about to be loaded."""
+        """Allocate an average over `averaged` positions that is about to be loaded; 0 removes it."""
         self.averaged = averaged
         self.sum = {}
         if averaged:
             self.sum = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
 
     def add_to_average(self, decay: float | None = None) -> None:
-        """Count the present weights into the average: into a sum, or into one that forgets with `decay`."""
+        """Add the present weights to the sum, or with `decay` to an exponential moving average."""
         first = not self.averaged
         if first:
             self.make_average(1)
@@ -98,23 +115,3 @@ class TrainState:
                     self.sum[name].lerp_(parameter, 1 - decay)
         if decay is None and not first:
             self.averaged += 1
-
-
-def _build(
-    recipe: Recipe, rows: int, precision: Precision, world: ParallelContext, exact: bool
-) -> Mapping[int, Transformer]:
-    if world.mesh is None:
-        model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
-        model.compute, model.recompute = precision.compute, world.layout.recompute
-        if precision.float8:
-            use_float8(model.layers)
-        if world.layout.compile:
-            for block in model.layers.values():
-                block.compile()
-        return {0: model}
-    from llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
-
-    parts = empty_parts(recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8)
-    for part in parts.values():
-        part.to_empty(device=world.device)
-    return parts

@@ -1,9 +1,7 @@
-"""One optimizer step: gradients of the summed nats of the batch, then one update by their mean.
+"""One optimizer step: gradients of the summed loss (nats) of the batch, then one update by their mean.
 
-The loss of a batch is the sum of nats over all its targets divided by their number, on whatever number of processes and
-micro-batches. Gradients are taken of the sum, and everything that processes must agree on (nats, targets, gradient
-norm, whether to stop or save) goes into one small sum; the division, clipping and the decision to pass over a bad step
-happen on the device. So nothing in a step waits for the host: its numbers are read while the next step runs.
+The loss is the sum of nats over all targets of the batch divided by their number, for any number of processes and
+micro-batches. Nothing in a step waits for the host: the host reads the numbers of a step while the next one runs.
 
 Shapes: B sequences, S sequence length (this process's part of it), D domains.
 """
@@ -17,26 +15,23 @@ import torch
 from torch import Tensor
 
 from llama3.model.loss import NO_TARGET
-from llama3.model.transformer import Transformer
 from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.base import DOMAINS, Domain
+from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
 from llama3.train.data_loader import LocalBatch, Step
 from llama3.train.job import TrainJob
-from llama3.train.loss_spikes import SpikeGuard
+from llama3.train.loss_spikes import SpikeGuard, StepResult
 from llama3.train.optimizer import scale, squared_norm
 from llama3.train.profiler import part
 from llama3.train.state import TrainState
 
-# Numbers on their way from the device to the host.
-#
-# Reading a tensor (`.item()`, `.tolist()`) waits for everything that the device was given before the reading, so
-# reading the numbers of a step after the next one was handed over waits for both. Here the copy is handed over when
-# the numbers are made, into pinned memory, with an event behind it; reading later waits for that event only.
-
 
 class PendingTensor:
-    """The values that `tensor` has now, in stream order."""
+    """A copy of `tensor` on its way to the host, with the values that it has now in stream order.
+
+    `.item()` and `.tolist()` wait for everything that was enqueued before them, hence also for the next step. This copy
+    goes to pinned memory and is followed by an event; `read` waits for that event only.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
@@ -56,112 +51,19 @@ class PendingTensor:
         return values
 
 
-FLAGS = 2
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """What a step found, on the device; the same on every process."""
-
-    tally_D2: Tensor
-    """fp64: sum of nats and number of targets of each domain."""
-    targets: Tensor
-    loss: Tensor
-    """Nats per target, fp64."""
-    grad_norm: Tensor
-    """Of the mean loss, before clipping, fp64."""
-    flags: Tensor
-    """How many processes want to stop, to save."""
-
-    @classmethod
-    def of(cls, shared: Tensor) -> StepTensors:
-        """Unpack the sum over processes that `gather` made."""
-        tally_D2 = shared[: 2 * len(DOMAINS)].view(-1, 2)
-        nats, targets = tally_D2.sum(0).unbind()
-        targets = targets.clamp(min=1)
-        return cls(tally_D2, targets, nats / targets, shared[-FLAGS - 1].sqrt() / targets, shared[-FLAGS:])
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The same on the host."""
-
-    loss: float
-    grad_norm: float
-    domain_loss: dict[Domain, float]
-    stop: bool
-    save: bool
-    skipped: bool = False
-    """Whether the weights were left as they were, because the step was bad."""
-    score: float = 0.0
-    """Standard deviations above the mean of the steps before (see `spikes`)."""
-
-    @classmethod
-    def read(cls, numbers: PendingTensor) -> StepResult:
-        """Wait for the step and read the numbers that `on_the_way` sent."""
-        *tally, stop, save, loss, norm, skip, high = numbers.read()
-        domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
-        by_domain = {domain: nats / count for domain, nats, count in domains if count}
-        return cls(loss, norm, by_domain, stop > 0, save > 0, skip > 0, high)
-
-
-def on_the_way(measured: StepTensors, skipped: Tensor, score: Tensor) -> PendingTensor:
-    """Send the numbers of a step to the host, before the device is given the next one."""
-    single = [measured.loss, measured.grad_norm, skipped, score]
-    return PendingTensor(
-        torch.cat([measured.tally_D2.flatten(), measured.flags, torch.stack([n.double() for n in single])])
-    )
-
-
-def accumulate(model: Transformer, share: LocalBatch, micro_batch: int, zero: int) -> Tensor:
-    """Add the gradients of this process's share to `model`; return nats per token [B, S]."""
-    from llama3.parallel.parallelize import last_micro_batch
-
-    nats = []
-    sequences = len(share.tokens_BS)
-    for first in range(0, sequences, micro_batch):
-        part = slice(first, first + micro_batch)
-        last_micro_batch(model, first + micro_batch >= sequences, zero)
-        documents = None if share.documents_BS is None else share.documents_BS[part]
-        nats_BS = model(share.tokens_BS[part], documents, share.targets_BS[part])
-        nats_BS.sum().backward()
-        nats.append(nats_BS.detach())
-    return torch.cat(nats)
-
-
-def tally(nats_BS: Tensor | None, share: LocalBatch, world: ParallelContext) -> Tensor:
-    """Return fp64 [D, 2]: nats and targets of each domain in this process's share, zero if another counts them."""
-    tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
-    if nats_BS is not None and world.first_of_copy:
-        rows = torch.stack([nats_BS.double().flatten(), (share.targets_BS != NO_TARGET).double().flatten()], 1)
-        tally_D2.index_add_(0, share.domains_BS.flatten(), rows)
-    return tally_D2
-
-
-def agree(tally_D2: Tensor, squares: Tensor, stop: bool, save: bool, world: ParallelContext) -> StepTensors:
-    """Sum over all processes what each found; `stop` and `save` hold if any process says so."""
-    flags = torch.tensor([stop, save], dtype=torch.float64).to(world.device, non_blocking=True)
-    return StepTensors.of(world.sum(torch.cat([tally_D2.flatten(), squares.view(1), flags])))
-
-
-# Take optimizer steps: what runs on the devices, in which order, without waiting for the host.
-#
-# Forward and backward over micro-batches (or the pipeline's schedule), one sum over processes, the verdict on the
-# step, clipping, the update. The host learns of a step through `Pending.read`, which it calls while the next one
-# runs. What this gives up: a step's log line comes one step late, and a save that a clock asks for happens one step
-# later.
-
-
 @dataclass(frozen=True)
 class Pending:
-    """A step that was handed to the device and not looked at yet."""
+    """A step that the device works on and the host has not read yet."""
 
     step: Step
     numbers: PendingTensor
 
     def read(self) -> StepResult:
         """Wait for the step to end and return its numbers."""
-        return StepResult.read(self.numbers)
+        *tally, stop, save, loss, norm, skip, score = self.numbers.read()
+        domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
+        by_domain = {domain: nats / count for domain, nats, count in domains if count}
+        return StepResult(loss, norm, by_domain, stop > 0, save > 0, skip > 0, score)
 
 
 class Engine:
@@ -173,73 +75,97 @@ class Engine:
         self.state, self.world, self.guard = state, world, guard
         self.clip = recipe.optimizer.clip
         self.micro_batch = 1 if job.deterministic else job.micro_batch
-        self.pipeline = _pipeline(state, world)
+        self.pipeline: Any = None
+        if world.layout.pp > 1:
+            from llama3.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
 
-    def take(self, step: Step, share: LocalBatch, lr: float, stop: bool, save: bool) -> Pending:
-        """Train on this process's share of `step` at learning rate `lr`.
+            self.pipeline = Pipeline(dict(state.parts), world)
 
-        `stop` and `save` are this process's wishes; the outcome says whether any process has them.
+    def train_step(self, step: Step, batch: LocalBatch, lr: float, stop: bool, save: bool) -> Pending:
+        """Train on `batch`, this process's part of `step`, at learning rate `lr`; return before the device is done.
+
+        `stop` and `save` are the requests of this process; the result says whether any process has made them.
         """
-        state, parameters = self.state, list(self.state.parameters.values())
-        with part("gradients"):
-            nats_BS = self._gradients(share)
-        measured = agree(tally(nats_BS, share, self.world), squared_norm(parameters), stop, save, self.world)
-        bad = self.guard.flag(measured.loss, measured.grad_norm)
-        scale(parameters, self._factor(measured))
-        with part("update"):
-            self._update(lr, bad)
-        state.position = step.end
-        return Pending(step, on_the_way(measured, bad, self.guard.score))
+        from llama3.parallel.parallelize import last_micro_batch
 
-    def _gradients(self, share: LocalBatch) -> Tensor | None:
-        """Leave the gradients of the summed nats in the weights; return the nats where the last layer is."""
-        if self.pipeline is None:
-            return accumulate(self.state.parts[0], share, self.micro_batch, self.world.layout.zero)
-        micro_batch = largest_divisor(len(share.tokens_BS), self.micro_batch)
-        nats: Tensor | None = self.pipeline.run(share.tokens_BS, share.documents_BS, share.targets_BS, micro_batch)
-        return nats
+        state, world = self.state, self.world
+        parameters = list(state.parameters.values())
+        sequences = len(batch.tokens_BS)
+
+        # Forward and backward: gradients of the summed nats, accumulated over micro-batches.
+        with part("gradients"):
+            nats_BS: Tensor | None
+            if self.pipeline is not None:
+                micro_batch = largest_divisor(sequences, self.micro_batch)
+                nats_BS = self.pipeline.run(batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch)
+            else:
+                model, nats = state.parts[0], []
+                for first in range(0, sequences, self.micro_batch):
+                    chunk = slice(first, first + self.micro_batch)
+                    # Gradients are reduced over processes in the last micro-batch only.
+                    last_micro_batch(model, first + self.micro_batch >= sequences, world.layout.zero)
+                    documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
+                    chunk_nats_BS = model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk])
+                    chunk_nats_BS.sum().backward()
+                    nats.append(chunk_nats_BS.detach())
+                nats_BS = torch.cat(nats)
+
+        # One all-reduce for everything that processes must agree on, in fp64.
+        tally_D2, squares = tally(nats_BS, batch, world), squared_norm(parameters)
+        requests_2 = torch.tensor([stop, save], dtype=torch.float64).to(world.device, non_blocking=True)
+        shared = world.sum(torch.cat([tally_D2.flatten(), squares.view(1), requests_2]))
+        tally_D2, requests_2 = shared[: 2 * len(DOMAINS)].view(-1, 2), shared[-2:]
+        nats_sum, targets = tally_D2.sum(0).unbind()
+        targets = targets.clamp(min=1)
+        loss, grad_norm = nats_sum / targets, shared[-3].sqrt() / targets
+
+        # Clip and update. A bad step changes nothing: the fused kernel leaves weights and moments as they are.
+        bad = self.guard.flag(loss, grad_norm)
+        scale(parameters, (self.clip / grad_norm.clamp(min=self.clip)) / targets)  # of the sum -> of the mean, clipped
+        with part("update"):
+            optimizer: Any = state.optimizer
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.found_inf = bad
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        state.position = step.end
+
+        # Send the numbers to the host before the device is given the next step.
+        single = [loss, grad_norm, bad, self.guard.score]
+        numbers = [tally_D2.flatten(), requests_2, torch.stack([number.double() for number in single])]
+        return Pending(step, PendingTensor(torch.cat(numbers)))
 
     @torch.no_grad()
-    def nats(self, share: LocalBatch) -> Tensor | None:
-        """Return the nats [B, S] of a share without training on it, where the last layer is; None elsewhere."""
-        count = len(share.tokens_BS)
+    def nats(self, batch: LocalBatch) -> Tensor | None:
+        """Return the nats [B, S] of `batch` without training on it; None on processes without the last layer."""
+        sequences = len(batch.tokens_BS)
         if self.pipeline is not None:
-            micro_batch = largest_divisor(count, self.micro_batch)
-            found: Tensor | None = self.pipeline.evaluate(
-                share.tokens_BS, share.documents_BS, share.targets_BS, micro_batch
+            micro_batch = largest_divisor(sequences, self.micro_batch)
+            nats_BS: Tensor | None = self.pipeline.evaluate(
+                batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch
             )
-            return found
+            return nats_BS
         from llama3.parallel.parallelize import release
 
-        model, parts = self.state.parts[0], []
-        for first in range(0, count, self.micro_batch):
-            rows = slice(first, first + self.micro_batch)
-            documents = None if share.documents_BS is None else share.documents_BS[rows]
-            parts.append(model(share.tokens_BS[rows], documents, share.targets_BS[rows]))
+        model, nats = self.state.parts[0], []
+        for first in range(0, sequences, self.micro_batch):
+            chunk = slice(first, first + self.micro_batch)
+            documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
+            nats.append(model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk]))
         release(model)
-        return torch.cat(parts)
+        return torch.cat(nats)
 
-    def _factor(self, measured: StepTensors) -> Tensor:
-        """Return what turns gradients of the sum into clipped gradients of the mean."""
-        return (self.clip / measured.grad_norm.clamp(min=self.clip)) / measured.targets
 
-    def _update(self, lr: float, bad: Tensor) -> None:
-        optimizer: Any = self.state.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.found_inf = bad
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+def tally(nats_BS: Tensor | None, batch: LocalBatch, world: ParallelContext) -> Tensor:
+    """Return fp64 [D, 2]: nats and targets of each domain in `batch`; zeros if another process counts them."""
+    tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
+    if nats_BS is not None and world.first_of_copy:
+        pairs = torch.stack([nats_BS.double().flatten(), (batch.targets_BS != NO_TARGET).double().flatten()], 1)
+        tally_D2.index_add_(0, batch.domains_BS.flatten(), pairs)
+    return tally_D2
 
 
 def largest_divisor(count: int, limit: int) -> int:
-    """Return the largest divisor of `count` that is at most `limit`: a pipeline wants equal micro-batches."""
+    """Return the largest divisor of `count` that is at most `limit`: a pipeline needs equal micro-batches."""
     return next(size for size in range(min(count, limit), 0, -1) if count % size == 0)
-
-
-def _pipeline(state: TrainState, world: ParallelContext) -> Any:
-    if world.layout.pp == 1:
-        return None
-    from llama3.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
-
-    return Pipeline(dict(state.parts), world)

@@ -1,6 +1,6 @@
-"""Held-out documents as rows of tokens: what the trainer scores between two steps, written by whoever starts it.
+"""Held-out documents as rows of tokens, written by the process that starts a trainer, which scores them between steps.
 
-No torch: the process that supervises a trainer does without.
+Does not import torch: the supervising process works without it.
 
 Shapes: N rows, S sequence.
 """
@@ -28,7 +28,7 @@ NO_TARGET = -100
 
 
 class RowTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     @property
     def begin(self) -> int: ...
@@ -52,7 +52,7 @@ class HeldOut:
 
     @classmethod
     def read(cls, folder: Path) -> HeldOut | None:
-        """Return what was written into `folder`, None if nothing was."""
+        """Return the documents in `folder`, or None if there is no file."""
         if not (folder / FILE).is_file():
             return None
         with safe_open(folder / FILE, framework="np") as file:
@@ -61,7 +61,7 @@ class HeldOut:
 
 
 def pack(documents: Iterable[ValidationDocument], coder: RowTokenizer, seq: int) -> HeldOut:
-    """Return `documents` in rows of `seq` tokens, each cut to a row and whole in one; a short row is filled up."""
+    """Pack `documents` into rows of `seq` tokens, each document truncated to a row and whole in one row."""
     rows: list[list[tuple[list[int], int]]] = []
     room = 0
     counts: dict[Domain, int] = {}
@@ -74,12 +74,12 @@ def pack(documents: Iterable[ValidationDocument], coder: RowTokenizer, seq: int)
             room = seq
         rows[-1].append((ids, DOMAINS.index(domain)))
         room -= len(ids) - 1
-    packed = np.array([_row(row, seq) for row in rows], np.int64)
+    packed = np.array([_columns(row, seq) for row in rows], np.int64)
     return HeldOut({name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}, counts)
 
 
-def _row(pieces: Sequence[tuple[list[int], int]], seq: int) -> list[list[int]]:
-    """Return tokens, targets, document numbers and domains of one row; what fills it is a document without targets."""
+def _columns(pieces: Sequence[tuple[list[int], int]], seq: int) -> list[list[int]]:
+    """Return tokens, targets, document numbers and domains of one row; the padding is a document without targets."""
     columns: list[list[int]] = [[], [], [], []]
     for number, (ids, domain) in enumerate(pieces):
         size = len(ids) - 1

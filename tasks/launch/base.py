@@ -1,9 +1,8 @@
-"""Start the trainer on whatever the deployment names, and say how it ended. Here: the contract, and this machine.
+"""The contract of launchers: start the trainer's processes, say how they ended.
 
-Each attempt is a fresh launch: ranks, port and store are new (in-job restarts with gloo fail on stale addresses: 9 of
-9 fresh launches recovered, 3 of 12 in-job restarts did). On this machine one agent forks the ranks of all stages and
-evaluations of a run, so only the first pays the imports. Output goes to files, never to a pipe, so the trainer cannot
-block or die with whoever reads it. What this gives up: a failure stops all ranks, also those that could have gone on.
+Each attempt is a fresh launch with new ranks, port and store: in-job restarts with gloo fail on stale addresses (9 of 9
+fresh launches recovered, 3 of 12 in-job restarts). Output goes to files, never to a pipe, so that the trainer does not
+block or die with its reader. A failure stops all ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Start the trainer on Kubernetes: a rendered JobSet or PyTorchJob per attempt, one pod and one agent per node.
+"""Start the trainer on Kubernetes: a JobSet or PyTorchJob per attempt, one pod and one agent per node.
 
-Restarts are ours, not the controller's: both kinds are told to fail at the first failed pod, because the supervisor
-alone knows whether an attempt got further and how many nodes are left. The manifest stays beside the logs, so it can be
-read and applied by hand. What this gives up: pods see the root only through a shared volume, and a failed attempt frees
-its nodes, which a queue may then give to others.
+The supervisor restarts, not the controller: only it knows whether an attempt made progress and how many nodes are left.
+So both kinds fail at the first failed pod. The manifest stays beside the logs. Pods see the root through a shared
+volume.
 """
 
 from __future__ import annotations

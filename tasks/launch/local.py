@@ -180,3 +180,14 @@ def visible_gpus() -> int:
     present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))
+
+
+def rank_process(rank: int) -> psutil.Process:
+    """Return the process of `rank` among this process's descendants. Raises LookupError."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.name() == f"herd-rank-{rank}" or process.environ().get("RANK") == str(rank):
+                return process
+        except psutil.Error:
+            continue
+    raise LookupError(f"no process of rank {rank}")

@@ -1,9 +1,8 @@
 """Start the trainer on Slurm: one job per attempt, one agent per node, a script that a person can read and submit.
 
-The job outlives a supervisor that is killed: a new one finds it by name and follows it. A supervisor that is told to
-stop cancels it. How an attempt ended is read from the files that the agents leave beside the logs, since not every
-cluster keeps accounts (sacct); Slurm is asked only whether the job is there. What this gives up: a job is a place in
-the queue, so a restart after a failure may wait; on preemption and node failure Slurm itself queues the job again.
+The job outlives a killed supervisor: the next one finds it by name and follows it. A supervisor that is stopped cancels
+it. How an attempt ended is read from files that the agents leave beside the logs, because not every cluster has sacct.
+On preemption and node failure Slurm itself requeues the job.
 """
 
 from __future__ import annotations

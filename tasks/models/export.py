@@ -13,16 +13,6 @@ from tasks.models.lookup import model_folder
 from tasks.models.serving import MODEL, _answer, write_served
 from tasks.report.card import card_of
 
-# A model as a folder that MLflow loads and serves, and a look whether it does.
-#
-# The folder holds `MLmodel`, the file `served_model.py` (a model from code) and `model` (safetensors and
-# tokenizer): no pickle, so it loads with MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false. `mlflow models serve -m FOLDER
-# --env-manager local` serves it where herd is installed. What this gives up: the list of requirements names no
-# herd, because the package of that name in public registries is another; and a version in the registry cannot be
-# served by its name, because it points at a checkpoint whose bytes MLflow never had: export the alias, then serve
-# the folder.
-
-
 if __name__ == "__main__":
     _answer(sys.argv[1], Path(sys.argv[2]))
 

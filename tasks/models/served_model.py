@@ -1,9 +1,8 @@
-"""A model of ours as MLflow serves it: this file and, beside it, the folder `model`; no pickle.
+"""A model as MLflow serves it: this file and, beside it, the folder `model`; no pickle.
 
-`tasks.models.export` puts a copy of this file into a folder of MLflow's, which runs it to load the model. It needs the
-installed package herd and nothing from the place it was copied from. A row of input is a prompt, a row of output the
-text that continues it; parameters hold for all rows of a request. What this gives up: rows are answered one after the
-other, and numbers stay as stored, on the first GPU or else the CPU.
+`tasks.models.serving` copies this file into an MLflow folder, and MLflow runs it to load the model. It needs only the
+installed package herd. An input row is a prompt, an output row its continuation; parameters hold for all rows of a
+request. Rows are answered one after the other, in the stored number format, on the first GPU or else the CPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A model as a folder that MLflow loads and serves, and a look whether it does.
+"""Write a model as a folder that MLflow loads and serves, and test that it does.
 
-The folder holds `MLmodel`, the file `served_model.py` (a model from code) and `model` (safetensors and tokenizer): no
-pickle, so it loads with MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false. `mlflow models serve -m FOLDER --env-manager local`
-serves it where herd is installed. What this gives up: the list of requirements names no herd, because the package of
-that name in public registries is another; and a version in the registry cannot be served by its name, because it points
-at a checkpoint whose bytes MLflow never had: export the alias, then serve the folder.
+The folder holds `MLmodel`, `served_model.py` (a model from code) and `model` (safetensors, tokenizer): no pickle, so it
+loads with MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false. Serve it with `mlflow models serve -m FOLDER --env-manager local`
+where herd is installed: the requirements do not list herd, because public registries have another package of that name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`herd plan calibrate`: measures this machine, stores what was found, and shows it in MLflow.
+"""`herd plan calibrate`: measures this machine, stores the result, and shows it in MLflow.
 
-The experiment `calibration` gets one run a measurement; its x axis is the size (smaller side of a product, length of a
-sequence, width), the one place where it is not the position in tokens. Given up: a measurement that is interrupted
-leaves nothing.
+One artifact per measurement, `calibration/<device>-<key8>` with points and curves; the newest of a device counts. The
+MLflow experiment `calibration` gets a run per measurement whose x axis is the size (smaller side of a product, length
+of a sequence, width) and not the position in tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import suppress
 from rich.table import Table
 
 from llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM, Calibration, Curves, MeasuredPoint
-from llama3.planner.device_curves import MeasuredPoint as Measured
 from storage.artifact import Artifact, ArtifactSpec
 from storage.digests import digest_json
 from storage.object_artifact import open_store
@@ -23,17 +22,17 @@ from tasks.console import Console
 from tasks.step import code_version
 from tasks.tracking.mlflow import MetricPoint, Tracker
 
-# What was measured of devices, under a root: one artifact a measurement, the newest of a device counts.
-#
-# `calibration/<device>-<key8>` holds `calibration.json`, points and curves. A plan reads the curves from here and
-# knows no MLflow. Given up: measurements of one device are not mixed; the newest counts, also where an older one
-# reaches further.
-
 KIND, FILE, VERSION = "calibration", "calibration.json", 1
+KEYS = {
+    GEMM: "calibration/gemm_tflops",
+    FORWARD: "calibration/attention_tflops",
+    BACK: "calibration/attention_backward_tflops",
+    ELEMENTWISE: "calibration/elementwise_gb_s",
+}
 
 
 def store_calibration(root: Root, found: Calibration, seconds: float, code: str) -> Artifact:
-    """Commit what was measured in `seconds` by this version of the code. The same measurement twice is one artifact."""
+    """Commit a calibration that took `seconds`. The same measurement twice is one artifact."""
     store, curves, text = open_store(root), found.curves, found.as_json()
     parameters = {"device": curves.device, "dtype": curves.dtype, "threads": found.threads, "torch": found.torch}
     design = ArtifactSpec(KIND, slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
@@ -50,16 +49,17 @@ def store_calibration(root: Root, found: Calibration, seconds: float, code: str)
 
 
 def load_calibration(root: Root, device: str, dtype: str = "bf16") -> Curves | None:
-    """Return the newest curves measured under `root` on the device that its driver calls so, or None."""
-    found = newest_calibration(root, device, dtype)
-    return found.curves if found else None
+    """Return the newest measured curves of a device (by its driver's name) under `root`, or None."""
+    calibration = newest_calibration(root, device, dtype)
+    return calibration.curves if calibration else None
 
 
 def newest_calibration(root: Root, device: str, dtype: str = "bf16") -> Calibration | None:
-    """Return the newest calibration of a device, with its points, or None; one that cannot be read is passed over."""
+    """Return the newest readable calibration of a device, with its points, or None."""
     for artifact in reversed(open_store(root).all(KIND)):
-        made = artifact.manifest
-        if (made.parameters.get("device"), made.parameters.get("dtype"), made.version) == (device, dtype, VERSION):
+        manifest = artifact.manifest
+        parameters = manifest.parameters
+        if (parameters.get("device"), parameters.get("dtype"), manifest.version) == (device, dtype, VERSION):
             with suppress(OSError, ValueError):
                 artifact.verify()
                 return Calibration.from_json(artifact.part(FILE).read_text())
@@ -67,7 +67,7 @@ def newest_calibration(root: Root, device: str, dtype: str = "bf16") -> Calibrat
 
 
 def calibration_table(found: Calibration) -> Table:
-    """Return a row per point, by kind: how long, how steadily, and what the curve says of it; 80 characters wide."""
+    """Return a row per point, by kind: time, spread, rate, and the curve's rate and error; 80 characters wide."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for header in ("", "ms", "spread", "rate", "curve", "time off"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
@@ -88,7 +88,7 @@ def calibration_table(found: Calibration) -> Table:
 
 
 def calibration_lines(found: Calibration) -> list[str]:
-    """Return the curves in words, and where they hold."""
+    """Return the curves as text, and their measured ranges."""
     curves, gemm, lengths = found.curves, found.curves.gemm, found.curves.attention.lengths
     threads = f" on {found.threads} of its threads" if found.threads else ""
     lines = [
@@ -107,41 +107,33 @@ def calibration_lines(found: Calibration) -> list[str]:
 
 
 def slug(device: str) -> str:
-    """Return a device's name as that of an artifact: nvidia-h100-80gb-hbm3."""
+    """Return a device's name as an artifact name: nvidia-h100-80gb-hbm3."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "device"
 
 
 def unit_of(point: MeasuredPoint) -> tuple[float, str]:
-    """Return what a point's rate is shown in, and its name."""
+    """Return the unit of a point's rate, and its name."""
     return (1e9, "GB/s") if point.what == ELEMENTWISE else (1e12, "TFLOP/s")
 
 
 def sizes(point: MeasuredPoint) -> str:
-    """Return a point's sizes in words."""
+    """Return a point's sizes as text."""
     return " x ".join(f"{size:,}" for size in point.shape)
-
-
-KEYS = {
-    GEMM: "calibration/gemm_tflops",
-    FORWARD: "calibration/attention_tflops",
-    BACK: "calibration/attention_backward_tflops",
-    ELEMENTWISE: "calibration/elementwise_gb_s",
-}
 
 
 def measure_and_store(
     root: Root, console: Console, device: str = "auto", seconds: float = 60.0
 ) -> tuple[Calibration, Artifact]:
-    """Measure `device` (auto, cpu or cuda) of this machine for about `seconds`; return what was found and stored.
+    """Measure `device` (auto, cpu or cuda) of this machine for about `seconds`; return the result and its artifact.
 
-    Raises ValueError for no time and for a device that is not there, before anything is measured.
+    Raises ValueError for no time and for a missing device, before anything is measured.
     """
     from llama3.planner.calibrate import calibrate  # imports torch
 
     began = time.monotonic()
     seen: set[str] = set()
 
-    def say(point: Measured) -> None:
+    def say(point: MeasuredPoint) -> None:
         kind = point.what.split()[0]
         if kind not in seen:
             console.say(f"[dim]  measures {kind}[/]")
@@ -154,25 +146,25 @@ def measure_and_store(
 
 
 def show_calibration(root: Root, found: Calibration, artifact: Artifact) -> str:
-    """Send what was found to MLflow and return the run's handle; the same artifact is one run however often sent."""
+    """Send a calibration to MLflow and return the run's handle; an artifact has one run however often it is sent."""
     tracker = Tracker(root, KIND)
-    made = artifact.manifest
+    manifest = artifact.manifest
     tags = {"herd.run": artifact.label, "kind": KIND, "stage": found.date[:10], "artifact.key": artifact.key[:16]}
-    handle = tracker.open_child("", made.name, tags)
-    tracker.log_params(handle, {**made.parameters, "source": found.curves.source, "artifact": artifact.label})
+    handle = tracker.open_child("", manifest.name, tags)
+    tracker.log_params(handle, {**manifest.parameters, "source": found.curves.source, "artifact": artifact.label})
     tracker.log_points([handle], metric_points(found, artifact.created))
     tracker.close(handle, "FINISHED")
     return handle
 
 
 def metric_points(found: Calibration, at: float) -> list[MetricPoint]:
-    """Return each measured rate and what the curve says of it, over its size, and the constants of the fit."""
+    """Return each measured rate and the curve's rate over the size, and the constants of the fit."""
     points = []
-    for one in found.points:
-        key, unit = KEYS[one.what], unit_of(one)[0]
-        size = min(one.shape[1:]) if one.what == GEMM else one.shape[1]
-        points.append(MetricPoint(key, one.rate / unit, at, size))
-        points.append(MetricPoint(f"{key}_curve", one.amount / found.predicted_s(one) / unit, at, size))
+    for point in found.points:
+        key, unit = KEYS[point.what], unit_of(point)[0]
+        size = min(point.shape[1:]) if point.what == GEMM else point.shape[1]
+        points.append(MetricPoint(key, point.rate / unit, at, size))
+        points.append(MetricPoint(f"{key}_curve", point.amount / found.predicted_s(point) / unit, at, size))
     gemm = found.curves.gemm
     constants = {"gemm_ceiling": gemm.ceiling, "gemm_half": gemm.half, "gemm_miss": found.gemm_miss}
     return points + [MetricPoint(f"calibration/{name}", value, at, 0) for name, value in constants.items()]

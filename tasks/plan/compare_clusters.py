@@ -1,13 +1,13 @@
-"""Clusters side by side for one recipe: a table, and an MLflow run for each with the metrics of a training run.
+"""Comparison of clusters for one recipe: a table, and an MLflow run for each with the metrics of a training run.
 
-The runs stand in the experiment `<recipe>-plan`, one per cluster, and are written anew each time; positions are tokens,
-so that MLflow lays them over each other and over a real run. Metrics that a plan cannot know are absent.
+The experiment `<recipe>-plan` has one run per cluster, replaced each time. Positions are tokens, so MLflow overlays the
+plans with each other and with a real run. Metrics that a plan cannot know are absent.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class OnCluster:
 
     @property
     def days(self) -> float:
-        """Wall time at the goodput of its main part."""
+        """Wall time with the goodput of the main part."""
         return sum(part.seconds for part in self.projection.parts) / self.uptime.share / 86_400
 
     @property
@@ -73,72 +73,67 @@ class OnCluster:
 
 def compare_fabrics(root: Root, recipe: Recipe, clusters: Sequence[str], gpus: Sequence[str]) -> list[OnCluster]:
     """Return the recipe on each cluster, the fastest first, each recorded in MLflow. Raises ValueError."""
-    known_stages(recipe, parse_gpus(gpus)[1])
-    projected = [_on(root, recipe, fabric, gpus) for fabric in [load_fabric(name) for name in clusters]]
+    everywhere, places = parse_gpus(gpus)
+    known_stages(recipe, places)
+    planned = []
+    for fabric in [load_fabric(name) for name in clusters]:
+        curves = curves_of(fabric, root)
+        projection = project(recipe, embedding_rows(recipe), fabric, curves, places, everywhere)
+        main = projection.main
+        reliability = uptime(main.best.world, save_interval(recipe, main), gpus_per_host=fabric.server.gpus)
+        planned.append(OnCluster(projection, bandwidth_share(fabric), reliability))
     tracker = Tracker(root, f"{recipe.name}-plan")
-    found = [replace(one, run=_record(tracker, one.projection, one.uptime)) for one in projected]
-    return sorted(found, key=lambda one: one.days)
+    recorded = [replace(plan, run=_record(tracker, plan.projection, plan.uptime)) for plan in planned]
+    return sorted(recorded, key=lambda plan: plan.days)
 
 
 def fabrics_table(found: Sequence[OnCluster]) -> Table:
-    """Return a row per cluster, the fastest first: what building each would give."""
+    """Return a row per cluster, the fastest first."""
     table = plain_table(
         "cluster", "routing", "card", "GPUs", "step s", "TFLOP/s", "uptime", "days", "GPU-hours", "slower",
         left=("cluster", "routing"),
     )  # fmt: skip
-    for one in found:
-        best = one.projection.main.best
+    for plan in found:
+        best = plan.projection.main.best
         table.add_row(
-            one.fabric.name,
-            one.fabric.routing,
-            f"{one.share:.0%}",
+            plan.fabric.name,
+            plan.fabric.routing,
+            f"{plan.share:.0%}",
             f"{best.world:,}",
             f"{best.time.total:.3f}",
             f"{best.tflops:.0f}",
-            f"{one.uptime.share:.1%}",
-            f"{one.days:.1f}",
-            f"{one.gpu_hours / 1e6:.2f}M",
-            f"{one.days / found[0].days - 1:+.1%}",
+            f"{plan.uptime.share:.1%}",
+            f"{plan.days:.1f}",
+            f"{plan.gpu_hours / 1e6:.2f}M",
+            f"{plan.days / found[0].days - 1:+.1%}",
         )
     return table
 
 
-def _on(root: Root, recipe: Recipe, fabric: Fabric, gpus: Sequence[str]) -> OnCluster:
-    rows = embedding_rows(recipe)
-    everywhere, places = parse_gpus(gpus)
-    projection = project(recipe, rows, fabric, curves_of(fabric, root), places, everywhere)
-    hold = uptime(projection.main.best.world, save_interval(recipe, projection.main), gpus_per_host=fabric.server.gpus)
-    return OnCluster(projection, bandwidth_share(fabric), hold)
-
-
-def _record(tracker: Tracker, projection: Projection, hold: Uptime) -> str:
+def _record(tracker: Tracker, projection: Projection, reliability: Uptime) -> str:
     """Write a plan as an MLflow run; return its page."""
     recipe, fabric = projection.recipe, projection.fabric
     tags = {"cluster": fabric.name, "recipe.digest": digest(resolved(recipe)), "stage": "plan"}
     params = flatten({"cluster": fabric.model_dump(mode="json"), "model": resolved(recipe)["model"]}, depth=2)
     name = f"plan-{recipe.name}-{fabric.name}"
-    tracker.reach.attempt(lambda: _discard(tracker, name), None)
+
+    def discard() -> None:
+        """Delete the runs of earlier comparisons: MLflow keeps every point and every parameter of a run."""
+        for run in tracker.client.search_runs([tracker.experiment], tracker.query(name)):
+            tracker.client.delete_run(run.info.run_id)
+
+    tracker.reach.attempt(discard, None)
     run = tracker.open_run(name, tags, params)
-    tracker.log_points([run], [*_points(projection, hold)])
+    now, hours, points = time.time(), 0.0, list[MetricPoint]()
+    for part in projection.parts:  # figures at the first and the last token, with the names of a training run
+        hours += part.seconds * part.best.world / reliability.share / 3600
+        values = part_metrics(part, reliability.share)
+        for position in (part.segment.start, part.segment.end):
+            points += [MetricPoint(key, value, now, position) for key, value in values.items()]
+        points.append(MetricPoint(metrics.GPU_HOURS, hours, now, part.segment.end))
+    tracker.log_points([run], points)
     tracker.close(run, "FINISHED")
     return tracker.page(run)
-
-
-def _discard(tracker: Tracker, name: str) -> None:
-    """Delete what an earlier comparison recorded: MLflow keeps every point and every parameter of a run."""
-    for run in tracker.client.search_runs([tracker.experiment], tracker.query(name)):
-        tracker.client.delete_run(run.info.run_id)
-
-
-def _points(projection: Projection, hold: Uptime) -> Iterable[MetricPoint]:
-    """Yield each part's figures at its first and its last token, under the names that a training run uses."""
-    now, hours = time.time(), 0.0
-    for part in projection.parts:
-        hours += part.seconds * part.best.world / hold.share / 3600
-        values = part_metrics(part, hold.share)
-        for position in (part.segment.start, part.segment.end):
-            yield from (MetricPoint(key, value, now, position) for key, value in values.items())
-        yield MetricPoint(metrics.GPU_HOURS, hours, now, part.segment.end)
 
 
 def part_metrics(part: Projected, effective: float) -> dict[str, float]:

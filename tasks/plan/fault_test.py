@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.restart import rank_process
 from llama3.planner.goodput import CheckpointCosts, Recovery, effective_time
 from llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scaled
 from llama3.planner.uptime import SEEDS, Spread, play
@@ -44,6 +43,7 @@ from tasks.cluster import Cluster
 from tasks.console import Console, TerminalConsole
 from tasks.launch.base import WATCH_S, Launch, fitting, launch_key
 from tasks.launch.launchers import launcher_of
+from tasks.launch.local import rank_process
 from tasks.runs.progress import newest
 from tasks.runs.records import Runs, now
 from tasks.stages.follow import Follower

@@ -1,4 +1,4 @@
-"""What the options of `herd plan` name: a cluster, GPUs of stages, and the curves of a cluster's devices."""
+"""Options of `herd plan`: a cluster, GPUs of stages, and the curves of a cluster's devices."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tasks.plan.calibrate import load_calibration
 
 
 def curves_of(fabric: Fabric, root: Root | None = None) -> Curves:
-    """Return what the cluster's GPUs do: as `herd plan calibrate` measured such a one under `root`, or else assumed."""
+    """Return the curves of the cluster's GPUs: measured by `herd plan calibrate` under `root`, or else assumed."""
     device = fabric.accelerator
     measured = load_calibration(root, device.driver_name) if root is not None and device.driver_name else None
     return in_a_step(measured) if measured else priors(device)
 
 
 def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
-    """Return GPUs of all stages (0: not said), and of single ones. Raises ValueError for what is no number."""
+    """Parse `--gpus`: a default (0 if absent) and per-stage overrides. Raises ValueError for an invalid number."""
     everywhere, places = 0, {}
     for text in asked:
         name, _, number = text.rpartition("=")
         if not number.replace(",", "").isdecimal() or not int(number.replace(",", "")):
-            raise ValueError(f"gpus: {text!r} is no number of GPUs; write 8192, or main=16384 for one stage")
+            raise ValueError(f"gpus: {text!r} is not a number of GPUs; write 8192, or main=16384 for one stage")
         if name:
             places[name] = StagePlacement(int(number.replace(",", "")))
         else:
@@ -38,30 +38,30 @@ def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
 
 
 def known_stages(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
-    """Raise ValueError if a place is for a stage that the recipe does not have."""
+    """Raise ValueError for a stage that the recipe does not have."""
     known = Schedule(recipe).names
     for name in sorted(set(places) - known):
-        raise ValueError(f"gpus: {name} is no stage of the recipe; there are {', '.join(sorted(known))}")
+        raise ValueError(f"gpus: {name} is not a stage of the recipe; write one of {', '.join(sorted(known))}")
 
 
 def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Cluster | None]:
-    """Return the devices and network that `named` describes, and where a run is to work if it is `herd run`'s file.
+    """Return the fabric that `named` describes, and the cluster of a run if it is the file of `herd run`.
 
-    Such a file may name no fabric: then nothing is known of devices and network. Raises ValueError.
+    The fabric is None if such a file names none. Raises ValueError.
     """
     if named in fabric_names() or not Path(named).is_file():
         return load_fabric(named, sparse), None
     data = read_plain(Path(named).read_text())
     if isinstance(data, dict) and "tiers" in data:
         return load_fabric(named, sparse), None
-    place = load_cluster(Path(named))
-    return (load_fabric(place.fabric, sparse) if place.fabric else None), place
+    cluster = load_cluster(Path(named))
+    return (load_fabric(cluster.fabric, sparse) if cluster.fabric else None), cluster
 
 
 def places_of(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
-    """Return where a run's file puts each trained part."""
-    found = {}
+    """Return the placement of each trained part in a run's cluster file."""
+    places = {}
     for span in Schedule(recipe).trained:
-        mine = cluster.at(span.stage.name, span.name)
-        found[span.name] = StagePlacement(mine.processes, mine.layout, mine.micro_batch)
-    return found
+        own = cluster.at(span.stage.name, span.name)
+        places[span.name] = StagePlacement(own.processes, own.layout, own.micro_batch)
+    return places

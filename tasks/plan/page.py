@@ -1,7 +1,4 @@
-"""The page of a plan: one self-contained HTML file with tables and pictures, for those who decide.
-
-Everything on it comes from the same `Planned` that the console prints.
-"""
+"""The page of a plan: one self-contained HTML file, from the same `ClusterPlan` as the console."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ from tasks.plan.tables import NAMES, degrees, inner, layout_words, memory_words,
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
-
-
 LEAST_GPUS = 16
-"""The smallest job in the picture of cost is so many times smaller than the cluster."""
+"""The plot of cost starts at the main part's GPUs over this number."""
 
 
 def write_page(planned: ClusterPlan, path: Path) -> None:
@@ -66,18 +61,24 @@ def page(planned: ClusterPlan) -> str:
 
 
 def figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
-    """Return title, explanation and SVG of every picture."""
+    """Return title, explanation and SVG of every plot."""
     projection, main = planned.projection, planned.main
     best, fabric = main.best, projection.fabric
-    model = step_model(_wanted(planned, best.world), fabric, projection.curves)
+    model = step_model(_query(planned, best.world), fabric, projection.curves)
     parts = model.pipeline(best.layout, best.world, best.load)
     rank = np.array([RankCoords.of(number, best.layout).pp for number in range(best.world)])
     needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
     whole = fabric.accelerator.memory_gb * 1e9
+    reliability = planned.uptimes[best.world]
+    cadence = plots.cadence(
+        lambda seconds: effective_time(reliability.mtti_s, reliability.restart_s, seconds, reliability.costs),
+        reliability.cadence.interval_s,
+        reliability.interval_s,
+    )
     return [
         (
             "The job on the cluster",
-            "Each square is a server, its colour the pipeline rank that it works on; grey servers are free.",
+            "Each square is a server, its color the pipeline rank that it works on; gray servers are free.",
             plots.topology(fabric, planned.placement.placement, rank, best.layout.pp),
         ),
         (
@@ -95,7 +96,7 @@ def figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
             "At the fullest moment, by pipeline rank. Dashed: what a process may use.",
             plots.memory(needs, best.memory.total + best.margin, whole),
         ),
-        ("How often to save", "Effective training time in closed form.", _cadence(planned)),
+        ("How often to save", "Effective training time in closed form.", cadence),
         (
             "Cost against days",
             "The main stage's best layout on other numbers of GPUs, taken for the whole recipe, failures included.",
@@ -104,16 +105,7 @@ def figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
     ]
 
 
-def _cadence(planned: ClusterPlan) -> str:
-    found = planned.uptimes[planned.main.best.world]
-    return plots.cadence(
-        lambda seconds: effective_time(found.mtti_s, found.restart_s, seconds, found.costs),
-        found.cadence.interval_s,
-        found.interval_s,
-    )
-
-
-def _wanted(planned: ClusterPlan, world: int) -> LayoutQuery:
+def _query(planned: ClusterPlan, world: int) -> LayoutQuery:
     projection, segment = planned.projection, planned.main.segment
     fabric, recipe = projection.fabric, projection.recipe
     memory_bytes, servers = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
@@ -123,17 +115,19 @@ def _wanted(planned: ClusterPlan, world: int) -> LayoutQuery:
 
 
 def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
-    """Return GPUs, days and money of jobs of other sizes, if all stages slowed down as the main one does."""
+    """Return GPUs, days and money of jobs of other sizes, if all stages scale as the main one does."""
     projection, main = planned.projection, planned.main
     points: list[tuple[int, float, float]] = []
-    hold = planned.uptimes[main.best.world]
+    reliability = planned.uptimes[main.best.world]
     world = 1 << (projection.fabric.gpus.bit_length() - 1)
     while world >= max(1, main.best.world // LEAST_GPUS):
-        wanted = _wanted(planned, world)
-        found = search(wanted, step_model(wanted, projection.fabric, projection.curves)).fitting
-        if found:
-            share = uptime(world, hold.interval_s, hold.costs, gpus_per_host=projection.fabric.server.gpus).share
-            slower = found[0].time.total / main.best.time.total * hold.share / share
+        query = _query(planned, world)
+        fitting = search(query, step_model(query, projection.fabric, projection.curves)).fitting
+        if fitting:
+            share = uptime(
+                world, reliability.interval_s, reliability.costs, gpus_per_host=projection.fabric.server.gpus
+            ).share
+            slower = fitting[0].time.total / main.best.time.total * reliability.share / share
             days = planned.budget.days * slower
             hours = days * 24 * world
             prices = planned.budget.prices

@@ -1,9 +1,8 @@
-"""Pictures of a plan, as SVG text: the job on the cluster, traffic, pipeline, memory, cadence, cost against days."""
+"""Plots of a plan, as SVG text: the job on the cluster, traffic, pipeline, memory, cadence, cost against days."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -12,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 
 from llama3.parallel.memory import RankMemory
 from llama3.parallel.pipeline_schedule import Times, actions, finish
+from llama3.planner.layout_search import memory_parts
 from llama3.planner.placement import AxisTraffic, Placement
 from llama3.planner.projection import Projected
 from llama3.planner.step_time import PipelineTiming
@@ -30,42 +30,39 @@ MEMORY = {
 }
 WIDTH = 8.0
 PIXELS = 2_400
-"""Columns of the picture of a pipeline: what is shorter than a column is not seen."""
+"""Columns of the pipeline plot; anything shorter than a column is invisible."""
 SHOWN_ROUNDS = 2
-"""Rounds of micro-batches in the picture of a pipeline; those between are alike."""
+"""Rounds of micro-batches in the pipeline plot; later ones repeat."""
 
 
 def topology(fabric: Fabric, placement: Placement, pipeline_rank: np.ndarray, stages: int) -> str:
-    """Return a map of servers, a block for each group of the tier below the outermost, coloured by pipeline rank.
+    """Return a map of servers, a block for each group of the tier below the outermost, colored by pipeline rank.
 
     `pipeline_rank` [world]: of each rank.
     """
     per_server = fabric.server.gpus
-    colour = np.full(fabric.servers, stages)
-    colour[placement.gpus // per_server] = pipeline_rank
+    color = np.full(fabric.servers, stages)
+    color[placement.gpus // per_server] = pipeline_rank
     outer = fabric.tiers[-2].gpus if len(fabric.tiers) > 1 else fabric.gpus
     groups, servers = fabric.gpus // outer, outer // per_server
     across = min(groups, 4)
     down = -(-groups // across)
     figure, grid = plt.subplots(down, across, figsize=(WIDTH, 1.55 * down), layout="constrained", squeeze=False)
-    tints = [plt.get_cmap("viridis")(place / max(1, stages - 1)) for place in range(stages)]
-    colours = ListedColormap([*tints, FREE])  # type: ignore[list-item]
-    wide = min(
+    tints = [plt.get_cmap("viridis")(rank / max(1, stages - 1)) for rank in range(stages)]
+    colors = ListedColormap([*tints, FREE])  # type: ignore[list-item]
+    group_name = fabric.tiers[-2].name if len(fabric.tiers) > 1 else fabric.tiers[-1].name
+    columns = min(
         (size for size in range(1, servers + 1) if servers % size == 0),
         key=lambda size: abs(size * size - 1.6 * servers),
     )
     for number, axis in enumerate(grid.flat):
         axis.axis("off")
         if number < groups:
-            block = colour[number * servers : (number + 1) * servers]
-            axis.imshow(block.reshape(-1, wide), cmap=colours, vmin=0, vmax=stages, interpolation="nearest")
+            block = color[number * servers : (number + 1) * servers]
+            axis.imshow(block.reshape(-1, columns), cmap=colors, vmin=0, vmax=stages, interpolation="nearest")
             used = int((block < stages).sum()) * per_server
-            axis.set_title(f"{_group_name(fabric)} {number + 1}: {used:,} GPUs", fontsize=9)
+            axis.set_title(f"{group_name} {number + 1}: {used:,} GPUs", fontsize=9)
     return as_svg(figure)
-
-
-def _group_name(fabric: Fabric) -> str:
-    return fabric.tiers[-2].name if len(fabric.tiers) > 1 else fabric.tiers[-1].name
 
 
 def traffic(rows: Sequence[AxisTraffic], world: int) -> str:
@@ -77,8 +74,8 @@ def traffic(rows: Sequence[AxisTraffic], world: int) -> str:
         each = np.array(row.bytes) / world
         axis.barh(layers, each, left=left, color=AXES[row.axis], label=f"{row.axis} {row.size}", height=0.6)
         left += each
-    for place, whole in enumerate(left):
-        axis.text(whole, place, f" {_bytes(whole)}", va="center", fontsize=9)
+    for layer, whole in enumerate(left):
+        axis.text(whole, layer, f" {_bytes(whole)}", va="center", fontsize=9)
     axis.set_xlim(right=max(left) * 1.12)
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
@@ -96,7 +93,7 @@ def _bytes(value: float) -> str:
 
 
 def pipeline(part: Projected, parts: PipelineTiming) -> str:
-    """Return who works when: forward and backward passes of the ranks, light and dark by virtual stage."""
+    """Return the schedule: forward and backward passes of the ranks over time, light and dark by virtual stage."""
     layout, load = part.best.layout, part.best.load
     contiguous = layout.contiguous or layout.pp
     count = min(load.micro_batches, SHOWN_ROUNDS * contiguous)
@@ -104,37 +101,34 @@ def pipeline(part: Projected, parts: PipelineTiming) -> str:
     times = Times(forward, 2 * forward, forward, parts.transfer)
     ends = finish(actions(layout.schedule, layout.pp, layout.virtual, count, layout.contiguous), times)
     whole = max(ends.values())
-    picture = np.zeros((layout.pp, PIXELS), dtype=int)
+    image = np.zeros((layout.pp, PIXELS), dtype=int)
     for action, end in ends.items():
         begin = end - times.of(action)
         tone = 1 + action.stage // layout.pp % 2 + (2 if action.kind != "F" else 0)
-        picture[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
+        image[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
     figure, axis = plt.subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1), layout="constrained")
-    colours = ListedColormap([FREE, "#8fb3e0", "#3b6fb6", "#9fd3b5", "#3f9b6c"])
+    colors = ListedColormap([FREE, "#8fb3e0", "#3b6fb6", "#9fd3b5", "#3f9b6c"])
     axis.imshow(
-        picture, cmap=colours, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=(0, whole, layout.pp, 0)
+        image, cmap=colors, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=(0, whole, layout.pp, 0)
     )
     axis.grid(visible=False)
     axis.set_xlabel(f"seconds; {count} of {load.micro_batches} micro-batches")
     axis.set_ylabel("pipeline rank")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    _legend(axis, {"forward": "#3b6fb6", "backward": "#3f9b6c", "waits": FREE})
+    legend = {"forward": "#3b6fb6", "backward": "#3f9b6c", "waits": FREE}
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
+    axis.legend(patches, list(legend), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(legend))
     return as_svg(figure)
 
 
-def _legend(axis: Any, colours: dict[str, str]) -> None:
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    axis.legend(patches, list(colours), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(colours))
-
-
 def memory(ranks: Sequence[RankMemory], limit: float, whole: float) -> str:
-    """Return what fills the memory of a GPU of each pipeline rank, against the limit and the device."""
+    """Return the memory of a GPU of each pipeline rank by component, against the limit and the device."""
     figure, axis = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
     places = [need.pipeline_rank for need in ranks]
     bottom = np.zeros(len(ranks))
-    for name, colour in MEMORY.items():
+    for name, color in MEMORY.items():
         each = np.array([memory_parts(need)[name] / 1e9 for need in ranks])
-        axis.bar(places, each, bottom=bottom, color=colour, label=name, width=0.8)
+        axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
         bottom += each
     axis.axhline(limit / 1e9, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.text(len(ranks) - 0.5, limit / 1e9 - 0.5, "limit", va="top", ha="right", fontsize=9)
@@ -147,17 +141,6 @@ def memory(ranks: Sequence[RankMemory], limit: float, whole: float) -> str:
     return as_svg(figure)
 
 
-def memory_parts(need: RankMemory) -> dict[str, int]:
-    """Return the bytes of a GPU by what they are for."""
-    return {
-        "activations": need.activations,
-        "weights": need.master + need.gathered,
-        "gradients": max(need.gradients, need.sharded_gradients),
-        "optimizer": need.moments,
-        "temporary": need.passing,
-    }
-
-
 def cadence(share: Callable[[float], float | None], best_s: float, planned_s: float) -> str:
     """Return effective training time against the time between two checkpoints; `share` of an interval in seconds."""
     figure, axis = plt.subplots(figsize=(WIDTH, 2.8), layout="constrained")
@@ -165,12 +148,12 @@ def cadence(share: Callable[[float], float | None], best_s: float, planned_s: fl
     points = [(minute, found) for minute in minutes if (found := share(minute * 60)) is not None]
     axis.plot([minute for minute, _ in points], [found for _, found in points], color=PALETTE[0], linewidth=1.8)
     best = max((found for _, found in points), default=1.0)
-    for seconds, name, colour, way in ((best_s, "best", PALETTE[2], -16), (planned_s, "the recipe's", PALETTE[1], 10)):
+    for seconds, name, color, way in ((best_s, "best", PALETTE[2], -16), (planned_s, "the recipe's", PALETTE[1], 10)):
         found = share(seconds)
         if found is not None:
-            axis.plot([seconds / 60], [found], marker="o", color=colour)
-            words = f"{name}: {seconds / 60:.3g} min, {found:.1%}"
-            axis.annotate(words, (seconds / 60, found), xytext=(4, way), textcoords="offset points", fontsize=9)
+            axis.plot([seconds / 60], [found], marker="o", color=color)
+            label = f"{name}: {seconds / 60:.3g} min, {found:.1%}"
+            axis.annotate(label, (seconds / 60, found), xytext=(4, way), textcoords="offset points", fontsize=9)
     axis.set_ylim(max(0.0, best - 0.15), min(1.0, best + 0.03))
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

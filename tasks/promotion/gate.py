@@ -1,9 +1,7 @@
-"""Judge one candidate against whoever holds the alias: vet it, score the champion on the same text, ask the gate.
+"""Judge a candidate against the holder of the alias: check it, score the champion on the same text, ask the gate.
 
-It takes minutes, and meanwhile another promoter may win: then the judgement is void and the candidate is judged again,
-against the new champion. A judgement is of one candidate against one champion and stays true of them, so it is kept
-by the champion's label, and only a champion that was not met yet costs another evaluation. What this gives up: nothing
-is held locked, so of two promoters one may judge twice.
+Judging takes minutes and locks nothing. If another promotion wins meanwhile, the candidate is judged again, against the
+new champion. Judgements are kept by champion, so only a new champion costs another evaluation.
 """
 
 from __future__ import annotations
@@ -24,12 +22,8 @@ from tasks.runs.records import RunRecord, now
 from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
 
-# What is looked at before the gate weighs scores: is the artifact whole, the model usable, the data clean?
-#
-# Each check is a row of the gate's table, so a model that fails one is refused by its name, and nothing raises on
-# the way: a damaged file is a finding. Where there is nothing to look at (no decontamination configured) the row
-# says that it was not checked. What this gives up: every file is read again and exports are written to the scratch
-# folder, so that the checks of a large model take as long as reading it a few times.
+# Model checks: is the artifact whole, the model usable, the data clean? Each check is a row of the gate's table, and a
+# damaged file is a failed row, not an error. Every file is read and exported, which takes long for a large model.
 
 FILES, SERVING, CONTAMINATION = "integrity/files", "serving", "contamination"
 

@@ -1,9 +1,8 @@
-"""The records of a family's promotion log, and what follows from them: who holds which alias, and why.
+"""The promotion log of a family: its records, who holds which alias by them, and the files that keep them.
 
-Everything here is a pure function of the records, oldest first: no file, no clock, no registry (`tasks.promotion.log`
-keeps them). A promotion that was rolled back from is taken off the pile of reigns, so that the next rollback goes
-further back and never forward. Where the recipe asks for a person, theirs is one more row of the gate's table, and so
-is an override; the gate's own decision stays as it was made, with the evidence that replays it.
+Everything above `PromotionLog` is a pure function of the records, oldest first. A rolled-back promotion is removed from
+the alias history, so a second rollback moves further back. A person's approval or override is one more row of the
+gate's table; the gate's own decision stays as it was made, with the evidence that replays it.
 """
 
 from __future__ import annotations
@@ -239,15 +238,11 @@ def _row(metric: str, rule: str, passed: bool, reason: str) -> GateRow:
     )
 
 
-# The promotion log of a family: `promotions/<family>/<n>.json`, each record written once and never changed.
-#
-# It is the only truth about who is the champion; MLflow shows it. A record takes its place by a conditional write
-# (`Root.create`), which is the compare-and-set: of many promoters that decided against the same head one gets the
-# place, and the others read what came in between and decide again. Each record holds the digest of the document
-# before it, so that one that was changed, or lost from the middle, is noticed by whoever reads. With a key
-# (storage/signing.py) they are signed, and the newest must be: it vouches for those before. What this gives up: the
-# loss of the newest record is not noticed, and a reader fetches every record of its family (a few kB each, sixteen
-# at a time).
+# `promotions/<family>/<n>.json`, each record written once. It is the only truth about the champion; MLflow shows it. A
+# record is added by a conditional write (`Root.create`): of several promoters that decided against one head one wins,
+# the others read the new record and decide again. Each record holds the digest of the one before it, so a changed or
+# missing record is found; the loss of the newest is not. With a key (storage/signing.py) the newest record must be
+# signed.
 
 FOLDER, KIND = "promotions", "promotion"
 _DOCUMENT = re.compile(r"(\d{8})\.json")

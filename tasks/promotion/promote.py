@@ -1,9 +1,8 @@
-"""Let the gate judge a candidate, and make it the champion if it passes, and if a person agrees where one is asked.
+"""Promote a candidate that passes the gate, after a person's approval where the recipe asks for it; roll back.
 
-The champion is scored again on the candidate's own held-out documents, so both are measured on the same text. The
-decision is a record of the promotion log first; the run's record, tags and aliases follow it. A judgement waits for an
-MLflow server that is away and fails before anything is decided; one that goes away later changes nothing, it is shown
-the decision when it answers. What this gives up: with `promote.approval: person` nothing is promoted without somebody.
+The champion is scored again on the candidate's held-out documents, so both are measured on the same text. The record in
+the promotion log comes first; run record, tags and aliases follow it. A judgement waits for an MLflow server that is
+away and fails before anything is decided; one that goes away later is told when it answers.
 """
 
 from __future__ import annotations
@@ -56,12 +55,8 @@ if TYPE_CHECKING:
     from tasks.step import Context
 
 
-# Give an alias back to a model that held it before, at once: no gate, no evaluation, one record of the log.
-#
-# Only a model that held the alias can get it back, and only while its artifact is there; the default is the one
-# before. Whoever rolls back has seen one champion: if it changes meanwhile nothing is done, or two people would go
-# back twice. MLflow may be away: the record stands, and `reconcile` shows it later. What this gives up: bytes are
-# not read again, so a model that was damaged since is found by whoever loads it.
+# Rollback: give an alias back to a model that held it, without gate or evaluation. The artifact must exist; its bytes
+# are not read again. If the champion changes meanwhile nothing is done, or two people would go back twice.
 
 
 class RollbackRequest(NamedTuple):
@@ -161,11 +156,8 @@ def _others(root: Root, log: Log, alias: str, gone: Promotion) -> str:
     return f"choose --to {' or '.join(there)}" if there else "no other model that held it is there"
 
 
-# Make what is shown follow the promotion log: the run's record, the version's tags, the aliases.
-#
-# It comes after the record of the log, never before, so a crash in between leaves what is shown behind and nothing
-# half-decided; the next call, `herd republish` and the flow `reconcile` make it true again. MLflow may be away:
-# then it is said aloud, and the run is marked so that `reconcile` sends what is missing.
+# Run record, version tags and aliases follow the promotion log, never lead it: after a crash in between, the next call
+# or `reconcile` completes them. If MLflow is away the run is marked, so that `reconcile` sends what is missing.
 
 
 def settle(runs: Runs, record: RunRecord, tracker: Tracker, log: PromotionLog, artifact: str) -> bool:
@@ -189,12 +181,9 @@ def _show(registry: Registry, log: PromotionLog, artifact: str) -> bool:
     return True
 
 
-# Ask a person whether a model that passed the gate is to take over.
-#
-# A flow run of a deployment is suspended: its process ends, nothing waits, and *Resume* in Prefect shows a form;
-# then the flow is started again, reuses every step, and is given the answer here. Prefect suspends only flow runs
-# of deployments, so elsewhere a terminal is asked, and without one the run ends with a challenger on which `herd
-# approve` or `herd refuse` decides. What this gives up: who may approve is up to who may reach Prefect or the root.
+# Approval by a person. A flow run of a deployment is suspended: its process ends, *Resume* in Prefect shows a form, and
+# the flow starts again with the answer. Prefect suspends flow runs of deployments only, so elsewhere a terminal is
+# asked, or the run ends with a challenger for `herd approve` and `herd refuse`.
 
 
 class Approval(NamedTuple):

@@ -39,11 +39,7 @@ from tasks.tracking.mlflow import Tracker
 from tasks.tracking.mlflow_store import server_uri
 from tasks.tracking.steps import scores_of
 
-# The comparison of runs as one HTML file: curves over tokens, scores, tables; from artifacts, so no server is
-# needed.
-#
-# Series are thinned to about 2,000 points when they are read, so a page of five long runs stays below a few
-# megabytes.
+# The comparison as one HTML file, from artifacts, without a server. Series are thinned to about 2,000 points.
 
 POINTS = 2000
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#b8860b", "#c2477f", "#2f9aa8", "#6b7280")
@@ -161,13 +157,10 @@ def _bars(compared: list[Compared], keys: list[str]) -> str:
     return as_svg(figure)
 
 
-# A prepared view of MLflow's chart page: which runs, which charts, in which order, over tokens.
-#
-# MLflow keeps what its "Share" button shares as a tag of the experiment: `mlflow.sharedViewState.<key>` holds JSON
-# with a name, two times, and the state of the page as JSON text, deflated if it begins with `deflate;`. The page
-# loads it with `viewStateShareKey=<key>`, unless the address itself has a filter. The fields are those of MLflow
-# 3.17; a version that names them otherwise shows its own charts of the same runs. A tag takes 20,000 bytes; five
-# runs need about 3,000.
+# A prepared view of MLflow's chart page. MLflow keeps what its "Share" button shares in a tag of the experiment,
+# `mlflow.sharedViewState.<key>`: JSON with the state of the page as text, deflated if it begins with `deflate;`. The
+# page loads it with `viewStateShareKey=<key>`. Field names are those of MLflow 3.17; another version shows its own
+# charts. A tag takes 20,000 bytes; five runs need about 3,000.
 
 TAG = "mlflow.sharedViewState."
 BASELINE = ["Parameters"]

@@ -1,10 +1,8 @@
 """The forecast in a run's report: what a run of ten times the compute would score, from all runs under the root.
 
-Points are the evaluated checkpoints of every run that was asked the same questions as this one (equal digests), at the
-training operations that their schedule and shape come to, causal attention counted. Runs that began from weights made
-elsewhere are left out, since nobody knows their compute; so is whatever can no longer be read. Where enough smaller
-runs exist, this run's own score is forecast from them alone and set beside what was measured, so that one sees what
-such forecasts are worth. What this gives up: a model evaluated outside of a run, by hand, is not a point.
+Points are the evaluated checkpoints of all runs with equal task digests, at the training FLOPs of their schedule and
+shape (causal attention counted). Runs that began from other weights are left out: their compute is unknown. Where
+enough smaller runs exist, this run's own score is forecast from them and shown beside the measured one.
 """
 
 from __future__ import annotations

@@ -25,10 +25,8 @@ from tasks.runs.records import Runs
 from tasks.step import Context
 from tasks.tracking import prefect_artifacts
 
-# The data page of a report: where every document went, what was found, and documents to look at.
-#
-# A query over the curated and tokens artifacts, like the rest of the report; tables that a run lacks are left out.
-# Token counts of documents that were never tokenised are estimates from the domain's bytes per token, and say so.
+# The data page: where every document went. Token counts of documents that were never tokenized are estimates from the
+# bytes per token of their domain.
 
 
 def write_report(context: Context) -> Path:

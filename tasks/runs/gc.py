@@ -1,13 +1,9 @@
-"""Delete what nobody needs any more: artifacts that no kept run, alias or live process stands on, if they are old.
+"""Garbage collection: delete old artifacts that no kept run, alias or live process needs.
 
-Kept is the closure: the artifacts of the newest runs of each family, of runs that did not finish within the last month,
-of the runs that a study's report is made from, and the models that hold an alias with their evaluations, and everything
-they were made from. Nothing of a family is
-deleted while a process works on a run of it, because it may be about to reuse what is unreferenced so far. A registry
-that does not answer stops the deletion: it might know a champion. The newest calibration of a device stays. Half-done
-work goes when nobody wrote to it for a month. What this gives up: the space that old runs of rarely used families take,
-until newer ones come, and what a study takes until its folder `studies/NAME` is removed; records, reports and
-decisions are never deleted (some 100 kB a run).
+Kept are the newest runs of each family, runs unfinished within the last month, runs of a study's report, models that
+hold an alias, and everything that these were made from. Nothing of a family is deleted while a run of it is at work, or
+while the registry does not answer. Unfinished work goes after a month without writes. Records, reports and decisions
+stay.
 """
 
 from __future__ import annotations
@@ -35,11 +31,8 @@ from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import RunRecord, Runs
 from tasks.study.records import Studies
 
-# Work in progress that nobody finished: folders below `work/`, and checkpoints of stages below `in-progress/`.
-#
-# A step that is done removes its own. What stays is of runs that were given up: their checkpoints are the largest
-# files under a root that no artifact names. What this gives up: whose they are is not written on them, so time
-# decides.
+# Unfinished work: folders below `work/`, and checkpoints of stages below `in-progress/`. Nothing says whose they are,
+# so age decides.
 
 WORK = "work"
 

@@ -1,9 +1,8 @@
 """Peak memory of a run: this process and everything it started.
 
-Proportional set size is summed over the process tree, so shared pages (libraries, forked interpreters) count once. To
-add it up the kernel walks every page, with the trainer's memory map locked (measured: 4 % of a core for one look in two
-seconds), so that is done only when the resident size, which is free, has grown. What this gives up: a peak that comes
-from pages that are shared no more.
+The proportional set size is summed over the process tree, so shared pages count once. The kernel walks every page for
+it, with the trainer's memory map locked (4 % of a core at one look in two seconds), so it is read only after the
+resident size, which costs nothing, has grown.
 """
 
 from __future__ import annotations

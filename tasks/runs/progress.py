@@ -1,9 +1,8 @@
-"""Where a run stands, read from what outlives every process: its record, the journal's end, and its checkpoints.
+"""Where a run is: read from its record, the end of its journal, and its checkpoints.
 
-A record that says `running` is believed only while somebody holds the run's lease. Nothing is asked of Prefect or
-MLflow, and of a journal only what came after the newest checkpoint is read, so a run of weeks costs as much as one of
-minutes. What this gives up: on another machine than the trainer's, without its journal, a stage stands where its newest
-checkpoint does, with the records that were stored with it.
+A record that says `running` counts only while a process holds the run's lease. Prefect and MLflow are not asked. Of a
+journal only what follows the newest checkpoint is read, so a run of weeks costs as much as one of minutes. On a machine
+without the journal a stage is at its newest checkpoint.
 """
 
 from __future__ import annotations

@@ -177,11 +177,8 @@ class Settler(ABC, Generic[Record]):
         return [Settled(record.name, "Prefect", state.name or state.type.value, after.name or "")]
 
 
-# Settle runs: what a killed process could not say of the run that it worked on.
-#
-# Each run that begins leaves a mark in `open/`, which is taken away once everything about it is settled, so a root
-# of 10,000 settled runs costs one listing. What this gives up: a run that was given another mark by hand, or whose
-# mark is lost, is found by a full pass only.
+# Each run that begins leaves a mark in `open/`, removed once everything about it is settled: a root of 10,000 settled
+# runs costs one listing. A run whose mark is lost is found by a full pass only.
 
 
 class RunSettler(Settler[RunRecord]):
@@ -243,11 +240,7 @@ def close_runs(tracker: Tracker, run: str, status: str) -> int:
     return len(left)
 
 
-# Settle studies: what a killed process could not say of the study that it worked on.
-#
-# Studies are few, so they need no marks as runs do: those that did not finish are looked at every time. The runs of
-# their arms are settled as runs. What this gives up: a study that was killed between its last word and its end in
-# Prefect is found by the automation for zombies, or by a full pass.
+# Studies are few and need no marks: unfinished ones are looked at every time.
 
 
 class StudySettler(Settler[StudyRecord]):
@@ -286,11 +279,8 @@ def _close(tracker: Tracker, run_id: str, status: str) -> bool:
     return running
 
 
-# Make what is shown true again after something died: records, MLflow runs, Prefect flow runs, aliases, storage.
-#
-# A killed process cannot say how it ended; hooks of flows, the watchdog of a process and this pass say it, all of
-# them as often as they like (`settler.py`). The pass looks at the runs that are marked open and at the studies that
-# did not finish. What this gives up: what neither says is found by a full pass only.
+# Reconcile everything: records, MLflow runs, Prefect flow runs, aliases, storage. Hooks and watchdogs do the same for
+# one run; repeating it changes nothing.
 
 COMPLETE = ".complete"
 LEFT_S = 86_400.0

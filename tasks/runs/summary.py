@@ -105,10 +105,3 @@ def _sample(file: Path) -> str:
     first = generations[0]
     text = " ".join(f"{first['prompt']}{first['text']}".split())
     return text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + " ..."
-
-
-# `herd status`: every run of a root in one table, or one run in detail, in as many columns as the terminal has.
-#
-# Made from files alone (see `tasks.runs.progress`), so it works without any server and on a root that other
-# machines work in. What this gives up: it is a look at one moment; live curves are in MLflow. 0.4 s for a root of a
-# few runs.

@@ -1,10 +1,8 @@
-"""Watch a stage while it trains and tell people of what needs them: each incident once, when it begins.
+"""Watch a stage while it trains and alert people: each incident once, when it begins.
 
-The records come from the trainer's journal, as its follower reads them; nothing is measured a second time. An incident
-is open until it has been over for a while, so that a value that swings around its limit is one alert and not fifty.
-An alert goes to the console, to `alerts.jsonl` in the run's folder, and to Prefect as the event `herd.alert.<kind>`,
-which an automation may answer. What this gives up: what no supervisor watches (all processes dead) is not alerted here
-but by Prefect's automation for silent flow runs.
+The records are those of the trainer's journal. An incident is open until it has been over for a while, so that a value
+near its limit gives one alert. Alerts go to the console, to `alerts.jsonl` in the run's folder, and to Prefect as the
+event `herd.alert.<kind>`. Dead supervisors are alerted by Prefect's automation for silent flow runs.
 """
 
 from __future__ import annotations

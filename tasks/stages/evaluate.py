@@ -26,11 +26,8 @@ from tasks.errors import EvaluationFailed
 from tasks.launch.local import Agents
 from tasks.step import Context, ensure
 
-# The processes that score a model on this machine: forked from the agent that also forks the trainer's ranks.
-#
-# The scores have the same bytes on any number of processes, and what a score used is given back when they end. What
-# this gives up: other machines (a flow run of `evaluate` per checkpoint spreads checkpoints over machines instead),
-# and a model must fit one device.
+# Evaluators are forked from the agent that forks the trainer's ranks. Scores have the same bytes on any number of
+# processes. They run on this machine, and the model must fit one device.
 
 
 def score(
@@ -68,10 +65,7 @@ def score(
     raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.words}")
 
 
-# The held-out documents of a curated artifact, without bringing all of it to this machine.
-#
-# Scoring reads the first few documents by id, which stand in the first files of each domain; of an artifact in an
-# object store only these files are brought.
+# Scoring reads the first documents by id, which are in the first files of each domain: only these are fetched.
 
 BYTES_PER_TOKEN = 8
 """More than any text has; a document is cut to a row of tokens later."""

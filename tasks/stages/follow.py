@@ -1,9 +1,8 @@
 """Follow a trainer's journal: show it, and hand it to a thread that sends it to MLflow in batches.
 
-The journal is the truth and MLflow a projection, so an unreachable MLflow neither stalls nor fails training: the
-follower never waits for it, what could not be sent is sent when it answers again, and points carry the time they were
-recorded with, so none counts twice. A file beside the journal says which MLflow run shows it, for
-`tasks.tracking.backfill`.
+The journal is the truth, so an MLflow that is away neither stalls nor fails training; what could not be sent is sent
+later. Points carry the time they were recorded with, so none counts twice. A file beside the journal names the MLflow
+run that shows it, for `tasks.tracking.backfill`.
 """
 
 from __future__ import annotations

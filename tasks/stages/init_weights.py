@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from llama3.tokens.tokenizer import Tokenizer
 
 
-# The checkpoint that a run goes on from: found by its label or by run and stage, and compared with the recipe.
-#
-# Position, shape and tokenizer must be the recipe's, because the optimizer's moments, the rate and the token stream
-# go on where the checkpoint ends. What is not compared is what it was trained on: to go on with other data is the
-# point.
-
-
 VERSION = 1
 
 

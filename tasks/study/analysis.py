@@ -1,33 +1,28 @@
-"""From the outcomes of a study to its verdict, tables and figures: which analysis answers which kind of question.
-
-The analyses are in `llama3/studies`; here they are given what the study's file says, and their pictures are drawn.
-"""
+"""Run the analysis of each kind of study on its results, and build its tables and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, Score, gold_key, read_scores
+from llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_key, read_scores
 from llama3.evaluate.suite import BPB
 from llama3.model.files import CONFIG, read_config
 from llama3.model.flops import embedding_rows, parameter_count
-from llama3.recipe.base import Domain
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
-from llama3.studies.chinchilla import Chinchilla, fit_chinchilla
+from llama3.studies.chinchilla import fit_chinchilla
 from llama3.studies.expand import ArmRun, ExpandedStudy, nearest, shape_changes, shape_for
 from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, Interval, TaskPoints, forecast_verdict
-from llama3.studies.isoflop import IsoflopFit, NoLaw, Parabola, Trial, fit_ladder
+from llama3.studies.isoflop import IsoflopFit, NoLaw, Trial, fit_ladder
 from llama3.studies.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
 from llama3.studies.results import RunResult, Samples, StudyVerdict
-from llama3.studies.study import BASE
+from llama3.studies.study import BASE, Ladder
 from llama3.studies.verdicts import ablation_verdict, annealing_verdict, ladder_verdict, mix_verdict, no_law
 from storage.artifact import Artifact, Store
 from tasks.report import plots
@@ -46,23 +41,68 @@ from tasks.study.plots import (
     split,
 )
 
-# From the runs of a study to what its analysis reads: scores, samples, tokens and operations of every arm.
-#
-# All of it is read from records and artifacts. The operations are those of the model as it was trained (its own
-# embedding rows), not of the plan. What this gives up: an evaluation made by hand beside the run is not seen.
+COLUMNS = (
+    *("run", "forecast from", "operations", "beyond", "nats per byte", "measured nats", "nats inside"),
+    *("accuracy", "measured accuracy", "accuracy inside"),
+)
+ACCURACY_INSIDE, NATS_INSIDE = 9, 6
+"""Columns that show whether accuracy and nats lie inside their intervals."""
+
+
+def analyse(posed: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
+    """Return the analysis of a study's results `found`; `flags` are added to those of the verdict.
+
+    Results that are too few or cannot be compared give a verdict that says so.
+    """
+    study, finished = posed.study, {result.arm for result in found}
+    try:
+        if study.ladder:
+            analysis = _ladder_analysis(posed, study.ladder, found)
+        elif study.mix:
+            analysis = mix_analysis(posed, found)
+        elif study.annealing:
+            sources = {name: name for name in study.annealing.new if name in finished}
+            analysis = Analysis(annealing_verdict(found, posed.control, sources))
+        else:
+            assert study.compare is not None
+            changes = {
+                name: overrides
+                for name, overrides in study.compare.arms.items()
+                if name in finished and name != study.compare.control
+            }
+            weights: dict[str, float] = {domain: float(share) for domain, share in posed.base.first_mix.items()}
+            analysis = Analysis(ablation_verdict(found, posed.control, changes, study.compare.score, weights))
+    except ValueError as error:
+        analysis = Analysis(StudyVerdict(headline=[f"no verdict: {' '.join(str(error).split())}"]))
+    verdict = analysis.verdict.model_copy(update={"flags": [*flags, *analysis.verdict.flags]})
+    return Analysis(verdict, analysis.tables, analysis.figures)
+
+
+# Results from records and artifacts
 
 
 def outcomes(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[RunResult]:
-    """Return what the finished runs of a study came to, in the order of its arms. Raises ValueError."""
+    """Return the results of a study's finished runs, in the order of its arms. Raises ValueError."""
     return [outcome(posed, store, arm, answers[arm.name]) for arm in posed.runs if arm.name in answers]
 
 
 def outcome(posed: ExpandedStudy, store: Store, arm: ArmRun, record: RunRecord) -> RunResult:
-    """Return what one run came to."""
+    """Return the result of one run. Operations are those of the trained model, with its own embedding rows."""
     checkpoint, evaluation = last_artifacts(store, record, arm.recipe)
     spec, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
-    folder = evaluation.part(SCORES_FILE).parent
-    scores = read_scores(folder)
+    scores = read_scores(evaluation.part(SCORES_FILE).parent)
+    table = pq.read_table(evaluation.part(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
+    keys = np.array(table["key"].to_pylist())
+    samples = {}
+    for key in sorted(set(keys.tolist()) & set(scores)):
+        own = table.filter(keys == key).sort_by("id")
+        groups = tuple(own["group"].to_pylist())
+        samples[key] = Samples(
+            tuple(own["id"].to_pylist()),
+            own["numerator"].to_numpy().astype(np.float64),
+            own["denominator"].to_numpy().astype(np.float64),
+            groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
+        )
     return RunResult(
         arm=arm.arm.name,
         repeat=arm.repeat,
@@ -71,57 +111,35 @@ def outcome(posed: ExpandedStudy, store: Store, arm: ArmRun, record: RunRecord) 
         tokens=int(checkpoint.facts["end"]),
         flops=training_flops(posed, Schedule(arm.recipe).segments, spec, rows),
         scores=scores,
-        samples=dict(_samples(evaluation.part(SAMPLES_FILE), scores)),
+        samples=samples,
     )
 
 
 def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Artifact, Artifact]:
-    """Return checkpoint and evaluation of the run's last stage. Raises ValueError where one was deleted."""
+    """Return checkpoint and evaluation of the run's last stage. Raises ValueError if either was deleted."""
     span, stage = Schedule(recipe).trained[-1], recipe.stages[-1].name
     return store.at(record.steps[span.name].artifact), store.at(record.steps[f"evaluate-{stage}"].artifact)
 
 
-def _samples(path: Path, scores: Mapping[str, Score]) -> Iterator[tuple[str, Samples]]:
-    """Yield the samples of each score that has some, in the order of their ids."""
-    table = pq.read_table(path, columns=["key", "id", "numerator", "denominator", "group"])
-    keys = np.array(table["key"].to_pylist())
-    for key in sorted(set(keys.tolist()) & set(scores)):
-        own = table.filter(keys == key).sort_by("id")
-        groups = tuple(own["group"].to_pylist())
-        yield (
-            key,
-            Samples(
-                tuple(own["id"].to_pylist()),
-                own["numerator"].to_numpy().astype(np.float64),
-                own["denominator"].to_numpy().astype(np.float64),
-                groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
-            ),
-        )
-
-
 def shared(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[tuple[str, str, str, int]]:
-    """Return the artifacts behind the answers, as (step, artifact, run that made it, runs that stand on it).
-
-    Those that several runs stand on were made once: this is the proof that arms share them.
-    """
+    """Return the artifacts of the runs, as (step, artifact, run that made it, number of runs that use it)."""
     uses: dict[tuple[str, str], set[str]] = {}
     for record in {record.name: record for record in answers.values()}.values():
-        for step, made in record.steps.items():
-            uses.setdefault((step, made.artifact), set()).add(record.name)
-    return [(step, label, _maker(store, label), len(runs)) for (step, label), runs in uses.items()]
-
-
-def _maker(store: Store, label: str) -> str:
-    try:
-        return store.at(label).manifest.made_by
-    except ValueError:  # deleted by retention
-        return ""
+        for step, result in record.steps.items():
+            uses.setdefault((step, result.artifact), set()).add(record.name)
+    rows = []
+    for (step, label), runs in uses.items():
+        made_by = ""
+        with suppress(ValueError):  # deleted by retention
+            made_by = store.at(label).manifest.made_by
+        rows.append((step, label, made_by, len(runs)))
+    return rows
 
 
 def other_data(store: Store, answers: Mapping[str, RunRecord], arms: Sequence[ArmRun]) -> list[str]:
-    """Return a line for each arm that trained on other token shards than the first, though its recipe asks the same.
+    """Return a line for each arm whose token shards differ from the first arm's although its recipe does not.
 
-    Then the sources changed between the runs, and the arms differ in more than the study says.
+    Then the sources changed between the runs, and the arms differ in more than the study varies.
     """
     first: dict[str, tuple[str, str]] = {}
     lines = []
@@ -129,8 +147,11 @@ def other_data(store: Store, answers: Mapping[str, RunRecord], arms: Sequence[Ar
         record = answers.get(arm.name)
         if record is None or "tokenise" not in record.steps:
             continue
-        label, asked = record.steps["tokenise"].artifact, _data_asked(arm.recipe)
-        name, other = first.setdefault(asked, (arm.name, label))
+        fields = {"sources", "curate", "tokenizer", "tokens", "data_seed"}
+        if arm.recipe.tokenizer.train is None:
+            fields.add("mix")
+        label, data = record.steps["tokenise"].artifact, arm.recipe.model_dump_json(include=fields)
+        name, other = first.setdefault(data, (arm.name, label))
         if other != label:
             lines.append(
                 f"{arm.name}: was trained on {label}, {name} on {other}, from equal recipes: the sources changed "
@@ -139,81 +160,79 @@ def other_data(store: Store, answers: Mapping[str, RunRecord], arms: Sequence[Ar
     return lines
 
 
-def _data_asked(recipe: Recipe) -> str:
-    fields = recipe.model_dump_json(include={"sources", "curate", "tokenizer", "tokens", "data_seed"})
-    return f"{fields} {recipe.model_dump_json(include={'mix'}) if recipe.tokenizer.train is None else ''}"
-
-
-# The analysis of a mix search, with its tables and pictures.
-#
-# Arms that change something else than shares (caps of topics, say) are compared with the base mix and left out of
-# the fit; where no arm changes shares, that comparison is the verdict. What this gives up: weights that are not
-# those of the evaluation; the page says which were used.
+# Mix search
 
 
 def mix_analysis(posed: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
-    """Return what a mix search came to. Raises ValueError for too few mixes, or a missing control."""
-    search, ran = posed.study.mix, {one.arm for one in found}
+    """Return the analysis of a mix search. Raises ValueError for too few mixes, or a missing control.
+
+    Arms that change other things than shares are compared with the base mix, and not part of the fit.
+    """
+    search, finished = posed.study.mix, {result.arm for result in found}
     assert search is not None
-    if BASE not in ran:
+    if BASE not in finished:
         raise ValueError(f"mix: the control arm {BASE} has no finished run; run it too")
-    shares = {run.arm.name: _plain(run.arm.shares) for run in posed.runs if run.arm.name in ran - set(search.others)}
-    weights = _plain(search.weights) or shares[BASE]
+    shares: dict[str, dict[str, float]] = {
+        run.arm.name: {domain: float(share) for domain, share in run.arm.shares.items()}
+        for run in posed.runs
+        if run.arm.name in finished - set(search.others)
+    }
+    weights: dict[str, float] = {domain: float(share) for domain, share in search.weights.items()}
+    weights = weights or shares[BASE]
     if list(shares) == [BASE]:
-        changes = {name: lines for name, lines in search.others.items() if name in ran}
+        changes = {name: overrides for name, overrides in search.others.items() if name in finished}
         return Analysis(ablation_verdict(found, BASE, changes, BPB, weights))
-    made = fit_mixture(mix_trials(found, shares), weights)
-    row = np.array([shares[BASE].get(domain, 0.0) for domain in made.domains])
+    mixture = fit_mixture(mix_trials(found, shares), weights)
+    base = np.array([shares[BASE].get(domain, 0.0) for domain in mixture.domains])
     bounds: dict[str, tuple[float, float]] = {
         domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
     }
-    best = propose(made, row, bounds)
-    others = [name for name in dict.fromkeys(run.arm.name for run in posed.runs) if name in ran - {BASE}]
-    verdict = mix_verdict(made, best, found, BASE, others, search.of)
-    return Analysis(verdict, [_arms(made), _proposed(made, best)], _figures(made, best))
+    best = propose(mixture, base, bounds)
+    arms = [name for name in dict.fromkeys(run.arm.name for run in posed.runs) if name in finished - {BASE}]
+    verdict = mix_verdict(mixture, best, found, BASE, arms, search.of)
+    return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture, best))
 
 
-def _plain(shares: Mapping[Domain, Fraction]) -> dict[str, float]:
-    return {domain: float(share) for domain, share in shares.items()}
-
-
-def _arms(made: Mixture) -> ViewTable:
-    """Return the arms with their shares and losses, the fewest weighted bits first."""
-    front = pareto(made)
-    order = np.argsort(made.totals)
-    rows = [
-        [made.arms[i], *(f"{share:.1%}" for share in made.shares[i]), *(f"{loss:.4f}" for loss in made.losses[i]),
-         f"{made.totals[i]:.4f}", f"{made.predicted[i]:.4f}", "yes" if made.arms[i] in front else ""]
-        for i in order
-    ]  # fmt: skip
-    columns = ["arm", *made.domains, *(f"bpb {domain}" for domain in made.domains), "weighted", "predicted", "Pareto"]
+def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
+    """Return the arms with their shares and losses, lowest weighted bits first, and the best blend."""
+    front = pareto(mixture)
+    mixes = []
+    for i in np.argsort(mixture.totals):
+        shares = [f"{share:.1%}" for share in mixture.shares[i]]
+        losses = [f"{loss:.4f}" for loss in mixture.losses[i]]
+        totals = [f"{mixture.totals[i]:.4f}", f"{mixture.predicted[i]:.4f}"]
+        mixes.append([mixture.arms[i], *shares, *losses, *totals, "yes" if mixture.arms[i] in front else ""])
+    domains = mixture.domains
+    columns = ["arm", *domains, *(f"bpb {domain}" for domain in domains), "weighted", "predicted", "Pareto"]
     note = (
         "Bits per byte, means over repeats. Predicted: by the fit through all other arms. Pareto: no arm beats it on "
         "every domain."
     )
-    return ViewTable("Mixes", note, columns, rows)
-
-
-def _proposed(made: Mixture, best: Proposal) -> ViewTable:
-    rows = [
-        [domain, f"{weight:.1%}", f"{one.value:.1%}", f"{one.low:.1%} to {one.high:.1%}", f"{slope:+.4f}"]
-        for (domain, one), weight, slope in zip(best.shares.items(), made.weights, made.coefficients, strict=True)
+    blend = [
+        [domain, f"{weight:.1%}", f"{share.value:.1%}", f"{share.low:.1%} to {share.high:.1%}", f"{slope:+.4f}"]
+        for (domain, share), weight, slope in zip(
+            best.shares.items(), mixture.weights, mixture.coefficients, strict=True
+        )
     ]
-    note = (
-        "The best blend of the arms; its spread is what noise leaves open. Slope: weighted bits per byte for each "
-        "e-fold of the domain's share; below 0 more of it helps."
+    blend_note = (
+        "The best blend of the arms, with the interval due to noise. Slope: weighted bits per byte for each e-fold of "
+        "the domain's share; below 0 more of it helps."
     )
-    return ViewTable("Best blend", note, ["domain", "weight", "share", "95 %", "slope"], rows)
+    return [
+        ViewTable("Mixes", note, columns, mixes),
+        ViewTable("Best blend", blend_note, ["domain", "weight", "share", "95 %", "slope"], blend),
+    ]
 
 
-def _figures(made: Mixture, best: Proposal) -> list[Figure]:
-    shares = {
-        arm: dict(zip(made.domains, row.tolist(), strict=True)) for arm, row in zip(made.arms, made.shares, strict=True)
-    }
-    losses = {
-        arm: dict(zip(made.domains, row.tolist(), strict=True)) for arm, row in zip(made.arms, made.losses, strict=True)
-    }
-    pairs = [(float(a), float(b)) for a, b in zip(made.predicted, made.totals, strict=True)]
+def _mix_figures(mixture: Mixture, best: Proposal) -> list[Figure]:
+    shares, losses = (
+        {
+            arm: dict(zip(mixture.domains, row.tolist(), strict=True))
+            for arm, row in zip(mixture.arms, table, strict=True)
+        }
+        for table in (mixture.shares, mixture.losses)
+    )
+    pairs = [(float(a), float(b)) for a, b in zip(mixture.predicted, mixture.totals, strict=True)]
     return [
         ("Shares", SPLIT, split(shares[BASE], best.shares)),
         ("Bits per byte by share", PANELS, against_shares(shares, losses, BASE)),
@@ -221,190 +240,133 @@ def _figures(made: Mixture, best: Proposal) -> list[Figure]:
     ]
 
 
-# The back-test of a forecast as a table: what smaller runs said of larger ones, and what those then scored.
-#
-# What this gives up: how each fit looked; the figure of the forecast shows the one through all runs.
-
-COLUMNS = (
-    *("run", "forecast from", "operations", "beyond", "nats per byte", "measured nats", "nats inside"),
-    *("accuracy", "measured accuracy", "accuracy inside"),
-)
-INSIDE, TONE = 9, 6
-"""Columns that say whether accuracy and nats lie inside."""
+# Ladder
 
 
-def backtest_table(name: str, test: Backtest) -> ViewTable:
-    """Return the back-test of the benchmark `name`, a row for each run and each fit that it was left out of."""
-    rows = [
-        [
-            *(row.run, f"{row.runs} runs", f"{row.forecast.flops:.3g}", f"{row.forecast.beyond:.3g} x"),
-            *(_interval(row.forecast.nats), f"{row.nats:.4f}", _yes(row.nats_inside)),
-            *(_interval(row.expected), f"{row.accuracy:.4f}", _yes(row.inside)),
-        ]
-        for row in test.rows
+def _ladder_analysis(posed: ExpandedStudy, ladder: Ladder, found: Sequence[RunResult]) -> Analysis:
+    if unscored := [result.run for result in found if ladder.score not in result.scores]:
+        raise ValueError(f"ladder.score: {unscored[0]} has no {ladder.score!r}; it has {', '.join(found[0].scores)}")
+    trials = [
+        Trial(result.parameters, result.tokens, result.flops, result.scores[ladder.score].value, result.run)
+        for result in found
     ]
-    outside = {(place, INSIDE): "bad" for place, row in enumerate(test.rows) if not row.inside}
-    outside |= {(place, TONE): "bad" for place, row in enumerate(test.rows) if not row.nats_inside}
-    note = (
-        f"Each run forecast from those of less compute. Inside their 95 % intervals: {test.inside:.0%} of accuracies, "
-        f"{test.nats_inside:.0%} of nats; the luck of the questions is in the interval of the accuracy. "
-        f"No further ones left out: {test.stopped}."
-    )
-    return ViewTable(f"Back-test: {name}", note, COLUMNS, rows, outside)
-
-
-def _interval(found: Interval) -> str:
-    return f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f})"
-
-
-def _yes(inside: bool) -> str:
-    return "yes" if inside else "no"
-
-
-def analyse(posed: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
-    """Return what the runs of a study say; `flags` weaken it whatever they say.
-
-    Runs that are too few or cannot be compared are a verdict too: none, and why.
-    """
     try:
-        made = _analysed(posed, found)
-    except ValueError as error:
-        made = Analysis(StudyVerdict(headline=[f"no verdict: {' '.join(str(error).split())}"]))
-    verdict = made.verdict.model_copy(update={"flags": [*flags, *made.verdict.flags]})
-    return Analysis(verdict, made.tables, made.figures)
-
-
-def _analysed(posed: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
-    study, ran = posed.study, {one.arm for one in found}
-    match study.kind:
-        case "ladder":
-            return _ladder(posed, found)
-        case "mix":
-            return mix_analysis(posed, found)
-        case "annealing":
-            assert study.annealing is not None
-            sources = {name: name for name in study.annealing.new if name in ran}
-            return Analysis(annealing_verdict(found, posed.control, sources))
-        case "compare":
-            assert study.compare is not None
-            others = ran - {study.compare.control}
-            arms = {name: lines for name, lines in study.compare.arms.items() if name in others}
-            weights: dict[str, float] = {domain: float(share) for domain, share in posed.base.first_mix.items()}
-            return Analysis(ablation_verdict(found, posed.control, arms, study.compare.score, weights))
-        case _:
-            raise ValueError(f"{study.name}: no analysis for studies of kind {study.kind}")
-
-
-def _ladder(posed: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
-    asked = posed.study.ladder
-    assert asked is not None
-    if unscored := [one.run for one in found if asked.score not in one.scores]:
-        raise ValueError(f"ladder.score: {unscored[0]} has no {asked.score!r}; it has {', '.join(found[0].scores)}")
-    trials = [_trial(one, asked.score) for one in found]
-    try:
-        made = fit_ladder(trials, asked.budgets)
+        fitted = fit_ladder(trials, ladder.budgets)
     except NoLaw as reason:
-        picture = [("Loss by budget", PARABOLAS, isoflop(reason.parabolas))] if reason.parabolas else []
-        return Analysis(no_law(reason), [], picture)
-    other = _alternative(trials)
-    verdict = ladder_verdict(made, asked.to, other)
-    change = _sized(posed, made, asked.to) if asked.to else []
-    tables = [_optima(made)]
-    figures = ladder_figures(made, asked.to)
-    if asked.forecast and asked.to:
-        told, more, drawn = _forecast(found, made, asked.forecast, asked.to)
-        tables += more
+        figure = [("Loss by budget", PARABOLAS, isoflop(reason.parabolas))] if reason.parabolas else []
+        return Analysis(no_law(reason), [], figure)
+    alternative = None
+    with suppress(ValueError):  # too few or too similar runs for L(N, D)
+        alternative = fit_chinchilla(trials)
+    verdict = ladder_verdict(fitted, ladder.to, alternative)
+    tables, figures = [_budget_table(fitted)], ladder_figures(fitted, ladder.to)
+    if ladder.to and ladder.forecast:
+        forecast = _forecast(found, fitted, ladder.forecast, ladder.to)
+        tables += forecast.tables
+        figures += forecast.figures
         verdict = verdict.model_copy(
-            update={"headline": [*verdict.headline, *told.headline], "flags": [*verdict.flags, *told.flags]}
+            update={
+                "headline": [*verdict.headline, *forecast.verdict.headline],
+                "flags": [*verdict.flags, *forecast.verdict.flags],
+            }
         )
-        figures += drawn
+    change = _recipe_changes(posed, ladder, fitted, ladder.to) if ladder.to else []
     return Analysis(verdict.model_copy(update={"change": change}), tables, figures)
 
 
-def _trial(one: RunResult, score: str) -> Trial:
-    return Trial(one.parameters, one.tokens, one.flops, one.scores[score].value, one.run)
-
-
-def _alternative(trials: Sequence[Trial]) -> Chinchilla | None:
-    """Return the fit of L(N, D), or None where the runs are too few or too alike for it."""
-    try:
-        return fit_chinchilla(trials)
-    except ValueError:
-        return None
-
-
-def _optima(made: IsoflopFit) -> ViewTable:
-    rows = [
-        [f"{one.budget:.3g}", str(len(one.trials)), *_range(one.tokens), f"{one.loss:.4f}", _enters(one)]
-        for one in made.parabolas
-        if one.tokens.value == one.tokens.value
-    ]  # fmt: skip
-    note = "Where the parabola of each budget is lowest; a minimum at the edge of its grid does not enter the law."
+def _budget_table(fitted: IsoflopFit) -> ViewTable:
+    rows = []
+    for parabola in fitted.parabolas:
+        best = parabola.tokens
+        if math.isnan(best.value):
+            continue
+        interval = "" if math.isnan(best.low) else f"{tokens(best.low)} to {tokens(best.high)}"
+        reason = f"the best has the {parabola.edge}" if parabola.edge else "no clear minimum"
+        enters = "yes" if parabola.used else f"no: {reason}"
+        runs = str(len(parabola.trials))
+        rows.append([f"{parabola.budget:.3g}", runs, tokens(best.value), interval, f"{parabola.loss:.4f}", enters])
+    note = "The minimum of each budget's parabola; a minimum at the edge of its grid does not enter the law."
     return ViewTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
 
 
-def _range(found: Interval) -> tuple[str, str]:
-    return tokens(found.value), f"{tokens(found.low)} to {tokens(found.high)}" if found.low == found.low else ""
-
-
-def _enters(one: Parabola) -> str:
-    return "yes" if one.used else f"no: {f'the best has the {one.edge}' if one.edge else 'no clear minimum'}"
-
-
-def _sized(posed: ExpandedStudy, made: IsoflopFit, flops: float) -> list[str]:
-    """Return the changes that make the base recipe a run of `flops` operations, spent as the law says."""
-    assert posed.study.ladder is not None
-    best, rows = made.law.at(flops), embedding_rows(posed.base)
-    like = nearest(best.parameters.value, posed.study.ladder.sizes.values(), rows)
+def _recipe_changes(posed: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit, flops: float) -> list[str]:
+    """Return the changes that make the base recipe a run of `flops` operations, allocated by the law."""
+    best, rows = fitted.law.at(flops), embedding_rows(posed.base)
+    like = nearest(best.parameters.value, ladder.sizes.values(), rows)
     stage = posed.base.stages[-1]
-    batch = stage.batch or next(one.batch for one in reversed(posed.base.stages) if one.batch)
+    batch = stage.batch or next(earlier.batch for earlier in reversed(posed.base.stages) if earlier.batch)
     end = Tokens(max(1, round(best.tokens.value / batch)) * batch)
-    fall = [f"lr.{posed.base.lr.rule}.over={end}"] if posed.base.lr.wsd is None else []
-    ends = [f"stages.{stage.name}.until={end}", *([f"stages.{stage.name}.for=null"] if stage.length else [])]
-    shape = shape_for(best.parameters.value, like, rows)
-    return [*shape_changes(shape, posed.base.model), *ends, *fall]
+    changes = shape_changes(shape_for(best.parameters.value, like, rows), posed.base.model)
+    changes.append(f"stages.{stage.name}.until={end}")
+    if stage.length:
+        changes.append(f"stages.{stage.name}.for=null")
+    if posed.base.lr.wsd is None:  # a decay to the end of the run must end with it
+        changes.append(f"lr.{posed.base.lr.rule}.over={end}")
+    return changes
 
 
-def _forecast(
-    found: Sequence[RunResult], made: IsoflopFit, tasks: Sequence[str], flops: float
-) -> tuple[StudyVerdict, list[ViewTable], list[Figure]]:
-    """Return the forecast of each task's accuracy at `flops`, its back-test, and its picture.
+def _forecast(found: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[str], flops: float) -> Analysis:
+    """Return the forecast of each task's accuracy at `flops`, its back-test, and its figure.
 
-    The line goes through the best run of each budget, as published, where the budgets are enough to test that.
+    The line goes through the best run of each budget, as published, if the budgets are enough to test that.
     """
-    best = [min(one.trials, key=lambda trial: trial.loss).name for one in made.parabolas if one.used]
+    best = [min(budget.trials, key=lambda trial: trial.loss).name for budget in fitted.parabolas if budget.used]
     straight = best if len(best) > RUNS else None
-    points = {name: task for name in tasks if (task := _points(found, f"{PREFIX}{name}", straight)) is not None}
-    lacking = [
-        f"{name}: the runs were not asked it; name a task of evaluate.suite" for name in tasks if name not in points
+    tasks = {name: task for name in names if (task := _task_points(found, f"{PREFIX}{name}", straight))}
+    verdict = forecast_verdict(tasks, flops)
+    missing = [
+        f"{name}: the runs were not evaluated on it; name a task of evaluate.suite"
+        for name in names
+        if name not in tasks
     ]
-    told = forecast_verdict(points, flops)
-    told = told.model_copy(update={"flags": [*told.flags, *lacking]})
-    return told, list(_tested(points)), list(_drawn(points, flops))
+    verdict = verdict.model_copy(update={"flags": [*verdict.flags, *missing]})
+    tables, figures = [], []
+    note = "Nats per byte of the gold answer against training operations, and accuracy against those nats."
+    for name, task in tasks.items():
+        with suppress(ValueError):  # the verdict says why
+            tables.append(backtest_table(name, task.backtest()))
+        with suppress(ValueError):
+            fit = task.fit()
+            figures.append((f"Forecast: {name}", note, plots.forecast(fit, fit.at(flops))))
+    return Analysis(verdict, tables, figures)
 
 
-def _tested(points: Mapping[str, TaskPoints]) -> Iterator[ViewTable]:
-    for name, task in points.items():
-        with suppress(ValueError):  # too few runs for one; the verdict says so
-            yield backtest_table(name, task.backtest())
+def _task_points(found: Sequence[RunResult], key: str, straight: Collection[str] | None) -> TaskPoints | None:
+    """Return the points of the runs that were evaluated on a task; None if there are none."""
+    gold, chance = gold_key(key), 0.0
+    points: list[EvaluatedPoint] = []
+    for result in found:
+        if key in result.scores and gold in result.scores:
+            score = result.scores[key]
+            if not points:
+                chance = score.chance or 0.0
+            points.append(EvaluatedPoint(result.run, result.flops, result.scores[gold].value, score.value, score.n))
+    return TaskPoints(points, chance, straight) if points else None
 
 
-def _points(found: Sequence[RunResult], key: str, straight: Collection[str] | None) -> TaskPoints | None:
-    asked = [one for one in found if key in one.scores and gold_key(key) in one.scores]
-    if not asked:
-        return None
-    points = [
-        EvaluatedPoint(one.run, one.flops, one.scores[gold_key(key)].value, one.scores[key].value, one.scores[key].n)
-        for one in asked
-    ]
-    return TaskPoints(points, asked[0].scores[key].chance or 0.0, straight)
+def backtest_table(name: str, test: Backtest) -> ViewTable:
+    """Return the back-test of the benchmark `name`, a row for each run and each fit without it."""
 
+    def interval(value: Interval) -> str:
+        return f"{value.value:.4f} ({value.low:.4f} to {value.high:.4f})"
 
-def _drawn(points: Mapping[str, TaskPoints], flops: float) -> Iterator[Figure]:
-    for name, task in points.items():
-        try:
-            made = task.fit()
-        except ValueError:
-            continue
-        note = "Nats per byte of the gold answer against training operations, and accuracy against those nats."
-        yield f"Forecast: {name}", note, plots.forecast(made, made.at(flops))
+    rows, outside = [], {}
+    for index, row in enumerate(test.rows):
+        forecast = row.forecast
+        rows.append(
+            [
+                *(row.run, f"{row.runs} runs", f"{forecast.flops:.3g}", f"{forecast.beyond:.3g} x"),
+                *(interval(forecast.nats), f"{row.nats:.4f}", "yes" if row.nats_inside else "no"),
+                *(interval(row.expected), f"{row.accuracy:.4f}", "yes" if row.inside else "no"),
+            ]
+        )
+        if not row.inside:
+            outside[index, ACCURACY_INSIDE] = "bad"
+        if not row.nats_inside:
+            outside[index, NATS_INSIDE] = "bad"
+    note = (
+        f"Each run forecast from those of less compute. Inside their 95 % intervals: {test.inside:.0%} of accuracies, "
+        f"{test.nats_inside:.0%} of nats; the interval of the accuracy includes the sampling noise of the questions. "
+        f"No further levels left out: {test.stopped}."
+    )
+    return ViewTable(f"Back-test: {name}", note, COLUMNS, rows, outside)

@@ -1,9 +1,7 @@
-"""What a study will do, before it does anything: its runs, what they cost, and what is there already.
+"""Plan a study before it starts: its runs, their cost, and what already exists. Also the actual cost of finished runs.
 
-Operations are counted from the recipes. Seconds come from what is measured: the calibration of a named fabric or of
-this machine (`herd plan calibrate`), else the operations per second of earlier runs under this root whose models were
-of similar size; where neither exists they are unknown, and nothing is guessed. What this gives up: runs side by side
-are taken to be as fast as alone.
+Operations come from the recipes. Seconds come from measurements: a calibration (`herd plan calibrate`) of the named
+fabric or of this machine, else earlier runs of similar models under this root; without either they are unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 from rich.table import Table
 
@@ -34,10 +31,11 @@ from tasks.runs.records import RunRecord, Runs, family_number
 from tasks.study.records import answers_for, runs_of
 
 MEASURED = 20
-"""So many of the newest runs say how fast this root's machine is."""
+"""Number of the newest runs that are used to estimate the speed."""
 SIMILAR = 4.0
-"""A run says nothing of models whose tokens take this many times more or fewer operations: small ones mostly wait for
-Python (17 times fewer took twice the seconds that were promised)."""
+"""Largest factor in operations per token at which a run is used for another model. Small models mostly wait for Python:
+a model of 17 times fewer operations took twice the predicted seconds."""
+HEADERS = ("arm", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,11 @@ class PlannedRun:
 
     run: ArmRun
     answer: RunRecord | None
-    """The finished run that already answers for it."""
+    """The finished run of the same recipe, if there is one."""
     shared: list[str]
-    """Its stages that another run of the study makes before it."""
+    """Its stages that an earlier run of the study trains."""
     flops: float
-    """What is left to be trained, shared stages left out."""
+    """Operations left to train, without shared stages."""
     seconds: float | None
 
     @property
@@ -62,13 +60,15 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyPlan:
+    """The runs of a study with their cost. Runs in parallel are assumed to be as fast as alone."""
+
     posed: ExpandedStudy
     runs: list[PlannedRun]
     data: int
-    """How many different token shards the runs need."""
+    """Number of different sets of token shards."""
     devices: int
     speed: str
-    """Where the seconds come from."""
+    """Source of the seconds."""
     price: float | None
     """Of a device-hour."""
 
@@ -78,8 +78,8 @@ class StudyPlan:
 
     @property
     def seconds(self) -> float | None:
-        known = [planned.seconds for planned in self.runs]
-        return None if any(one is None for one in known) else sum(one for one in known if one is not None)
+        known = [planned.seconds for planned in self.runs if planned.seconds is not None]
+        return sum(known) if len(known) == len(self.runs) else None
 
     @property
     def device_hours(self) -> float | None:
@@ -98,82 +98,83 @@ def plan_study(
     runs = Runs(root)
     answers = runs_of(runs, posed, arms)
     pace, speed = _pace(root, posed, cluster, runs)
-    first = {work.lineage: work.run for work in once(arms).values()}
-    planned = [_planned(arm, answers.get(arm.name), first, pace) for arm in arms]
+    trained_by = {work.lineage: work.run for work in once(arms).values()}
+    planned = []
+    for arm in arms:
+        works, answer = list(stage_works(arm)), answers.get(arm.name)
+        own = [work for work in works if trained_by[work.lineage] == arm.name]
+        flops = 0.0 if answer else sum(work.flops for work in own)
+        seconds = flops * pace[arm.name] if arm.name in pace else None
+        planned.append(PlannedRun(arm, answer, [work.stage for work in works if work not in own], flops, seconds))
     data = len({data_digest(arm.recipe) for arm in arms})
     return StudyPlan(posed, planned, data, cluster.processes, speed, price)
 
 
 def check_hours(plan: StudyPlan) -> None:
-    """Raise ValueError if what is left to do takes more device-hours than the study may."""
+    """Raise ValueError if the remaining work takes more device-hours than the study's limit."""
     limit, hours = plan.posed.study.limits.device_hours, plan.device_hours
     if limit is not None and hours is not None and hours > limit:
         raise ValueError(
             f"{plan.posed.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than "
-            f"{limit:g}; take fewer arms or repeats, shorten them, or raise it"
+            f"{limit:g}; reduce the arms, the repeats or their length, or raise the limit"
         )
 
 
-def _planned(arm: ArmRun, answer: RunRecord | None, first: Mapping[str, str], pace: dict[str, float]) -> PlannedRun:
-    works = list(stage_works(arm))
-    own = [work for work in works if first[work.lineage] == arm.name]
-    flops = 0.0 if answer else sum(work.flops for work in own)
-    seconds = flops * pace[arm.name] if arm.name in pace else None
-    return PlannedRun(arm, answer, [work.stage for work in works if work not in own], flops, seconds)
-
-
 def _pace(root: Root, posed: ExpandedStudy, cluster: Cluster, runs: Runs) -> tuple[dict[str, float], str]:
-    """Return seconds per operation by the name of an arm's run, and where they come from."""
-    predicted = {arm.name: _predicted(root, arm, cluster) for arm in posed.runs}
-    if all(one is not None for one in predicted.values()):
-        found = cluster.fabric or "this machine's calibration"
-        return {name: one for name, one in predicted.items() if one is not None}, f"predicted from {found}"
-    measured = _measured(runs)
+    """Return seconds per operation by the name of an arm's run, and their source."""
+    predicted = {arm.name: _predicted_pace(root, arm, cluster) for arm in posed.runs}
+    pace = {name: value for name, value in predicted.items() if value is not None}
+    if len(pace) == len(predicted):
+        source = cluster.fabric or "this machine's calibration"
+        return pace, f"predicted from {source}"
+    measured = _measured_paces(runs)
     if not measured:
         return {}, "unknown: no run here yet, and no calibration (herd plan calibrate)"
-    nearest = {arm.name: _nearest(measured, arm.flops / arm.tokens) for arm in posed.runs}
-    pace = {name: one for name, one in nearest.items() if one is not None}
-    if len(pace) < len(nearest):
+    pace = {}
+    for arm in posed.runs:
+        size = arm.flops / arm.tokens
+        nearest, seconds = min(measured, key=lambda run: abs(math.log(run[0] / size)))
+        if 1 / SIMILAR <= nearest / size <= SIMILAR:
+            pace[arm.name] = seconds
+    if any(arm.name not in pace for arm in posed.runs):
         return pace, "unknown: earlier runs here were of other sizes, and no calibration (herd plan calibrate)"
     return pace, f"measured on {len(measured)} earlier run(s) under this root"
 
 
-def _predicted(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
+def _predicted_pace(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
+    """Return seconds per operation from a calibration; None without one."""
     seconds = 0.0
     for span in Schedule(arm.recipe).trained:
-        found = predict(root, arm.recipe, cluster.at(span.stage.name, span.name), span)
-        for part in span.segments:
-            step = found.by_seq[part.seq].get(metrics.PLANNED_STEP_S) if found else None
+        prediction = predict(root, arm.recipe, cluster.at(span.stage.name, span.name), span)
+        for segment in span.segments:
+            step = prediction.by_seq[segment.seq].get(metrics.PLANNED_STEP_S) if prediction else None
             if step is None:
                 return None
-            seconds += step * part.steps
+            seconds += step * segment.steps
     return seconds / arm.flops
 
 
-def _measured(runs: Runs) -> list[tuple[float, float]]:
-    """Return (operations per token, seconds per operation) of the newest runs that made their own stages."""
-    found = (_speed(runs, record) for record in reversed(runs.all()) if record.state == "finished")
-    return list(islice((speed for speed in found if speed), MEASURED))
+def _measured_paces(runs: Runs) -> list[tuple[float, float]]:
+    """Return (operations per token, seconds per operation) of the newest runs that trained all their stages."""
+    paces: list[tuple[float, float]] = []
+    for record in reversed(runs.all()):
+        if record.state != "finished":
+            continue
+        try:
+            recipe = runs.recipe(record.name)
+        except ValueError:  # written by another version
+            continue
+        names = {span.name for span in Schedule(recipe).trained}
+        trained = [step for name, step in record.steps.items() if name in names]
+        if recipe.start is None and answers_for(record, recipe) and all(step.outcome == "made" for step in trained):
+            run = ArmRun(Variant(record.name), 1, recipe)
+            paces.append((run.flops / run.tokens, sum(step.seconds for step in trained) / run.flops))
+            if len(paces) == MEASURED:
+                break
+    return paces
 
 
-def _speed(runs: Runs, record: RunRecord) -> tuple[float, float] | None:
-    try:
-        recipe = runs.recipe(record.name)
-    except ValueError:  # written by another version
-        return None
-    names = {span.name for span in Schedule(recipe).trained}
-    made = [step for name, step in record.steps.items() if name in names]
-    whole = answers_for(record, recipe) and all(step.outcome == "made" for step in made)
-    if recipe.start is not None or not whole:
-        return None
-    run = ArmRun(Variant(record.name), 1, recipe)
-    return run.flops / run.tokens, sum(step.seconds for step in made) / run.flops
-
-
-def _nearest(measured: Sequence[tuple[float, float]], per_token: float) -> float | None:
-    """Return the seconds per operation of the run whose tokens took most nearly as many; None: of none similar."""
-    size, pace = min(measured, key=lambda one: abs(math.log(one[0] / per_token)))
-    return pace if 1 / SIMILAR <= size / per_token <= SIMILAR else None
+# The plan as text
 
 
 def plan_table(plan: StudyPlan) -> Table:
@@ -186,11 +187,8 @@ def plan_table(plan: StudyPlan) -> Table:
     return table
 
 
-HEADERS = ("arm", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
-
-
 def plan_rows(plan: StudyPlan) -> list[tuple[str, ...]]:
-    """Return the runs of the plan as text, under HEADERS; time and cost of what is left to do."""
+    """Return the runs of the plan as text, under HEADERS; time and cost are those of the remaining work."""
     return [
         (
             planned.run.arm.name,
@@ -207,7 +205,7 @@ def plan_rows(plan: StudyPlan) -> list[tuple[str, ...]]:
 
 
 def plan_lines(plan: StudyPlan) -> list[str]:
-    """Return the totals below the table, one fact a line."""
+    """Return the totals below the table, one fact per line."""
     total = sum(planned.run.flops for planned in plan.runs)
     trained = sum(planned.run.tokens for planned in plan.runs)
     arms = len({planned.run.arm.name for planned in plan.runs})
@@ -218,7 +216,7 @@ def plan_lines(plan: StudyPlan) -> list[str]:
     return [
         f"runs     {len(plan.runs)} of {arms} arms, {reused} of them finished; {tokens(trained)} tokens",
         f"FLOPs    {total:.3g} in all, {plan.flops:.3g} to do: finished runs and shared stages are not trained again",
-        f"data     curated and tokenised {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
+        f"data     curated and tokenized {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
         f"time     {time}{hours}{cost} ({plan.speed})",
     ]
 
@@ -229,77 +227,59 @@ def _money(plan: StudyPlan, seconds: float | None) -> str:
     return f"{seconds * plan.devices / 3600 * plan.price:,.2f}"
 
 
-# What the runs of a study cost: every stage is paid for once, by the run that made it.
-#
-# Operations are counted from the recipe and the model as it was trained, hours are those that the stage's artifact
-# was made in, times the devices of its run. A stage that was there before the study costs it nothing. What this
-# gives up: the hours of an attempt that was killed before it committed anything; the steps that it saved are
-# counted.
+# The actual cost of finished runs
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """What one run trained itself."""
+    """The cost of the stages that are booked to a run."""
 
     flops: float
     device_hours: float
     reused: tuple[str, ...]
-    """Its stages that were there before it."""
+    """Its stages that are booked to another run, or existed before the study."""
 
 
 def spent(
     posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord], devices: Callable[[str], int]
 ) -> dict[str, RunCost]:
-    """Return what each run of a study trained itself, by the name of an arm's run; `devices` are those of a run."""
-    payers = _payers(posed, store, answers)
-    return {
-        run.name: _spent(posed, store, run, answers[run.name], devices, payers)
-        for run in posed.runs
-        if run.name in answers
-    }
+    """Return the cost of each run of a study, by the name of an arm's run; `devices` returns those of a run.
 
-
-def _payers(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> dict[str, str]:
-    """Return by whom each stage of the study's own is paid: the run that made it, else the first that stands on it."""
+    A stage is booked to the run that trained it, else to the first run that uses it; a stage from before the study
+    costs nothing. The hours of an attempt that was killed before its first commit are not counted.
+    """
     names = {record.name for record in answers.values()}
-    payers: dict[str, str] = {}
-    for run in posed.runs:
-        if run.name in answers:
-            for _, _, artifact in _stages(store, run, answers[run.name]):
-                made_by = artifact.manifest.made_by
-                if family_number(posed.study.name, made_by):
-                    payers.setdefault(artifact.label, made_by if made_by in names else answers[run.name].name)
-    return payers
+    stages = {run.name: list(_stages(store, run, answers[run.name])) for run in posed.runs if run.name in answers}
+    booked_to: dict[str, str] = {}
+    for run, trained in stages.items():
+        for _, _, artifact in trained:
+            made_by = artifact.manifest.made_by
+            if family_number(posed.study.name, made_by):
+                booked_to.setdefault(artifact.label, made_by if made_by in names else answers[run].name)
+    costs = {}
+    for run, trained in stages.items():
+        flops = hours = 0.0
+        reused = []
+        for name, segments, artifact in trained:
+            if booked_to.get(artifact.label) != answers[run].name:
+                reused.append(name)
+                continue
+            spec, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
+            flops += training_flops(posed, segments, spec, rows)
+            hours += artifact.manifest.seconds * devices(artifact.manifest.made_by) / 3600
+        costs[run] = RunCost(flops, hours, tuple(reused))
+    return costs
+
+
+def _stages(store: Store, run: ArmRun, record: RunRecord) -> Iterator[tuple[str, Sequence[Segment], Artifact]]:
+    """Yield name, segments and checkpoint of each stage whose checkpoint still exists."""
+    for span in Schedule(run.recipe).trained:
+        with suppress(ValueError):  # deleted by retention
+            yield span.name, span.segments, store.at(record.steps[span.name].artifact)
 
 
 def training_flops(posed: ExpandedStudy, segments: Sequence[Segment], spec: Model, rows: int) -> float:
     """Return the operations of a part of a schedule, by the study's formula."""
     formula = posed.study.ladder.formula if posed.study.ladder else "causal"
     name = {"6N": "six_n"}.get(formula, formula)
-    return float(sum(part.tokens * getattr(flops_per_token(spec, rows, part.seq), name) for part in segments))
-
-
-def _spent(
-    posed: ExpandedStudy,
-    store: Store,
-    run: ArmRun,
-    record: RunRecord,
-    devices: Callable[[str], int],
-    payers: Mapping[str, str],
-) -> RunCost:
-    flops = hours = 0.0
-    reused = []
-    for name, segments, artifact in _stages(store, run, record):
-        if payers.get(artifact.label) != record.name:
-            reused.append(name)
-            continue
-        spec, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
-        flops += training_flops(posed, segments, spec, rows)
-        hours += artifact.manifest.seconds * devices(artifact.manifest.made_by) / 3600
-    return RunCost(flops, hours, tuple(reused))
-
-
-def _stages(store: Store, run: ArmRun, record: RunRecord) -> Iterator[tuple[str, Sequence[Segment], Artifact]]:
-    for span in Schedule(run.recipe).trained:
-        with suppress(ValueError):  # deleted by retention
-            yield span.name, span.segments, store.at(record.steps[span.name].artifact)
+    return float(sum(segment.tokens * getattr(flops_per_token(spec, rows, segment.seq), name) for segment in segments))

@@ -1,9 +1,7 @@
-"""The record of studies: the question as it was asked, which run answers for which arm, and what came of it.
+"""The record of a study: its question, its state and its verdict, in the folder `studies/NAME`.
 
-`studies/NAME` holds `study.yaml` and `base.yaml` (together the whole question), `study.json` (how it stands), and the
-page. Which run belongs to an arm is not stored but found, by the digest of the arm's recipe, so a record that is lost
-costs nothing. What this gives up: a study that is asked again under its name with other arms takes the record's place;
-its former runs stay, and MLflow keeps a parent for each digest.
+`study.yaml` and `base.yaml` contain the whole question, `study.json` the state. Runs are matched to arms by the digest
+of their recipe, not stored. Another question under the same name replaces the record; the runs of the first remain.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
 
 
 class StudyRecord(BaseModel):
-    """How a study stands."""
+    """The state of a study."""
 
     name: str
     digest: str
     kind: str
     question: str = ""
     recipe: str
-    """The base recipe's file, as the study was given it."""
+    """The base recipe's file, as given to the study."""
     state: State = "running"
     error: str = ""
     started: str
@@ -44,7 +42,7 @@ class StudyRecord(BaseModel):
     seconds: float = 0.0
     """From the first arm to the verdict, over all attempts."""
     arm_seconds: float = 0.0
-    """Of that, inside the flows of its arms."""
+    """Of these, seconds inside the flows of its arms."""
     code: str
     machine: str = ""
     command: str = ""
@@ -53,14 +51,14 @@ class StudyRecord(BaseModel):
     prefect_run: str = ""
     verdict: StudyVerdict | None = None
     recipes: list[str] = []
-    """Digests of the recipes of its runs: retention keeps what the report is made from."""
+    """Digests of the recipes of its runs: retention keeps their artifacts for the report."""
 
     def abandoned(self) -> StudyRecord:
-        """Return the record as it is when nobody works on the study: one that says running was interrupted."""
+        """Return the record for the case that no process works on the study: `running` becomes `interrupted`."""
         if self.state != "running":
             return self
-        said = f"its process is gone; go on with: {self.command}"
-        return self.model_copy(update={"state": "interrupted", "error": said, "ended": self.ended or now()})
+        message = f"its process is gone; go on with: {self.command}"
+        return self.model_copy(update={"state": "interrupted", "error": message, "ended": self.ended or now()})
 
 
 class Studies:
@@ -68,43 +66,43 @@ class Studies:
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self._held: dict[str, Lease] = {}
+        self._leases: dict[str, Lease] = {}
 
     def place(self, name: str) -> Path:
-        """Return the study's folder here. Raises ValueError for a name that leaves it."""
+        """Return the study's local folder. Raises ValueError for a name that leaves it."""
         return self.root.file(FOLDER, name)
 
     def names(self) -> list[str]:
         return self.root.names(FOLDER)
 
     def find(self, name: str) -> StudyRecord:
-        """Return the record of a study. Raises ValueError naming those that exist."""
+        """Return the record of a study. Raises ValueError with the existing names."""
         text = self.root.read(FOLDER, name, RECORD)
         if text is None:
             known = ", ".join(self.names()) or "none yet; start one with: herd study run recipes/experiments/STUDY.yaml"
             raise ValueError(f"study {name!r} does not exist under {self.root.uri}; studies: {known}")
-        return self._parsed(name, text)
+        return self._parse(name, text)
 
     def known(self, name: str) -> StudyRecord | None:
         """Return the record of a study, if there is one. Raises DamagedRecord."""
         text = self.root.read(FOLDER, name, RECORD)
-        return self._parsed(name, text) if text else None
+        return self._parse(name, text) if text else None
 
-    def all(self, strict: bool = False) -> list[StudyRecord]:
-        """Return every study, by name; a damaged record is left out, with a warning, or raises if `strict`."""
-        return read_records(self.known, self.names(), strict)
-
-    def _parsed(self, name: str, text: bytes) -> StudyRecord:
+    def _parse(self, name: str, text: bytes) -> StudyRecord:
         try:
             return StudyRecord.model_validate_json(text)
         except ValueError as error:
             raise DamagedRecord(
-                f"study {name}: {self.root.join(FOLDER, name, RECORD)} is no record of a study "
-                f"({' '.join(str(error).split())[:200]}); delete it, it is written again when the study is asked again"
+                f"study {name}: {self.root.join(FOLDER, name, RECORD)} is not a valid record "
+                f"({' '.join(str(error).split())[:200]}); delete it; the next run of the study writes it again"
             ) from None
 
+    def all(self, strict: bool = False) -> list[StudyRecord]:
+        """Return every study, by name; a damaged record is left out with a warning, or raises if `strict`."""
+        return read_records(self.known, self.names(), strict)
+
     def standing(self) -> list[StudyRecord]:
-        """Return every study as it stands; one that says running and that nobody works on was interrupted."""
+        """Return every study, with `running` corrected to `interrupted` where no process works on it."""
         records = self.all()
         running = [f"{FOLDER}/{record.name}" for record in records if record.state == "running"]
         held = holders(self.root, running) if running else {}
@@ -112,19 +110,19 @@ class Studies:
 
     @contextmanager
     def alone(self, name: str, wait: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Hold a study until the block ends.
+        """Hold the lease of a study until the block ends.
 
-        With `wait`, which is told who has it, another holder is waited for; else raises LeaseHeld.
+        With `wait`, which is called with the name of another holder, wait for that holder; else raise LeaseHeld.
         """
         try:
             with lease(self.root, f"{FOLDER}/{name}", name, wait) as held:
-                self._held[name] = held
+                self._leases[name] = held
                 yield
         except LeaseHeld as error:
             raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
 
     def posed(self, name: str) -> ExpandedStudy:
-        """Return the question as it was asked. Raises ValueError if there is no such study."""
+        """Return the recorded question. Raises ValueError if there is no such study."""
         self.find(name)
         for file in (QUESTION, BASE):
             if not self.root.is_local:
@@ -133,20 +131,19 @@ class Studies:
 
     def save(self, record: StudyRecord) -> None:
         """Write a record. Raises LeaseLost, with nothing written, if another process has taken the study over."""
-        if record.name in self._held:
-            self._held[record.name].check()
+        if record.name in self._leases:
+            self._leases[record.name].check()
         self.root.write(record.model_dump_json(indent=1), FOLDER, record.name, RECORD)
 
     def ask(self, posed: ExpandedStudy) -> None:
-        """Write the question down, so that it can be asked again without the files that it came from."""
+        """Write the question and its base recipe, so that it can be run again without the original files."""
         plain = posed.study.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        text = {QUESTION: {**plain, "recipe": BASE}, BASE: posed.data}
-        for file, data in text.items():
-            words = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
-            self.root.write(words, FOLDER, posed.study.name, file)
+        for file, data in {QUESTION: {**plain, "recipe": BASE}, BASE: posed.data}.items():
+            text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+            self.root.write(text, FOLDER, posed.study.name, file)
 
     def publish(self, name: str, file: str, text: str) -> Path:
-        """Write a page of the study, and return it."""
+        """Write a page of the study, and return its local path."""
         self.root.write(text, FOLDER, name, file)
         path = self.place(name) / file
         if not self.root.is_local:
@@ -155,16 +152,16 @@ class Studies:
 
 
 def runs_of(runs: Runs, posed: ExpandedStudy, arms: Sequence[ArmRun]) -> dict[str, RunRecord]:
-    """Return, by the name of an arm's run, the finished run that answers for it: the newest of the same recipe."""
-    asked = {arm.digest: arm for arm in arms}
+    """Return the newest finished run of each arm's recipe, by the name of the arm's run."""
+    by_digest = {arm.digest: arm for arm in arms}
     answers = {
         record.recipe_digest: record
         for record in runs.family(posed.study.name)
-        if record.recipe_digest in asked and answers_for(record, asked[record.recipe_digest].recipe)
+        if record.recipe_digest in by_digest and answers_for(record, by_digest[record.recipe_digest].recipe)
     }
     return {arm.name: answers[arm.digest] for arm in arms if arm.digest in answers}
 
 
 def answers_for(record: RunRecord, recipe: Recipe) -> bool:
-    """Return whether a run of `recipe` finished and its last model was scored: it may have been told to stop before."""
+    """Return whether a run of `recipe` finished and evaluated its last stage: it may have been stopped earlier."""
     return record.state == "finished" and f"evaluate-{recipe.stages[-1].name}" in record.steps

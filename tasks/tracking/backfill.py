@@ -1,10 +1,8 @@
-"""Make MLflow show a run again, from its record, artifacts, journals and decisions alone: into an empty server too.
+"""Send a run to MLflow again from its record, artifacts, journals and decisions alone, into an empty server too.
 
-Used by `herd republish RUN`, and by a run itself when MLflow was away and answers again. It sends everything: points
-carry the time they were recorded with, runs are found by their tags and models by their artifact, so whatever MLflow
-has already stays single. What it cannot know it leaves out: a step that failed left no artifact and so no run, the
-journal of a stage that still trains is on the machine that supervises it, and MLflow gives model versions its own
-numbers.
+`herd republish RUN` does it, and a run itself when MLflow was away. It sends everything: points carry their time, runs
+are found by their tags and models by their artifact, so nothing is duplicated. Missing are failed steps, which left no
+artifact, and the journal of a stage that trains on another machine. MLflow numbers model versions itself.
 """
 
 from __future__ import annotations

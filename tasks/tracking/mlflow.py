@@ -1,12 +1,9 @@
-"""The only place that talks to MLflow's tracking store. MLflow is imported where it is called: it takes a CPU second.
+"""All calls to MLflow's tracking store. MLflow is imported inside functions: it takes a CPU second.
 
-MLflow is a projection: everything sent here also stands in artifacts and journals, so sending it again is always
-safe. A point is sent with the time stamp it was recorded with, which MLflow's primary key (key, step, time, value)
-then stores once however often it arrives. The x axis (`step`) is the position in tokens, everywhere.
-
-Nothing that writes raises or waits for a server that is away (`tasks.tracking.mlflow`); `stale` says that MLflow
-lacks something. A run that could not be opened has a handle in place of an id, which every method takes; it is opened
-at the first use that succeeds. MLflow's own asynchronous logging is not used: it loses points without a word.
+MLflow shows what artifacts and journals hold, so sending anything again is safe: its primary key (key, step, time,
+value) stores a point once. `step` is the position in tokens. Writers neither raise nor wait for a server that is away;
+`stale` says that MLflow lacks something. A run that could not be opened has a handle, which is opened at the next
+success.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
     from mlflow.exceptions import MlflowException
 
 
-# What is sent to MLflow, in MLflow's own types and within its limits.
+# Values in MLflow's own types and within its limits.
 
 PARAM_CHARACTERS = 6000
 DIGEST_CHARACTERS = 36
@@ -80,13 +77,9 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-# Whether MLflow answers, and what happens while it does not: calls are passed over, never raised, never waited for.
-#
-# After a failed call nothing is asked for half a minute; then one probe decides. So a server that is down or hangs
-# costs a run at most one time-out (5 s) per half minute, in whichever thread asks. What was passed over is not kept
-# here: `stale` says that something is missing, and `tasks.tracking.backfill` makes it good from the truth. A call
-# that MLflow answers with a refusal (a parameter that would change, say) is told and passed over too, but it is no
-# outage.
+# A circuit breaker. After a failed call nothing is asked for half a minute, then one probe decides: a server that hangs
+# costs at most one time-out per half minute. Skipped calls are not kept; `stale` says so, and `tasks.tracking.backfill`
+# sends everything again. A refusal by MLflow (a changed parameter, say) is reported and is no outage.
 
 
 PROBE_INTERVAL_S = 30.0

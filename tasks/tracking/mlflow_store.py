@@ -77,12 +77,9 @@ def preload() -> None:
         import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
-# The SQLite file in which MLflow records below a root: made whole or not at all, set aside if it cannot be used.
-#
-# MLflow makes its tables by migrations that SQLite does not undo: a process killed in one leaves a file that no
-# later process can open. So the file is made and migrated under another name, and renamed. One that was left half-
-# made, by an earlier version or by another program, is moved to `.damaged/`; what it held is published again from
-# the root.
+# MLflow's SQLite file. MLflow creates its tables by migrations that SQLite does not undo: a process killed in one
+# leaves a file that cannot be opened. So the file is migrated under another name and renamed; a broken one moves to
+# `.damaged/`, and its contents are sent again.
 
 NAME = "mlflow.db"
 SIDES = ("", "-journal", "-wal", "-shm")

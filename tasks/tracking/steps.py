@@ -1,10 +1,8 @@
-"""What an artifact looks like in MLflow: tags, params, points, data sets and models of the step that it stands for.
+"""What an artifact looks like in MLflow: tags, params, points, data sets and models of its step.
 
-One function shows a step, live and when a run is published again (`tasks.tracking.backfill`), so the two cannot
-drift. It reads nothing but the run's record and artifacts. Points are thinned by the step number that stands in each
-record, which does not depend on who reads the journal when: a follower, its successor and the finished table choose
-the same. What this gives up: points of steps that a rollback made void stay where they were sent live, and are not
-sent again.
+One function shows a step, live and in a backfill, so the two cannot differ. It reads only the run's record and
+artifacts. Points are thinned by the step number in each record, which does not depend on the reader. Points of
+rolled-back steps stay where they were sent live and are not sent again.
 """
 
 from __future__ import annotations

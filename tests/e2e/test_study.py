@@ -195,7 +195,7 @@ def test_a_bad_study_is_told_in_lines(new_herd: NewHerd, tmp_path: Path) -> None
     herd = new_herd(tmp_path / "root")
     text = "compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.peak=1e-3]}}"
     printed = herd("study", "plan", str(write_study(tmp_path, herd.recipe, text, "bad")), status=2)
-    assert "differs from five in lr.peak too" in printed
+    assert "also differs from five in lr.peak" in printed
     assert "Traceback" not in printed
     assert "does not exist" in herd("study", "report", "nothing", status=2)
     assert "cannot be read" in herd("study", "run", str(tmp_path / "no.yaml"), status=2)

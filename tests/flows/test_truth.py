@@ -160,9 +160,7 @@ def test_the_watchdog_of_a_killed_process_settles_its_run_and_leaves(root: Root,
 
 
 @pytest.mark.parametrize("word", ["end", "fail", "pause"])
-def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(
-    word: str, root: Root, run: RunRecord
-) -> None:
+def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(word: str, root: Root, run: RunRecord) -> None:
     """Also of one that waits for a person, who may answer before the watchdog would look."""
     process, watchdog = works(root, f"runs/{run.name}")
     process.communicate(f"{word}\n", timeout=60)

@@ -118,7 +118,7 @@ def test_an_error_inside_releases(root: Root) -> None:
 
 
 def test_a_name_that_leaves_the_root_is_refused(root: Root) -> None:
-    with pytest.raises(ValueError, match="no name below a root"), lease(root, "../a", "mine"):
+    with pytest.raises(ValueError, match="not a name below a root"), lease(root, "../a", "mine"):
         pass
 
 

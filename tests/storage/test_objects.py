@@ -149,7 +149,7 @@ def test_a_server_that_never_answers_is_given_up(call: str, monkeypatch: pytest.
     """The deadline is below all other limits here; the test's own limit is what fails if nothing bounds the call."""
     (tmp_path / "file").write_bytes(b"1")
     monkeypatch.setenv("HERD_S3_DEADLINE_S", "0.2")
-    message = r"s3://nowhere.* within 0\.2 s; see that it is up .*HERD_S3_DEADLINE_S"
+    message = r"s3://nowhere.* within 0\.2 s; check that it is up .*HERD_S3_DEADLINE_S"
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pointed_at(environment(f"http://127.0.0.1:{silent.getsockname()[1]}")),

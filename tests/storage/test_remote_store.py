@@ -207,7 +207,7 @@ def test_a_manifest_cannot_name_files_outside(root: Root) -> None:
     for name in ("../../evil", "/etc/evil", "documents/../../evil"):
         bad = made.manifest.model_copy(update={"files": {name: digest_bytes(b"x")}})
         put_bytes(root.join(f"{made.label}.json"), bad.text().encode())
-        with pytest.raises(DamagedArtifact, match="is no name of a file inside an artifact"):
+        with pytest.raises(DamagedArtifact, match="is not a file name inside an artifact"):
             open_store(root).at(made.label)
 
 

@@ -100,7 +100,7 @@ def test_a_key_that_cannot_be_used_is_refused_by_name(tmp_path: Path, monkeypatc
     for signing, words in (
         ("/nowhere", "cannot be used"),
         (public, "others can read it"),
-        (str(other), "is no Ed25519"),
+        (str(other), "is not an Ed25519"),
     ):
         monkeypatch.setenv(SIGNING, signing)
         with pytest.raises(ValueError, match=f"{SIGNING}: {signing}: .*{words}.*openssl genpkey"):

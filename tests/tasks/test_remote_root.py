@@ -63,7 +63,7 @@ def test_remote_artifacts_and_local_copies_are_deleted_and_what_is_used_stays(bu
     deleted = carry_out(root, plan)
     assert {item.kind for item in deleted} == {"checkpoint", COPY}
     assert not root.file(lost.label).exists()
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="not found under"):
         open_store(root).at(lost.label)
     for step in kept.steps.values():
         open_store(root).at(step.artifact).verify()

@@ -1,13 +1,7 @@
-"""Examples of evaluation sets as word 8-grams: what decontamination looks for.
+"""Examples of evaluation sets as word 8-grams: the index that decontamination scans documents for.
 
-A word is that of `words.py`: curation comes before there is a tokenizer, so the tokens of arXiv 2407.21783, section
-5.1.4, are words here. An example of fewer than 8 words is one gram of all its words; it is counted but drops no
-document, because three words in a row prove nothing. Grams that many examples of a set share (instructions, answer
-formats) are *template*: they count in the share of an example that the corpus holds, as in the paper, but not when one
-document is compared with one example; a prompt template is no leak, and a page with one would meet every example.
-What this gives up: an example that a set repeats more often than that is all template and drops nothing.
-
-An example of several fields is compared as a whole and field by field: pages often hold a question without its answer.
+Words, not tokens as in arXiv 2407.21783, section 5.1.4: curation runs before there is a tokenizer. An example of
+several fields is compared as a whole and field by field, because pages often contain a question without its answer.
 """
 
 from __future__ import annotations
@@ -35,62 +29,66 @@ from storage.filesystem import filesystem_of, glob, local_path
 
 STEP = "contaminated/benchmarks"
 GRAM = 8
+"""Words per n-gram. A shorter example is one gram of all its words; it is counted but never drops a document."""
 TEMPLATE_LEAST, TEMPLATE_MOST, TEMPLATE_SHARE = 4, 100, 10
-"""A gram is template when more examples than a tenth of the set share it, but at least 4 and at most 100."""
+"""A gram is *template* (instructions, answer formats) if more than a tenth of the examples of its set share it (at
+least 4, at most 100). Template grams count in the corpus ratio, as in the paper, but not when one document is compared
+with one example: a page with a prompt template would match every example."""
 NEVER = np.iinfo(np.int32).max
-_PACKED = {"gz": "gzip", "zst": "zstd"}
+_COMPRESSION = {"gz": "gzip", "zst": "zstd"}
 Flags = NDArray[np.bool_]
 
 
 def check_benchmarks(benchmarks: Sequence[Benchmark]) -> None:
-    """Read all examples once. Raises ValueError that names the field of the recipe, the place and the remedy."""
+    """Read all examples once. Raises ValueError that names the field, the file and line, and what to write instead."""
     for number, benchmark in enumerate(benchmarks):
         for _ in read_benchmark(number, benchmark):
             pass
 
 
 def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[list[str]]:
-    """Yield the field texts of every example of the benchmark with that number in the recipe. Raises ValueError."""
+    """Yield the field texts of every example of benchmark `number` of the recipe. Raises ValueError."""
     where = f"curate.decontaminate.{number}"
     files = [(uri, kind) for uri in glob(benchmark.uri) if (kind := file_format(uri)) in ("jsonl", "parquet")]
     if not files:
         raise ValueError(
             f"{where}.uri: {benchmark.uri!r} names no jsonl or parquet file; name one, or a folder of them"
         )
-    count = 0
+    examples = 0
     for uri, kind in files:
         try:
             for place, record in _records(uri, kind == "parquet"):
-                count += 1
+                examples += 1
                 yield [_field(record, field, f"{where}.fields: {place}") for field in benchmark.fields]
         except (OSError, EOFError, pa.ArrowException, orjson.JSONDecodeError) as error:
             raise ValueError(f"{where}.uri: {uri!r} cannot be read ({error}); repair it or name another") from error
-    if not count:
+    if not examples:
         raise ValueError(f"{where}.uri: {benchmark.uri!r} holds no example; name another file")
 
 
 def _records(uri: str, parquet: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of one file."""
+    """Yield (file and line, record) of one file."""
     with filesystem_of(uri).open(str(local_path(uri)) if uri.startswith("file://") else uri, "rb") as raw:
         if parquet:
             batches = pq.ParquetFile(raw).iter_batches()
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"{uri} row {number}", row) for number, row in enumerate(rows))
             return
-        packing = _PACKED.get(uri.lower().rsplit(".", 1)[-1])
-        data = (pa.input_stream(raw, compression=packing) if packing else raw).read()
+        compression = _COMPRESSION.get(uri.lower().rsplit(".", 1)[-1])
+        data = (pa.input_stream(raw, compression=compression) if compression else raw).read()
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
                 yield f"{uri}:{number}", orjson.loads(line)
 
 
 def _field(record: Any, field: str, place: str) -> str:
+    """Return the text of `field`, or its texts joined."""
     if not isinstance(record, dict):
         raise ValueError(f"{place} holds {type(record).__name__}, not an object; write one object a line")
     if field not in record:
         raise ValueError(f"{place} has no field {field!r}; name one of {', '.join(sorted(record))}")
     value = record[field]
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return " ".join(value)
     if not isinstance(value, str):
         raise ValueError(
@@ -100,17 +98,17 @@ def _field(record: Any, field: str, place: str) -> str:
 
 
 def write_benchmarks(job: CurationJob, item: int) -> None:
-    """Write all examples of all benchmarks with their grams: each as a whole, then its fields of at least a gram."""
+    """Write the n-grams of all examples: each example as a whole, then its fields of at least GRAM words."""
     numbers: list[int] = []
     examples: list[int] = []
     texts: list[str] = []
-    places = count()
+    example_numbers = count()
     for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        for fields, place in zip(read_benchmark(number, benchmark), places, strict=False):
-            alone = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
-            variants = ["\n".join(fields), *alone]
+        for fields, example in zip(read_benchmark(number, benchmark), example_numbers, strict=False):
+            long_fields = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
+            variants = ["\n".join(fields), *long_fields]
             numbers += [number] * len(variants)
-            examples += [place] * len(variants)
+            examples += [example] * len(variants)
             texts += variants
     column = pa.array(texts, pa.large_string())
     keys, ends, words, last = text_grams(*text_buffers(column), GRAM)
@@ -122,7 +120,7 @@ def write_benchmarks(job: CurationJob, item: int) -> None:
 
 
 def _template(keys: Hashes, text: Offsets, benchmark_of: NDArray[np.int32], example_of: Offsets) -> Flags:
-    """Return for each gram of each text whether so many examples of its set share it that it is template."""
+    """Return for each gram of each text whether it is template: shared by too many examples of its set."""
     flags = np.zeros(len(keys), np.bool_)
     if not len(keys):
         return flags
@@ -142,10 +140,10 @@ def _template(keys: Hashes, text: Offsets, benchmark_of: NDArray[np.int32], exam
 
 @dataclass(frozen=True)
 class EvalExamples:
-    """The texts of all examples of all benchmarks: each whole and its fields; n texts with g grams together."""
+    """The texts of all examples of all benchmarks, each whole and its fields: n texts with g grams in total."""
 
     benchmark: NDArray[np.int32]
-    """int32[n]: place of its benchmark in the recipe."""
+    """int32[n]: index of its benchmark in the recipe."""
     example: Offsets
     """int64[n]: number of its example, over all benchmarks; the first text of an example is the whole."""
     text: pa.ChunkedArray
@@ -164,18 +162,9 @@ class EvalExamples:
         file = job.file(STEP, 0)
         return _read(str(file), file.stat().st_mtime_ns)
 
-    @classmethod
-    def of(cls, table: pa.Table) -> EvalExamples:
-        """Return the examples in a table that `write_benchmarks` wrote."""
-        grams, ends = list_buffers(table["grams"])
-        template = table["template"].combine_chunks().values.to_numpy(zero_copy_only=False)
-        names = ("benchmark", "example", "words", "last")
-        numbers, example, words, last = (table[name].to_numpy() for name in names)
-        return cls(numbers, example, table["text"], words, last, grams, ends, template)
-
     @cached_property
     def whole(self) -> Offsets:
-        """The first text of every example."""
+        """Index of the first text of every example."""
         return np.flatnonzero(np.diff(self.example, prepend=-1))
 
     @cached_property
@@ -185,7 +174,7 @@ class EvalExamples:
 
     @cached_property
     def first_word(self) -> Offsets:
-        """First word of every text when all words are numbered through, and their number; int64[n + 1]."""
+        """First word of every text if all words are numbered consecutively, then their total; int64[n + 1]."""
         return np.concatenate(([0], np.cumsum(self.words)))
 
     @cached_property
@@ -199,28 +188,28 @@ class EvalExamples:
         """Words of every gram."""
         return np.minimum(self.words, GRAM)[self.owner]
 
+    @cached_property
+    def own(self) -> Offsets:
+        """Words of each text inside non-template grams."""
+        return self.covered(~self.template)
+
     def covered(self, grams: Flags) -> Offsets:
-        """Return how many words of each text lie in one of the marked grams."""
+        """Return how many words of each text are inside one of the flagged grams."""
         size = int(self.first_word[-1]) + 1
         starts = np.bincount(self.place[grams], minlength=size)
         stops = np.bincount((self.place + self.width)[grams], minlength=size)
         inside = np.concatenate(([0], np.cumsum(np.cumsum(starts - stops) > 0)))
         return np.diff(inside[self.first_word])
 
-    @cached_property
-    def own(self) -> Offsets:
-        """Words of each text that lie in a gram which is not template."""
-        return self.covered(~self.template)
-
     def least(self, thresholds: Sequence[Share]) -> Offsets:
-        """Return how many own words make up each text's threshold; NEVER where it has no own words."""
-        top = np.array([one.numerator for one in thresholds], object)[self.benchmark]
-        bottom = np.array([one.denominator for one in thresholds], object)[self.benchmark]
-        needed = np.maximum(1, -(-top * self.own // bottom)).astype(np.int64)
+        """Return the own words that reach the threshold of each text; NEVER for a text without own words."""
+        numerators = np.array([threshold.numerator for threshold in thresholds], object)[self.benchmark]
+        denominators = np.array([threshold.denominator for threshold in thresholds], object)[self.benchmark]
+        needed = np.maximum(1, -(-numerators * self.own // denominators)).astype(np.int64)
         return np.where(self.own > 0, needed, NEVER)
 
-    def wanted(self, thresholds: Sequence[Share]) -> NgramIndex:
-        """Return what the kernel scans for; grams are numbered in the order of their hashes."""
+    def index(self, thresholds: Sequence[Share]) -> NgramIndex:
+        """Return the index that the kernel scans for; grams are numbered in the order of their hashes."""
         keys, gram = np.unique(self.grams, return_inverse=True)
         own = np.flatnonzero(~self.template)
         order = own[np.argsort(gram[own], kind="stable")]
@@ -236,18 +225,22 @@ class EvalExamples:
 
 @lru_cache(maxsize=1)  # a worker scans many shards for the same examples; 2 million grams take a second to read
 def _read(file: str, changed: int) -> EvalExamples:
-    return EvalExamples.of(pq.read_table(file))
+    table = pq.read_table(file)
+    grams, ends = list_buffers(table["grams"])
+    template = table["template"].combine_chunks().values.to_numpy(zero_copy_only=False)
+    benchmark, example, words, last = (table[name].to_numpy() for name in ("benchmark", "example", "words", "last"))
+    return EvalExamples(benchmark, example, table["text"], words, last, grams, ends, template)
 
 
-def wanted_in(job: CurationJob) -> NgramIndex:
-    """Return what the documents of `job` are scanned for."""
+def index_of(job: CurationJob) -> NgramIndex:
+    """Return the index that the documents of `job` are scanned for."""
     file = job.file(STEP, 0)
-    return _wanted(str(file), file.stat().st_mtime_ns, thresholds(job))
+    return _index(str(file), file.stat().st_mtime_ns, thresholds(job))
 
 
 @lru_cache(maxsize=1)
-def _wanted(file: str, changed: int, least: tuple[Share, ...]) -> NgramIndex:
-    return _read(file, changed).wanted(least)
+def _index(file: str, changed: int, least: tuple[Share, ...]) -> NgramIndex:
+    return _read(file, changed).index(least)
 
 
 def thresholds(job: CurationJob) -> tuple[Share, ...]:

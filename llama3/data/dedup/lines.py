@@ -1,13 +1,9 @@
-"""Lines that go: those that stand too often among the documents of a language, and those that repeat themselves.
+"""Line-level deduplication: remove lines that are too frequent in a language, and lines that repeat their own n-grams.
 
-The first rule is that of arXiv 2407.21783, section 3.1.1 (as in ccNet): documents of one domain and language are cut
-into buckets of 30M; a line that stands more than 6 times in a bucket is removed there, *every* copy of it. What this
-gives up: some good lines (refrains, common code) go with the menus and licences. A line is compared without blanks at
-both ends and without ASCII case; unlike ccNet we keep digits and punctuation, or `x = 3` and `x = 7` would be one line.
-The second rule (the paper's "duplicated n-gram coverage ratio" after Rae et al. 2021, arXiv 2112.11446) removes long,
-unique lines such as logs: those with a large share of words inside n-grams that the same line holds twice or more.
-
-Exact up to equal 64-bit hashes. Counting goes by ranges of the hash: a worker holds a shard or a range, not the corpus.
+Frequent lines (arXiv 2407.21783, section 3.1.1, as in ccNet): documents of a domain and language are split into buckets
+of 30M; a line with more than 6 copies in a bucket loses *every* copy there, good lines too (refrains, common code).
+Repetitive lines ("duplicated n-gram coverage ratio", arXiv 2112.11446) are long unique lines such as logs. Exact up to
+collisions of 64-bit hashes. Counting goes by hash range: a worker holds one shard or one range.
 """
 
 from __future__ import annotations
@@ -31,13 +27,13 @@ from llama3.data.kernels.lines import (
     mark_repeats,
     strip,
 )
-from llama3.data.kernels.ngrams import Flags, key_table
+from llama3.data.kernels.ngrams import key_table
 from llama3.data.kernels.words import mixed
 from llama3.data.mapreduce import CurationJob, Runner, listed, quoted, rows_of_part, run, write_by_key, write_table
 
 DOCUMENTS, BUCKETS, MAP, BAD, COMMON = "lines/documents", "lines/buckets", "lines/map", "lines/bad", "lines/common"
 SHOWN = 200
-"""Removed lines in the table for people."""
+"""Removed lines in the report table."""
 _SHOWN_CHARS = 200
 _BATCH = 8192
 _COUNTS = pa.schema({"key": pa.uint64(), "copies": pa.int64(), "row": pa.int64()})
@@ -45,20 +41,28 @@ _COMMON = pa.schema({"domain": pa.string(), "language": pa.string(), "copies": p
 _SEPARATOR = "\x00"
 
 
+class Stripped(NamedTuple):
+    """Texts without the removed lines, and per text the removed lines and bytes (with newlines and blank lines)."""
+
+    texts: pa.LargeStringArray
+    lines: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+
+
 def line_hashes(texts: Any, min_chars: int) -> pa.LargeListArray:
-    """Return for each text one hash per line (split at newlines), 0 for fences of code and below `min_chars`."""
-    return _hashes(*text_buffers(texts), min_chars)
+    """Return for each text one hash per line (split at newlines), 0 for code fences and below `min_chars`."""
+    return hash_lists(*_line_hashes(*text_buffers(texts), min_chars))
 
 
-def _hashes(data: Bytes, offsets: Offsets, min_chars: int) -> pa.LargeListArray:
+def _line_hashes(data: Bytes, offsets: Offsets, min_chars: int) -> tuple[Hashes, Offsets]:
     hashes = np.empty(count_newlines(data, offsets) + len(offsets) - 1, np.uint64)
     ends = np.zeros(len(offsets), np.int64)
     hash_lines(data, offsets, min_chars, hashes, ends)
-    return hash_lists(hashes, ends)
+    return hashes, ends
 
 
 def count_lines(runner: Runner, job: CurationJob) -> None:
-    """Find the lines that stand too often among the documents that no step has dropped.
+    """Count the lines of all documents that no step has dropped, and keep those with too many copies.
 
     Leaves `lines/bad` (what `strip_lines` removes) and `lines/common` (the most frequent of them, with their text).
     """
@@ -75,114 +79,118 @@ def count_lines(runner: Runner, job: CurationJob) -> None:
 def count_documents(job: CurationJob, item: int) -> None:
     """Count the documents of a shard by domain and language."""
     survivors = job.survivors(job.shards[item], "end", "domain, language")
-    _write(job, f"SELECT domain, language, count(*) AS documents FROM ({survivors}) GROUP BY ALL", DOCUMENTS, item)
+    query = f"SELECT domain, language, count(*) AS documents FROM ({survivors}) GROUP BY ALL ORDER BY ALL"
+    write_table(job.query(query), job.file(DOCUMENTS, item))
 
 
 def count_buckets(job: CurationJob, item: int) -> None:
-    """Write how many buckets the documents of each domain and language make."""
+    """Write the number of buckets for the documents of each domain and language."""
     bucket = job.recipe.curate.lines.bucket
-    counts = f"read_parquet({listed(job.files(DOCUMENTS))})"
-    buckets = f"((sum(documents) + {bucket - 1}) // {bucket})::BIGINT"
-    _write(job, f"SELECT domain, language, {buckets} AS buckets FROM {counts} GROUP BY ALL", BUCKETS, item)
-
-
-def _write(job: CurationJob, query: str, step: str, item: int) -> None:
-    with job.session() as connection:
-        write_table(connection.sql(f"SELECT * FROM ({query}) ORDER BY ALL").to_arrow_table(), job.file(step, item))
+    table = job.query(
+        f"""SELECT domain, language, ((sum(documents) + {bucket - 1}) // {bucket})::BIGINT AS buckets
+        FROM read_parquet({listed(job.files(DOCUMENTS))}) GROUP BY ALL ORDER BY ALL"""
+    )
+    write_table(table, job.file(BUCKETS, item))
 
 
 def map_lines(job: CurationJob, item: int) -> None:
-    """Count the lines of a shard by key; `row` is one document that holds the line."""
-    buckets, keys, rows = _buckets(job), [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    """Count the lines of a shard: (key, copies, row) ordered by key; `row` is the first document with the line."""
+    buckets, key_batches, row_batches = _buckets(job), [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     survivors = job.survivors(job.shards[item], "end", '"row", id, domain, language, lines')
     with job.session() as connection:
         for batch in connection.sql(survivors).to_arrow_reader(_BATCH):
             groups = _groups(buckets, batch["domain"], batch["language"], batch["id"])
-            found, texts = _keys(*list_buffers(batch["lines"]), groups)
-            keys.append(found)
-            rows.append(batch["row"].to_numpy()[texts])
-    write_table(_counted(np.concatenate(keys), np.concatenate(rows)), job.file(MAP, item))
-
-
-def _counted(keys: Hashes, rows: NDArray[np.int64]) -> pa.Table:
-    """Return (key, copies, least row) ordered by key."""
+            keys, texts = _keys(*list_buffers(batch["lines"]), groups)
+            key_batches.append(keys)
+            row_batches.append(batch["row"].to_numpy()[texts])
+    keys, rows = np.concatenate(key_batches), np.concatenate(row_batches)
     order = np.argsort(keys)
     keys, rows = keys[order], rows[order]
     firsts = np.flatnonzero(np.diff(keys, prepend=keys[:1] + np.uint64(1)))  # the first differs from itself + 1
     copies = np.diff(firsts, append=len(keys))
-    least = np.minimum.reduceat(rows, firsts) if len(firsts) else rows
-    return pa.table([keys[firsts], copies, least], schema=_COUNTS)
+    first_rows = np.minimum.reduceat(rows, firsts) if len(firsts) else rows
+    write_table(pa.table([keys[firsts], copies, first_rows], schema=_COUNTS), job.file(MAP, item))
 
 
 def reduce_lines(job: CurationJob, part: int) -> None:
-    """Write the lines of a range of keys that stand too often, with the number of copies."""
-    with job.session() as connection:
-        query = f"""SELECT key, sum(copies)::BIGINT AS copies, min("row") AS "row" FROM ({rows_of_part(job, MAP, part)})
-            GROUP BY key HAVING sum(copies) > {job.recipe.curate.lines.max_copies}"""
-        write_by_key(connection, query, job, BAD, part)
+    """Write the lines of a key range that have too many copies, with the number of copies."""
+    query = f"""SELECT key, sum(copies)::BIGINT AS copies, min("row") AS "row" FROM ({rows_of_part(job, MAP, part)})
+        GROUP BY key HAVING sum(copies) > {job.recipe.curate.lines.max_copies}"""
+    write_by_key(job, query, BAD, part)
 
 
-class Stripped(NamedTuple):
-    """Texts without the lines that go, and what went of each: lines, and bytes with their line ends and blank lines."""
+def common_lines(job: CurationJob, item: int) -> None:
+    """Write the bad lines with the most copies: domain, language, copies, line (normalized, its beginning)."""
+    top = job.query(
+        f"""SELECT key, copies, "row" FROM read_parquet({listed(job.files(BAD))})
+        ORDER BY copies DESC, key LIMIT {SHOWN}"""
+    )
+    lines = {row["key"]: row for row in top.to_pylist()}
+    for shard in job.shards:
+        low, high = shard.rows
+        rows = sorted({line["row"] for line in lines.values() if low <= line["row"] < high})
+        if rows:
+            query = f"""SELECT "row", id, domain, language, text FROM read_parquet({quoted(str(shard.text))})
+                WHERE "row" IN ({", ".join(map(str, rows))})"""
+            _add_texts(job, job.query(query), lines)
+    table = pa.Table.from_pylist([{name: line[name] for name in _COMMON.names} for line in lines.values()], _COMMON)
+    write_table(table, job.file(COMMON, item))
 
-    texts: pa.LargeStringArray
-    lines: NDArray[np.int64]
-    bytes: NDArray[np.int64]
+
+def _add_texts(job: CurationJob, documents: pa.Table, lines: dict[int, dict[str, Any]]) -> None:
+    """Add domain, language and text to those of `lines` (by key) that occur in `documents`."""
+    groups = _groups(_buckets(job), documents["domain"], documents["language"], documents["id"])
+    hashes, offsets = list_buffers(line_hashes(documents["text"], job.recipe.curate.lines.min_chars))
+    blanks = "".join(map(chr, range(0x21)))
+    lower = {upper: upper + 32 for upper in range(0x41, 0x5B)}
+    for number, document in enumerate(documents.to_pylist()):
+        for place, line in enumerate(document["text"].split("\n"), int(offsets[number])):
+            key = int(mixed(hashes[place] ^ groups[number])) if hashes[place] else None
+            if key in lines:
+                text = line.strip(blanks).translate(lower)[:_SHOWN_CHARS]  # as lines are compared
+                lines[key] |= {"domain": document["domain"], "language": document["language"], "line": text}
 
 
 def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids: Any) -> Stripped:
-    """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without the lines that go.
+    """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without bad lines.
 
-    A text that loses nothing stays as it is, to the byte; one that loses all its lines becomes "". Memory: about 24
-    bytes for each line of these texts, and 8 for each bad line of one range of keys.
+    A text without a bad line stays equal to the byte; one that loses all its lines becomes "". Memory: about 24 bytes
+    per line of these texts, and 8 per bad line of one key range.
     """
+    rule = job.recipe.curate.lines
     data, offsets = text_buffers(texts)
-    lines, ends = list_buffers(_hashes(data, offsets, job.recipe.curate.lines.min_chars))
-    marks = np.zeros(len(lines), np.uint8)
-    _mark(job, data, offsets, (lines, ends), (domains, languages, ids), marks)
+    hashes, ends = _line_hashes(data, offsets, rule.min_chars)
+    marks = np.zeros(len(hashes), np.uint8)
+    if rule.max_copies is not None:
+        groups = _groups(_buckets(job), domains, languages, ids)
+        bad = _bad_among(job, np.sort(_keys(hashes, ends, groups)[0]))
+        mark_copies(hashes, ends, groups, key_table(bad), marks)
+    share = rule.max_repeated_grams
+    if share is not None:
+        mark_repeats(data, offsets, (rule.gram, share.numerator, share.denominator), marks)
     out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(len(offsets), np.int64)
     size = strip(data, offsets, marks, ends, out, stops)
     buffers = [None, pa.py_buffer(stops), pa.py_buffer(out[:size])]
     stripped = pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
-    gone = np.diff(np.concatenate(([0], np.cumsum(marks != 0)))[ends])
-    return Stripped(stripped, gone, np.diff(offsets) - np.diff(stops))
-
-
-def _mark(
-    job: CurationJob,
-    data: Bytes,
-    offsets: Offsets,
-    hashes: tuple[Hashes, Offsets],
-    columns: tuple[Any, Any, Any],
-    marks: Flags,
-) -> None:
-    """Mark the lines that go; `columns` are domains, languages and ids."""
-    rule = job.recipe.curate.lines
-    if rule.max_copies is not None:
-        groups = _groups(_buckets(job), *columns)
-        bad = _bad_among(job, np.sort(_keys(*hashes, groups)[0]))
-        mark_copies(*hashes, groups, key_table(bad), marks)
-    share = rule.max_repeated_grams
-    if share is not None:
-        mark_repeats(data, offsets, (rule.gram, share.numerator, share.denominator), marks)
+    removed = np.diff(np.concatenate(([0], np.cumsum(marks != 0)))[ends])
+    return Stripped(stripped, removed, np.diff(offsets) - np.diff(stops))
 
 
 def _bad_among(job: CurationJob, keys: Hashes) -> Hashes:
-    """Return those of the sorted `keys` that are bad, each once; looks at one range of bad lines at a time."""
-    found = [np.zeros(0, np.uint64)]
+    """Return the distinct bad ones of the sorted `keys`; reads one range of bad lines at a time."""
+    matches = [np.zeros(0, np.uint64)]
     for file in job.files(BAD):
         bad = pq.read_table(file, columns=["key"])["key"].to_numpy()
         if len(bad):
             within = keys[np.searchsorted(keys, bad[0]) : np.searchsorted(keys, bad[-1], "right")]
-            places = np.searchsorted(bad, within)
-            found.append(within[bad[places] == within])
-    hits = np.concatenate(found)
-    once: Hashes = hits[np.diff(hits, prepend=hits[:1] + np.uint64(1)) != 0]
-    return once
+            matches.append(within[bad[np.searchsorted(bad, within)] == within])
+    hits = np.concatenate(matches)
+    distinct: Hashes = hits[np.diff(hits, prepend=hits[:1] + np.uint64(1)) != 0]
+    return distinct
 
 
 def _keys(hashes: Hashes, offsets: Offsets, groups: Hashes) -> tuple[Hashes, Offsets]:
-    """Return the keys of all lines that have a hash, and the text that each stands in."""
+    """Return the keys of all lines that have a hash, and the index of the text of each."""
     room = int(offsets[-1] - offsets[0])
     keys, texts = np.empty(room, np.uint64), np.empty(room, np.int64)
     count = line_keys(hashes, offsets, groups, keys, texts)
@@ -190,6 +198,7 @@ def _keys(hashes: Hashes, offsets: Offsets, groups: Hashes) -> tuple[Hashes, Off
 
 
 def _buckets(job: CurationJob) -> dict[str, int]:
+    """Return the number of buckets by domain and language."""
     rows = pq.read_table(job.file(BUCKETS, 0)).to_pylist()
     return {f"{row['domain']}{_SEPARATOR}{row['language']}": row["buckets"] for row in rows}
 
@@ -199,53 +208,12 @@ def _groups(buckets: dict[str, int], domains: Any, languages: Any, ids: Any) -> 
     names = pc.binary_join_element_wise(domains, languages, _SEPARATOR)
     names = names.combine_chunks() if isinstance(names, pa.ChunkedArray) else names
     encoded = names.dictionary_encode()
-    known = encoded.dictionary.to_pylist()
+    distinct = encoded.dictionary.to_pylist()
     which = encoded.indices.to_numpy(zero_copy_only=False)
-    seeds = np.array([_seed(name) for name in known], np.uint64)[which]
-    counts = np.array([buckets[name] for name in known], np.uint64)[which]
+    digests = [blake2b(name.encode(), digest_size=8).digest() for name in distinct]
+    seeds = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)[which]
+    counts = np.array([buckets[name] for name in distinct], np.uint64)[which]
     hashes = np.empty(len(which), np.uint64)
     hash_strings(*text_buffers(ids), hashes)
     groups: Hashes = seeds + hashes % counts
     return groups
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def common_lines(job: CurationJob, item: int) -> None:
-    """Write the bad lines with the most copies: domain, language, copies, line (as compared, its beginning)."""
-    with job.session() as connection:
-        top = connection.sql(
-            f"""SELECT key, copies, "row" FROM read_parquet({listed(job.files(BAD))})
-            ORDER BY copies DESC, key LIMIT {SHOWN}"""
-        ).to_arrow_table()
-        wanted = {row["key"]: row for row in top.to_pylist()}
-        for shard in job.shards:
-            low, high = shard.rows
-            rows = sorted({row["row"] for row in wanted.values() if low <= row["row"] < high})
-            if rows:
-                columns = '"row", id, domain, language, text'
-                query = f"""SELECT {columns} FROM read_parquet({quoted(str(shard.text))})
-                    WHERE "row" IN ({", ".join(map(str, rows))})"""
-                _name_lines(job, connection.sql(query).to_arrow_table(), wanted)
-    named = [{name: row[name] for name in _COMMON.names} for row in wanted.values()]
-    write_table(pa.Table.from_pylist(named, _COMMON), job.file(COMMON, item))
-
-
-def _name_lines(job: CurationJob, documents: pa.Table, wanted: dict[int, dict[str, Any]]) -> None:
-    """Add domain, language and line to those of `wanted` that stand in `documents`."""
-    groups = _groups(_buckets(job), documents["domain"], documents["language"], documents["id"])
-    hashes, offsets = list_buffers(line_hashes(documents["text"], job.recipe.curate.lines.min_chars))
-    for number, document in enumerate(documents.to_pylist()):
-        for place, line in enumerate(document["text"].split("\n"), int(offsets[number])):
-            key = int(mixed(hashes[place] ^ groups[number])) if hashes[place] else None
-            if key in wanted:
-                text = _compared(line)[:_SHOWN_CHARS]
-                wanted[key] |= {"domain": document["domain"], "language": document["language"], "line": text}
-
-
-def _compared(line: str) -> str:
-    """Return `line` in the form in which lines are compared."""
-    blanks = "".join(map(chr, range(0x21)))
-    return line.strip(blanks).translate({upper: upper + 32 for upper in range(0x41, 0x5B)})

@@ -1,4 +1,4 @@
-"""Arrow columns as the NumPy arrays that kernels read, and back, without copying the text."""
+"""Convert Arrow columns to the NumPy arrays that kernels read, and back, without copying the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text_buffers(texts: Any) -> tuple[Bytes, Offsets]:
     `texts` is a string or large_string array or chunked array without nulls. int64[n + 1] offsets.
     """
     array = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
-    if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps a chunked array where 32-bit offsets would overflow
+    if isinstance(array, pa.ChunkedArray):  # combine_chunks returns chunks if 32-bit offsets overflow
         array = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in array.chunks])
     if not pa.types.is_large_string(array.type) and not pa.types.is_string(array.type):
         array = array.cast(pa.large_string())

@@ -1,9 +1,8 @@
-"""Counts of hashed words in texts, and what is computed from them: divergence, word lists, linear classifiers.
+"""Kernels over hashed words: KL divergence, word lists, linear classifiers.
 
-A text becomes word hashes (`words.py`), the hashes become buckets by their lowest bits, and two words that share a
-bucket count as one: with 2^20 buckets that hardly ever decides anything, and a table of fixed size needs no dictionary
-that would depend on the order of documents. All sums run over a text from its first word to its last, in float64, so
-a result depends on the text alone and not on threads or on the texts beside it.
+The lowest bits of a word hash are its bucket. Two words that share one of 2^18 buckets count as one word, which hardly
+ever matters, and a table of fixed size needs no dictionary that depends on the order of documents. Sums run over a text
+from first to last word in float64, so a result depends on the text alone, not on threads or other texts.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from llama3.data.kernels.words import find_words, mixed
 Floats = NDArray[np.float64]
 Weights = NDArray[np.float32]
 PIECE = 8192
-"""Bytes of a long text that a classifier reads: so many at the beginning and as many around the middle."""
+"""Bytes of a long text that a classifier reads: this many at the beginning, and this many around the middle."""
 _CHAIN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def room(size: int) -> tuple[Offsets, Offsets, Hashes]:
-    """Return the arrays that `find_words` fills, for a text of at most `size` bytes."""
+    """Allocate the arrays that `find_words` fills, for a text of at most `size` bytes."""
     return np.empty(size + 1, np.int64), np.empty(size + 1, np.int64), np.empty(size + 1, np.uint64)
 
 
 def longest(offsets: Offsets) -> int:
-    """Return the bytes of the longest text."""
+    """Return the size of the longest text in bytes."""
     return int(np.diff(offsets).max(initial=0))
 
 
 @njit(cache=True, nogil=True)
 def chained(before: np.uint64, word: np.uint64) -> np.uint64:
-    """Return the hash of a run of words: that of the run `before`, then `word`. The order of words counts."""
+    """Return the hash of a run of words from the hash of the run `before` and the next `word`. Order matters."""
     return np.uint64(mixed(before * _CHAIN ^ word))
 
 
@@ -56,9 +55,9 @@ def measure_divergence(
     data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, log_shares: Floats, out: Floats,
     sizes: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Write for each text the KL divergence of its words from exp(`log_shares`), nats per word, and its word count.
+    """Write for each text the KL divergence of its words from exp(`log_shares`), in nats per word, and its word count.
 
-    sum over buckets of c/n ln(c/n / q): c of the n words of the text lie in a bucket to which `log_shares` gives ln q.
+    The sum over buckets of c/n ln(c/n / q): c of the n words of the text are in a bucket with `log_shares` ln q.
     """
     mask = np.uint64(len(log_shares) - 1)
     counts = np.zeros(len(log_shares), np.int32)
@@ -79,7 +78,7 @@ def measure_divergence(
 
 @njit(cache=True, nogil=True)
 def holds(table: Hashes, marks: NDArray[np.bool_], value: np.uint64) -> bool:
-    """Return whether sorted `table` holds `value`; `marks` tells for its lowest 16 bits that none of it does."""
+    """Return whether sorted `table` contains `value`; `marks` has all lowest 16 bits that occur in it."""
     if not marks[np.int64(value & np.uint64(0xFFFF))]:
         return False
     at = np.searchsorted(table, value)
@@ -91,13 +90,13 @@ def count_phrases(
     data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, phrases: Hashes,
     phrase_marks: NDArray[np.bool_], openings: Hashes, opening_marks: NDArray[np.bool_], out: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Write how many `phrases` stand in each text: the longest one at each word, and the search goes on behind it.
+    """Write how many `phrases` occur in each text: the longest at each word, then the search continues after it.
 
-    `phrases` are sorted hashes by `chained`; `openings` those of every shorter run with which a phrase begins.
+    `phrases` are sorted hashes by `chained`; `openings` those of every proper prefix of a phrase.
     """
     for text in range(len(offsets) - 1):
         size = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
-        found, word = 0, 0
+        count, word = 0, 0
         while word < size:
             run, last, after = hashes[word], word, 0
             while True:
@@ -107,14 +106,14 @@ def count_phrases(
                 if last == size or not holds(openings, opening_marks, run):
                     break
                 run = chained(run, hashes[last])
-            found += after > 0
+            count += after > 0
             word = max(after, word + 1)
-        out[text] = found
+        out[text] = count
 
 
 @njit(cache=True, nogil=True)
 def character_start(data: Bytes, at: np.int64) -> np.int64:
-    """Return the first byte from `at` on that begins a character."""
+    """Return the first byte at or after `at` that begins a character."""
     while at < len(data) and data[at] & np.uint8(0xC0) == np.uint8(0x80):
         at += 1
     return np.int64(at)
@@ -127,7 +126,7 @@ def find_features(
 ) -> int:  # fmt: skip
     """Write the buckets of the words and word pairs of a text, and return how many there are.
 
-    Of a text longer than two pieces, the first and the middle one count. `features` has room for two per word.
+    A text longer than two pieces is read in its first and its middle piece. `features` has room for two per word.
     """
     if stop - start <= 2 * PIECE:
         words = find_words(data, start, stop, starts, stops, hashes)
@@ -145,7 +144,7 @@ def find_features(
 
 @njit(cache=True, nogil=True)
 def to_probabilities(features: NDArray[np.int64], size: int, weights: Weights, out: Floats) -> None:
-    """Write the softmax of the mean of the rows of `weights` that `features[:size]` names."""
+    """Write the softmax of the mean of the rows `features[:size]` of `weights`."""
     out[:] = 0.0
     for place in range(size):
         row = features[place]
@@ -180,19 +179,19 @@ def learn(
     data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, labels: NDArray[np.int64],
     importance: Floats, order: NDArray[np.int64], rate: float, last_rate: float, weights: Weights,
 ) -> None:  # fmt: skip
-    """Go once over the texts in `order`, one step of gradient descent on the cross-entropy for each.
+    """Train one epoch over the texts in `order`: one SGD step on the cross-entropy per text.
 
-    `importance` float64[labels] scales the steps of a label; the rate falls linearly from `rate` to `last_rate`.
+    `importance`, float64[labels], scales the steps of a label; the rate falls linearly from `rate` to `last_rate`.
     """
     mask = np.uint64(len(weights) - 1)
     features = np.empty(2 * len(hashes), np.int64)
     slope = np.empty(weights.shape[1], np.float64)
-    for turn in range(len(order)):
-        text = order[turn]
+    for step in range(len(order)):
+        text = order[step]
         size = find_features(data, offsets[text], offsets[text + 1], starts, stops, hashes, features, mask)
         to_probabilities(features, size, weights, slope)
         slope[labels[text]] -= 1.0
-        slope *= importance[labels[text]] * (rate + (last_rate - rate) * turn / len(order))
+        slope *= importance[labels[text]] * (rate + (last_rate - rate) * step / len(order))
         for place in range(size):
             row = features[place]
             for label in range(len(slope)):

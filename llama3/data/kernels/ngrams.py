@@ -1,9 +1,7 @@
-"""Word n-grams as 64-bit hashes, a table to look hashes up, and how much of an example one document covers.
+"""Word n-grams as 64-bit hashes: hash table lookup, and how much of an example one document covers.
 
-A gram's hash is a polynomial of its words' hashes, rolled along the text: two multiplications a word for any n. The
-table is open addressing with a filter before it: nearly every gram of a text is in no table, and 2 bytes a key stay in
-the cache where 48 do not. What this gives up: two grams with equal 64-bit hashes are one (about one chance in
-10^13 for a word of text against 400,000 grams); whoever needs certainty reads the text again.
+A gram's hash is a polynomial of its words' hashes, rolled along the text: two multiplications per word for any n. Grams
+with equal hashes count as equal: about one chance in 10^13 per word of text against 400,000 grams.
 """
 
 from __future__ import annotations
@@ -21,11 +19,15 @@ Places = NDArray[np.int32]
 Flags = NDArray[np.uint8]
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK_KEYS = 4
-"""Keys per 64-bit block of the filter: three bits each, so about one wrong key in 100 passes."""
+"""Keys per 64-bit block of the filter: three bits each, so about 1 % false positives."""
 
 
 class Table(NamedTuple):
-    """Keys by hash; `where[slot]` is the place of `slots[slot]` among the keys that the table was made from."""
+    """Open-addressing hash table; `where[slot]` is the index of key `slots[slot]` among the keys of the table.
+
+    A Bloom filter comes first: most grams of a text are not in the table, and 2 bytes per key fit in the cache where 48
+    do not.
+    """
 
     slots: Hashes
     where: Places
@@ -33,7 +35,7 @@ class Table(NamedTuple):
 
 
 def key_table(keys: Hashes) -> Table:
-    """Return a table of distinct `keys`, uint64[n], which are hashes; 0 marks a free slot and is never found."""
+    """Return a table of distinct hashes `keys`, uint64[n]. 0 marks a free slot and is never a key."""
     slots = 1 << max(4, int(4 * len(keys) - 1).bit_length())
     blocks = 1 << max(10, (len(keys) // _BLOCK_KEYS).bit_length())
     table = Table(np.zeros(slots, np.uint64), np.zeros(slots, np.int32), np.zeros(blocks, np.uint64))
@@ -43,7 +45,7 @@ def key_table(keys: Hashes) -> Table:
 
 @njit(cache=True, nogil=True)
 def _block(key: np.uint64) -> np.uint64:
-    """Return the three bits of the filter that stand for `key`."""
+    """Return the three bits of `key` in its block of the filter."""
     one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
     top = key >> np.uint64(46)
     return one << (top & last) | one << (top >> six & last) | one << (top >> six >> six & last)
@@ -63,7 +65,7 @@ def _fill(slots: Hashes, where: Places, filters: Hashes, keys: Hashes) -> None:
 
 @njit(cache=True, nogil=True)
 def place_of(slots: Hashes, where: Places, filters: Hashes, key: np.uint64) -> int:
-    """Return the place of `key` among the keys of a table, or -1."""
+    """Return the index of `key` among the keys of a table, or -1."""
     block = _block(key)
     if filters[key & np.uint64(len(filters) - 1)] & block != block:
         return -1
@@ -78,14 +80,14 @@ def place_of(slots: Hashes, where: Places, filters: Hashes, key: np.uint64) -> i
 
 @njit(cache=True, nogil=True)
 def roll(state: np.uint64, hashes: Hashes, at: int, gram: int, top: np.uint64) -> np.uint64:
-    """Return the polynomial of the `gram` words that end at word `at`, from the one before; top = BASE^gram."""
+    """Return the polynomial of the `gram` words that end at word `at` from the previous one; top = BASE^gram."""
     state = state * _BASE + hashes[at]
     return state - hashes[at - gram] * top if at >= gram else state
 
 
 @njit(cache=True, nogil=True)
 def top_of(gram: int) -> np.uint64:
-    """Return BASE^gram, the weight of the word that leaves a gram of so many words."""
+    """Return BASE^gram, the weight of the word that leaves the gram."""
     top = np.uint64(1)
     for _ in range(gram):
         top *= _BASE
@@ -94,17 +96,17 @@ def top_of(gram: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def gram_key(state: np.uint64, gram: int) -> np.uint64:
-    """Return the hash of a gram, never 0; grams of different lengths differ."""
+    """Return the hash of a gram, never 0; it includes the length."""
     key = mixed(state + np.uint64(gram))
     return key if key != 0 else np.uint64(1)
 
 
 @njit(cache=True, nogil=True)
 def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offsets, Offsets, Hashes]:
-    """Return (keys, ends, words, last): text i has words[i] words, the last with hash last[i], and the grams
-    keys[ends[i] : ends[i + 1]].
+    """Return (keys, ends, words, last): text i has words[i] words, last word hash last[i], grams
+    keys[ends[i]:ends[i+1]].
 
-    A text of fewer than `gram` words has one gram of all its words, one without words has none.
+    A text of fewer than `gram` words has one gram of all its words; one without words has none.
     """
     room = offsets[-1] - offsets[0] + 1
     starts, stops, hashes = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint64)
@@ -127,11 +129,11 @@ def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offset
 
 
 class NgramIndex(NamedTuple):
-    """The examples to look for. Words of all examples are numbered through; a posting is the first word of a gram."""
+    """Index of the examples. Words are numbered over all examples; a posting is the first word of a gram."""
 
     table: Table
     gram: int
-    """Words per gram; only those of short examples have fewer."""
+    """Words per gram; grams of short examples have fewer."""
     endings: Bytes
     """uint8[2^16]: bit n of endings[h] is set if a gram of n < 8 words ends in a word whose hash has the top bits h."""
     postings: Offsets
@@ -144,16 +146,16 @@ class NgramIndex(NamedTuple):
     benchmark: Places
     """Benchmark of every example."""
     need: Places
-    """Words that a document must cover of each example to contain it; above any count where it never does."""
+    """Words of each example that a document must cover to contain it; above any count if none can."""
 
 
 class NgramMatches(NamedTuple):
-    """What scanning has found so far; scratch space is kept between documents because clearing it costs more."""
+    """Matches so far, and scratch arrays; stamps make clearing them between documents unnecessary."""
 
     seen: Flags
-    """1 for every gram that any document holds."""
+    """1 for every gram that occurs in a document."""
     best: Places
-    """Most words of each example that one document covers, 0 for none."""
+    """Most words of each example that one document covers."""
     best_row: Offsets
     gram_stamp: Places
     word_stamp: Places
@@ -163,9 +165,9 @@ class NgramMatches(NamedTuple):
     touched: Places
 
 
-def nothing_found(wanted: NgramIndex) -> NgramMatches:
+def nothing_found(index: NgramIndex) -> NgramMatches:
     """Return the state before the first document."""
-    grams, words, examples = len(wanted.widths), len(wanted.owner), len(wanted.need)
+    grams, words, examples = len(index.widths), len(index.owner), len(index.need)
     sizes = (examples, grams, words, examples, examples, grams, examples)
     best, gram_stamp, word_stamp, example_stamp, covered, hits, touched = (np.zeros(n, np.int32) for n in sizes)
     rows = np.full(examples, -1, np.int64)
@@ -179,14 +181,14 @@ def scan(
     offsets: Offsets,
     rows: Offsets,
     use: Flags,
-    wanted: NgramIndex,
-    found: NgramMatches,
+    index: NgramIndex,
+    matches: NgramMatches,
     stamp: int,
     contains: Flags,
 ) -> int:
-    """Look through the texts with `use` and return the new stamp (a number that no document before has had).
+    """Scan the texts with `use` and return the last stamp (a number unique to a document).
 
-    Updates `found`, where of equally good documents the first stays, and sets contains[document, benchmark].
+    Updates `matches`, where the first of equally good documents stays, and sets contains[document, benchmark].
     """
     room = 0
     for text in range(len(rows)):
@@ -196,17 +198,17 @@ def scan(
         if use[text]:
             stamp += 1
             count = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
-            hits = _look_up(hashes, count, wanted, found, stamp)
+            hits = _look_up(hashes, count, index, matches, stamp)
             if hits:
-                _cover(hits, wanted, found, stamp, rows[text], contains[text])
+                _cover(hits, index, matches, stamp, rows[text], contains[text])
     return stamp
 
 
 @njit(cache=True, nogil=True)
-def _look_up(hashes: Hashes, count: int, wanted: NgramIndex, found: NgramMatches, stamp: int) -> int:
-    """Write the wanted grams of a document to found.hits, each once, and return how many there are."""
-    slots, where, filters = wanted.table
-    stamps, hit, gram, endings = found.gram_stamp, found.hits, wanted.gram, wanted.endings
+def _look_up(hashes: Hashes, count: int, index: NgramIndex, matches: NgramMatches, stamp: int) -> int:
+    """Write the distinct indexed grams of a document to matches.hits and return their number."""
+    slots, where, filters = index.table
+    stamps, hit, gram, endings = matches.gram_stamp, matches.hits, index.gram, index.endings
     state, top, hits = np.uint64(0), top_of(gram), 0
     for at in range(count):
         state = roll(state, hashes, at, gram, top)
@@ -226,7 +228,7 @@ def _look_up(hashes: Hashes, count: int, wanted: NgramIndex, found: NgramMatches
 
 @njit(cache=True, nogil=True)
 def _short_key(hashes: Hashes, at: int, width: int) -> np.uint64:
-    """Return the hash of the gram of `width` words that ends with word `at`."""
+    """Return the hash of the gram of `width` words that ends at word `at`."""
     state = np.uint64(0)
     for place in range(at - width + 1, at + 1):
         state = state * _BASE + hashes[place]
@@ -243,7 +245,7 @@ def _hit(place: int, stamps: Places, stamp: int, hit: Places, hits: int) -> int:
 
 
 def endings_of(last: Hashes, words: Offsets, gram: int) -> Bytes:
-    """Return `Wanted.endings` for texts by the hash of their last word and their number of words."""
+    """Return `NgramIndex.endings` for texts, by the hash of their last word and their number of words."""
     assert gram <= 8  # bits of a byte
     endings = np.zeros(1 << 16, np.uint8)
     short = (words < gram) & (words > 0)
@@ -252,13 +254,13 @@ def endings_of(last: Hashes, words: Offsets, gram: int) -> Bytes:
 
 
 @njit(cache=True, nogil=True)
-def _cover(hits: int, wanted: NgramIndex, found: NgramMatches, stamp: int, row: int, contains: Flags) -> None:
-    """Count the words of every example that the document's grams cover."""
-    postings, places, widths, owner = wanted.postings, wanted.places, wanted.widths, wanted.owner
-    examples, covered, word_stamp = found.example_stamp, found.covered, found.word_stamp
-    hit, touched, count = found.hits, found.touched, 0
+def _cover(hits: int, index: NgramIndex, matches: NgramMatches, stamp: int, row: int, contains: Flags) -> None:
+    """Count the words of every example that the document's grams cover, and update `matches` and `contains`."""
+    postings, places, widths, owner = index.postings, index.places, index.widths, index.owner
+    examples, covered, word_stamp = matches.example_stamp, matches.covered, matches.word_stamp
+    hit, touched, count = matches.hits, matches.touched, 0
     for gram in hit[:hits]:
-        found.seen[gram] = 1
+        matches.seen[gram] = 1
         for posting in range(postings[gram], postings[gram + 1]):
             first = places[posting]
             example = owner[first]
@@ -270,7 +272,7 @@ def _cover(hits: int, wanted: NgramIndex, found: NgramMatches, stamp: int, row: 
                     word_stamp[word] = stamp
                     covered[example] += 1
     for example in touched[:count]:
-        if covered[example] > found.best[example]:
-            found.best[example], found.best_row[example] = covered[example], row
-        if covered[example] >= wanted.need[example]:
-            contains[wanted.benchmark[example]] = 1
+        if covered[example] > matches.best[example]:
+            matches.best[example], matches.best_row[example] = covered[example], row
+        if covered[example] >= index.need[example]:
+            contains[index.benchmark[example]] = 1

@@ -1,11 +1,8 @@
-"""Word shingles of documents, their MinHash bands, and the true Jaccard of two shingle sets.
+"""MinHash kernels: word shingles of documents, their LSH bands, the Jaccard index of shingle sets, union-find.
 
-Broder 1997; Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3. Documents whose shingle sets
-overlap by Jaccard J have an equal band hash with probability J^rows. A shingle is a 64-bit hash; the minima are taken
-over 32 bits, of which a vector register holds twice as many. Unequal minima then coincide in one case in 2^32 by the
-number of shingles, which many rows to a band make invisible, and candidates are verified by the sets anyway.
-One core takes 240 MB of prose a second for bands of 14 x 8 hashes, mostly to find the words; for sets, which only
-candidates need, 100 MB.
+Two documents whose shingle sets have Jaccard J share a band hash with probability J^rows (Broder 1997; Leskovec,
+Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3). On one core, 14 x 8 hashes take 240 MB of prose per
+second, mostly to find the words; sets, which only candidates need, 100 MB/s.
 """
 
 from __future__ import annotations
@@ -29,47 +26,28 @@ _PRIME = np.uint64(0x100000001B3)
 
 
 def band_hashes(texts: Any, dedup: Dedup) -> pa.LargeListArray:
-    """Return the MinHash bands of each text: list<uint64>[dedup.bands]; equal hashes make two texts candidates.
+    """Return the MinHash bands of each text: list<uint64>[dedup.bands]; two texts with an equal hash are candidates.
 
-    `texts` is a string column without nulls. The number of the band goes into its hash, so no two bands meet.
+    `texts` is a string column without nulls. The band's index goes into its hash, so different bands never match.
     """
     data, offsets = text_buffers(texts)
-    salts, factors = _functions(dedup.bands * dedup.rows)
+    count = dedup.bands * dedup.rows
+    digests = [blake2b(f"minhash {place}".encode(), digest_size=8).digest() for place in range(count)]
+    pairs = np.frombuffer(b"".join(digests), dtype="<u4").reshape(count, 2)
+    salts, factors = np.ascontiguousarray(pairs[:, 0]), pairs[:, 1] | np.uint32(1)  # of the hash functions; odd factors
     bands = _band_hashes(data, offsets, dedup.shingle, salts, factors, dedup.rows)
     return hash_lists(bands.reshape(-1), np.arange(len(offsets), dtype=np.int64) * dedup.bands)
 
 
 def shingle_sets(texts: Any, words_per_shingle: int) -> pa.LargeListArray:
-    """Return the set of word shingles of each text: list<uint64>, sorted, each hash once, never empty.
+    """Return the set of word shingles of each text: list<uint64>, sorted, distinct, never empty.
 
-    A text of fewer words is one shingle made of all its words, so that short copies are found too; a text without
-    words is one shingle made of its bytes.
+    A text with too few words is one shingle of all its words, so that short copies match too; a text without words is
+    one shingle of its bytes.
     """
     data, offsets = text_buffers(texts)
     values, ends = _shingle_sets(data, offsets, words_per_shingle)
     return hash_lists(values, ends)
-
-
-def jaccard_pairs(left: Sets, right: Sets, pairs: tuple[Offsets, Offsets]) -> NDArray[np.float64]:
-    """Return the Jaccard index of set `pairs[0][i]` of `left` and set `pairs[1][i]` of `right`: float64[len(pairs[0])].
-
-    Both sides are as `list_buffers` returns the column of `shingle_sets`.
-    """
-    result: NDArray[np.float64] = _jaccard_pairs(*left, *right, *pairs)
-    return result
-
-
-def spread(values: Hashes) -> Hashes:
-    """Return keys for `partition.py`: `values` with every bit mixed into all 64; uint64[len(values)]."""
-    result: Hashes = _spread(values)
-    return result
-
-
-def _functions(count: int) -> tuple[Halves, Halves]:
-    """Return salts and odd factors of `count` hash functions, uint32[count] each."""
-    digests = [blake2b(f"minhash {place}".encode(), digest_size=8).digest() for place in range(count)]
-    pairs = np.frombuffer(b"".join(digests), dtype="<u4").reshape(count, 2)
-    return np.ascontiguousarray(pairs[:, 0]), pairs[:, 1] | np.uint32(1)
 
 
 @njit(cache=True, nogil=True)
@@ -82,7 +60,7 @@ def _room(offsets: Offsets) -> np.int64:
 
 @njit(cache=True, nogil=True)
 def _shingles(data: Bytes, start: int, stop: int, width: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
-    """Write the shingles of `data[start:stop]` over `hashes`, in the order of the text, and return how many."""
+    """Write the shingles of `data[start:stop]` to `hashes` in text order and return their number."""
     count = find_words(data, start, stop, starts, stops, hashes)
     if count == 0:
         state = _BASE
@@ -104,7 +82,7 @@ def _shingles(data: Bytes, start: int, stop: int, width: int, starts: Offsets, s
 
 @njit(cache=True, nogil=True)
 def _smallest(values: Halves, count: int, salt: np.uint32, factor: np.uint32) -> np.uint32:
-    """Return the least of (v xor salt) * factor over `values[:count]`; this loop is the one that must vectorise."""
+    """Return the minimum of (v xor salt) * factor over `values[:count]`. This loop must vectorize."""
     least = np.uint32(0xFFFFFFFF)
     for i in range(count):
         least = min(least, np.uint32((values[i] ^ salt) * factor))
@@ -119,6 +97,8 @@ def _band_hashes(data: Bytes, offsets: Offsets, width: int, salts: Halves, facto
     result = np.empty((texts, bands), np.uint64)
     for text in range(texts):
         count = _shingles(data, offsets[text], offsets[text + 1], width, starts, stops, hashes)
+        # Minima over 32 bits: a vector register holds twice as many. Unequal minima then collide once in 2^32 per
+        # shingle, which rows per band and verification make irrelevant.
         for i in range(count):
             halves[i] = np.uint32(hashes[i] >> np.uint64(32))
         for band in range(bands):
@@ -147,16 +127,21 @@ def _shingle_sets(data: Bytes, offsets: Offsets, width: int) -> tuple[Hashes, Of
 
 
 @njit(cache=True, nogil=True)
-def _jaccard_pairs(
-    left: Hashes, left_at: Offsets, right: Hashes, right_at: Offsets, ones: Offsets, twos: Offsets
-) -> NDArray[np.float64]:
-    result = np.empty(len(ones), np.float64)
-    for i in range(len(ones)):
-        a, a_end = left_at[ones[i]], left_at[ones[i] + 1]
-        b, b_end = right_at[twos[i]], right_at[twos[i] + 1]
+def jaccard_pairs(left: Sets, right: Sets, pairs: tuple[Offsets, Offsets]) -> NDArray[np.float64]:
+    """Return the Jaccard index of set `pairs[0][i]` of `left` and set `pairs[1][i]` of `right`: float64[len(pairs[0])].
+
+    Both sides are as `list_buffers` returns the column of `shingle_sets`.
+    """
+    left_hashes, left_ends = left
+    right_hashes, right_ends = right
+    lefts, rights = pairs
+    result = np.empty(len(lefts), np.float64)
+    for i in range(len(lefts)):
+        a, a_end = left_ends[lefts[i]], left_ends[lefts[i] + 1]
+        b, b_end = right_ends[rights[i]], right_ends[rights[i] + 1]
         total, shared = a_end - a + b_end - b, 0
         while a < a_end and b < b_end:
-            x, y = left[a], right[b]
+            x, y = left_hashes[a], right_hashes[b]
             shared += x == y
             a += x <= y
             b += y <= x
@@ -165,18 +150,17 @@ def _jaccard_pairs(
 
 
 @njit(cache=True, nogil=True)
-def _spread(values: Hashes) -> Hashes:
+def spread(values: Hashes) -> Hashes:
+    """Return shuffle keys: `values` with every bit mixed into all 64; uint64[len(values)]."""
     result = np.empty(len(values), np.uint64)
     for i in range(len(values)):
         result[i] = mixed(values[i])
     return result
 
 
-# Union-find over arrays (Tarjan 1975), with path halving; the smaller node of two is the root.
-
-
 @njit(cache=True, nogil=True)
 def _root(parents: Offsets, node: int) -> int:
+    """Return the root of `node`, halving the path to it."""
     while parents[node] != node:
         parents[node] = parents[parents[node]]
         node = parents[node]
@@ -185,14 +169,17 @@ def _root(parents: Offsets, node: int) -> int:
 
 @njit(cache=True, nogil=True)
 def smallest_connected(count: int, left: Offsets, right: Offsets) -> Offsets:
-    """Return the smallest node that each of `count` nodes is connected to by the edges `left[i]` - `right[i]`."""
+    """Return the smallest node connected to each of `count` nodes by the edges `left[i]` - `right[i]`.
+
+    Union-find (Tarjan 1975) with path halving; the smaller of two roots becomes the root.
+    """
     parents = np.arange(count)
     for i in range(len(left)):
-        one, two = _root(parents, left[i]), _root(parents, right[i])
-        if one < two:
-            parents[two] = one
+        a, b = _root(parents, left[i]), _root(parents, right[i])
+        if a < b:
+            parents[b] = a
         else:
-            parents[one] = two
-    for node in range(count):  # a parent is never above its child, so it is final when its child looks at it
+            parents[a] = b
+    for node in range(count):  # a parent is never larger than its child, so it is final when the child reads it
         parents[node] = parents[parents[node]]
     return parents

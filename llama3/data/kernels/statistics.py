@@ -1,7 +1,8 @@
 """The statistics that quality rules bound, from the bytes of each document: one scan of its lines, one of its words.
 
-The definitions are told in `llama3/data/filters.py`. Memory follows the longest document of a call: 10 bytes for
-each byte of prose, 24 where every second byte is a word.
+Definitions follow Gopher (arXiv 2112.11446, appendix A.1.1), C4 (arXiv 1910.10683, section 2.2) and FineWeb (arXiv
+2406.17557, section 3.4); `Statistic` lists the differences. Memory follows the longest document of a call: 10 bytes per
+byte of prose, at most 24.
 """
 
 from __future__ import annotations
@@ -29,14 +30,55 @@ from llama3.data.kernels.lines import (  # fmt: skip
 from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, mixed, word_hash
 from llama3.data.text.words import BLANKS, SENTENCE_WORDS, SHORT_LINE, STOP_WORDS
 
-# Counts over the lines and paragraphs of a document: lengths, repetitions, list marks, punctuation, sentences.
-#
-# Lines and paragraphs are compared by 64-bit hashes in one table of open addressing, so that a million equal lines
-# cost what a million different ones do.
+
+class Statistic(IntEnum):
+    """Rows of the array that `measure` fills, in the order in which the rules are tried.
+
+    Lines end at a newline; blank lines are left out of every count. A paragraph is a run of lines between blank lines.
+    Words are those of `joined_words`. A letter is any word character except ASCII digits and the underscore. Lengths
+    are in characters (code points). A share of nothing is 0.
+
+    datatrove takes words from a tokenizer that returns punctuation as words and keeps case. Here n-grams reach across
+    punctuation, and an n-gram that occurs once is not the most frequent one. `alphabetic_words` counts what is between
+    blanks (2.3.7 is one word) and each word of a script without spaces. Lines without a letter or digit, such as code
+    fences, repeat nothing. FineWeb's texts have no blank lines, so these do not count in `newlines_per_word`. `braces`
+    and `placeholder_text` are counted in the whole text, as in C4's paper, not only in kept lines. Sentences are
+    counted in lines that C4 keeps, by punctuation: an abbreviation before a capital counts as an end.
+    """
+
+    CHARS = 0
+    SYMBOL_CHARS = 1
+    WORDS = 2
+    MEAN_WORD = 3
+    SYMBOLS_PER_WORD = 4
+    BULLET_LINES = 5
+    ELLIPSIS_LINES = 6
+    ALPHABETIC_WORDS = 7
+    STOP_WORDS = 8
+    DUPLICATE_LINES = 9
+    DUPLICATE_PARAGRAPHS = 10
+    DUPLICATE_LINE_CHARS = 11
+    DUPLICATE_PARAGRAPH_CHARS = 12
+    TOP_GRAM_2 = 13
+    TOP_GRAM_3 = 14
+    TOP_GRAM_4 = 15
+    DUPLICATE_GRAM_5 = 16
+    DUPLICATE_GRAM_6 = 17
+    DUPLICATE_GRAM_7 = 18
+    DUPLICATE_GRAM_8 = 19
+    DUPLICATE_GRAM_9 = 20
+    DUPLICATE_GRAM_10 = 21
+    PUNCTUATED_LINES = 22
+    SHORT_LINES = 23
+    DUPLICATE_LINE_CHARS_STRICT = 24
+    NEWLINES_PER_WORD = 25
+    SENTENCES = 26
+    BRACES = 27
+    PLACEHOLDER_TEXT = 28
 
 
 class Tally(IntEnum):
-    """Elements of the array that `tally_lines` fills; the first four are those that `scan_line` counts."""
+    """Elements of the array that `tally_lines` fills; `scan_line` counts the first four."""
 
     NUMBER_SIGNS = 0
     ELLIPSES = 1
@@ -58,9 +100,121 @@ class Tally(IntEnum):
     REPEATED_PARAGRAPH_CHARS = 17
 
 
+Places = NDArray[np.int32]
+"""Numbers of words in a document; a document of 2^32 bytes has at most 2^31 words."""
+SHORTEST, LONGEST_TOP, LONGEST = 2, 4, 10
+"""Words per n-gram: the most frequent n-gram is measured up to LONGEST_TOP, repetition above it."""
+_EMPTY = np.int32(-1)
 _NO_LINES = np.uint64(0x9E3779B97F4A7C15)
-"""Hash of a paragraph before its first line; it keeps a paragraph of one line apart from that line."""
+"""Hash of a paragraph before its first line; with it, a paragraph of one line has another hash than that line."""
 _NONE = -1
+_STOP_HASHES = np.array([word_hash(word) for word in STOP_WORDS], np.uint64)
+_LONGEST_STOP_WORD = max(map(len, STOP_WORDS))
+_TALLIES = len(Tally)
+_BLANK, _SIGN, _LETTER = 0, 1, 2
+_ASCII = np.array([_BLANK if chr(byte) in BLANKS else _LETTER if chr(byte).isalpha() else _SIGN for byte in range(128)])
+
+
+@njit(cache=True, nogil=True)
+def measure(data: Bytes, offsets: Offsets, out: Any) -> None:
+    """Fill `out`, float64[len(Statistic), documents], for the documents `data[offsets[i] : offsets[i + 1]]`."""
+    longest = 0
+    for document in range(len(offsets) - 1):
+        longest = max(longest, offsets[document + 1] - offsets[document])
+    room = (longest + 1) // 2
+    starts, stops, before = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room + 1, np.int64)
+    hashes = np.empty(room, np.uint64)
+    first, times, places = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    tally, grams = np.empty(_TALLIES, np.int64), np.empty(LONGEST + 1, np.int64)
+    for document in range(len(offsets) - 1):
+        start, stop, row = offsets[document], offsets[document + 1], out[:, document]
+        words = find_words(data, start, stop, starts, stops, hashes)
+        words = join_words(data, words, starts, stops, hashes)
+        row[Statistic.WORDS] = words
+        tally_lines(data, start, stop, tally)
+        _fill(tally, words, row)
+        _measure_words(data, words, starts, stops, hashes, before, row)
+        unspaced = 0  # words of scripts without spaces
+        for word in range(words):
+            if data[starts[word]] >= np.uint8(0xE0):
+                point, _ = code_point(data, starts[word])
+                unspaced += point < len(CLASSES) and CLASSES[point] == BY_ITSELF
+        row[Statistic.ALPHABETIC_WORDS] = _alphabetic(data, start, stop, unspaced)
+        repetition(words, hashes, before, first, times, places, grams)
+        for size in range(SHORTEST, LONGEST + 1):
+            row[Statistic.TOP_GRAM_2 + size - SHORTEST] = _share(grams[size], row[Statistic.CHARS])
+
+
+@njit(cache=True, nogil=True)
+def _share(part: float, whole: float) -> float:
+    return part / max(whole, 1)
+
+
+@njit(cache=True, nogil=True)
+def _measure_words(
+    data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes, before: Offsets, row: Any
+) -> None:
+    """Fill the statistics of single words; set `before` to the characters in the words before each word."""
+    stop_words = 0
+    before[0] = 0
+    for word in range(count):
+        chars = 0
+        for at in range(starts[word], stops[word]):
+            chars += data[at] & np.uint8(0xC0) != np.uint8(0x80)  # not a continuation byte
+        before[word + 1] = before[word] + chars
+        if stops[word] - starts[word] <= _LONGEST_STOP_WORD:
+            for place in range(len(_STOP_HASHES)):
+                if hashes[word] == _STOP_HASHES[place]:
+                    stop_words |= 1 << place
+                    break
+    row[Statistic.MEAN_WORD] = _share(before[count], count)
+    distinct = 0
+    for place in range(len(_STOP_HASHES)):
+        distinct += stop_words >> place & 1
+    row[Statistic.STOP_WORDS] = distinct
+
+
+@njit(cache=True, nogil=True)
+def _alphabetic(data: Bytes, start: int, stop: int, unspaced: int) -> float:
+    """Return the share of tokens with a letter: runs between blanks, and `unspaced` words, which all have one."""
+    every, with_letter, inside, letter, at = unspaced, unspaced, False, False, start
+    while at < stop:
+        kind, width = _ASCII[data[at] & np.uint8(0x7F)], 1
+        if data[at] >= np.uint8(0x80):
+            point, width = code_point(data, at)
+            kind = _BLANK if traits_at(data, at) & BLANK != 0 else _LETTER
+            if point < len(CLASSES) and CLASSES[point] == NONE and kind == _LETTER:
+                kind = _SIGN
+        if kind == _BLANK:
+            every, with_letter = every + inside, with_letter + letter
+            inside = letter = False
+        else:
+            inside, letter = True, letter or kind == _LETTER
+        at += width
+    return float(_share(with_letter + letter, every + inside))
+
+
+@njit(cache=True, nogil=True)
+def _fill(tally: Offsets, words: int, row: Any) -> None:
+    """Fill the statistics that depend on counts over lines."""
+    chars, lines, paragraphs = tally[Tally.CHARS], tally[Tally.LINES], tally[Tally.PARAGRAPHS]
+    row[Statistic.CHARS] = chars
+    row[Statistic.SYMBOL_CHARS] = _share(tally[Tally.SYMBOLS], chars)
+    row[Statistic.SYMBOLS_PER_WORD] = _share(max(tally[Tally.NUMBER_SIGNS], tally[Tally.ELLIPSES]), words)
+    row[Statistic.BULLET_LINES] = _share(tally[Tally.BULLETS], lines)
+    row[Statistic.ELLIPSIS_LINES] = _share(tally[Tally.ELLIPSIS_LINES], lines)
+    row[Statistic.DUPLICATE_LINES] = _share(tally[Tally.REPEATED_LINES], lines)
+    row[Statistic.DUPLICATE_PARAGRAPHS] = _share(tally[Tally.REPEATED_PARAGRAPHS], paragraphs)
+    row[Statistic.DUPLICATE_LINE_CHARS] = _share(tally[Tally.REPEATED_LINE_CHARS], chars)
+    row[Statistic.DUPLICATE_PARAGRAPH_CHARS] = _share(tally[Tally.REPEATED_PARAGRAPH_CHARS], chars)
+    row[Statistic.PUNCTUATED_LINES] = _share(tally[Tally.PUNCTUATED], lines)
+    row[Statistic.SHORT_LINES] = _share(tally[Tally.SHORT], lines)
+    no_newlines = chars - tally[Tally.NEWLINES]
+    row[Statistic.DUPLICATE_LINE_CHARS_STRICT] = _share(tally[Tally.REPEATED_LINE_CHARS], no_newlines)
+    row[Statistic.NEWLINES_PER_WORD] = _share(max(lines - 1, 0), words)
+    row[Statistic.SENTENCES] = tally[Tally.SENTENCES]
+    row[Statistic.BRACES] = tally[Tally.BRACES]
+    row[Statistic.PLACEHOLDER_TEXT] = tally[Tally.PLACEHOLDERS]
 
 
 @njit(cache=True, nogil=True)
@@ -89,7 +243,7 @@ def tally_lines(data: Bytes, start: int, stop: int, tally: Offsets) -> None:
 
 @njit(cache=True, nogil=True)
 def _add_line(data: Bytes, line: LineScan, table: Hashes, tally: Offsets) -> None:
-    """Count a line that is not blank."""
+    """Count a non-blank line."""
     ellipsis = ends_with_ellipsis(data, line)
     end = traits_at(data, line.last)
     tally[Tally.LINES] += 1
@@ -99,7 +253,7 @@ def _add_line(data: Bytes, line: LineScan, table: Hashes, tally: Offsets) -> Non
     tally[Tally.SHORT] += line.chars <= SHORT_LINE
     if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis and line.words >= SENTENCE_WORDS:
         tally[Tally.SENTENCES] += line.inner_ends + 1
-    if line.words and _seen(table, line.hash):  # fences and brackets repeat in every page with code
+    if line.words and _seen(table, line.hash):  # code fences and brackets repeat in every page with code
         tally[Tally.REPEATED_LINES] += 1
         tally[Tally.REPEATED_LINE_CHARS] += line.chars
 
@@ -114,7 +268,7 @@ def _add_paragraph(hash_: np.uint64, chars: int, table: Hashes, tally: Offsets) 
 
 @njit(cache=True, nogil=True)
 def _empty_table(data: Bytes, start: int, stop: int) -> Hashes:
-    """Return a hash table with room for the lines and the paragraphs of a document."""
+    """Return a hash table with room for the lines and paragraphs of a document, equal or distinct."""
     lines = 1
     for at in range(start, stop):
         lines += data[at] == NEWLINE
@@ -126,7 +280,7 @@ def _empty_table(data: Bytes, start: int, stop: int) -> Hashes:
 
 @njit(cache=True, nogil=True)
 def _seen(table: Hashes, hash_: np.uint64) -> bool:
-    """Return whether `hash_` is in `table`, and put it there; a free slot holds 0."""
+    """Insert `hash_` into `table` and return whether it was there already; a free slot is 0."""
     last = np.uint64(len(table) - 1)
     key = max(hash_, np.uint64(1))
     slot = key & last
@@ -138,37 +292,24 @@ def _seen(table: Hashes, hash_: np.uint64) -> bool:
     return False
 
 
-# Repeated n-grams of words: how much text the most frequent one covers, and how much text repeats what stood
-# before.
-#
-# An n-gram is the pair of the two (n-1)-grams that it begins and ends with, so each length is counted from the one
-# before and only where both halves occur more than once: in prose few positions are left after the pairs of words.
-# An n-gram carries the place of its first occurrence as its number; two such numbers make an exact 64-bit key, so
-# that beyond the hashes of single words no collision is possible. Time is linear in the words whatever the text is.
-#
-# Source: Gopher, arXiv 2112.11446, appendix A.1.1 ("repetition removal") and table A1.
-
-Places = NDArray[np.int32]
-"""Numbers of words in a document; a document of 2^32 bytes has at most 2^31 words."""
-SHORTEST, LONGEST_TOP, LONGEST = 2, 4, 10
-"""Words in an n-gram: the most frequent one is looked for up to LONGEST_TOP, repetitions are added up from there."""
-_EMPTY = np.int32(-1)
-
-
 @njit(cache=True, nogil=True)
 def repetition(
-    count: int, keys: Hashes, before: Offsets, first: Places, times: Places, places: Places, found: Offsets
+    count: int, keys: Hashes, before: Offsets, first: Places, times: Places, places: Places, chars: Offsets
 ) -> None:
-    """Add up the characters of repeated n-grams of `count` words; `found[n]` for n from 2 to 10, int64[11].
+    """Write the characters of repeated n-grams of `count` words to `chars[n]`, n from 2 to 10, int64[11].
 
-    n up to 4: characters of the most frequent n-gram (of several, the first in the text), blanks between its words
-    counted, times its occurrences; 0 if none occurs twice. n from 5: characters, blanks not counted, of n-grams that
-    began earlier too, read from the left, each word counted once.
+    n <= 4: characters of the most frequent n-gram (ties: the first in the text) with blanks between its words, times
+    its occurrences; 0 if none occurs twice. n >= 5: characters without blanks of n-grams that occurred earlier, read
+    from the left, each word counted once (Gopher, arXiv 2112.11446, appendix A.1.1, table A1).
 
     `keys`: hash of each word, overwritten. `before`: characters in the words before each word, int64[count + 1].
     `first`, `times`, `places`: scratch for `count` elements.
     """
-    found[:] = 0
+    # An n-gram is the pair of its first and last (n-1)-gram, so each length is counted from the one before, and only
+    # where both occur more than once: in prose few positions are left after pairs of words. The number of an n-gram is
+    # its first position, and two of them make an exact 64-bit key, so only hashes of single words can collide. Linear
+    # time.
+    chars[:] = 0
     for place in range(count):
         places[place] = place
     left = _group(places, count, keys, first, times)
@@ -176,14 +317,14 @@ def repetition(
         left = _lengthened(places, left, keys, first)
         left = _group(places, left, keys, first, times)
         if size <= LONGEST_TOP:
-            found[size] = _most_frequent(places, left, first, times, before, size)
+            chars[size] = _most_frequent(places, left, first, times, before, size)
         else:
-            found[size] = _repeated(places, left, first, times, before, size)
+            chars[size] = _repeated(places, left, first, times, before, size)
 
 
 @njit(cache=True, nogil=True)
 def _lengthened(places: Places, count: int, keys: Hashes, first: Places) -> int:
-    """Keep the places where two repeated n-grams follow each other, set the key of the longer one, return how many."""
+    """Keep the positions where two repeated n-grams overlap as one longer n-gram, set its key, return their number."""
     left = 0
     for at in range(count - 1):
         place = places[at]
@@ -196,9 +337,9 @@ def _lengthened(places: Places, count: int, keys: Hashes, first: Places) -> int:
 
 @njit(cache=True, nogil=True)
 def _group(places: Places, count: int, keys: Hashes, first: Places, times: Places) -> int:
-    """Set `first` and `times` of all places with equal keys, keep those that occur twice, return how many.
+    """Set `first` and `times` of all positions by key, keep those that occur twice, return their number.
 
-    `times[f]` holds the occurrences of the n-gram that is first at f.
+    `times[f]` is the number of occurrences of the n-gram whose first position is f.
     """
     slots = 1
     while slots < 2 * count:
@@ -237,9 +378,9 @@ def _most_frequent(places: Places, count: int, first: Places, times: Places, bef
 
 @njit(cache=True, nogil=True)
 def _repeated(places: Places, count: int, first: Places, times: Places, before: Offsets, size: int) -> np.int64:
-    """Return the characters of repetitions, skipping all words of each; `times` marks the n-grams seen, with 0.
+    """Return the characters of repetitions; `times` is set to 0 for n-grams seen.
 
-    A place within a repetition is skipped and does not count as seen.
+    Positions inside a repetition are skipped and do not count as seen.
     """
     chars, free = np.int64(0), np.int64(0)
     for at in range(count):
@@ -252,163 +393,3 @@ def _repeated(places: Places, count: int, first: Places, times: Places, before: 
         else:
             times[first[place]] = 0
     return chars
-
-
-class Statistic(IntEnum):
-    """Rows of the array that `measure` fills, in the order in which the rules are tried."""
-
-    CHARS = 0
-    SYMBOL_CHARS = 1
-    WORDS = 2
-    MEAN_WORD = 3
-    SYMBOLS_PER_WORD = 4
-    BULLET_LINES = 5
-    ELLIPSIS_LINES = 6
-    ALPHABETIC_WORDS = 7
-    STOP_WORDS = 8
-    DUPLICATE_LINES = 9
-    DUPLICATE_PARAGRAPHS = 10
-    DUPLICATE_LINE_CHARS = 11
-    DUPLICATE_PARAGRAPH_CHARS = 12
-    TOP_GRAM_2 = 13
-    TOP_GRAM_3 = 14
-    TOP_GRAM_4 = 15
-    DUPLICATE_GRAM_5 = 16
-    DUPLICATE_GRAM_6 = 17
-    DUPLICATE_GRAM_7 = 18
-    DUPLICATE_GRAM_8 = 19
-    DUPLICATE_GRAM_9 = 20
-    DUPLICATE_GRAM_10 = 21
-    PUNCTUATED_LINES = 22
-    SHORT_LINES = 23
-    DUPLICATE_LINE_CHARS_STRICT = 24
-    NEWLINES_PER_WORD = 25
-    SENTENCES = 26
-    BRACES = 27
-    PLACEHOLDER_TEXT = 28
-
-
-_STOP_HASHES = np.array([word_hash(word) for word in STOP_WORDS], np.uint64)
-_LONGEST_STOP_WORD = max(map(len, STOP_WORDS))
-_TALLIES = len(Tally)
-_BLANK, _SIGN, _LETTER = 0, 1, 2
-_ASCII = np.array([_BLANK if chr(byte) in BLANKS else _LETTER if chr(byte).isalpha() else _SIGN for byte in range(128)])
-
-
-@njit(cache=True, nogil=True)
-def measure(data: Bytes, offsets: Offsets, out: Any) -> None:
-    """Fill `out`, float64[len(Statistic), documents], for the documents `data[offsets[i] : offsets[i + 1]]`."""
-    longest = 0
-    for document in range(len(offsets) - 1):
-        longest = max(longest, offsets[document + 1] - offsets[document])
-    room = (longest + 1) // 2
-    starts, stops, before = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room + 1, np.int64)
-    hashes = np.empty(room, np.uint64)
-    first, times, places = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    tally, grams = np.empty(_TALLIES, np.int64), np.empty(LONGEST + 1, np.int64)
-    for document in range(len(offsets) - 1):
-        start, stop, row = offsets[document], offsets[document + 1], out[:, document]
-        words = find_words(data, start, stop, starts, stops, hashes)
-        words = join_words(data, words, starts, stops, hashes)
-        row[Statistic.WORDS] = words
-        tally_lines(data, start, stop, tally)
-        _fill(tally, words, row)
-        _measure_words(data, words, starts, stops, hashes, before, row)
-        row[Statistic.ALPHABETIC_WORDS] = _alphabetic(data, start, stop, _unspaced(data, words, starts))
-        repetition(words, hashes, before, first, times, places, grams)
-        for size in range(SHORTEST, LONGEST + 1):
-            row[Statistic.TOP_GRAM_2 + size - SHORTEST] = _share(grams[size], row[Statistic.CHARS])
-
-
-@njit(cache=True, nogil=True)
-def _share(part: float, whole: float) -> float:
-    return part / max(whole, 1)
-
-
-@njit(cache=True, nogil=True)
-def _measure_words(
-    data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes, before: Offsets, row: Any
-) -> None:
-    """Fill the statistics of single words, and `before` with the characters in the words before each."""
-    stop_words = 0
-    before[0] = 0
-    for word in range(count):
-        before[word + 1] = before[word] + _chars(data, starts[word], stops[word])
-        if stops[word] - starts[word] <= _LONGEST_STOP_WORD:
-            stop_words |= _stop_word(hashes[word])
-    row[Statistic.MEAN_WORD] = _share(before[count], count)
-    distinct = 0
-    for place in range(len(_STOP_HASHES)):
-        distinct += stop_words >> place & 1
-    row[Statistic.STOP_WORDS] = distinct
-
-
-@njit(cache=True, nogil=True)
-def _chars(data: Bytes, start: int, stop: int) -> int:
-    chars = 0
-    for place in range(start, stop):
-        chars += data[place] & np.uint8(0xC0) != np.uint8(0x80)
-    return chars
-
-
-@njit(cache=True, nogil=True)
-def _unspaced(data: Bytes, count: int, starts: Offsets) -> int:
-    """Return how many of the words are of a script without spaces."""
-    found = 0
-    for word in range(count):
-        if data[starts[word]] >= np.uint8(0xE0):
-            point, _ = code_point(data, starts[word])
-            found += point < len(CLASSES) and CLASSES[point] == BY_ITSELF
-    return found
-
-
-@njit(cache=True, nogil=True)
-def _alphabetic(data: Bytes, start: int, stop: int, unspaced: int) -> float:
-    """Return the share with a letter of what stands between blanks and of the `unspaced` words, which all have one."""
-    every, with_letter, inside, letter, at = unspaced, unspaced, False, False, start
-    while at < stop:
-        kind, width = _ASCII[data[at] & np.uint8(0x7F)], 1
-        if data[at] >= np.uint8(0x80):
-            point, width = code_point(data, at)
-            kind = _BLANK if traits_at(data, at) & BLANK != 0 else _LETTER
-            if point < len(CLASSES) and CLASSES[point] == NONE and kind == _LETTER:
-                kind = _SIGN
-        if kind == _BLANK:
-            every, with_letter = every + inside, with_letter + letter
-            inside = letter = False
-        else:
-            inside, letter = True, letter or kind == _LETTER
-        at += width
-    return float(_share(with_letter + letter, every + inside))
-
-
-@njit(cache=True, nogil=True)
-def _stop_word(hash_: np.uint64) -> int:
-    """Return a bit for the stop word with this hash; 0 if there is none."""
-    for place in range(len(_STOP_HASHES)):
-        if hash_ == _STOP_HASHES[place]:
-            return 1 << place
-    return 0
-
-
-@njit(cache=True, nogil=True)
-def _fill(tally: Offsets, words: int, row: Any) -> None:
-    """Fill the statistics that follow from counts over lines."""
-    chars, lines, paragraphs = tally[Tally.CHARS], tally[Tally.LINES], tally[Tally.PARAGRAPHS]
-    row[Statistic.CHARS] = chars
-    row[Statistic.SYMBOL_CHARS] = _share(tally[Tally.SYMBOLS], chars)
-    row[Statistic.SYMBOLS_PER_WORD] = _share(max(tally[Tally.NUMBER_SIGNS], tally[Tally.ELLIPSES]), words)
-    row[Statistic.BULLET_LINES] = _share(tally[Tally.BULLETS], lines)
-    row[Statistic.ELLIPSIS_LINES] = _share(tally[Tally.ELLIPSIS_LINES], lines)
-    row[Statistic.DUPLICATE_LINES] = _share(tally[Tally.REPEATED_LINES], lines)
-    row[Statistic.DUPLICATE_PARAGRAPHS] = _share(tally[Tally.REPEATED_PARAGRAPHS], paragraphs)
-    row[Statistic.DUPLICATE_LINE_CHARS] = _share(tally[Tally.REPEATED_LINE_CHARS], chars)
-    row[Statistic.DUPLICATE_PARAGRAPH_CHARS] = _share(tally[Tally.REPEATED_PARAGRAPH_CHARS], chars)
-    row[Statistic.PUNCTUATED_LINES] = _share(tally[Tally.PUNCTUATED], lines)
-    row[Statistic.SHORT_LINES] = _share(tally[Tally.SHORT], lines)
-    no_newlines = chars - tally[Tally.NEWLINES]
-    row[Statistic.DUPLICATE_LINE_CHARS_STRICT] = _share(tally[Tally.REPEATED_LINE_CHARS], no_newlines)
-    row[Statistic.NEWLINES_PER_WORD] = _share(max(lines - 1, 0), words)
-    row[Statistic.SENTENCES] = tally[Tally.SENTENCES]
-    row[Statistic.BRACES] = tally[Tally.BRACES]
-    row[Statistic.PLACEHOLDER_TEXT] = tally[Tally.PLACEHOLDERS]

@@ -1,9 +1,8 @@
-"""Cleaning of UTF-8 text as bytes: which texts need it, and the clean bytes. The fast form of `normalise.py`.
+"""Cleaning of UTF-8 text as bytes: find the texts that need it, and rewrite them. The fast form of `text/normalize.py`.
 
-`scan` only looks: for ASCII the compiler makes vector instructions of it (5 GB/s), so a clean text costs next to
-nothing; other scripts pass at 200 to 400 MB/s. `clean` rewrites at about 500 MB/s and is called for the texts that need
-it. Neither composes characters (NFC), which takes tables of Unicode: `scan` marks the texts where it could matter and
-Python's own tables decide.
+`scan` only looks: 5 GB/s for ASCII, where it vectorizes, 200 to 400 MB/s for other scripts. `clean` rewrites flagged
+texts at about 500 MB/s. Neither composes characters (NFC): `scan` flags the texts where it may matter, and Python's
+Unicode tables decide.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from numba import njit
 from llama3.data.kernels.arrow import Bytes, Offsets
 
 UNCLEAN, UNCOMPOSED, GARBLED = np.uint8(1), np.uint8(2), np.uint8(4)
-"""What `scan` says of a text: `clean` would change it; NFC might; it might have been decoded wrongly."""
+"""Flags of `scan`: `clean` would change the text; NFC may change it; it may have been decoded wrongly."""
 _TAB, _NEWLINE, _RETURN, _BLANK = np.uint8(9), np.uint8(10), np.uint8(13), np.uint8(32)
 _MOST_NEWLINES = 3
 _KEEP, _DROP, _BREAK = 0, 1, 2
 _GARBLED_AFTER_C3 = np.zeros(256, np.uint8)
-"""Second byte of a letter that a first byte of UTF-8 becomes when it is read as Latin-1 or Windows-1252 -> how many
-characters beyond ASCII then follow it."""
+"""Second byte of a letter that comes from a UTF-8 lead byte decoded as Latin-1 or Windows-1252 -> number of non-ASCII
+characters that then follow it."""
 for _letters, _followers in (("ÂÃÄÅÎÏÐÑ×ØÙ", 1), ("âãäåæçèéð", 2)):
     _GARBLED_AFTER_C3[[ord(_letter) - 0x40 for _letter in _letters]] = _followers
 _LOOK = np.uint8(9)
 
 
 def _leads() -> Bytes:
-    """Return for every first byte how far to go on where no character with it needs a look, else _LOOK."""
+    """Return for every lead byte the width of its characters if none of them needs a check, else _LOOK."""
     table = np.full(256, _LOOK, np.uint8)
     table[:0x80] = 1
     table[0xC4:0xCC] = table[0xD0:0xD2] = 2
@@ -42,11 +41,16 @@ _LEADS = _leads()
 def scan(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes) -> None:
     """Write the flags of text i, `data[starts[i] : stops[i]]`, to `flags[i]`.
 
-    Takes newlines off both ends and blanks off the far end by moving `starts` and `stops`: most need nothing else.
+    Strips newlines at both ends and blanks at the end by moving `starts` and `stops`; most texts need nothing else.
     """
     for i in range(len(starts)):
-        starts[i], stops[i] = _trimmed(data, starts[i], stops[i])
-        text = data[starts[i] : stops[i]]
+        start, stop = starts[i], stops[i]
+        while stop > start and (data[stop - 1] == _NEWLINE or data[stop - 1] == _BLANK or data[stop - 1] == _TAB):
+            stop -= 1
+        while start < stop and data[start] == _NEWLINE:
+            start += 1
+        starts[i], stops[i] = start, stop
+        text = data[start:stop]
         plain, unclean = _scan_ascii(text)
         flags[i] = UNCLEAN if unclean else np.uint8(0)
         if not plain:
@@ -55,9 +59,9 @@ def scan(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes) -> None:
 
 @njit(cache=True, nogil=True)
 def clean(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes, out: Bytes, ends: Offsets) -> None:
-    """Write all texts to `out` one after the other, cleaned where flagged; text i ends at `ends[i + 1]`.
+    """Write all texts to `out` consecutively, cleaned if flagged; text i ends at `ends[i + 1]`, int64[n + 1].
 
-    `out` needs room for all bytes, `ends` is int64[n + 1]. A text only gets shorter.
+    `out` needs room for all bytes: cleaning never makes a text longer.
     """
     at = 0
     ends[0] = 0
@@ -72,24 +76,13 @@ def clean(data: Bytes, starts: Offsets, stops: Offsets, flags: Bytes, out: Bytes
 
 
 @njit(cache=True, nogil=True)
-def _trimmed(data: Bytes, start: int, stop: int) -> tuple[int, int]:
-    while stop > start and (data[stop - 1] == _NEWLINE or data[stop - 1] == _BLANK or data[stop - 1] == _TAB):
-        stop -= 1
-    while start < stop and data[start] == _NEWLINE:
-        start += 1
-    return start, stop
-
-
-@njit(cache=True, nogil=True)
 def _scan_ascii(text: Bytes) -> tuple[bool, bool]:
-    """Return whether `text` is ASCII, and whether its ASCII bytes need cleaning.
-
-    Plain loops without branches, each value an uint8: so the compiler makes vector instructions of them. The wrapped
-    subtraction asks for 11 <= byte < 32 in one comparison.
-    """
+    """Return whether `text` is ASCII, and whether its ASCII bytes need cleaning."""
+    # Plain loops over uint8 without branches, so that they vectorize.
     size, high, bad = len(text), np.uint8(0), np.uint8(0)
     for i in range(size):
         byte = text[i]
+        # The wrapped subtraction tests 11 <= byte < 32 in one comparison.
         control = np.uint8(np.uint8(byte - np.uint8(11)) < np.uint8(21)) | np.uint8(byte < _TAB)
         high = np.uint8(high | byte)
         bad = np.uint8(bad | control | np.uint8(byte == np.uint8(127)))
@@ -105,7 +98,7 @@ def _scan_ascii(text: Bytes) -> tuple[bool, bool]:
 
 @njit(cache=True, nogil=True)
 def _scan_wide(text: Bytes) -> np.uint8:
-    """Return the flags that the characters beyond ASCII give."""
+    """Return the flags of the non-ASCII characters."""
     unclean, uncomposed, garbled, size = False, False, False, len(text)
     at = 0
     while at < size:
@@ -114,12 +107,11 @@ def _scan_wide(text: Bytes) -> np.uint8:
             at += int(kind)
             continue
         width = _width(text[at])
-        unclean |= _fate(text, at, width) != _KEEP
+        unclean |= _action(text, at, width) != _KEEP
         garbled |= _garbled(text, at, size)
         uncomposed |= not _composed(text, at)
         at += width
-    found = (UNCLEAN if unclean else 0) | (UNCOMPOSED if uncomposed else 0) | (GARBLED if garbled else 0)
-    return np.uint8(found)
+    return np.uint8((UNCLEAN if unclean else 0) | (UNCOMPOSED if uncomposed else 0) | (GARBLED if garbled else 0))
 
 
 @njit(cache=True, nogil=True)
@@ -130,8 +122,8 @@ def _width(lead: np.uint8) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _fate(text: Bytes, at: int, width: int) -> int:
-    """Return what becomes of the character beyond ASCII at `at`: controls go, Unicode's line ends become newlines."""
+def _action(text: Bytes, at: int, width: int) -> int:
+    """Return the action for the non-ASCII character at `at`: drop controls, turn Unicode line ends into newlines."""
     lead, second = text[at], text[at + 1]
     if width == 2:
         if lead == np.uint8(0xC2) and second < np.uint8(0xA0):
@@ -149,7 +141,7 @@ def _fate(text: Bytes, at: int, width: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _garbled(text: Bytes, at: int, size: int) -> bool:
-    """Return whether the character at `at` often stands in wrongly decoded text; coarse, `repair.py` looks closer."""
+    """Return whether the character at `at` is typical of mojibake; coarse, `text/normalize.py` decides."""
     lead, second = text[at], text[at + 1]
     if lead == np.uint8(0xC2):
         return bool(second < np.uint8(0xA0))
@@ -164,9 +156,9 @@ def _garbled(text: Bytes, at: int, size: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _composed(text: Bytes, at: int) -> bool | np.bool_:
-    """Return whether the character at `at` stands alone under NFC: it neither changes nor joins the one before it.
+    """Return whether NFC surely keeps the character at `at`: it neither changes nor joins the one before it.
 
-    True for Latin, Cyrillic, Chinese and Korean letters and usual punctuation; False for all of which it is not sure.
+    True for Latin, Cyrillic, Chinese and Korean letters and usual punctuation; False if unsure.
     """
     lead, second = text[at], text[at + 1]
     if lead < np.uint8(0xCC) or lead == np.uint8(0xD0) or lead == np.uint8(0xD1):
@@ -182,7 +174,7 @@ def _composed(text: Bytes, at: int) -> bool | np.bool_:
 
 @njit(cache=True, nogil=True)
 def _clean_text(text: Bytes, out: Bytes, begin: int) -> int:
-    """Write the clean form of `text` to `out` from `begin` on and return where it ends."""
+    """Write the clean form of `text` to `out[begin:]` and return its end."""
     at, end, size, newlines = 0, begin, len(text), 0
     while at < size:
         lead = text[at]
@@ -191,13 +183,13 @@ def _clean_text(text: Bytes, out: Bytes, begin: int) -> int:
             newlines = newlines if lead == _BLANK else 0
             at, end = at + 1, end + 1
             continue
-        fate, width = _fate_of(text, at, size)
-        if fate == _BREAK:
+        action, width = _action_of(text, at, size)
+        if action == _BREAK:
             end = _without_blanks(out, begin, end)
             if end > begin and newlines < _MOST_NEWLINES:
                 out[end] = _NEWLINE
                 end, newlines = end + 1, newlines + 1
-        elif fate == _KEEP:
+        elif action == _KEEP:
             for place in range(at, at + width):
                 out[end] = text[place]
                 end += 1
@@ -210,12 +202,12 @@ def _clean_text(text: Bytes, out: Bytes, begin: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _fate_of(text: Bytes, at: int, size: int) -> tuple[int, int]:
-    """Return what becomes of what stands at `at`, a control or a character beyond ASCII, and its bytes."""
+def _action_of(text: Bytes, at: int, size: int) -> tuple[int, int]:
+    """Return the action for the control or non-ASCII character at `at`, and its width in bytes."""
     lead = text[at]
     if lead >= np.uint8(0x80):
         width = _width(lead)
-        return _fate(text, at, width), width
+        return _action(text, at, width), width
     if lead == _TAB:
         return _KEEP, 1
     if lead == _RETURN and at + 1 < size and text[at + 1] == _NEWLINE:

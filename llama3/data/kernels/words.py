@@ -1,8 +1,6 @@
-"""The words of a text as byte ranges and 64-bit hashes: the fast form of `llama3/data/text/words.py`.
+"""Words of a text as byte ranges and 64-bit hashes: the fast form of `llama3/data/text/words.py`.
 
-Hashes are ours (FNV-1a over the lower-case bytes, then mixed): they go into files, so no library may change them.
-Text is valid UTF-8, as Arrow guarantees. ASCII takes a short path without branches:
-350 to 600 MB/s on one core, 350 MB/s for other scripts.
+Text is valid UTF-8, as Arrow guarantees. 350 to 600 MB/s on one core for ASCII, 350 MB/s for other scripts.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ def _classes() -> Bytes:
 
 
 CLASSES = _classes()
-"""Class of every code point below 2^16; all above form words with their neighbours."""
+"""Class of every code point below 2^16; all above form words with their neighbors."""
 _FOLDED = np.array([ord(chr(byte).lower()) if CLASSES[byte] and byte < 0x80 else 0 for byte in range(256)], np.uint8)
 """Lower-case form of the ASCII characters that belong to words; 0 for every other byte."""
+# FNV-1a over the lower-case bytes, then mixed. Our own, because hashes go into files: no library may change them.
 _SEED = np.uint64(0xCBF29CE484222325)
 _PRIME = np.uint64(0x100000001B3)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -40,7 +39,7 @@ _MASK = 2**64 - 1
 
 @njit(cache=True, nogil=True)
 def mixed(value: np.uint64) -> np.uint64:
-    """Return `value` with every bit spread over all 64 (the finaliser of SplitMix64; a bijection)."""
+    """Return `value` with every bit mixed into all 64: the finalizer of SplitMix64, a bijection."""
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
     return value ^ (value >> np.uint64(31))
@@ -63,15 +62,15 @@ def code_point(data: Bytes, at: int) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
-    """Write first byte, end and hash of each word of `data[start:stop]` and return how many there are.
+    """Write first byte, end and hash of each word of `data[start:stop]`; return the number of words.
 
-    The three arrays must have room for (stop - start + 1) // 2 words: a character of one byte that is a word ends at
-    one that is not, and a script without spaces takes three bytes a character.
+    The arrays must have room for (stop - start + 1) // 2 words: one-byte words need a separator, and each character of
+    a script without spaces takes three bytes.
     """
     count, at, inside = 0, start, False
     begin, state = start, _SEED
     while at < stop:
-        # No branch depends on where words end: predicting that, wrongly once a word, would take half of the time.
+        # No branch depends on where words end: one misprediction per word would take half of the time.
         while at < stop and data[at] < np.uint8(0x80):
             folded = _FOLDED[data[at]]
             starts[count], stops[count], hashes[count] = begin, at, state
@@ -105,7 +104,7 @@ def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offse
 
 @njit(cache=True, nogil=True)
 def join_words(data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
-    """Join the words of scripts without spaces as `joined_words` does, in place, and return how many words are left."""
+    """Join the words of scripts without spaces in place, as `joined_words` does; return the number of words left."""
     left, before = 0, 0
     for word in range(count):
         alone = 0
@@ -137,7 +136,7 @@ def _beyond_ascii(data: Bytes, at: int) -> tuple[int, int]:
 
 
 def word_hash(word: str) -> int:
-    """Return the hash that `find_words` gives to `word` (one word, in lower case): the plain form, for small tables."""
+    """Return the hash of `find_words` for `word` (one word, lower-case) in plain Python, for small tables."""
     state = int(_SEED)
     for byte in word.encode():
         state = ((state ^ byte) * int(_PRIME)) & _MASK

@@ -1,8 +1,7 @@
-"""Files of a source: which there are, whether they are still as listed, and their bytes and lines as streams.
+"""List the files of a source, detect changes, and read their bytes and lines as streams.
 
-Local or remote, plain or packed (.gz, .zst, .bz2, .xz). Memory does not grow with the files: a stream holds some
-megabytes, or one line of at most MAX_LINE. gzip is inflated by isal where that package happens to be installed (two to
-three times as fast), else by zlib; both give all bytes in front of a break before they complain of it.
+Files are local or remote, plain or packed (.gz, .zst, .bz2, .xz). Memory does not grow with the file size: a stream
+holds a few megabytes, or one line of at most MAX_LINE bytes. `ReadErrors` stops at bad input or counts it.
 """
 
 from __future__ import annotations
@@ -26,23 +25,19 @@ from llama3.recipe.data_schema import Source
 from storage.filesystem import changed, filesystem_of, is_local, listing, local_path, patiently
 from storage.objects import RemoteFile
 
-# What a reader does about bad input: stop with a message that says where and what to do, or leave it out and count
-# it.
-#
-# Silent loss is worse than a late error, so stopping is the default and skipping names every thing that it left
-# out, up to MOST_NAMED of a kind in a file; the rest of that kind are one line with the file's name and their
-# number.
+# Bad input: stop by default, or skip and count with `curate.on_error: skip`.
 
 OVER_LIMIT = "over_limit"
 EMPTY = "empty"
 PASSED_OVER = "passed_over"
 NO_PAGE = "no_page"
 UNREAD_DATE = "unread_date"
-"""Reason of a row that counts documents which were read, but whose date was not."""
+"""Reason for documents that were read without their date, which was unreadable."""
 NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
-"""Reasons that are no fault of the input."""
+"""Reasons that are not errors of the input."""
 REMEDY = "or set curate.on_error: skip"
 MOST_NAMED = 10_000
+"""Skipped places named per file and reason; the rest is one row with the file and a count."""
 SCHEMA = pa.schema(
     {
         "domain": pa.string(),
@@ -53,7 +48,7 @@ SCHEMA = pa.schema(
         "bytes": pa.int64(),
     }
 )
-"""`place` is a file and a line or row of it, or "" for all of a source; `bytes` those of the line or text as found."""
+"""`place`: file and line or row, or "" for the whole source; `bytes`: size of the raw line or text."""
 
 
 class SourceError(ValueError):
@@ -61,7 +56,7 @@ class SourceError(ValueError):
 
 
 class Fault(NamedTuple):
-    """Something that cannot be read."""
+    """Why something cannot be read."""
 
     reason: str
     """Name to count it under: bad_json, null_text, ..."""
@@ -70,7 +65,7 @@ class Fault(NamedTuple):
 
 
 class ReadErrors:
-    """What was left out of one item: (place, reason) -> documents and bytes."""
+    """Skipped input of one work item: (place, reason) -> documents and bytes."""
 
     def __init__(self, fail: bool = True) -> None:
         self.fail = fail
@@ -80,7 +75,7 @@ class ReadErrors:
         self._named: Counter[tuple[str, str]] = Counter()
 
     def fault(self, file: str, place: str, fault: Fault, size: int = 0, documents: int = 1) -> None:
-        """Leave out something faulty. Raises SourceError if bad input is to stop the run."""
+        """Count a skipped fault. Raises SourceError if `fail` is set."""
         if self.fail:
             raise SourceError(
                 f"{place!r} {fault.said}, {REMEDY}" if place == file else f"{place} {fault.said}, {REMEDY}"
@@ -88,27 +83,28 @@ class ReadErrors:
         self.count(file, place, fault.reason, size, documents)
 
     def count(self, file: str, place: str, reason: str, size: int, documents: int = 1) -> None:
-        """Count what is left out without being an error."""
+        """Count skipped input that is not an error."""
         self._named[file, reason] += 1
         key = (place if self._named[file, reason] <= MOST_NAMED else file), reason
         self.documents[key] += documents
         self.bytes[key] += size
 
     def rows(self, domain: str, source: str) -> list[tuple[str, str, str, str, int, int]]:
-        """Return what was left out as rows of SCHEMA, in order."""
+        """Return the skipped input as rows of SCHEMA, sorted."""
         dates = [(domain, source, "", UNREAD_DATE, self.unread_dates, 0)] if self.unread_dates else []
         keys = sorted(self.documents)
         return [*dates, *((domain, source, *key, self.documents[key], self.bytes[key]) for key in keys)]
 
 
+# isal inflates gzip two to three times as fast; both return all bytes before a break before they raise
 _zlib: Any = zlib
 with suppress(ImportError):
     from isal import isal_zlib as _zlib  # type: ignore[import-not-found,no-redef]
 DAMAGE: tuple[type[Exception], ...] = (EOFError, OSError, UnicodeError, _zlib.error, lzma.LZMAError, pa.ArrowException)
-"""What broken packing and broken Parquet raise; an OSError with a number comes from the machine."""
+"""Errors of damaged archives and Parquet files; an OSError with an errno comes from the machine."""
 
 MAX_LINE = 256_000_000
-"""Bytes of the longest line, or of the longest file that is one document; what is longer is refused by name."""
+"""Maximum bytes of a line, or of a file that is one document."""
 _CHUNK = 1 << 20
 _PACKED_CHUNK = 1 << 17
 _ENDINGS = {
@@ -126,11 +122,11 @@ _ENDINGS = {
 _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
 READ = ", ".join(_ENDINGS)
 COLUMNS = ("parquet", "arrow")
-"""Formats that are read by seeking, so never packed as a whole."""
+"""Formats that need random access, so they are never packed as a whole."""
 _RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
 _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
 UNKNOWN, SPECIAL = "unknown", "special"
-"""Kinds of files that cannot be read: their ending says nothing, or they are pipes, devices and broken links."""
+"""Kinds of unreadable files: unknown ending; pipes, devices and broken links."""
 _PAPERS = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*",
     re.I,
@@ -142,28 +138,28 @@ _MARKS = re.compile(
     re.I,
 )
 Line = bytes | bytearray | int
-"""A line without its end, or the length of one that is longer than MAX_LINE."""
+"""A line without its line end, or the length of a line longer than MAX_LINE."""
 
 
 class File(NamedTuple):
-    """A file as it was when it was listed."""
+    """A file at the time of listing."""
 
     uri: str
     kind: str
     """A format, or UNKNOWN or SPECIAL."""
     size: int
     changed: str
-    """What differs when the content does: the time of the last change, or the object store's tag."""
+    """Changes with the content: the modification time, or the object store's tag."""
 
 
 class SourceListing(NamedTuple):
-    """What is there of a source."""
+    """The files of a source."""
 
     files: list[File]
-    """In order of their names; those that cannot be read among them."""
+    """Sorted by name, unreadable files included."""
     passed_over: int
     passed_over_bytes: int
-    """Files that are no data (hidden ones, README and LICENSE beside records, checksums) or that `ignore` names."""
+    """Ignored files: hidden, README and LICENSE beside records, checksums, or matched by `ignore`."""
 
 
 def list_source(source: Source) -> SourceListing:
@@ -196,7 +192,7 @@ def source_files(source: Source) -> list[File]:
 
 
 def _root(uri: str) -> tuple[str, str]:
-    """Return the folder below which files are looked at one by one, and what a glob says of their names there."""
+    """Return the folder above the first wildcard of a glob, and the pattern below it ("" without a glob)."""
     path = os.path.abspath(local_path(uri)) if is_local(uri) else uri.rstrip("/")
     mark = re.search(r"[*?\[]", path)
     if mark is None or (is_local(uri) and os.path.lexists(path)):
@@ -217,14 +213,14 @@ def _is_paper(uri: str) -> bool:
 
 
 def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_records: bool) -> bool:
-    """Return whether a file below a folder is no data: people expect such files to lie beside it."""
+    """Return whether a file is ignored: hidden, documentation, a checksum, or matched by `ignore`."""
     name = below.rsplit("/", 1)[-1]
     if any(fnmatch.fnmatchcase(below, glob) or fnmatch.fnmatchcase(name, glob) for glob in source.ignore):
         return True
-    if any(part.startswith(".") for part in below.split("/")) and "/." not in pattern:
+    if any(name.startswith(".") for name in below.split("/")) and "/." not in pattern:
         return True
     if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
-        return False  # the glob names it
+        return False  # the glob selects it explicitly
     return bool(_MARKS.fullmatch(name)) or (_is_paper(name) and (kind == UNKNOWN or beside_records))
 
 
@@ -239,19 +235,15 @@ def file_format(uri: str) -> str | None:
 
 
 def as_listed(file: File) -> bool:
-    """Return whether `file` is there with the size and time that it was listed with. Raises OSError."""
+    """Return whether `file` still has its listed size and time. Raises OSError."""
     try:
         if is_local(file.uri):
-            info = filesystem_of(file.uri).info(_path(file.uri))
+            info = filesystem_of(file.uri).info(os.fspath(local_path(file.uri)))
         else:
-            info = patiently(file.uri, partial(_info, file.uri))
+            info = patiently(file.uri, lambda: filesystem_of(file.uri).info(file.uri))
     except FileNotFoundError:
         return False
     return (int(info["size"] or 0), changed(info)) == (file.size, file.changed)
-
-
-def _info(uri: str) -> Any:
-    return filesystem_of(uri).info(uri)
 
 
 def packing(uri: str) -> str | None:
@@ -261,9 +253,9 @@ def packing(uri: str) -> str | None:
 
 @contextmanager
 def opened(file: File) -> Iterator[Any]:
-    """Open `file` for reading its bytes as they lie there."""
+    """Open `file` and yield its raw bytes, still packed."""
     if is_local(file.uri):
-        with open(_path(file.uri), "rb") as raw:
+        with open(local_path(file.uri), "rb") as raw:
             yield raw
     else:
         yield RemoteFile(file.uri, file.size)
@@ -272,7 +264,7 @@ def opened(file: File) -> Iterator[Any]:
 def chunks(raw: Any, uri: str) -> Iterator[bytes]:
     """Yield the bytes of `raw`, unpacked by the ending of `uri`, in pieces of about a megabyte.
 
-    Packed members one after the other are read as one. Raises one of DAMAGE where the packing breaks.
+    Concatenated packed members are read as one. Raises one of DAMAGE where the packing breaks.
     """
     kind = packing(uri)
     if kind == "gz":
@@ -310,7 +302,7 @@ def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[li
 
 
 def whole(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
-    """Return the bytes of `pieces`, or their number as far as read if they are more than `longest`."""
+    """Return the bytes of `pieces`, or the number read so far if it exceeds `longest`."""
     buffer = io.BytesIO()
     for piece in pieces:
         buffer.write(piece)
@@ -337,7 +329,3 @@ def _inflated(raw: Any) -> Iterator[bytes]:
         yield member.flush()
         if not member.eof:
             raise EOFError("it ends too early")
-
-
-def _path(uri: str) -> str:
-    return os.fspath(local_path(uri)) if is_local(uri) else uri

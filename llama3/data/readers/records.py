@@ -1,9 +1,8 @@
-"""Documents out of files, as batches: one reader each for JSON lines, JSON, CSV, web archives and single documents.
+"""Read documents from files in batches: Parquet, Arrow, JSON lines, JSON, CSV, web archives, whole documents.
 
-A JSON field or column `url`, `language`, `licence` (or `license`), `format` (`text`, `md` or `html`) and the date
-fields of `dates.py` are taken over where they exist; what the recipe says of the whole source wins. Every fault of the
-input has one of two ends, a SourceError or a count by reason (`skips.py`), and never a third. A text column of Parquet
-stays Arrow; JSON goes through orjson, and what that refuses (NaN, halves of surrogate pairs) through `json`.
+A field or column `url`, `language`, `licence` (or `license`), `format` (`text`, `md` or `html`) and the date fields
+of `document.FIELDS` are read where they exist; what the recipe says of the whole source wins.
+Every input error is either a SourceError or a count by reason (`ReadErrors`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from llama3.data.readers.files import (
     UNKNOWN,
     Fault,
     File,
-    Line,
     ReadErrors,
     SourceError,
     as_listed,
@@ -50,14 +48,21 @@ from llama3.data.readers.files import (
 from llama3.recipe.data_schema import Source
 from storage.filesystem import is_local
 
-# Documents out of a Parquet or Arrow file, as batches whose text stays Arrow from the file to the shard.
-#
-# Columns that are absent or of another type in one file than in the next do not matter: only the text column has to
-# be there and to hold strings, and all others are taken over where they are of use.
-
+BATCH = 4_000_000
+"""Approximate characters of text in a batch."""
 _MOST_ROWS = 8192
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_WARC_HEADER = 1 << 20
+"""Maximum bytes of a record header in a web archive."""
 _NULL = Fault("null_text", "is a row whose text is null; remove it")
 _BAD_UTF8 = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
+TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
+BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
+UNREAD = {
+    UNKNOWN: Fault("unknown_format", f"has an ending that is not read ({READ}); write format:, name it under ignore:"),
+    SPECIAL: Fault("not_a_file", "is a pipe, a device or a link to nothing; remove it, name it under ignore:"),
+}
 
 
 def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most: int) -> Iterator[DocumentBatch]:
@@ -67,38 +72,42 @@ def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, mos
     if fault:
         skips.fault(file.uri, file.uri, fault, file.size, documents=parquet.metadata.num_rows)
         return
-    columns = _columns(parquet.schema_arrow, source.text)
-    rows = 0
-    for batch in parquet.iter_batches(_rows_at_a_time(parquet, source.text, most), columns=columns):
-        yield _batch(batch, rows, file, source, skips)
-        rows += len(batch)
+    metadata, size = parquet.metadata, 0
+    for group in range(metadata.num_row_groups):  # bytes of the text column, from the footer
+        columns = (metadata.row_group(group).column(index) for index in range(metadata.num_columns))
+        size += sum(column.total_uncompressed_size for column in columns if column.path_in_schema == source.text)
+    batch_rows = max(1, min(_MOST_ROWS, most * int(metadata.num_rows) // max(size, 1)))
+    rows_read = 0
+    for batch in parquet.iter_batches(batch_rows, columns=_columns(parquet.schema_arrow, source.text)):
+        yield _batch(batch, rows_read, file, source, skips)
+        rows_read += len(batch)
 
 
 def arrow_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most: int) -> Iterator[DocumentBatch]:
     """Yield the rows of an Arrow file or stream (`.feather`, `.arrow`) like those of a Parquet file."""
-    marked = raw.read(6) == b"ARROW1"
+    is_file = raw.read(6) == b"ARROW1"  # otherwise a stream, which has no magic number
     raw.seek(0)
-    reader = pa.ipc.open_file(raw) if marked else pa.ipc.open_stream(raw)
-    found = (reader.get_batch(place) for place in range(reader.num_record_batches)) if marked else iter(reader)
+    reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
+    batches = (reader.get_batch(index) for index in range(reader.num_record_batches)) if is_file else iter(reader)
     fault = _fault_of(reader.schema, source.text)
     if fault:
-        documents = sum(len(batch) for batch in found)
+        documents = sum(len(batch) for batch in batches)
         skips.fault(file.uri, file.uri, fault, file.size, documents=documents)
         return
-    columns, rows = _columns(reader.schema, source.text), 0
-    for batch in found:
+    columns, rows_read = _columns(reader.schema, source.text), 0
+    for batch in batches:
         chosen = batch.select(columns)
         step = max(1, min(_MOST_ROWS, most * len(batch) // max(batch[source.text].nbytes, 1)))
         for start in range(0, len(batch), step):
             piece = chosen.slice(start, step)
-            yield _batch(piece, rows, file, source, skips)
-            rows += len(piece)
+            yield _batch(piece, rows_read, file, source, skips)
+            rows_read += len(piece)
 
 
 def _columns(schema: Any, text: str) -> list[str]:
-    """Return the columns that are of use; one that is named twice is of none."""
-    wanted = {text, "url", "language", "licence", "license", "format", *FIELDS}
-    return [name for name in schema.names if name in wanted and schema.names.count(name) == 1]
+    """Return the columns to read. A name that occurs twice is ambiguous and skipped."""
+    used = {text, "url", "language", "licence", "license", "format", *FIELDS}
+    return [name for name in schema.names if name in used and schema.names.count(name) == 1]
 
 
 def _fault_of(schema: Any, field: str) -> Fault | None:
@@ -118,28 +127,19 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _rows_at_a_time(parquet: Any, field: str, most: int) -> int:
-    """Return how many rows hold about `most` bytes of text, by the sizes in the file's footer."""
-    metadata, size, total = parquet.metadata, 0, int(parquet.metadata.num_rows)
-    for group in range(metadata.num_row_groups):
-        columns = (metadata.row_group(group).column(place) for place in range(metadata.num_columns))
-        size += sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
-    return max(1, min(_MOST_ROWS, most * total // max(size, 1)))
-
-
 def _batch(batch: Any, before: int, file: File, source: Source, skips: ReadErrors) -> DocumentBatch:
-    """Return the rows of an Arrow batch that can be read; `before` rows of the file came before it."""
+    """Return the readable rows of an Arrow batch that starts at row `before` of the file."""
     places = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
     text = batch[source.text].cast(pa.large_string())
     good = ~np.asarray(text.is_null())
-    for place in np.flatnonzero(~good):
-        skips.fault(file.uri, places[place], _NULL)
+    for index in np.flatnonzero(~good):
+        skips.fault(file.uri, places[index], _NULL)
     text = pc.fill_null(text, "")
-    for place in _not_utf8(text):
-        skips.fault(file.uri, places[place], _BAD_UTF8, len(text[place].as_buffer()))
-        good[place] = False
+    for index in _not_utf8(text):
+        skips.fault(file.uri, places[index], _BAD_UTF8, len(text[index].as_buffer()))
+        good[index] = False
     url, language, licence = (_texts(batch, *names) for names in (("url",), ("language",), ("licence", "license")))
-    whole = DocumentBatch(
+    documents = DocumentBatch(
         text,
         places,
         [own or place for own, place in zip(url, places, strict=True)],
@@ -148,7 +148,7 @@ def _batch(batch: Any, before: int, file: File, source: Source, skips: ReadError
         list(map(format_of, _texts(batch, "format"))),
         _dates(batch),
     )
-    return whole.keep(good)
+    return documents.keep(good)
 
 
 def _texts(batch: Any, *names: str) -> list[str | None]:
@@ -162,52 +162,35 @@ def _texts(batch: Any, *names: str) -> list[str | None]:
 
 
 def _dates(batch: Any) -> list[str]:
-    """Return every row's date out of the first column that gives it one."""
-    columns = {name: _values(batch[name]) for name in FIELDS if name in batch.schema.names}
+    """Return the date of each row, from the first column that has one."""
+    columns: dict[str, list[object]] = {}
+    for name in FIELDS:
+        if name not in batch.schema.names:
+            continue
+        column = batch[name]
+        if pa.types.is_timestamp(column.type):  # nanoseconds do not fit Python's datetime
+            column = column.cast(pa.timestamp("s", "UTC" if column.type.tz else None), safe=False)
+        try:
+            columns[name] = list(column.to_pylist())
+        except (ValueError, OverflowError):  # a year beyond 9999, text that is not UTF-8
+            columns[name] = [None] * len(column)
     if not columns:
         return [""] * len(batch)
     return [record_date(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
-def _values(column: Any) -> list[object]:
-    """Return a column of dates as Python values; nothing where Python cannot hold them."""
-    if pa.types.is_timestamp(column.type):  # nanoseconds do not fit Python's datetime
-        column = column.cast(pa.timestamp("s", "UTC" if column.type.tz else None), safe=False)
-    try:
-        return list(column.to_pylist())
-    except (ValueError, OverflowError):  # a year beyond 9999, text that is not UTF-8
-        return [None] * len(column)
-
-
 def _not_utf8(text: Any) -> NDArray[np.int64]:
-    """Return which texts are not UTF-8, which Parquet does not promise whatever its schema says."""
+    """Return the indices of texts that are not UTF-8. Parquet does not guarantee it, whatever the schema says."""
+    bad = []
     try:
         text.validate(full=True)
     except pa.ArrowInvalid:
-        return np.array([i for i in range(len(text)) if not _is_utf8(text[i])], np.int64)
-    return np.zeros(0, np.int64)
-
-
-def _is_utf8(text: Any) -> bool:
-    try:
-        text.as_py()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-BATCH = 4_000_000
-"""Characters of text in a batch, about."""
-_BOM = b"\xef\xbb\xbf"
-_SURROGATE = re.compile("[\ud800-\udfff]")
-TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
-BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
-UNREAD = {
-    UNKNOWN: Fault("unknown_format", f"has an ending that is not read ({READ}); write format:, name it under ignore:"),
-    SPECIAL: Fault("not_a_file", "is a pipe, a device or a link to nothing; remove it, name it under ignore:"),
-}
-_WARC_HEADER = 1 << 20
-"""Bytes of the longest header of a record in a web archive."""
+        for index in range(len(text)):
+            try:
+                text[index].as_py()
+            except UnicodeDecodeError:
+                bad.append(index)
+    return np.array(bad, np.int64)
 
 
 def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: int = BATCH) -> Iterator[DocumentBatch]:
@@ -219,7 +202,7 @@ def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: i
 
 
 def _read(file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read one file as it was listed; what is wrong with the file as a whole is caught here."""
+    """Read one file as it was listed, and handle errors that concern the whole file."""
     if file.kind in UNREAD:
         skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
         return
@@ -249,7 +232,7 @@ def _gone(file: File, error: Exception | None = None) -> NoReturn:
 def _damage(file: File, raw: Any, error: Exception) -> Fault:
     """Return the fault of a damaged file. Raises SourceError where the machine or the store failed and not the file.
 
-    Only bytes that were read whole are called damaged: a remote file is read once more to the end before that.
+    A remote file is read again to its end first, so that a network error is not reported as damage.
     """
     failure = error if raw is None else getattr(raw, "failure", None)
     if failure is None and isinstance(error, OSError) and error.errno is not None:
@@ -280,23 +263,21 @@ def _json_lines(
     number = 0
     for lines in split_lines(iter(pieces), MAX_LINE):
         lines.reverse()
-        while lines:  # nothing but the batch may hold a line of 200 MB
+        while lines:
             number += 1
-            if _add_line(lines.pop(), f"{file.uri}:{number}", file, source, skips, rows):
-                yield from rows.take()
-
-
-def _add_line(line: Line, place: str, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> bool:
-    """Take the document in a line, or note what is wrong with it, and return whether the batch is full."""
-    found = _row(line, place, source)
-    if isinstance(found, Fault):
-        skips.fault(file.uri, place, found, line if isinstance(line, int) else len(line))
-        return False
-    return found is not None and rows.add(found)
+            line, place = lines.pop(), f"{file.uri}:{number}"  # pop: no second reference to a line of 200 MB
+            if isinstance(line, int):
+                skips.fault(file.uri, place, TOO_LONG, line)
+            elif line and not line.isspace():
+                row = _record(_parsed(line), place, source)
+                if isinstance(row, Fault):
+                    skips.fault(file.uri, place, row, len(line))
+                elif rows.add(row):
+                    yield from rows.take()
 
 
 def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read one list of objects, one object, or objects a line, which people also call .json."""
+    """Read a list of objects, one object, or one object per line (common under the name .json)."""
     pieces, head = chunks(raw, file.uri), bytearray()
     for piece in pieces:
         head += piece
@@ -310,20 +291,20 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gathere
     data = whole(chain([bytes(head)], pieces), MAX_LINE)
     value = _parsed(data) if isinstance(data, bytes) else Fault("line_too_long", f"{TOO_LONG.said}, one object a line")
     if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
-        yield from _json_lines([data], file, source, skips, rows)  # each line that is wrong is named
+        yield from _json_lines([data], file, source, skips, rows)  # reports each bad line
         return
     size = data if isinstance(data, int) else len(data)
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
         place = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
-        found = record if isinstance(record, Fault) else _record(record, place, source)
-        if isinstance(found, Fault):
-            skips.fault(file.uri, place, found, 0 if isinstance(value, list) else size)
-        elif rows.add(found):
+        row = _record(record, place, source)
+        if isinstance(row, Fault):
+            skips.fault(file.uri, place, row, 0 if isinstance(value, list) else size)
+        elif rows.add(row):
             yield from rows.take()
 
 
 def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read rows of cells under a row of names."""
+    """Read a table whose first row holds the column names."""
     csv.field_size_limit(MAX_LINE)
     table = csv.reader(_text_lines(raw, file, skips), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
     names: list[str] | None = None
@@ -331,7 +312,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer
         try:
             cells = next(table, None)
         except csv.Error as error:
-            if "unexpected end" in str(error):  # a quote that does not end has taken all rows behind it
+            if "unexpected end" in str(error):  # an unclosed quote has swallowed all rows after it
                 raise EOFError(error) from error
             fault = Fault(
                 "bad_csv", f"is no row of a table ({error}); write quotes around cells and double those inside"
@@ -346,11 +327,16 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer
         if names is None:
             names = [name.strip() for name in cells]
             if names.count(source.text) != 1:
-                skips.fault(file.uri, file.uri, _no_column(names, source.text), file.size)
+                known = ", ".join(sorted(names))
+                missing = f"has no text column {source.text!r}; name one of {known} with text:"
+                fault = Fault("no_text_field", missing)
+                if source.text in names:
+                    fault = Fault("doubled_column", f"has two columns {source.text!r}; rename one")
+                skips.fault(file.uri, file.uri, fault, file.size)
                 return
         elif len(cells) != len(names):
-            said = f"has {len(cells)} cells, the first row {len(names)}; write as many"
-            skips.fault(file.uri, place, Fault("bad_csv", said), sum(map(len, cells)))
+            fault = Fault("bad_csv", f"has {len(cells)} cells, the first row {len(names)}; write as many")
+            skips.fault(file.uri, place, fault, sum(map(len, cells)))
         else:
             record = dict(zip(names, cells, strict=True))
             try:
@@ -364,7 +350,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer
 
 
 def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
-    """Yield the lines of a file with their ends; bytes that are not UTF-8 become surrogates."""
+    """Yield the lines of a file with their line ends; bytes that are not UTF-8 become surrogates."""
     number, start = 0, _BOM
     for lines in split_lines(chunks(raw, file.uri), MAX_LINE):
         for line in lines:
@@ -376,14 +362,8 @@ def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
             start = b""
 
 
-def _no_column(names: list[str], field: str) -> Fault:
-    if field in names:
-        return Fault("doubled_column", f"has two columns {field!r}; rename one")
-    return Fault("no_text_field", f"has no text column {field!r}; name one of {', '.join(sorted(names))} with text:")
-
-
 def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read the pages of a web archive: of responses their HTML or plain text, of conversions (.wet) their text."""
+    """Read a web archive: HTML or plain text of responses, text of conversions (.wet)."""
     stream = io.BufferedReader(_Pieces(chunks(raw, file.uri)))
     number = 0
     while (headers := _warc_header(stream)) is not None:
@@ -392,14 +372,14 @@ def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gathere
         if kind not in ("response", "conversion") or length > MAX_LINE:
             if kind in ("response", "conversion"):
                 skips.fault(file.uri, place, TOO_LONG, length)
-            for taken in range(0, length, _WARC_HEADER):
-                _exactly(stream, min(_WARC_HEADER, length - taken))
+            for offset in range(0, length, _WARC_HEADER):
+                _exactly(stream, min(_WARC_HEADER, length - offset))
             continue
-        found = _page(_exactly(stream, length), kind)
-        if found is None:
+        page = _page(_exactly(stream, length), kind)
+        if page is None:
             skips.count(file.uri, place, NO_PAGE, length)
             continue
-        form, body, charset = found
+        form, body, charset = page
         text = _decoded(body, form, charset)
         if isinstance(text, Fault):
             skips.fault(file.uri, place, text, len(body))
@@ -411,7 +391,7 @@ def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gathere
 
 
 class _Pieces(io.RawIOBase):
-    """Pieces of bytes as a stream."""
+    """A raw stream over an iterator of byte strings."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         super().__init__()
@@ -428,7 +408,7 @@ class _Pieces(io.RawIOBase):
 
 
 def _warc_header(stream: Any) -> dict[str, str] | None:
-    """Return the header of the next record by names in small letters, or None at the end. Raises EOFError."""
+    """Return the header of the next record with lower-case names, or None at the end. Raises EOFError."""
     line = b"\n"
     while line in (b"\r\n", b"\n"):
         line = stream.readline(_WARC_HEADER)
@@ -456,7 +436,7 @@ def _exactly(stream: Any, size: int) -> bytes:
 
 
 def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
-    """Return format, bytes and charset of the page in a record, or None if it is none."""
+    """Return format, bytes and charset of the page in a record, or None if the record holds no text page."""
     if kind == "conversion":
         return "txt", body, "utf-8"
     if body.startswith(b"HTTP/2"):
@@ -465,7 +445,7 @@ def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
         answer = HTTPResponse(_Answer(body))  # type: ignore[arg-type]
         answer.begin()
         data = answer.read()
-    except IncompleteRead as short:  # crawlers cut long pages off, and some keep the header of what they unpacked
+    except IncompleteRead as short:  # crawlers truncate long pages; some keep the header of the packed page
         data = short.partial or body.partition(b"\r\n\r\n")[2]
     except (HTTPException, ValueError):
         return None
@@ -478,7 +458,7 @@ def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
 
 
 class _Answer:
-    """What HTTPResponse takes for a socket."""
+    """The part of a socket that HTTPResponse uses."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -492,14 +472,13 @@ def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gather
     data = whole(chunks(raw, file.uri), MAX_LINE)
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
     if isinstance(text, Fault):
-        size = data if isinstance(data, int) else len(data)
-        skips.fault(file.uri, file.uri, text, size)
+        skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
     elif rows.add(_fields({"format": file.kind}, text, file.uri, source)):
         yield from rows.take()
 
 
 def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
-    """Return `data` as text; HTML that is not UTF-8 says in which encoding it is, or its server does, or shows it."""
+    """Return `data` as text. The encoding of HTML comes from its server, its meta tag or a guess, in this order."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -509,36 +488,30 @@ def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
     return str(bytes_to_str(data, encoding))
 
 
-def _row(line: Line, place: str, source: Source) -> Row | Fault | None:
-    """Return the document in a line, what is wrong with the line, or None if there is nothing in it."""
-    if isinstance(line, int):
-        return TOO_LONG
-    if not line or line.isspace():
-        return None
-    return _record(_parsed(line), place, source)
-
-
 def _record(record: Any, place: str, source: Source) -> Row | Fault:
-    """Return the document in an object, or what is wrong with it."""
+    """Return the document in a JSON object, or the fault."""
+    if isinstance(record, Fault):
+        return record
     if not isinstance(record, dict):
-        said = f"holds {type(record).__name__}, not an object; write one object a line"
-        return record if isinstance(record, Fault) else Fault("bad_json", said)
-    text = record.get(source.text)
-    return _fields(record, text, place, source) if isinstance(text, str) else _no_text(record, source.text)
+        return Fault("bad_json", f"holds {type(record).__name__}, not an object; write one object a line")
+    field = source.text
+    if field not in record:
+        known = ", ".join(sorted(record)) or "none"
+        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+    text = record[field]
+    if text is None:
+        return Fault("null_text", f"has null in {field!r}; remove the record")
+    if not isinstance(text, str):
+        return Fault("not_text", f"{field!r} holds {type(text).__name__}, not text; name another field with text:")
+    return _fields(record, text, place, source)
 
 
 def _parsed(data: bytes | bytearray) -> Any:
-    """Return the value that JSON holds, or the fault in it."""
-    try:
+    """Return the value of a JSON text, without lone surrogates, or the fault."""
+    with suppress(ValueError):
         return orjson.loads(data)
-    except ValueError:
-        return _slowly(data)
-
-
-def _slowly(line: bytes | bytearray) -> Any:
-    """Return what a line holds that orjson refuses, without halves of surrogate pairs, or the fault in it."""
-    try:
-        record = json.loads(line.decode().removeprefix("\ufeff"))
+    try:  # orjson refuses NaN and lone surrogates, which data sets contain
+        record = json.loads(data.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return Fault("bad_utf8", f"is not UTF-8 ({error.reason} at byte {error.start}); convert it")
     except (ValueError, RecursionError) as error:
@@ -547,7 +520,7 @@ def _slowly(line: bytes | bytearray) -> Any:
 
 
 def _whole_pairs(record: Any) -> Any:
-    """Return an object without halves of surrogate pairs in its texts."""
+    """Return a JSON object without lone surrogates in its texts."""
     if not isinstance(record, dict):
         return record
     return {
@@ -556,18 +529,8 @@ def _whole_pairs(record: Any) -> Any:
     }
 
 
-def _no_text(record: dict[str, Any], field: str) -> Fault:
-    if field not in record:
-        known = ", ".join(sorted(record)) or "none"
-        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
-    value = record[field]
-    if value is None:
-        return Fault("null_text", f"has null in {field!r}; remove the record")
-    return Fault("not_text", f"{field!r} holds {type(value).__name__}, not text; name another field with text:")
-
-
 def _fields(record: dict[str, Any], text: str, place: str, source: Source) -> Row:
-    """Return the document with `text`; what the recipe says of the whole source wins over the record's own fields."""
+    """Return the row for `text`. Settings of the source win over fields of the record."""
     get = record.get
     url, language, licence = get("url"), source.language or get("language"), source.licence
     if licence == "unknown":

@@ -1,7 +1,7 @@
-"""A published figure beside what a model of ours says: the rows of `herd plan verify`.
+"""A row of `herd plan verify`: a published figure beside the prediction of a model.
 
-Two figures do not validate a model, so most anchors come with ablations: the same model with one part taken out, which
-must miss. A row is right (`ok`) when an anchor meets its target or an ablation misses it; both are said in words.
+Most anchors come with ablations: the same model without one of its parts, which must miss. A row is right (`ok`) when
+an anchor meets its target or an ablation misses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Anchor:
-    """One row: a prediction, what was published, and the verdict."""
+    """A prediction, the published figure, and the verdict."""
 
     number: str
     """A1 .. A23."""
@@ -20,17 +20,17 @@ class Anchor:
     """The quantity, in words."""
     predicted: float
     published: float | None
-    """None where only a bound is published; the target says it."""
+    """None where only a bound is published, which is in the target."""
     unit: str
     target: str
-    """What counts as right, in words: `+-3 %`, `>= 30 %`, `must miss`."""
+    """Condition for `ok` as text: `+-3 %`, `>= 30 %`, `must miss`."""
     ok: bool
     note: str = ""
-    """What was fitted or assumed, and the source of the published figure."""
+    """Fitted or assumed inputs, and the source of the published figure."""
     ablation: bool = False
     """The model without one of its parts: `ok` means that it misses, as it must."""
     known: bool = False
-    """Whether it is known not to be right, and why is in the note and in limits.md: printed so, and fails nothing."""
+    """Whether the row is known to be wrong (see the note and limits.md); such a row does not fail the command."""
 
     @property
     def error(self) -> float | None:
@@ -39,14 +39,14 @@ class Anchor:
 
     @property
     def verdict(self) -> str:
-        """One word or two for the table."""
+        """The verdict as text for the table."""
         if self.ablation:
             return "misses" if self.ok else "NOT CAUGHT" if self.known else "DOES NOT MISS"
         return "ok" if self.ok else "known miss" if self.known else "OUTSIDE"
 
     @property
     def wrong(self) -> bool:
-        """Whether `herd plan verify` fails: not right and not known to be so, or right though it is called a miss."""
+        """Whether `herd plan verify` fails: wrong without being known, or right although listed as a known miss."""
         return self.ok == self.known
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,5 +55,5 @@ class Anchor:
 
 
 def within(predicted: float, published: float, tolerance: float) -> bool:
-    """Return whether `predicted` is no further than `tolerance` (a fraction) from `published`."""
+    """Return whether the relative error of `predicted` is at most `tolerance` (a fraction)."""
     return abs(predicted / published - 1) <= tolerance

@@ -1,8 +1,4 @@
-"""All anchors in one list: published figures beside what the planner's models say of them.
-
-`herd plan verify` prints it and fails if a row is wrong. docs/explanations/planning/limits.md says what public data
-cannot validate.
-"""
+"""All anchors, for `herd plan verify`. docs/explanations/planning/limits.md says what they cannot validate."""
 
 from __future__ import annotations
 
@@ -34,11 +30,11 @@ ANCHORS = (
 def verify(only: str = "") -> list[Anchor]:
     """Return every row in the order of its number, or those of one number such as `A7`.
 
-    Raises ValueError if there is no such number.
+    Raises ValueError for an unknown number.
     """
-    rows = [row for anchors in ANCHORS for row in anchors()]
-    rows.sort(key=lambda row: (int(row.number[1:]), row.ablation))  # stable: in a model's own order otherwise
-    wanted = [row for row in rows if not only or row.number == only.upper()]
-    if not wanted:
-        raise ValueError(f"anchor: {only!r} is none; there are {rows[0].number} to {rows[-1].number}")
-    return wanted
+    anchors = [anchor for group in ANCHORS for anchor in group()]
+    anchors.sort(key=lambda anchor: (int(anchor.number[1:]), anchor.ablation))  # stable within a number
+    chosen = [anchor for anchor in anchors if not only or anchor.number == only.upper()]
+    if not chosen:
+        raise ValueError(f"anchor: {only!r} is unknown; write {anchors[0].number} to {anchors[-1].number}")
+    return chosen

@@ -1,16 +1,8 @@
-"""What a stage writes on the disk of its machine, kept beside its checkpoints in an object store, in segments.
+"""Upload of the journal, in chunks, beside the checkpoints in an object store: the machine's disk may be lost.
 
-A machine that goes away takes the journal with it, and with the journal the metrics of everything that was trained. So
-before a remote checkpoint is committed, what the journal has new since the last one is stored, with the small files
-that decide (skips, recipe, attempts, incidents): `<uri>/journal/<position>-<attempt>-<save>.jsonl`, a line that names
-the segment before and then the new lines. Nothing is overwritten. The checkpoint's manifest names its segment and the
-SHA-256 of it, a segment the one before it, so of two attempts that race a reader follows the one whose checkpoint it
-loads.
-
-A machine whose journal does not hold the segment of the checkpoint that it goes on from (it is new, or others have
-trained meanwhile) restores the chain. Segments of checkpoints that are gone stay until the stage is done. What this
-gives up: the lines after the last checkpoint die with the machine; those steps, and a rollback among them, are made
-again. A restore asks for one object per checkpoint that was ever saved, about 20 a second.
+Before a remote checkpoint is committed, the new lines of the journal are stored with the small files of the run (skips,
+recipe, attempts, incidents) as `<uri>/journal/<position>-<attempt>-<save>-<chunk>.jsonl`. Nothing is
+overwritten. A checkpoint's manifest names its chunk with its SHA-256, and each chunk names the one before it.
 """
 
 from __future__ import annotations
@@ -20,7 +12,6 @@ import re
 import time
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,44 +22,37 @@ from storage.objects import get_bytes, put_bytes
 
 FOLDER = "journal"
 JOURNAL = "journal.jsonl"
-OWN = "segments.jsonl"
-"""In the stage's folder: the segments that its journal is known to hold."""
-KEPT = re.compile(r"recipe\.yaml|skips\.json|attempts\.jsonl|incidents/\d+\.json|abandoned-\d+\.jsonl")
-"""Small files that go with the journal."""
-PIECE = 2**25
-"""Bytes of the journal in a segment, at most: each is one request, and is read back."""
+RECORDS = "segments.jsonl"
+"""In the stage's folder: the chunks that its journal is known to hold."""
+SMALL_FILES = re.compile(r"recipe\.yaml|skips\.json|attempts\.jsonl|incidents/\d+\.json|abandoned-\d+\.jsonl")
+"""Files of the stage's folder that are stored with the journal."""
+CHUNK_BYTES = 2**25
+"""Bytes of the journal in a chunk, at most: each is one request, and is read back."""
 TRIES = 3
 
 
-class Head(BaseModel):
-    """The first line of a segment."""
+class ChunkHeader(BaseModel):
+    """The first line of a chunk."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     before: JournalChunk | None
     start: int
-    """Byte of the journal at which the segment begins."""
+    """Byte of the journal at which the chunk begins."""
     files: dict[str, str]
     """Text of the small files that were new or changed."""
 
 
 class UploadRecord(BaseModel):
-    """A line of OWN: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
+    """A line of RECORDS: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
 
     segment: JournalChunk
     length: int
     sha256: str
 
 
-class ChunkContent(NamedTuple):
-    """A segment as it was read."""
-
-    head: Head
-    lines: bytes
-
-
-class Segments:
-    """The segments of the stage that works in `work`, at `uri`; the leading process has one."""
+class JournalUpload:
+    """The journal chunks at `uri` of the stage that works in `work`; only the leading process has one."""
 
     def __init__(self, uri: str, work: Path, attempt: str) -> None:
         self.uri, self.work, self.attempt = f"{uri.rstrip('/')}/{FOLDER}", work, attempt
@@ -83,79 +67,91 @@ class Segments:
         return journal.stat().st_size if journal.exists() else 0
 
     def store(self, position: int, serial: int, mark: int) -> JournalChunk:
-        """Store what is new up to `mark` for save number `serial`, at `position`; return the newest segment.
+        """Store the journal's new lines up to `mark` for save number `serial`, at `position`; return the newest chunk.
 
-        Raises OSError; then what was stored stays, and the next call goes on from there.
+        Raises OSError; the next call continues after the chunks that were stored before the error.
         """
-        files = self._changed()
-        for piece in count():
-            stop = min(mark, self._length + PIECE)
+        texts = {name: (self.work / name).read_text() for name in self._small_files()}
+        digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
+        changed = {name: text for name, text in texts.items() if self._known.get(name) != digests[name]}
+        for number in count():
+            stop = min(mark, self._length + CHUNK_BYTES)
             with (self.work / JOURNAL).open("rb") as file:
                 file.seek(self._length)
                 lines = file.read(stop - self._length)
-            head = Head(before=self._last, start=self._length, files=files if stop == mark else {})
-            name = f"{position:018}-{self.attempt}-{serial:04}-{piece:03}.jsonl"
-            self._put(name, head.model_dump_json().encode() + b"\n" + lines)
-            self._stored(lines)
+            # Small files go with the last chunk of a save.
+            header = ChunkHeader(before=self._last, start=self._length, files=changed if stop == mark else {})
+            name = f"{position:018}-{self.attempt}-{serial:04}-{number:03}.jsonl"
+            data = header.model_dump_json().encode() + b"\n" + lines
+            put_bytes(f"{self.uri}/{name}", data)
+            self._last = JournalChunk(name=name, sha256=digest_bytes(data).sha256)
+            self._record(lines)
             if stop == mark:
                 break
-        self._known |= {name: digest_bytes(text.encode()).sha256 for name, text in files.items()}
+        self._known |= {name: digests[name] for name in changed}
         assert self._last is not None
         return self._last
 
-    def restore(self, segment: JournalChunk) -> bool:
-        """Make the stage's folder what it was when the checkpoint of `segment` was saved, unless it knows more.
+    def restore(self, chunk: JournalChunk) -> bool:
+        """Restore the stage's folder to the checkpoint of `chunk`, unless the local journal already holds the chunk.
 
-        Returns whether it had to be restored; what was there before is moved to a folder `abandoned-<time>`. Raises
-        Damaged, and OSError if the store cannot be read.
+        Returns whether it had to be restored; earlier files are moved to a folder `abandoned-<time>`. Lines after the
+        checkpoint are lost with their machine; those steps are trained again. Takes one request per checkpoint ever
+        saved, about 20 a second. Raises Damaged, and OSError if the store cannot be read.
         """
-        if self._holds(segment):
+        if self._holds(chunk):
             return False
-        parts = self._chain(segment)
-        self._set_aside()
-        for name, text in {name: text for part in parts for name, text in part.head.files.items()}.items():
+        chain = self._chain(chunk)
+        # What another attempt left here is not the past of the checkpoint.
+        abandoned = self.work / f"abandoned-{time.time_ns()}"
+        for name in [JOURNAL, *self._small_files(), RECORDS]:
+            if (self.work / name).exists():
+                (abandoned / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.work / name).rename(abandoned / name)
+        for name, text in {name: text for header, _ in chain for name, text in header.files.items()}.items():
             write_atomic(self.work / name, text)
-        journal = b"".join(part.lines for part in parts)
+        journal = b"".join(lines for _, lines in chain)
         write_atomic(self.work / JOURNAL, journal)
-        self._last = segment
-        self._stored(journal, joined=not parts or parts[0].head.start == 0)
+        self._last = chunk
+        self._record(journal, joined=not chain or chain[0][0].start == 0)
         return True
 
-    def _holds(self, segment: JournalChunk) -> bool:
-        """Return whether the journal here holds `segment`; if so, find out from where the next one goes on."""
-        own, journal = self.work / OWN, self.work / JOURNAL
-        if not own.exists() or not journal.exists():
+    def _holds(self, chunk: JournalChunk) -> bool:
+        """Return whether the local journal holds `chunk`; if so, find where the next chunk continues."""
+        path, journal = self.work / RECORDS, self.work / JOURNAL
+        if not path.exists() or not journal.exists():
             return False
-        lines = [line for line in own.read_bytes().splitlines() if line.endswith(b"}")]  # the last may be torn
-        held = [UploadRecord.model_validate_json(line) for line in lines]
-        if segment not in [one.segment for one in held]:
+        lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]  # the last may be torn
+        records = [UploadRecord.model_validate_json(line) for line in lines]
+        if chunk not in [record.segment for record in records]:
             return False
+        last = records[-1]
         with journal.open("rb") as file:
-            begun = hashlib.sha256(file.read(held[-1].length))
-        if begun.hexdigest() == held[-1].sha256:  # else records were abandoned, and it is stored as a whole
-            self._last, self._length, self._sum = held[-1].segment, held[-1].length, begun
+            stored = hashlib.sha256(file.read(last.length))
+        if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
+            self._last, self._length, self._sum = last.segment, last.length, stored
         return True
 
-    def _chain(self, segment: JournalChunk) -> list[ChunkContent]:
-        """Return the segments up to `segment`, oldest first."""
-        parts: list[ChunkContent] = []
-        before: JournalChunk | None = segment
+    def _chain(self, chunk: JournalChunk) -> list[tuple[ChunkHeader, bytes]]:
+        """Return the chunks up to `chunk`, oldest first."""
+        chain: list[tuple[ChunkHeader, bytes]] = []
+        before: JournalChunk | None = chunk
         while before is not None:
-            if (part := self._read(before)) is None:
+            if (content := self._read(before)) is None:
                 break
-            parts.append(part)
-            before = part.head.before
-        parts.reverse()
-        length = parts[0].head.start if parts else 0
-        for part in parts:
-            if part.head.start != length:
-                raise Damaged(f"{self.uri}: segments up to {segment.name} do not join at byte {length} of the journal")
-            length += len(part.lines)
-        return parts
+            chain.append(content)
+            before = content[0].before
+        chain.reverse()
+        length = chain[0][0].start if chain else 0
+        for header, lines in chain:
+            if header.start != length:
+                raise Damaged(f"{self.uri}: chunks up to {chunk.name} do not join at byte {length} of the journal")
+            length += len(lines)
+        return chain
 
-    def _read(self, segment: JournalChunk) -> ChunkContent | None:
-        """Return a segment, None for one that is empty because somebody gave up what was in it and before it."""
-        uri, problem = f"{self.uri}/{segment.name}", ""
+    def _read(self, chunk: JournalChunk) -> tuple[ChunkHeader, bytes] | None:
+        """Return the content of a chunk, or None if it was replaced by an empty object: the chain starts after it."""
+        uri, problem = f"{self.uri}/{chunk.name}", ""
         for _ in range(TRIES):
             try:
                 data = get_bytes(uri)
@@ -164,57 +160,36 @@ class Segments:
                 continue
             if not data:
                 return None
-            if digest_bytes(data).sha256 == segment.sha256:
-                return _part(uri, data)
-            problem = "has changed since it was written"
+            if digest_bytes(data).sha256 != chunk.sha256:
+                problem = "has changed since it was written"
+                continue
+            first, lines = data.split(b"\n", 1)
+            try:
+                header = ChunkHeader.model_validate_json(first)
+            except ValidationError as error:
+                raise Damaged(f"{uri}: does not begin with the header of a chunk ({error})") from None
+            for name in header.files:
+                if not SMALL_FILES.fullmatch(name):
+                    raise Damaged(f"{uri}: holds a file {name!r}, which is not a file of a stage")
+            return header, lines
         raise Damaged(
-            f"{uri}: {problem}, so the stage's journal is not whole; put the object back, or an empty one to go on "
+            f"{uri}: {problem}, so the stage's journal is not whole; put the object back, or an empty one to continue "
             "without the metrics up to there"
         )
 
-    def _set_aside(self) -> None:
-        """Move what another attempt left here out of the way: it is not the past of the checkpoint."""
-        names = [JOURNAL, *self._files(), OWN]
-        aside = self.work / f"abandoned-{time.time_ns()}"
-        for name in names:
-            if (self.work / name).exists():
-                (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                (self.work / name).rename(aside / name)
-
-    def _changed(self) -> dict[str, str]:
-        texts = {name: (self.work / name).read_text() for name in self._files()}
-        return {
-            name: text for name, text in texts.items() if self._known.get(name) != digest_bytes(text.encode()).sha256
-        }
-
-    def _files(self) -> list[str]:
+    def _small_files(self) -> list[str]:
         paths = [*self.work.glob("*"), *self.work.glob("incidents/*")]
         names = (path.relative_to(self.work).as_posix() for path in sorted(paths) if path.is_file())
-        return [name for name in names if KEPT.fullmatch(name)]
+        return [name for name in names if SMALL_FILES.fullmatch(name)]
 
-    def _put(self, name: str, data: bytes) -> None:
-        put_bytes(f"{self.uri}/{name}", data)
-        self._last = JournalChunk(name=name, sha256=digest_bytes(data).sha256)
-
-    def _stored(self, lines: bytes, joined: bool = True) -> None:
-        """Note that `lines`, the next of the journal, are in the chain; it begins anew unless they are `joined`."""
+    def _record(self, lines: bytes, joined: bool = True) -> None:
+        """Record that `lines`, the next of the journal, are stored; unless `joined`, the next chunk starts a chain."""
         assert self._last is not None
         self._length += len(lines)
         self._sum.update(lines)
-        held = UploadRecord(segment=self._last, length=self._length, sha256=self._sum.hexdigest() if joined else "")
+        sha256 = self._sum.hexdigest() if joined else ""
+        record = UploadRecord(segment=self._last, length=self._length, sha256=sha256)
         if not joined:
             self._last, self._length, self._sum = None, 0, hashlib.sha256()
-        with (self.work / OWN).open("ab") as file:
-            file.write(b"\n" + held.model_dump_json().encode() + b"\n")
-
-
-def _part(uri: str, data: bytes) -> ChunkContent:
-    first, lines = data.split(b"\n", 1)
-    try:
-        head = Head.model_validate_json(first)
-    except ValidationError as error:
-        raise Damaged(f"{uri}: does not begin with the head of a segment ({error})") from None
-    for name in head.files:
-        if not KEPT.fullmatch(name):
-            raise Damaged(f"{uri}: holds a file {name!r}, which is none of a stage")
-    return ChunkContent(head, lines)
+        with (self.work / RECORDS).open("ab") as file:
+            file.write(b"\n" + record.model_dump_json().encode() + b"\n")

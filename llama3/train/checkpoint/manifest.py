@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: written last, it names every file with its digest, and itself.
+"""The manifest of a checkpoint: written last, it names every file with its digest, and holds its own digest.
 
-torch loads a flipped bit without a word, so every load hashes what it reads (see `loading`), and `verified` looks at
-a whole folder without loading it, all processes together. A folder without a manifest, with a file changed, missing,
-or added, is damaged and says where.
+torch loads a flipped bit without an error, so every load hashes what it reads (see `dcp`); `verified` reads a whole
+folder without loading it. A folder without a manifest, or with a file changed, missing or added, is damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from storage.filesystem import sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""Names that a manifest may hold: a file of this folder, never a path out of it."""
+"""Names that a manifest may contain: a file of this folder, never a path out of it."""
 
 
 class Damaged(ValueError):
@@ -32,11 +31,11 @@ class Damaged(ValueError):
 
 
 class Malformed(Damaged):
-    """Its files are not those of this state, though they may be as they were written."""
+    """The files do not hold this state, though they may be as they were written."""
 
 
 class JournalChunk(BaseModel):
-    """A piece of the journal that is kept beside the checkpoints (see `segments`)."""
+    """A chunk of the journal that is stored beside the checkpoints (see `journal_upload`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,12 +57,12 @@ class CheckpointManifest(BaseModel):
     rows: int
     """Embedding rows."""
     processes: int
-    """How many wrote it; any number may load it."""
+    """How many processes wrote it; any number may load it."""
     attempt: str
-    """Start of the trainer that wrote it: a time and a random part."""
+    """Id of the trainer process that wrote it: its start time and a random part."""
     files: dict[str, FileDigest]
     journal: JournalChunk | None = None
-    """The last piece of the journal up to this position; None on a local disk, where the journal itself is."""
+    """The last chunk of the journal up to this position; None on a local disk, which has the journal itself."""
 
     @field_validator("files")
     @classmethod
@@ -74,7 +73,7 @@ class CheckpointManifest(BaseModel):
         return files
 
     def text(self) -> str:
-        """Return what is stored: the content and its own digest."""
+        """Return the text of the file: the content and its digest."""
         content = self.model_dump(mode="json")
         return json.dumps({"content": content, "sha256": _digest_of(content)}, indent=1, sort_keys=True) + "\n"
 
@@ -103,65 +102,60 @@ class CheckpointManifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return the manifest of `folder`, whose files are as many as it says. Raises Damaged."""
+        """Return the manifest of `folder`, which holds exactly the files that it names. Raises Damaged."""
         path = folder / MANIFEST
         try:
             manifest = cls.parse(path.read_bytes(), str(path))
         except OSError as error:
             raise Damaged(f"{path}: cannot be read ({error.strerror})") from error
-        found = {str(entry.relative_to(folder)) for entry in folder.rglob("*") if not entry.is_dir()}
-        manifest.compare(found - {MANIFEST}, str(folder))
+        names = {str(entry.relative_to(folder)) for entry in folder.rglob("*") if not entry.is_dir()}
+        manifest.compare(names - {MANIFEST}, str(folder))
         return manifest
 
-    def compare(self, found: AbstractSet[str], where: str) -> None:
-        """Raise Damaged if the folder `where` holds other files than the manifest names."""
-        for name in sorted(found - self.files.keys()):
+    def compare(self, names: AbstractSet[str], where: str) -> None:
+        """Raise Damaged if the files `names` of the folder `where` are not those of the manifest."""
+        for name in sorted(names - self.files.keys()):
             raise Damaged(f"{where}/{name}: is not in the manifest")
-        for name in sorted(self.files.keys() - found):
+        for name in sorted(self.files.keys() - names):
             raise Damaged(f"{where}/{name}: is missing")
 
-    def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Read those files of `folder`. Raises Damaged."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            for problem in pool.map(lambda name: self.problem(folder / name), names):
-                if problem:
-                    raise Damaged(problem)
-
-    def problem(self, path: Path) -> str | None:
-        """Return what is wrong with the file `path`, or None. The size is looked at first: it costs nothing."""
-        expected = self.files[path.name]
-        try:
-            size = path.stat().st_size
-            found = digest_file(path) if size == expected.bytes else FileDigest(bytes=size, sha256="")
-        except FileNotFoundError:
-            return f"{path}: is missing"
-        except OSError as error:
-            return f"{path}: cannot be read ({error.strerror})"
-        return self.difference(str(path), found)
-
-    def difference(self, where: str, found: FileDigest) -> str | None:
-        """Return in words how `found`, read at `where`, differs from what was written, or None."""
+    def difference(self, where: str, digest: FileDigest) -> str | None:
+        """Return a message if `digest`, of the file at `where`, is not what was written, else None."""
         expected = self.files[where.rsplit("/", 1)[-1]]
-        if found.bytes != expected.bytes:
-            return f"{where}: has {found.bytes:,} bytes, {expected.bytes:,} were written"
-        if found.sha256 != expected.sha256:
-            digests = f"SHA-256 {found.sha256[:12]}, not {expected.sha256[:12]}"
+        if digest.bytes != expected.bytes:
+            return f"{where}: has {digest.bytes:,} bytes, {expected.bytes:,} were written"
+        if digest.sha256 != expected.sha256:
+            digests = f"SHA-256 {digest.sha256[:12]}, not {expected.sha256[:12]}"
             return f"{where}: has changed since it was written ({digests})"
         return None
 
-    def share(self, rank: int, size: int) -> list[str]:
-        """Return the files that process `rank` of `size` verifies: neighbours, so its own if as many wrote them."""
-        names = sorted(self.files)
-        return names[len(names) * rank // size : len(names) * (rank + 1) // size]
+    def check(self, folder: Path, names: Iterable[str]) -> None:
+        """Read the files `names` of `folder` and compare them with the manifest. Raises Damaged."""
+
+        def problem(path: Path) -> str | None:
+            try:
+                size = path.stat().st_size  # compared first: it costs nothing
+                known = size == self.files[path.name].bytes
+                digest = digest_file(path) if known else FileDigest(bytes=size, sha256="")
+            except FileNotFoundError:
+                return f"{path}: is missing"
+            except OSError as error:
+                return f"{path}: cannot be read ({error.strerror})"
+            return self.difference(str(path), digest)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for message in pool.map(lambda name: problem(folder / name), names):
+                if message:
+                    raise Damaged(message)
 
 
 def verified(folder: Path, world: ParallelContext) -> CheckpointManifest:
-    """Return the manifest of `folder` after reading all of its files, each process its share.
-
-    Every process must call it. Raises Damaged on all of them if one finds something wrong.
-    """
+    """Return the manifest of `folder` after all processes have read its files. Raises Damaged on all of them."""
     manifest = run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(folder))
-    raise_on_all_ranks(world, lambda: manifest.check(folder, manifest.share(world.rank, world.size)))
+    # Neighbors in name order: each process verifies its own files if as many processes wrote them.
+    names = sorted(manifest.files)
+    share = names[len(names) * world.rank // world.size : len(names) * (world.rank + 1) // world.size]
+    raise_on_all_ranks(world, lambda: manifest.check(folder, share))
     return manifest
 
 

@@ -1,7 +1,6 @@
-"""Where committed checkpoints lie: a folder that all processes share (`remote` has the object store).
+"""Where committed checkpoints are stored: a folder that all processes share, or an object store.
 
-A checkpoint is built in a hidden folder, its manifest is written last, one rename commits it. Deleting starts with a
-rename, so no reader sees a folder that loses its files one by one.
+Both commit a checkpoint whole or not at all, with its manifest written last. Pins keep a checkpoint from being deleted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
 from llama3.recipe.sections import Keep
@@ -24,67 +23,14 @@ from storage.filesystem import is_local, local_path, sync_folder, write_atomic
 from storage.lease import LeaseHeld
 from storage.objects import children, create_bytes, get_bytes, get_file, put_bytes, put_file, remove, remove_all
 
-# Pins: checkpoints that must not be deleted, because something points to them.
-#
-# One small file for each pin, `pins/<position>.<digest of the reason>`, beside the checkpoints (a folder or an
-# object store): made by one write, taken away by one delete, so that processes that know nothing of each other can
-# pin. Who only reads for a while pins with an end, so that a killed reader does not keep a checkpoint for ever.
-# What this gives up: a deletion that began before the pin was written is not stopped; the reader then finds files
-# missing.
-
 PINS = "pins"
 DAY = 86_400.0
-
-
-class Pins:
-    """The pins of the checkpoints under `place`, a folder or an object store's URI."""
-
-    def __init__(self, place: str) -> None:
-        self.place = f"{place.rstrip('/')}/{PINS}"
-
-    def add(self, position: int, reason: str, seconds: float | None = None) -> None:
-        """Keep the checkpoint at `position` as long as `reason` stands, at most `seconds`."""
-        until = None if seconds is None else time.time() + seconds
-        text = json.dumps({"position": position, "reason": reason, "until": until}).encode()
-        uri = self._uri(position, reason)
-        write_atomic(local_path(uri), text) if is_local(uri) else put_bytes(uri, text)
-
-    def remove(self, position: int, reason: str) -> None:
-        """Take the pin away; one that is gone already is no error."""
-        remove(self._uri(position, reason))
-
-    def all(self) -> dict[int, list[str]]:
-        """Return the reasons by position; pins past their end are deleted."""
-        found: dict[int, list[str]] = {}
-        for name in children(self.place):
-            if name.startswith("."):
-                continue  # one that is just being written
-            try:
-                pin = json.loads(get_bytes(f"{self.place}/{name}"))
-            except FileNotFoundError:
-                continue
-            if pin["until"] is not None and pin["until"] < time.time():
-                remove(f"{self.place}/{name}")
-            else:
-                found.setdefault(pin["position"], []).append(pin["reason"])
-        return found
-
-    @contextmanager
-    def held(self, position: int, reason: str) -> Iterator[None]:
-        """Pin while the block runs; a day after it was killed the pin lapses."""
-        self.add(position, reason, DAY)
-        try:
-            yield
-        finally:
-            self.remove(position, reason)
-
-    def _uri(self, position: int, reason: str) -> str:
-        return f"{self.place}/{position:018}.{hashlib.sha256(reason.encode()).hexdigest()[:12]}"
-
-
 SAVING, DELETING, DAMAGED, REPLACED = ".saving", ".deleting", ".damaged", ".replaced"
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
+ATTEMPTS = "attempts"
+MARK = "damaged.txt"
+"""Beside the files of a checkpoint that failed to verify: why."""
 
 
 class Superseded(LeaseHeld):
@@ -98,164 +44,164 @@ class CheckpointRef(NamedTuple):
     name: str
 
 
-class CheckpointStore(Protocol):
-    """What `Checkpoints` needs of a place; unless said otherwise only the leading process calls it."""
+class Pins:
+    """The pins of the checkpoints under `root`, a folder or an object store's URI: one small file for each.
 
-    pins: Pins
+    A pin is made by one write and removed by one delete, so processes need not know of each other. A deletion that
+    began before the pin was written is not stopped; the reader then finds files missing.
+    """
 
-    def building(self, position: int, serial: int) -> Path:
-        """Return the folder into which this process writes save number `serial`."""
+    def __init__(self, root: str) -> None:
+        self.root = f"{root.rstrip('/')}/{PINS}"
 
-    def start(self, building: Path) -> None:
-        """Clear the place before any process writes."""
+    def add(self, position: int, reason: str, seconds: float | None = None) -> None:
+        """Keep the checkpoint at `position` until `remove` is called with the same reason, at most `seconds`."""
+        until = None if seconds is None else time.time() + seconds
+        text = json.dumps({"position": position, "reason": reason, "until": until}).encode()
+        uri = self._uri(position, reason)
+        write_atomic(local_path(uri), text) if is_local(uri) else put_bytes(uri, text)
 
-    def stored(self, building: Path, path: Path) -> None:
-        """Take a finished file; called by the process that wrote it, in several threads."""
+    def remove(self, position: int, reason: str) -> None:
+        """Remove the pin, if it exists."""
+        remove(self._uri(position, reason))
 
-    def commit(self, building: Path, manifest: CheckpointManifest) -> None:
-        """Make the checkpoint visible, whole or not at all. Raises OSError and Superseded."""
+    def all(self) -> dict[int, list[str]]:
+        """Return the reasons by position; expired pins are deleted."""
+        reasons: dict[int, list[str]] = {}
+        for name in children(self.root):
+            if name.startswith("."):
+                continue  # being written right now
+            try:
+                pin = json.loads(get_bytes(f"{self.root}/{name}"))
+            except FileNotFoundError:
+                continue
+            if pin["until"] is not None and pin["until"] < time.time():
+                remove(f"{self.root}/{name}")
+            else:
+                reasons.setdefault(pin["position"], []).append(pin["reason"])
+        return reasons
 
-    def check(self) -> None:
-        """Raise Superseded if a later attempt has begun; nothing may be committed then."""
+    @contextmanager
+    def held(self, position: int, reason: str) -> Iterator[None]:
+        """Pin while the block runs; the pin of a killed process expires after a day."""
+        self.add(position, reason, DAY)
+        try:
+            yield
+        finally:
+            self.remove(position, reason)
 
-    def settle(self, building: Path, committed: bool, leads: bool) -> None:
-        """Remove what a save leaves behind; every process calls it at the end of each."""
-
-    def places(self) -> list[CheckpointRef]:
-        """Return the committed checkpoints, oldest first."""
-
-    def clean(self, world: ParallelContext) -> None:
-        """Remove what killed processes left; every process calls it."""
-
-    def fetch(self, place: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        """Return a folder that holds the files which its manifest names; every process calls it. Raises Damaged."""
-
-    def release(self, path: Path) -> None:
-        """Say that this process has loaded what `fetch` returned; every process calls it."""
-
-    def set_aside(self, place: CheckpointRef, reason: str) -> None:
-        """Never offer this checkpoint again, but keep it for whoever asks why."""
-
-    def delete(self, place: CheckpointRef) -> None:
-        """Delete a checkpoint."""
+    def _uri(self, position: int, reason: str) -> str:
+        return f"{self.root}/{position:018}.{hashlib.sha256(reason.encode()).hexdigest()[:12]}"
 
 
-class LocalShelf:
-    """Checkpoints `<folder>/<position>`."""
+class LocalCheckpointStore:
+    """Checkpoints `<folder>/<position>`, built in a hidden folder and committed by one rename.
+
+    Deleting starts with a rename, so no reader sees a folder that loses its files one by one. Unless stated otherwise
+    only the leading process calls the methods.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.pins = folder, Pins(str(folder.parent))
 
     def building(self, position: int, serial: int) -> Path:
+        """Return the folder into which this process writes save number `serial`."""
         return self.folder / f"{SAVING}-{position:0{DIGITS}}"
 
     def start(self, building: Path) -> None:
+        """Clear that folder before any process writes."""
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
 
     def stored(self, building: Path, path: Path) -> None:
-        """It is where it belongs."""
+        """Store a finished file; called by the process that wrote it, in several threads. No-op: written in place."""
 
     def commit(self, building: Path, manifest: CheckpointManifest) -> None:
+        """Make the checkpoint visible, whole or not at all. Raises OSError and Superseded."""
         manifest.write(building)
-        final = self._path(manifest.position)
-        old = self._move(final, REPLACED) if final.exists() else None  # a run that was rolled back comes by again
+        final = self.folder / f"{manifest.position:0{DIGITS}}"
+        old = self._rename(final, REPLACED) if final.exists() else None  # after a rollback, positions come again
         building.rename(final)
         sync_folder(self.folder)
         if old:
             shutil.rmtree(old)
 
     def check(self) -> None:
-        """The lease of the stage's folder sees to it."""
+        """Raise Superseded if a later attempt has begun. No-op: the folder lease already excludes other writers."""
 
-    def settle(self, building: Path, committed: bool, leads: bool) -> None:
+    def end_save(self, building: Path, committed: bool, leads: bool) -> None:
+        """Remove temporary files of a save; every process calls it at the end of each."""
         if leads and not committed:
             shutil.rmtree(building, ignore_errors=True)
 
-    def places(self) -> list[CheckpointRef]:
+    def refs(self) -> list[CheckpointRef]:
+        """Return the committed checkpoints, oldest first."""
         names = sorted(path.name for path in self.folder.iterdir() if path.name.isdigit())
         return [CheckpointRef(int(name), name) for name in names]
 
-    def clean(self, world: ParallelContext) -> None:
-        run_on_rank0_and_broadcast(world, self._clean)
+    def remove_leftovers(self, world: ParallelContext) -> None:
+        """Remove what killed processes left; every process calls it."""
 
-    def fetch(self, place: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        path = self.folder / place.name
+        def remove_hidden() -> None:
+            for old in self.folder.glob(f"{REPLACED}-*"):
+                final = self.folder / old.name.removeprefix(f"{REPLACED}-")
+                if not final.exists():  # killed between the two renames
+                    old.rename(final)
+            for prefix in (SAVING, DELETING, REPLACED):
+                for leftover in self.folder.glob(f"{prefix}-*"):
+                    shutil.rmtree(leftover)
+
+        run_on_rank0_and_broadcast(world, remove_hidden)
+
+    def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
+        """Return a folder that holds the files which its manifest names; every process calls it. Raises Damaged."""
+        path = self.folder / ref.name
         return path, run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(path))
 
     def release(self, path: Path) -> None:
-        """The checkpoint itself was loaded."""
+        """Free what `fetch` returned; every process calls it. No-op: that is the checkpoint itself."""
 
-    def set_aside(self, place: CheckpointRef, reason: str) -> None:
-        with suppress(FileNotFoundError):  # damaged because it was deleted under its reader
-            self._move(self.folder / place.name, DAMAGED)
+    def quarantine(self, ref: CheckpointRef, reason: str) -> None:
+        """Never offer this checkpoint again, but keep its files."""
+        with suppress(FileNotFoundError):  # damaged because it was deleted while it was read
+            self._rename(self.folder / ref.name, DAMAGED)
 
-    def delete(self, place: CheckpointRef) -> None:
-        shutil.rmtree(self._move(self.folder / place.name, DELETING))
+    def delete(self, ref: CheckpointRef) -> None:
+        shutil.rmtree(self._rename(self.folder / ref.name, DELETING))
 
-    def _clean(self) -> None:
-        for old in self.folder.glob(f"{REPLACED}-*"):
-            final = self.folder / old.name.removeprefix(f"{REPLACED}-")
-            if not final.exists():  # killed between the two renames
-                old.rename(final)
-        for mark in (SAVING, DELETING, REPLACED):
-            for left in self.folder.glob(f"{mark}-*"):
-                shutil.rmtree(left)
-
-    def _path(self, position: int) -> Path:
-        return self.folder / f"{position:0{DIGITS}}"
-
-    def _move(self, path: Path, mark: str) -> Path:
-        aside = path.with_name(f"{mark}-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        return path.rename(aside)
+    def _rename(self, path: Path, prefix: str) -> Path:
+        hidden = path.with_name(f"{prefix}-{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        return path.rename(hidden)
 
 
-def kept(positions: list[int], keep: Keep) -> set[int]:
-    """Return which of `positions` (ascending) the rule keeps: the newest few, and the first after each milestone."""
-    newest = set(positions[-keep.last :])
-    if keep.every is None:
-        return newest
-    first: dict[int, int] = {}
-    for position in positions:
-        first.setdefault(position // keep.every, position)
-    return newest | {position for milestone, position in first.items() if milestone}
+class RemoteCheckpointStore:
+    """Checkpoints `<uri>/<position>/<attempt>-<save>/` in an object store, where nothing is overwritten or renamed.
 
+    Each process uploads its files; when all have, the leader stores `manifest.json` with one request. A prefix without
+    a manifest is not a checkpoint. Two attempts at one position leave two whole checkpoints, never a mixed one, even on
+    servers that let two writers win a conditional PUT. A load downloads the whole checkpoint to each machine.
 
-# Checkpoints in an object store: `<uri>/<position>/<attempt>-<save>/`, where nothing is overwritten or renamed.
-#
-# Each process writes its files to a local folder, sends them, and asks for their size; when all have, the leader
-# stores `manifest.json` with one request and reads it back. A prefix without a manifest is no checkpoint, whoever
-# died while writing it; two attempts at one position leave two whole checkpoints, never a mixed one, even on
-# servers that let two writers win a conditional PUT. Readers download and verify before they believe. What this
-# gives up: a load brings the whole checkpoint to each machine, so its local disk must hold one.
-#
-# Each attempt numbers itself when it starts, in `<uri>/attempts/`, and looks before it commits whether a later one
-# has: a machine that was given up by mistake, and is not dead, ends there. No clocks are compared.
-
-ATTEMPTS = "attempts"
-MARK = "damaged.txt"
-"""Beside the files of a checkpoint that failed to verify: why."""
-
-
-class RemoteShelf:
-    """See `Shelf`. Only one attempt may write at a time (the stage's lease); others may read."""
+    Only one attempt may write at a time (the stage's lease); others may read. Each attempt takes a number in
+    `<uri>/attempts/` when it starts, and before a commit checks that it is still the newest: a machine that was given
+    up by mistake ends there. No clocks are compared.
+    """
 
     def __init__(self, uri: str, folder: Path, attempt: str) -> None:
-        """Use `folder/.staging/<host>` for files on their way. Raises ValueError if `uri` is not one."""
+        """Use `folder/.staging/<host>` for files in transit. Raises ValueError if `uri` is a local path."""
         if is_local(uri):
             raise ValueError(f"checkpoints: {uri!r} is not the URI of an object store; write s3://bucket/prefix")
         self.uri, self.attempt, self.pins = uri.rstrip("/"), attempt, Pins(uri)
         self.number: int | None = None
-        """Of this attempt; None until it has cleaned up after earlier ones."""
+        """Of this attempt; None until `remove_leftovers` registers it."""
         self.staging = folder / ".staging" / socket.gethostname()
 
     def building(self, position: int, serial: int) -> Path:
         return self.staging / f"{position:0{DIGITS}}" / f"{self.attempt}-{serial:04}"
 
     def start(self, building: Path) -> None:
-        """The prefix is new: nothing to clear."""
+        """No-op: the prefix is new."""
 
     def stored(self, building: Path, path: Path) -> None:
         put_file(path, f"{self._prefix(building)}/{path.name}")
@@ -277,45 +223,65 @@ class RemoteShelf:
                 f"one is number {self.number} and ends"
             )
 
-    def settle(self, building: Path, committed: bool, leads: bool) -> None:
+    def end_save(self, building: Path, committed: bool, leads: bool) -> None:
         shutil.rmtree(building.parent, ignore_errors=True)
         if leads and not committed:
             self._remove(self._prefix(building))
 
-    def places(self) -> list[CheckpointRef]:
-        found = []
+    def refs(self) -> list[CheckpointRef]:
+        refs = []
         for position in filter(str.isdigit, children(self.uri)):
             for attempt in children(f"{self.uri}/{position}"):
-                inside = children(f"{self.uri}/{position}/{attempt}").keys()
-                if MANIFEST in inside and MARK not in inside:
-                    found.append(CheckpointRef(int(position), f"{position}/{attempt}"))
-        return found
+                names = children(f"{self.uri}/{position}/{attempt}").keys()
+                if MANIFEST in names and MARK not in names:
+                    refs.append(CheckpointRef(int(position), f"{position}/{attempt}"))
+        return refs
 
-    def clean(self, world: ParallelContext) -> None:
-        run_on_rank0_and_broadcast(world, self._begin)
-        run_on_rank0_and_broadcast(world, self._clean)
-        if self._among(world)[0] == 0:
+    def remove_leftovers(self, world: ParallelContext) -> None:
+        run_on_rank0_and_broadcast(world, self._register_attempt)
+        run_on_rank0_and_broadcast(world, self._remove_unfinished)
+        if self._local_rank(world)[0] == 0:
             shutil.rmtree(self.staging, ignore_errors=True)
         world.wait()
 
-    def fetch(self, place: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        manifest = run_on_rank0_and_broadcast(world, lambda: self._manifest(place))
-        folder = self.staging / place.name
-        rank, count = self._among(world)
-        raise_on_all_ranks(world, lambda: self._download(place, manifest, folder, sorted(manifest.files)[rank::count]))
+    def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
+        """Download and verify, each process its part. Also raises OSError if a file cannot be downloaded."""
+        prefix, folder = f"{self.uri}/{ref.name}", self.staging / ref.name
+        manifest = run_on_rank0_and_broadcast(world, lambda: self._read_manifest(prefix))
+        rank, count = self._local_rank(world)
+
+        def download(name: str) -> None:
+            uri = f"{prefix}/{name}"
+            problem = None
+            for _ in range(2):  # wrong bytes may have changed in transit only
+                try:
+                    get_file(uri, folder / name)
+                    digest = digest_file(folder / name)
+                except FileNotFoundError as error:
+                    raise Damaged(f"{uri}: is missing") from error
+                problem = manifest.difference(uri, digest)
+                if problem is None:
+                    return
+            raise Damaged(problem)
+
+        def download_all() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            each(download, sorted(manifest.files)[rank::count])
+
+        raise_on_all_ranks(world, download_all)
         return folder, manifest
 
     def release(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
-    def set_aside(self, place: CheckpointRef, reason: str) -> None:
-        put_bytes(f"{self.uri}/{place.name}/{MARK}", reason.encode())
+    def quarantine(self, ref: CheckpointRef, reason: str) -> None:
+        put_bytes(f"{self.uri}/{ref.name}/{MARK}", reason.encode())
 
-    def delete(self, place: CheckpointRef) -> None:
-        self._remove(f"{self.uri}/{place.name}")
+    def delete(self, ref: CheckpointRef) -> None:
+        self._remove(f"{self.uri}/{ref.name}")
 
-    def _manifest(self, place: CheckpointRef) -> CheckpointManifest:
-        prefix = f"{self.uri}/{place.name}"
+    def _read_manifest(self, prefix: str) -> CheckpointManifest:
+        """Return the manifest, after comparing names and sizes of the stored files with it. Raises Damaged."""
         try:
             manifest = CheckpointManifest.parse(get_bytes(f"{prefix}/{MANIFEST}"), f"{prefix}/{MANIFEST}")
         except FileNotFoundError as error:
@@ -327,40 +293,20 @@ class RemoteShelf:
                 raise Damaged(f"{prefix}/{name}: has {sizes[name]:,} bytes, {digest.bytes:,} were written")
         return manifest
 
-    def _download(self, place: CheckpointRef, manifest: CheckpointManifest, folder: Path, names: list[str]) -> None:
-        """Bring `names` into `folder` and verify them. Raises Damaged, or OSError if they cannot be brought."""
-        folder.mkdir(parents=True, exist_ok=True)
-        each(lambda name: self._one(place, manifest, folder, name), names)
-
-    def _one(self, place: CheckpointRef, manifest: CheckpointManifest, folder: Path, name: str) -> None:
-        """Download one file, a second time if its bytes are wrong: they may have changed on the way only."""
-        uri = f"{self.uri}/{place.name}/{name}"
-        problem = None
-        for _ in range(2):
-            try:
-                get_file(uri, folder / name)
-                found = digest_file(folder / name)
-            except FileNotFoundError as error:
-                raise Damaged(f"{uri}: is missing") from error
-            problem = manifest.difference(uri, found)
-            if problem is None:
-                return
-        raise Damaged(problem)
-
-    def _begin(self) -> None:
-        """Take a number above that of every attempt before. Their numbers are not needed any more."""
+    def _register_attempt(self) -> None:
+        """Take a number above that of every earlier attempt, and delete their numbers."""
         if self.number is not None:
             return
-        before = children(f"{self.uri}/{ATTEMPTS}")
-        number = int(max(before, default="0")) + 1
+        earlier = children(f"{self.uri}/{ATTEMPTS}")
+        number = int(max(earlier, default="0")) + 1
         while not create_bytes(f"{self.uri}/{ATTEMPTS}/{number:06}", self.attempt.encode()):
             number += 1
-        for name in before:
+        for name in earlier:
             remove(f"{self.uri}/{ATTEMPTS}/{name}")
         self.number = number
 
-    def _clean(self) -> None:
-        """Remove what earlier attempts left without a manifest; a later attempt's prefix is not ours to judge."""
+    def _remove_unfinished(self) -> None:
+        """Remove what earlier attempts left without a manifest; a later attempt may still be writing its prefix."""
         for position in filter(str.isdigit, children(self.uri)):
             for attempt in children(f"{self.uri}/{position}"):
                 prefix = f"{self.uri}/{position}/{attempt}"
@@ -368,13 +314,27 @@ class RemoteShelf:
                     remove_all(prefix)
 
     def _remove(self, prefix: str) -> None:
-        remove(f"{prefix}/{MANIFEST}")  # first: from now on it is no checkpoint
+        remove(f"{prefix}/{MANIFEST}")  # first: without it, the prefix is not a checkpoint
         remove_all(prefix)
 
     def _prefix(self, building: Path) -> str:
         return f"{self.uri}/{building.relative_to(self.staging).as_posix()}"
 
-    def _among(self, world: ParallelContext) -> tuple[int, int]:
-        """Return which of the processes on this machine I am, and how many they are."""
+    def _local_rank(self, world: ParallelContext) -> tuple[int, int]:
+        """Return the number of this process among those of its machine, and how many they are."""
         hosts = world.gathered(socket.gethostname())
         return hosts[: world.rank].count(hosts[world.rank]), hosts.count(hosts[world.rank])
+
+
+CheckpointStore = LocalCheckpointStore | RemoteCheckpointStore
+
+
+def kept(positions: list[int], keep: Keep) -> set[int]:
+    """Return which of `positions` (ascending) the rule keeps: the newest few, and the first after each milestone."""
+    newest = set(positions[-keep.last :])
+    if keep.every is None:
+        return newest
+    first: dict[int, int] = {}
+    for position in positions:
+        first.setdefault(position // keep.every, position)
+    return newest | {position for milestone, position in first.items() if milestone}

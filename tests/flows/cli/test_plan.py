@@ -88,15 +88,15 @@ def test_a_runs_file_without_a_fabric_tells_memory_and_no_speed(room: Path) -> N
 
 
 MISTAKES = [
-    (("--cluster", "small.yaml", "--gpus", "many"), "gpus: 'many' is no number of GPUs"),
-    (("--cluster", "small.yaml", "--gpus", "warmup=8"), "gpus: warmup is no stage of the recipe; there are long"),
+    (("--cluster", "small.yaml", "--gpus", "many"), "gpus: 'many' is not a number of GPUs"),
+    (("--cluster", "small.yaml", "--gpus", "warmup=8"), "gpus: warmup is not a stage of the recipe; write one of long"),
     (("--cluster", "small.yaml", "--gpus", "65"), "gpus: 65 are more than the 64 of small; ask for fewer"),
     (("--cluster", "small.yaml", "--gpus", "37"), "no layout of 37 GPUs fits"),
     (("--cluster", "h900"), "cluster: 'h900' is unknown hardware, and nothing is guessed for it"),
     (("--cluster", "run.yaml", "--json"), "cluster: --json need one whose devices and network are known"),
     (("--write", "w.yaml", "--html", "p.html"), "cluster: --html, --write need one whose devices"),
     (("--gpus", "8"), "cluster: --gpus need one"),
-    (("--cluster", "wrong.yaml"), "tiers: pod joins 24 GPUs, which is no multiple of the 16 of a rack; write 32"),
+    (("--cluster", "wrong.yaml"), "tiers: pod joins 24 GPUs, not a multiple of the 16 of a rack; write 32"),
     (("--set", "stages.main.seq=4097"), "4097"),
 ]
 
@@ -147,7 +147,7 @@ def test_verify_exits_1_if_a_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 def test_verify_refuses_an_unknown_anchor() -> None:
     found = ask("verify", "A99")
     assert found.exit_code == 2
-    assert "anchor: 'A99' is none; there are A4 to A5" in found.stderr
+    assert "anchor: 'A99' is unknown; write A4 to A5" in found.stderr
 
 
 def test_the_table_of_anchors_fits_100_columns() -> None:

@@ -180,7 +180,7 @@ def test_what_is_not_whole_is_refused(meta: Path) -> None:
     with pytest.raises(ValueError, match=r"do not fit params.json in layers.0.attention.wq.bias"):
         open_meta(meta)
     torch.save([1, 2], meta / "consolidated.00.pth")
-    with pytest.raises(ValueError, match=r"is no table of tensors by name"):
+    with pytest.raises(ValueError, match=r"is not a mapping of names to tensors"):
         open_meta(meta)
 
 

@@ -122,7 +122,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not fit config.json in embedding.weight"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the configuration of a model"):
+    with pytest.raises(ValueError, match="is not a model configuration"):
         load_model(tmp_path)
 
 

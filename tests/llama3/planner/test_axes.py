@@ -135,5 +135,5 @@ def test_errors_name_what_is_wrong() -> None:
         AxisBytes(dp=-1)
     with pytest.raises(ValueError, match="does not divide 6 processes"):
         axis_traffic(Layout(tp=4), fabric, Placement(np.arange(6)), ONE)
-    with pytest.raises(ValueError, match=r"group 0 \(tp 4\) lies on servers 0, 1; put it on one, which has 4"):
+    with pytest.raises(ValueError, match=r"group 0 \(tp 4\) is on servers 0, 1; put it on one, which has 4"):
         axis_traffic(Layout(tp=4), fabric, Placement(np.arange(2, 10)), ONE)

@@ -134,7 +134,7 @@ def test_every_figure_is_told() -> None:
 def test_a_price_that_cannot_be_is_told() -> None:
     for field in [field.name for field in fields(Prices)]:
         for value in [-1.0, nan, inf]:
-            with pytest.raises(ValueError, match=f"^{field}: {value:g} is no amount; write a number of 0 or more"):
+            with pytest.raises(ValueError, match=f"^{field}: {value:g} is not an amount; write a number of 0 or more"):
                 Prices(**{field: value})
 
 

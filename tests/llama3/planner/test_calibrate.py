@@ -139,7 +139,7 @@ def test_no_time_and_no_such_device_are_refused() -> None:
         calibrate("cpu", 0)
     with pytest.raises(ValueError, match="seconds: nan leaves no time"):
         calibrate("cpu", float("nan"))
-    with pytest.raises(ValueError, match=r"device: 'tpu' is not to be had, this machine has cpu"):
+    with pytest.raises(ValueError, match=r"device: 'tpu' is not available, this machine has cpu"):
         calibrate("tpu", 1)
 
 

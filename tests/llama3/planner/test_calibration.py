@@ -85,5 +85,5 @@ def test_json_brings_back_everything() -> None:
 
 def test_a_point_of_no_known_kind_is_refused() -> None:
     found = calibration(points())
-    with pytest.raises(ValueError, match="'sleep' is nothing that is measured"):
+    with pytest.raises(ValueError, match="'sleep' is an unknown kind of measurement"):
         found.miss(replace(found.points[0], what="sleep"))

@@ -102,7 +102,7 @@ def test_own_counts_replace_the_published_ones(tmp_path: Path) -> None:
 
 def test_mistakes_are_named() -> None:
     for call, words in [
-        (lambda: Fleet(0), "gpus: 0 is no number of GPUs; write 1 or more"),
+        (lambda: Fleet(0), "gpus: 0 is not a number of GPUs; write 1 or more"),
         (lambda: Offenders(share=1.5), "1.5 of the hosts"),
         (lambda: FailureModel.load("failures-2030"), "'failures-2030' is unknown"),
         (lambda: from_json("[{}]"), "is not a list of failures"),

@@ -106,7 +106,7 @@ def test_mistakes_are_named() -> None:
         (lambda: effective_time(10, 1, 0, FREE), "interval_s: 0 s"),
         (lambda: effective_time(10, -1, 1, FREE), "restart_s: -1 is negative"),
         (lambda: best_cadence(0, 1, FREE), "mtti_s: 0 s"),
-        (lambda: longest_restart(1.0, 10, 1, FREE), "target: 1 is no share"),
+        (lambda: longest_restart(1.0, 10, 1, FREE), "target: 1 is not a share"),
         (lambda: Recovery.total(60, BYTECHECKPOINT), "60 s is less than loading, 129 s"),
     ]:
         with pytest.raises(ValueError, match=words):

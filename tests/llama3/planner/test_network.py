@@ -112,7 +112,7 @@ def test_messages_take_the_faster_of_what_nccl_has(
 
 def test_groups_that_cannot_be() -> None:
     network = Network(fabric("roce-24k"))
-    with pytest.raises(ValueError, match="axis: 'ep' is none of tp, cp, pp, fsdp, replica"):
+    with pytest.raises(ValueError, match="axis: 'ep' is unknown; write tp, cp, pp, fsdp or replica"):
         network.group("ep", Layout(tp=8), 64)
     with pytest.raises(ValueError, match="tp 8 x cp 1 x pp 1 = 8 does not divide 12 processes; start 16"):
         network.group("tp", Layout(tp=8), 12)

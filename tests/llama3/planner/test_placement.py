@@ -46,11 +46,11 @@ def test_errors_name_what_is_wrong() -> None:
     fabric = small_fabric()
     with pytest.raises(ValueError, match="GPU 3 is given to 2 ranks"):
         Placement(np.array([1, 3, 3]))
-    with pytest.raises(ValueError, match=r"taken: 1 is no share"):
+    with pytest.raises(ValueError, match=r"taken: 1 is not a share"):
         fragmented(fabric, 1.0)
     with pytest.raises(ValueError, match=r"available: GPUs 0 .. 72 are not the 0 .. 71 of small"):
         contiguous(Layout(), 8, fabric, np.arange(73))
-    with pytest.raises(ValueError, match="do not all lie in the 72 of small"):
+    with pytest.raises(ValueError, match="are not all among the 72 of small"):
         Placement(np.array([71, 72])).check(Layout(), fabric)
     with pytest.raises(
         ValueError, match=r"76 ranks need 19 slots of 4 free GPUs.*; 18 are free; start at most 18 replicas"

@@ -123,9 +123,9 @@ def test_racks_that_no_spine_joins_are_told() -> None:
 
 
 def test_jobs_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"taken: 1\.0 is no share"):
+    with pytest.raises(ValueError, match=r"taken: 1\.0 is not a share"):
         RoutedJob(ZONE, "ecmp", taken=1.0)
-    with pytest.raises(ValueError, match=r"failed: -0\.1 is no share"):
+    with pytest.raises(ValueError, match=r"failed: -0\.1 is not a share"):
         RoutedJob(ZONE, "ecmp", failed=-0.1)
     with pytest.raises(ValueError, match="16 take one path under ecmp"):
         RoutedJob(ZONE, "ecmp", 16)

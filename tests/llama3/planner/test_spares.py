@@ -57,7 +57,7 @@ def test_time_away_is_counted_by_hand() -> None:
 def test_mistakes_are_named() -> None:
     for call, words in [
         (lambda: spare_hosts(MODEL, FLEET, 0), "repair_s: 0 s"),
-        (lambda: spare_hosts(MODEL, FLEET, DAY, 1), "sure: 1 is no share"),
+        (lambda: spare_hosts(MODEL, FLEET, DAY, 1), "sure: 1 is not a share"),
         (lambda: enough_share([], 5, 10, 1), "5 s is not longer than a repair, 10 s"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -37,7 +37,7 @@ def test_infiniband_has_full_bisection() -> None:
 
 def test_an_inconsistent_cluster_is_refused() -> None:
     for changes, told in [
-        ({"tiers": [{"name": "rack", "gpus": 12}]}, r"rack joins 12 GPUs, which is no multiple of the 8.*; write 16"),
+        ({"tiers": [{"name": "rack", "gpus": 12}]}, r"rack joins 12 GPUs, not a multiple of the 8.*; write 16"),
         ({"tiers": [{"name": "rack", "gpus": 16}, {"name": "pod", "gpus": 8}]}, "pod joins 8 GPUs.*write 16"),
         ({"tiers": [{"name": "rack", "gpus": 16}, {"name": "rack", "gpus": 32}]}, "two have the same name"),
         ({"tiers": [{"name": "rack", "gpus": 16, "oversubscription": 0.5}]}, "oversubscription.*greater than or equal"),
@@ -50,7 +50,7 @@ def test_an_inconsistent_cluster_is_refused() -> None:
 
 
 def test_a_description_without_devices_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cluster.server: is not given; write a preset such as grand-teton"):
+    with pytest.raises(ValueError, match=r"cluster.server: is missing; write a preset such as grand-teton"):
         make_fabric({key: value for key, value in ROCE.items() if key != "server"})
 
 

@@ -90,7 +90,7 @@ def test_it_is_seeded() -> None:
 
 def test_times_and_sizes_that_cannot_be_are_told() -> None:
     for gpus, interval_s, told in [
-        (0, 600.0, "gpus: 0 is no number of GPUs; write 1 or more"),
+        (0, 600.0, "gpus: 0 is not a number of GPUs; write 1 or more"),
         (8, 0.0, "interval_s: 0 s; write a time above 0"),
     ]:
         with pytest.raises(ValueError, match=told):

@@ -50,12 +50,14 @@ def test_additions_come_back_from_yaml(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[list[str], list[dict[str, Any]] | None, str]] = {
-    "unknown name": (['stages.anneal.add={"gms": "30%"}'], None, r"stages\.anneal\.add: 'gms' is no source .* \(gsm\)"),
-    "no names at all": ([ADD], [], r"'gsm' is no source that stands apart \(none: give a source a name\)"),
+    "unknown name": (['stages.anneal.add={"gms": "30%"}'], None,
+                     r"stages\.anneal\.add: 'gms' is not a named source \(gsm\)"),
+    "no names at all": ([ADD], [], r"'gsm' is not a named source \(none: give a source a name\)"),
     "nothing left": (['stages.anneal.add={"gsm": "100%"}'], None, r"100% leave nothing for the mix; keep .* below"),
-    "a name twice": ([], [NEW, NEW], r"sources: the name 'gsm' stands twice"),
-    "nothing to draw from": (["sources.math=[{uri: installed, name: gsm}]"], None, r"mix\.base\.math: all of .* apart"),
-    "a weight": ([], [{**NEW, "weight": 2}], r"sources\.math\.1\.weight: 'gsm' stands apart, .* leave the weight out"),
+    "a name twice": ([], [NEW, NEW], r"sources: the name 'gsm' is used twice"),
+    "nothing to draw from": (["sources.math=[{uri: installed, name: gsm}]"], None,
+                        r"mix\.base\.math: all of .* have a name"),
+    "a weight": ([], [{**NEW, "weight": 2}], r"sources\.math\.1\.weight: 'gsm' has a name, .* leave the weight out"),
     "a bad name": ([], [{**NEW, "name": "a/b"}], r"sources\.math\.1\.name: 'a/b'"),
     "a helping before the first": (["stages.anneal.draw=-1"], None, r"stages\.\d\.draw: -1"),
     "unknown mix": (["tokenizer.train.mix=late"], None, r"tokenizer\.train\.mix: 'late' is not under mix \(base,"),

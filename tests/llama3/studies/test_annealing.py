@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulated_studies import PlantedEffects, outcomes
-from llama3.studies.verdicts import annealing_verdict, false_findings, judgement
+from benchmarks.simulated_studies import PlantedEffects, false_findings, outcomes
+from llama3.studies.verdicts import annealing_verdict, judgement
 
 DOMAINS = dict.fromkeys(("general", "math", "code", "multilingual"), 64)
 SOURCES = {"gsm": "gsm", "web": "more-web"}
@@ -52,7 +52,7 @@ def test_a_source_may_help_and_hurt() -> None:
 
 def test_one_repeat_judges_nothing() -> None:
     verdict = annealing_verdict(outcomes(made({"math": 1.0}, repeats=1), 0), "default", SOURCES)
-    assert "no significant difference can be told from one repeat (largest: +" in verdict.headline[0]
+    assert "no significant difference can be detected with one repeat (largest: +" in verdict.headline[0]
     assert judgement(verdict, "gsm") == "no significant difference"
     assert sum("add seeds" in flag for flag in verdict.flags) == 2
 

@@ -124,7 +124,7 @@ def test_a_judged_source_is_added() -> None:
     recipe = parse_recipe(yaml.safe_load(text) | {"require_judged": "helps"}, "recipe")
     assert recipe.sources["math"] == [Source(uri="installed", limit=recipe.sources["math"][0].limit), source]
     assert recipe.studies[0].changed == ["sources.math.gsm", "stages.anneal.add"]
-    with pytest.raises(ValueError, match="the name 'gsm' stands twice"):
+    with pytest.raises(ValueError, match="the name 'gsm' is used twice"):
         add_source(text, "code", source)
     with pytest.raises(ValueError, match="has no name or no judgement"):
         add_source(QUICKSTART, "math", Source(uri="gsm.jsonl", name="gsm"))

@@ -169,8 +169,8 @@ def test_the_verdict_flags_what_lacks_and_what_was_not_borne_out() -> None:
     verdict = forecast_verdict(tasks, 1e22)
     assert [line.split()[0] for line in verdict.headline] == ["plateau", "plateau,", "untested"]
     plateau, untested, small = verdict.flags
-    assert plateau.startswith("plateau: smaller runs did not foretell larger ones")
-    assert "too good" in plateau
+    assert plateau.startswith("plateau: smaller runs did not predict larger ones")
+    assert "too high" in plateau
     assert untested.startswith("untested: the forecast could not be tested")
     assert small.startswith("small: no forecast: 2 run(s) of different compute with 6 evaluated checkpoint(s)")
     alone = forecast_verdict({"small": tasks["small"]}, 1e22)

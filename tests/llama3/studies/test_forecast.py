@@ -136,7 +136,7 @@ def test_what_is_no_measurement_is_refused() -> None:
         EvaluatedPoint("a", 1, 1, 1.5, 9),
         EvaluatedPoint("a", 1, 1, 0.5, 0),
     ]:
-        with pytest.raises(ValueError, match="is no measurement"):
+        with pytest.raises(ValueError, match="is not a valid measurement"):
             fit([*points(), wrong], CHANCE)
         with pytest.raises(ValueError, match="give a number above 0"):
             fit(points(), CHANCE).at(0)

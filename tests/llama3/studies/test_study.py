@@ -111,9 +111,9 @@ BAD = {
     "two kinds": ("ladder: {budgets: [1e12], sizes: {t: {preset: tiny}}}\n" + COMPARE % "", "exactly one of"),
     "no kind": ("seeds: [1]", "exactly one of"),
     "unknown key": ("compares: {}", "did you mean 'compare'"),
-    "a seed twice": ("seeds: [1, 1]\n" + COMPARE % "lr.warmup=9 steps", "has one twice"),
-    "missing control": ("compare: {control: c, varies: [lr], arms: {a: [], b: []}}", "'c' is no arm"),
-    "differs in more": (COMPARE % "lr.warmup=9 steps, lr.peak=1e-3", "differs from a in lr.peak too"),
+    "a seed twice": ("seeds: [1, 1]\n" + COMPARE % "lr.warmup=9 steps", "contains a duplicate"),
+    "missing control": ("compare: {control: c, varies: [lr], arms: {a: [], b: []}}", "'c' is not an arm"),
+    "differs in more": (COMPARE % "lr.warmup=9 steps, lr.peak=1e-3", "also differs from a in lr.peak"),
     "unequal tokens": (
         "compare: {control: a, varies: [stages], arms: {a: [], b: [stages.main.until=900K]}}",
         "tokens, a on",
@@ -133,8 +133,8 @@ BAD = {
         "ladder: {budgets: [1e12], sizes: {a: {preset: tiny}, b: {preset: tiny}}}",
         "leave one out",
     ),
-    "no such stage": ("annealing: {after: half, for: 10K, new: {x: {domain: math, uri: installed}}}", "is no stage"),
-    "no such mix": ("mix: {of: other, design: {kind: around}}", "'other' is no mix"),
+    "no such stage": ("annealing: {after: half, for: 10K, new: {x: {domain: math, uri: installed}}}", "is not a stage"),
+    "no such mix": ("mix: {of: other, design: {kind: around}}", "'other' is not a mix"),
     "too few mixes": (
         "mix: {arms: {m: {general: 40%, math: 35%, code: 17%, multilingual: 8%}}}",
         "2 mixes, where a fit over 4 domains takes 6",

@@ -103,5 +103,5 @@ def test_another_format_is_refused(tmp_path: Path, damage: Any) -> None:
     write_pair(tmp_path / "x", [np.array([1, 2, 3], np.uint16)], np.array([3]))
     index = tmp_path / "x.idx"
     index.write_bytes(damage(index.read_bytes()))
-    with pytest.raises(ValueError, match="tokenise again"):
+    with pytest.raises(ValueError, match="tokenize again"):
         open_pair(tmp_path / "x")

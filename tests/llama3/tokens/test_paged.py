@@ -78,7 +78,7 @@ def test_the_next_block_is_brought_while_one_is_read(
     stream, lazy = TokenStream(folder, asked()), lazy_of(folder)
     assert lazy is not None
     stream.read(0, 10_000)
-    lazy._ahead.submit(lambda: None).result()  # behind what was asked for
+    lazy._prefetch.submit(lambda: None).result()  # behind what was asked for
     general = stream._streams[0]
     starts = general._epoch(0).starts.tolist()
     assert general._bins is not None
@@ -89,7 +89,7 @@ def test_the_next_block_is_brought_while_one_is_read(
     assert not lazy.table.marks.all()
     last = len(starts) - 2
     stream._streams[0].copy(general.overlapping(starts[last], starts[last] + 1), *np.zeros((3, 1), np.int64), pages)
-    lazy._ahead.submit(lambda: None).result()
+    lazy._prefetch.submit(lambda: None).result()
     assert general._ahead == (1, 0)
 
 

@@ -121,7 +121,7 @@ def test_too_much_of_a_named_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"120 tokens from sources\.math\.1, which holds 7: .* lower its share in add"):
         TokenStream(folder, asked(stages, tokens={"max_epochs": 4})).check()
     none = write_shards(tmp_path / "none", asked(stages), [[100], [100], [], [100], [100], [100]])
-    with pytest.raises(ValueError, match=r"add\.gsm: 120 tokens of math\.gsm asked"):
+    with pytest.raises(ValueError, match=r"add\.gsm: the run needs 120 tokens of math\.gsm"):
         TokenStream(none, asked(stages))
 
 

@@ -134,7 +134,7 @@ def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, 
 
 def test_document_of_an_unknown_source_is_refused(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
     asked = recipe([stage("a", 80)], weights={"general": [3]})
-    with pytest.raises(ValueError, match=r"sources\.general: document \w+ is of source 1, the recipe has 1"):
+    with pytest.raises(ValueError, match=r"sources\.general: document \w+ comes from source 1, the recipe has 1"):
         tokenise(asked, documents, tokenizer, tmp_path / "tokens")
 
 

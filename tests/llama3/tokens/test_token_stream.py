@@ -226,7 +226,7 @@ def test_too_many_epochs_are_refused_before_training(shards: Path) -> None:
 
 
 def test_shards_of_other_sources_are_refused(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not general-0, general-1; tokenise with this recipe"):
+    with pytest.raises(ValueError, match=r"not general-0, general-1; tokenize with this recipe"):
         TokenStream(shards, recipe(STAGES, weights={"general": [1, 2]}))
     with pytest.raises(ValueError, match=r"tokens\.json cannot be read"):
         TokenStream(tmp_path, recipe(STAGES))
@@ -234,7 +234,7 @@ def test_shards_of_other_sources_are_refused(shards: Path, tmp_path: Path) -> No
 
 def test_a_share_of_an_empty_leaf_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, recipe(STAGES), [[5], [5], [], [5]])
-    with pytest.raises(ValueError, match=r"sources\.code gave it no training document"):
+    with pytest.raises(ValueError, match=r"sources\.code has no training document for it"):
         TokenStream(tmp_path, recipe(STAGES))
     none = {"general": "100%"}
     assert TokenStream(tmp_path, recipe(STAGES, {"base": none, "anneal": none})).epochs(80)["code"] == 0

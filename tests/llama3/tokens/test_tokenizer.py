@@ -199,7 +199,7 @@ def lines(tokens: list[bytes]) -> bytes:
         (b"\x0a\x0e\x0a\x05<unk>\x15\x00", "is not 'base64 rank'"),
         (lines(BYTES[:-1]), "1 of 256 single bytes missing"),
         (lines([*BYTES, b"ab", b"ab"]), "1 tokens twice"),
-        (lines(BYTES).replace(b" 7\n", b" 8\n"), "line 8: rank 8 where 7 is due"),
+        (lines(BYTES).replace(b" 7\n", b" 8\n"), "line 8: rank 8 where 7 is expected"),
         (b"", "256 of 256 single bytes missing"),
     ],
 )

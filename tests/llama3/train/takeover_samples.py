@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event
 
 from llama3.train.checkpoint.manifest import CheckpointManifest
-from llama3.train.checkpoint.storage import RemoteShelf
+from llama3.train.checkpoint.storage import RemoteCheckpointStore
 from tests.llama3.train.test_bad_steps import poison
 from tests.llama3.train.train_samples import train, train_until_signal
 
@@ -26,11 +26,11 @@ def killed_there(
     """The same, until SIGKILL after call number `calls` of `target`, and once a checkpoint has reached the store."""
     os.environ.update(environment)
     poison(poisoned or [], 1e6)
-    committed, commit = Event(), RemoteShelf.commit
+    committed, commit = Event(), RemoteCheckpointStore.commit
 
-    def noticed(self: RemoteShelf, building: Path, manifest: CheckpointManifest) -> None:
+    def noticed(self: RemoteCheckpointStore, building: Path, manifest: CheckpointManifest) -> None:
         commit(self, building, manifest)
         committed.set()
 
-    RemoteShelf.commit = noticed  # type: ignore[method-assign]
+    RemoteCheckpointStore.commit = noticed  # type: ignore[method-assign]
     return train_until_signal(path, signal.SIGKILL, target, calls, True, lambda: committed.wait(60))

@@ -91,7 +91,7 @@ def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     work(path).mkdir()
     pack(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.train_step:Engine.take", 4, False)
+        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.train_step:Engine.train_step", 4, False)
     assert not (work(path) / "result").exists()
     assert run(1, train, path) == [0], output(path)
     assert all(torch.equal(value, model(whole)[name]) for name, value in model(path).items())

@@ -45,19 +45,19 @@ def asked(**changes: Any) -> Recipe:
 def poison(steps: list[int], factor: float) -> None:
     """From now on multiply a gradient by `factor` in those steps."""
     engine: Any = importlib.import_module("llama3.train.train_step").Engine
-    take = engine.take
+    train_step = engine.train_step
 
     def poisoned(self: Any, step: Any, *arguments: Any) -> Any:
         bad = step.start in [number * STEP for number in steps]
         weight = self.state.parameters["norm.weight"]
         hook = weight.register_hook(lambda gradient: gradient * factor) if bad else None
         try:
-            return take(self, step, *arguments)
+            return train_step(self, step, *arguments)
         finally:
             if hook is not None:
                 hook.remove()
 
-    engine.take = poisoned
+    engine.train_step = poisoned
 
 
 def train_poisoned(path: Path, steps: list[int], factor: float) -> int:

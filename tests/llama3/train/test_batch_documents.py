@@ -13,13 +13,12 @@ from llama3.recipe.schema import Recipe
 from llama3.tokens.stream import TokenStream
 from llama3.train.data_loader import Step, steps_from
 from llama3.train.incidents import Skip
-from llama3.train.loss_spikes import StepDecision, told, write_incident
+from llama3.train.loss_spikes import StepDecision, StepResult, incident_line, write_incident
 from tests.llama3.train.train_samples import STEP, recipe, write_tokens
 
 
 @dataclass(frozen=True)
-class Found:
-    loss: float
+class Found(StepResult):
     grad_norm: float = 2.5
     score: float = 9.0
     skipped: bool = True
@@ -67,9 +66,12 @@ def test_a_number_that_is_none_is_a_word(asked: Recipe, tokens: Path, tmp_path: 
 
 def test_the_line_says_what_follows_and_names_the_file(asked: Recipe) -> None:
     step, file = fifth(asked), Path("work/incidents/1.json")
-    lines = [told(step, StepDecision("skipped", "why"), file), told(step, StepDecision("stop", "why"), file)]
+    lines = [
+        incident_line(step, StepDecision("skipped", "why"), file),
+        incident_line(step, StepDecision("stop", "why"), file),
+    ]
     skip = Skip(start=768, end=1536, spike=1024, reason="why")
-    lines.append(told(step, StepDecision("roll back", "why", skip), file))
+    lines.append(incident_line(step, StepDecision("roll back", "why", skip), file))
     assert lines == [
         "position 1024: why; its batch changed nothing. Documents of the batch: work/incidents/1.json",
         "position 1024: why. Nothing of this step is kept. Look at its documents, or lower lr.peak. "

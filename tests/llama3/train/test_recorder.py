@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import torch
 
 from llama3.model.flops import flops_per_token
 from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.base import Domain
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.data_loader import Step, steps_from
 from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import Journal, Rewind, read_journal, read_rewinds, to_parquet
+from llama3.train.loss_spikes import StepResult
 from llama3.train.metrics_log import Recorder, StepTiming
 from llama3.train.peak_flops import PEAKS, described, peak_of
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
@@ -33,12 +32,9 @@ SKIP = Skip(start=4 * STEP, end=7 * STEP, spike=5 * STEP, reason="why")
 
 
 @dataclass(frozen=True)
-class Found:
-    loss: float
+class Found(StepResult):
     grad_norm: float = 1.0
     score: float = 0.5
-    skipped: bool = False
-    domain_loss: Mapping[Domain, float] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from llama3.recipe.sections import Spikes
 from llama3.train.data_loader import Step, steps_from
 from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import Record
-from llama3.train.loss_spikes import GO_ON, History, SpikeDetector, SpikeGuard, StepDecision, history
+from llama3.train.loss_spikes import GO_ON, History, SpikeDetector, SpikeGuard, StepDecision, StepResult, history
 from tests.llama3.train.train_samples import STEP, recipe, stages
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ SERIES = st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=60)
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(StepResult):
     loss: float = 2.0
     grad_norm: float = 1.0
     score: float = 7.0

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.restart import measure_restart, rank_process
+from benchmarks.restart import measure_restart
 from llama3.recipe.schedule import Schedule
 from llama3.train.job import GRACE_S, AttemptResult, Pace, first_failure
 from llama3.train.main import REFUSED
@@ -24,7 +24,7 @@ from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import fitting, launch_key
 from tasks.launch.launchers import launcher_of
-from tasks.launch.local import Agents, LocalLauncher
+from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
 WAIT_S = 240

@@ -100,8 +100,8 @@ def test_nothing_is_recorded_before_all_clusters_are_known_to_do(tmp_path: Path)
     cases = {
         "cluster: 'none-such' is unknown hardware": ([*clusters(tmp_path), "none-such"], ["64"]),
         "gpus: 128 are more than the 64": (["roce-24k", *clusters(tmp_path)], ["128"]),
-        "gpus: anneal is no stage of the recipe": (clusters(tmp_path), ["anneal=8"]),
-        "gpus: 'many' is no number": (clusters(tmp_path), ["many"]),
+        "gpus: anneal is not a stage of the recipe": (clusters(tmp_path), ["anneal=8"]),
+        "gpus: 'many' is not a number": (clusters(tmp_path), ["many"]),
     }
     for told, (named, gpus) in cases.items():
         with pytest.raises(ValueError, match=told):

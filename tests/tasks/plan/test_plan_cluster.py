@@ -57,8 +57,8 @@ def test_only_stages_that_differ_have_lines_of_their_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("lines", "gpus", "told"),
     [
-        ("processes: 8\n", [], "cluster.fabric: .* names none, so nothing is known of its devices and network"),
-        ("processes: 8\nfabric: FABRIC\n", ["16"], "gpus: 16 was asked for, but .* says where each stage works"),
+        ("processes: 8\n", [], "cluster.fabric: .* names none, so its devices and network are unknown"),
+        ("processes: 8\nfabric: FABRIC\n", ["16"], "gpus: 16 is given, but .* sets the GPUs of each stage"),
         ("processes: 128\nfabric: FABRIC\n", [], "gpus: 128 are more than the 64 of small"),
         ("processes: 8\nfabric: none-such\n", [], "'none-such' is unknown hardware"),
         ("processes: 3\nfabric: FABRIC\n", [], "batch: 256 sequences do not split over dp 3"),
@@ -71,7 +71,7 @@ def test_a_runs_file_that_cannot_be_planned_is_refused(tmp_path: Path, lines: st
 
 
 def test_an_unknown_stage_is_refused() -> None:
-    with pytest.raises(ValueError, match="gpus: warmup is no stage of the recipe; there are long, main"):
+    with pytest.raises(ValueError, match="gpus: warmup is not a stage of the recipe; write one of long, main"):
         plan_on(make_plan(recipe(), []), "roce-24k", ["warmup=8"])
 
 

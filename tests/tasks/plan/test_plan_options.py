@@ -27,13 +27,13 @@ def test_nothing_said_is_nothing_known() -> None:
 
 @pytest.mark.parametrize("text", ["", "many", "main=", "main=8x", "main=-8", "8.5", "0", "main=0", "=", "8²", "1e4"])
 def test_what_is_no_number_of_gpus_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"gpus: .* is no number of GPUs; write 8192, or main=16384 for one stage"):
+    with pytest.raises(ValueError, match=r"gpus: .* is not a number of GPUs; write 8192, or main=16384 for one stage"):
         parse_gpus([text])
 
 
 def test_an_unknown_stage_is_refused_with_those_that_exist() -> None:
     known_stages(recipe(), {"main": StagePlacement(8), "long": StagePlacement(8)})
-    with pytest.raises(ValueError, match=r"gpus: anneal is no stage of the recipe; there are long, main"):
+    with pytest.raises(ValueError, match=r"gpus: anneal is not a stage of the recipe; write one of long, main"):
         known_stages(recipe(), {"anneal": StagePlacement(8)})
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llama3.parallel.memory import memory
+from llama3.planner.layout_search import memory_parts
 from tasks.plan import plots
 from tasks.plan.page import cost_points, page, write_page
 from tests.tasks.plan_room import planned
@@ -116,6 +117,6 @@ def test_memory_in_the_picture_is_all_of_it() -> None:
     found = planned("64")
     best, spec = found.main.best, found.projection.recipe.model
     for need in memory(spec, found.projection.rows, best.layout, best.world, best.load):
-        parts = plots.memory_parts(need)
+        parts = memory_parts(need)
         assert sum(parts.values()) == need.total
         assert set(parts) == set(plots.MEMORY)

@@ -174,7 +174,7 @@ def test_a_champion_that_was_deleted_is_refused_by_name_until_somebody_decides(r
     room.store.delete(first.label)
     record = judge_of(room, second)(log)
     assert (record.kind, failed(record)) == (REFUSED, [CHAMPION])
-    assert f"artifact '{first.label}': there is none" in record.why
+    assert f"artifact '{first.label}': not found" in record.why
     assert "herd rollback quickstart --to" in record.why
     assert judge_of(room, second, override="it is lost")(log).kind == PROMOTED
 

@@ -72,7 +72,13 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
     assert held_out > 0
     assert [(row["kept"], row["held_out"]) for row in page.sources] == [(kept, held_out)], "one word, one number"
     html = render_data(page)
-    for text in ("bad json", "A line that is no JSON object.", "home | about | contact us", "exam", "https://h.org/9"):
+    for text in (
+        "bad json",
+        "A line that is not a JSON object.",
+        "home | about | contact us",
+        "exam",
+        "https://h.org/9",
+    ):
         assert text in html
     assert html.count("<svg") == 1
     assert not re.search(r"\bNone\b|\bnan\b", html)

@@ -93,7 +93,7 @@ def test_what_is_set_aside_is_gone_for_readers_and_kept(root: Root) -> None:
         ("math/added.bin", "is not in the manifest"),
     }
     assert done.set_aside == [label]
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="not found under"):
         open_store(root).at(label)
     assert len(list((root.local / ".damaged").iterdir())) == 1
     assert verify(root, "tiny-1").damaged == []
@@ -118,7 +118,7 @@ def test_a_damaged_record_of_a_study_hides_no_other(root: Root) -> None:
         studies.save(StudyRecord(name=name, **given))
     root.write("[", "studies", "one", RECORD)
     assert [record.name for record in studies.all()] == ["two"]
-    with pytest.raises(DamagedRecord, match=rf"study one: .*studies/one/{RECORD} is no record of a study"):
+    with pytest.raises(DamagedRecord, match=rf"study one: .*studies/one/{RECORD} is not a valid record"):
         studies.find("one")
     with pytest.raises(DamagedRecord):
         plan_retention(root, 1, 0, [])
@@ -174,6 +174,6 @@ def test_objects_and_copies_are_read_too(bucket: str, tmp_path: Path) -> None:
         (artifact.label, "data.txt"),
         (lost.label, "manifest.json"),
     }
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="not found under"):
         open_store(root).at(artifact.label)
     assert verify(root).damaged == []

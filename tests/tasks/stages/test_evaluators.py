@@ -45,7 +45,7 @@ def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None
 def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_path: Path, evaluators: int) -> None:
     shutil.copytree(room / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"config.json: is not the configuration of a model") as caught:
+    with pytest.raises(ValueError, match=r"config.json: is not a model configuration") as caught:
         score(recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators), shared_agents())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()

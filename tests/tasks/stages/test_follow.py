@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.restart import rank_process
 from llama3.recipe.schedule import Schedule
 from llama3.train import job as jobs
 from llama3.train import metrics
@@ -21,7 +20,7 @@ from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.errors import TrainingFailed
 from tasks.launch import base as launch_base
-from tasks.launch.local import Agents, LocalLauncher
+from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tasks.runs.records import Runs
 from tasks.stages.follow import HUNG, Follower
 from tasks.stages.train import StageAttempts, _resumes

@@ -211,7 +211,7 @@ def test_another_tokenizer_is_refused(trained: Trained, tmp_path: Path) -> None:
         ({"from": "x", "after": "main"}, "only a checkpoint has a position; write format: checkpoint"),
         (
             {"from": "x-1/main", "format": "checkpoint", "after": "late"},
-            r"start\.after: 'late' is no stage; .* main, anneal",
+            r"start\.after: 'late' is not a stage; .* main, anneal",
         ),
         ({"from": "x-1/main", "format": "checkpoint", "after": "anneal"}, "is the last stage, so nothing is left"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import simulated_studies
 from llama3.studies.expand import ExpandedStudy, load_study
-from llama3.studies.results import HURTS
+from llama3.studies.results import HURTS, RunResult
 from tasks.study.analysis import mix_analysis
 
 BASE = Path("recipes/experiments/base-cpu.yaml").absolute()
@@ -19,7 +19,7 @@ def posed(folder: Path, text: str) -> ExpandedStudy:
     return load_study(path)
 
 
-def ran(study: ExpandedStudy, **effects: dict[str, float]) -> list[simulated_studies.Outcome]:
+def ran(study: ExpandedStudy, **effects: dict[str, float]) -> list[RunResult]:
     """Return made-up runs of all arms; those not named in `effects` have none."""
     arms = dict.fromkeys(run.arm.name for run in study.runs)
     truth = simulated_studies.PlantedEffects(DOCUMENTS, {}, {arm: effects.get(arm, {}) for arm in arms})

@@ -125,8 +125,8 @@ def test_markdown_names_the_files_of_its_pictures() -> None:
 
 def test_what_was_shared_is_counted() -> None:
     text = words(view(3, repeats=3))
-    assert "2 artifacts were made once and serve several runs, which spared 22 makings of them." in text
-    assert "12 artifacts serve one run alone." in text
+    assert "2 artifacts are used by several runs, which saved 22 executions of steps." in text
+    assert "12 artifacts are used by a single run." in text
     deleted = words(view(lineage=[("curate", "curated/web-1", "", 4)]))
     assert "deleted since" in deleted
 

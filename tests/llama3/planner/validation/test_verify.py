@@ -49,7 +49,7 @@ def test_one_anchor_may_be_asked_for() -> None:
 
 def test_an_unknown_anchor_is_refused() -> None:
     for name in ["A6", "4", "A44", "anchor"]:
-        with pytest.raises(ValueError, match=rf"anchor: '{name}' is none; there are A1 to A5"):
+        with pytest.raises(ValueError, match=rf"anchor: '{name}' is unknown; write A1 to A5"):
             verify(name)
 
 

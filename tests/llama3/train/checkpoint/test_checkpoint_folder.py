@@ -194,18 +194,18 @@ def test_a_parent_without_its_average(tmp_path: Path) -> None:
 
 def test_the_newest_the_milestones_and_the_pinned_are_kept(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "checkpoints", 30, 60)
-    checkpoints.pin(30, "stage main ends here")
-    checkpoints.pin(60, "alias champion")
-    checkpoints.pin(60, "alias challenger")
+    checkpoints.store.pins.add(30, "stage main ends here")
+    checkpoints.store.pins.add(60, "alias champion")
+    checkpoints.store.pins.add(60, "alias challenger")
     checkpoints.keep = Keep(last=2, every=Tokens(100))
     for position in (90, 120, 150, 180):
         checkpoints.save(State(position=position), "main")
     assert checkpoints.positions() == [30, 60, 120, 150, 180]
-    checkpoints.unpin(60, "alias champion")
+    checkpoints.store.pins.remove(60, "alias champion")
     checkpoints.save(State(position=190), "main")
     assert checkpoints.positions() == [30, 60, 120, 180, 190]
-    checkpoints.unpin(60, "alias challenger")
-    checkpoints.unpin(60, "alias challenger")
+    checkpoints.store.pins.remove(60, "alias challenger")
+    checkpoints.store.pins.remove(60, "alias challenger")
     checkpoints.save(State(position=195), "main")
     assert checkpoints.positions() == [30, 120, 190, 195]
 
@@ -245,7 +245,7 @@ def test_going_back_before_a_spike(tmp_path: Path) -> None:
     assert checkpoints.resume(state, before=7).path == tmp_path / "checkpoints" / f"{6:018}"
     assert state.position == 6
     assert checkpoints.positions() == [3, 6]
-    checkpoints.pin(6, "alias")
+    checkpoints.store.pins.add(6, "alias")
     with pytest.raises(ValueError, match=r"checkpoint 6 is pinned \(alias\)"):
         checkpoints.resume(state, before=4)
 

@@ -248,11 +248,11 @@ def test_retention_keeps_what_is_pinned_and_deletes_the_manifest_first(
     uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoints = store(uri, tmp_path, 3, last=1)
-    checkpoints.pin(3, "alias champion")
+    checkpoints.store.pins.add(3, "alias champion")
     for position in (6, 9):
         checkpoints.save(State(position=position), "main")
     assert checkpoints.positions() == [3, 9]
-    checkpoints.unpin(3, "alias champion")
+    checkpoints.store.pins.remove(3, "alias champion")
 
     def die(prefix: str) -> None:
         raise ConnectionError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama3.train.checkpoint.journal_upload as segments
-from llama3.train.checkpoint.journal_upload import Segments
+import llama3.train.checkpoint.journal_upload as journal_upload
+from llama3.train.checkpoint.journal_upload import JournalUpload
 from llama3.train.checkpoint.manifest import Damaged, JournalChunk
 from llama3.train.incidents import Skip, SkippedRanges
 from llama3.train.journal import Journal, Record, Rewind, abandon, read_journal
@@ -26,7 +26,7 @@ class Machine:
         self.store, self.work, self.saves = store, work, 0
 
     def start(self, segment: JournalChunk | None, attempt: str) -> bool:
-        self.kept = Segments(str(self.store), self.work, attempt)
+        self.kept = JournalUpload(str(self.store), self.work, attempt)
         return segment is not None and self.kept.restore(segment)
 
     def train(self, first: int, count: int, loss: float) -> None:
@@ -79,7 +79,7 @@ def test_every_checkpoint_has_its_past(
     machine, saved, attempt = machines[0], list[tuple[JournalChunk, int, dict[str, bytes]]](), 0
     machine.start(None, "attempt-0")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "PIECE", piece)
+        patch.setattr(journal_upload, "CHUNK_BYTES", piece)
         for what, number in operations:
             if what == "train":
                 machine.train(machine.position + 1, number, attempt)
@@ -125,7 +125,7 @@ def test_only_what_is_new_is_stored(machine: Machine) -> None:
     sizes = [path.stat().st_size for path in sorted((machine.store / "journal").iterdir())]
     assert len(sizes) == 2
     assert sizes[1] < 400 < sizes[0]
-    machine.kept = Segments(str(machine.store), machine.work, "two")  # started again on the same machine
+    machine.kept = JournalUpload(str(machine.store), machine.work, "two")  # started again on the same machine
     newest = sorted((machine.store / "journal").iterdir())[-1]
     assert not machine.kept.restore(JournalChunk(name=newest.name, sha256=digest_bytes(newest.read_bytes()).sha256))
     machine.train(102, 1, 0.0)
