@@ -14,9 +14,11 @@ from llama3.evaluate.suite import suite_for
 from storage.artifact import Artifact
 from storage.lease import LeaseHeld
 from tasks.pipeline_steps import evaluated_stages
+from tasks.promotion.approval import decide
 from tasks.promotion.gate import Override
 from tasks.promotion.log import CHAMPION, decided
-from tasks.promotion.promote import RollbackRequest, decide, promote_model, roll_back
+from tasks.promotion.promote import promote_model
+from tasks.promotion.rollback import RollbackRequest, roll_back
 from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
 from tasks.tracking.steps import SCORE, scores_of

@@ -34,8 +34,10 @@ MODULES = {
         1900,
     ),
     "llama3.train.launch": (set(), 380),
+    "tasks.promotion.rollback": (set(), 410),
+    "tasks.promotion.approval": (set(), 440),
 }
-"""The same for what `herd run` looks with before it starts, for the engine of a flow run, and for a trainer's agent."""
+"""The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback and approval."""
 
 
 def imported(program: str, folder: Path, *words: str) -> set[str]:

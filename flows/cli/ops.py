@@ -194,7 +194,7 @@ def rollback(
 ) -> None:
     """Go back to the champion before, or to any model that was champion, at once."""
     from tasks.promotion.log import CHAMPION, decided
-    from tasks.promotion.promote import RollbackRequest, roll_back
+    from tasks.promotion.rollback import RollbackRequest, roll_back
 
     with mistakes():
         name, _, alias = family.partition("@")
@@ -214,8 +214,8 @@ def promotions(
 
 
 def _decide(root: str, run: str, approved: bool, by: str, comment: str) -> None:
+    from tasks.promotion.approval import decide
     from tasks.promotion.log import decided
-    from tasks.promotion.promote import decide
 
     with mistakes():
         out.print(escape(decided(*decide(Root.of(root), run, approved, by, comment))))

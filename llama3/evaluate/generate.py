@@ -59,8 +59,6 @@ class Sampler:
         if self.temperature == 0:
             greedy: list[int] = allowed_BV.argmax(-1).tolist()
             return greedy
-        import torch
-
         drawn_B1 = torch.tensor([[each.random()] for each in dice], dtype=torch.float64, device=logits_BV.device)
         largest_B1 = allowed_BV.amax(-1, keepdim=True)
         # subtract first: a tiny temperature makes large logits infinite
@@ -83,8 +81,6 @@ def _index_at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
 
     `shares_BV` is fp64: an fp32 sum over 128,000 tokens rounds rare ones away.
     """
-    import torch
-
     sums_BV = shares_BV.cumsum(-1)
     at_B1 = torch.searchsorted(sums_BV, drawn_B1 * sums_BV[:, -1:], right=True)
     return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)  # beyond the end only if shares are not finite

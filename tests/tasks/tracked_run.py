@@ -17,8 +17,8 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
+from tasks.promotion.approval import settle
 from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, reigning
-from tasks.promotion.promote import settle
 from tasks.runs.records import Runs, StepRecord, now
 from tasks.step import Context, tracked
 from tasks.tracking.mlflow import Tracker

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import tasks.promotion.promote
+import tasks.promotion.approval
 from storage.lease import lease
 from storage.processes import free_port
 from storage.root import Root
+from tasks.promotion.approval import decide, question
 from tasks.promotion.log import CHALLENGER, PROMOTED, REFUSED, WAITS, Promotion, PromotionLog, read_log
-from tasks.promotion.promote import decide, decided_before, question
+from tasks.promotion.promote import decided_before
 from tasks.runs.records import OPEN, Runs
 from tasks.runs.recovery import show_aliases
 from tasks.tracking.mlflow import Tracker
@@ -57,7 +58,7 @@ def test_a_crash_before_it_is_shown_is_made_good_by_the_next_command(
 ) -> None:
     waiting(root)
     with monkeypatch.context() as patch:
-        patch.setattr(tasks.promotion.promote, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(tasks.promotion.approval, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             decide(root, "tiny-1", True, "Ada")
     assert read_log(root, FAMILY)[-1].kind == PROMOTED

@@ -19,7 +19,7 @@ from storage.object_artifact import open_store
 from storage.processes import free_port
 from storage.root import Root
 from tasks.models.lookup import label_of_alias
-from tasks.promotion import promote
+from tasks.promotion import rollback
 from tasks.promotion.log import (
     CHAMPION,
     PREVIOUS,
@@ -34,7 +34,7 @@ from tasks.promotion.log import (
     reigning,
     reigns,
 )
-from tasks.promotion.promote import RollbackRequest, roll_back
+from tasks.promotion.rollback import RollbackRequest, roll_back
 from tasks.runs.recovery import reconcile, show_aliases
 from tasks.tracking.mlflow import Tracker
 from tasks.tracking.registry import Registry
@@ -135,7 +135,7 @@ def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
         use(patch, f"http://127.0.0.1:{free_port()}")
         root = Root.of(tmp_path_factory.mktemp("root"))
         made = {artifact.label for artifact in champions(root, 4)}
-        patch.setattr(promote, "show", lambda *_: False)
+        patch.setattr(rollback, "show", lambda *_: False)
         for to in asked:
             log = read_log(root, FAMILY)
             try:
