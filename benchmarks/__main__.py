@@ -253,7 +253,7 @@ def plan(
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: search,recipe/cpu")] = "",
     out_: OutOption = None,
 ) -> None:
-    """Planning: layouts searched per CPU second, and what `herd plan` and `herd plan verify` take. CPU time."""
+    """Planning: layouts searched per CPU second, and what `herd plan` and `herd plan validate` take. CPU time."""
     from benchmarks.plan import PlanSession, PlanSettings, plan_rows
 
     names = tuple(filter(None, only.split(",")))
@@ -270,14 +270,14 @@ def study(
     ),
     json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,overhead/cpu")] = "",
-    tokens: Annotated[str, typer.Option(help="How long each arm of that study trains.")] = "200K",
+    tokens: Annotated[str, typer.Option(help="How long each variant of that study trains.")] = "200K",
     ladder: Annotated[Path, typer.Option(help="Study file whose grid is tried on made-up losses.")] = Path(
         "recipes/experiments/ladder-llama3.yaml"
     ),
     out_: OutOption = None,
     work: WorkOption = None,
 ) -> None:
-    """Studies: how often intervals hold and nothing is found where nothing is, and what a study adds to its arms."""
+    """Studies: how often intervals hold no false findings, and what a study adds to its variants."""
     from benchmarks.study import StudySession, StudySettings, study_rows
 
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:

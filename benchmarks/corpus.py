@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llama3.data.demo.installed import installed_documents
-from llama3.data.mapreduce import ROW_GROUP, document_id, draw
-from llama3.data.text.normalize import normalise
+from llama3.data.mapreduce import ROW_GROUP, document_id, text_hash
+from llama3.data.text.normalize import normalize
 from llama3.recipe.base import Domain
 
 SIZES = {"small": 4_000_000, "full": 43_000_000}
@@ -41,12 +41,12 @@ _SHARD = pa.schema(
         "row": pa.int64(),
         **dict.fromkeys(("id", "text", "domain", "source"), pa.string()),
         "source_index": pa.int32(),
-        **dict.fromkeys(("language", "url", "licence", "date"), pa.string()),
+        **dict.fromkeys(("language", "url", "license", "date"), pa.string()),
         "bytes": pa.int64(),
         "draw": pa.uint64(),
     }
 )
-_REPEATING = ["domain", "source", "language", "licence", "date"]
+_REPEATING = ["domain", "source", "language", "license", "date"]
 _WORD = re.compile(r"\S+")
 _PARAGRAPH = re.compile(r"\n\s*\n")
 
@@ -67,11 +67,11 @@ class Page:
 def make_pages(texts: Iterable[str], size: int, seed: int = SEED) -> list[Page]:
     """Return documents of about `size` bytes of text, made from `texts` by `seed`, in an order of chance.
 
-    Fewer where `texts` end before; no text is used twice. Both sides get them normalised: a peer that takes a blank at
+    Fewer where `texts` end before; no text is used twice. Both sides get them normalized: a peer that takes a blank at
     the end of a line for its end sees no punctuation there.
     """
     chance = random.Random(seed)
-    pieces = [piece for text in texts for piece in cut(normalise(text), chance)]
+    pieces = [piece for text in texts for piece in cut(normalize(text), chance)]
     chance.shuffle(pieces)
     taken, total = [], 0
     for piece in pieces:
@@ -184,10 +184,10 @@ def write_shard(pages: Iterable[Page], path: Path) -> None:
             "source_index": 0,
             "language": "en",
             "url": page.url,
-            "licence": "unknown",
+            "license": "unknown",
             "date": page.date,
             "bytes": page.size,
-            "draw": draw(page.text),
+            "draw": text_hash(page.text),
         }
         for page in pages
     ]

@@ -22,11 +22,11 @@ from benchmarks.ours.setup import one_shard, write_attributes
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
 from llama3.data.annotate import document_statistics
-from llama3.data.decontam.decontaminate import decontaminate
+from llama3.data.decontam.decontaminate import Decontaminate
 from llama3.data.filters import broken_rules
-from llama3.data.mapreduce import in_turn
-from llama3.data.text.normalize import normalise
-from llama3.data.text.words import words
+from llama3.data.mapreduce import run_serial
+from llama3.data.text.normalize import normalize
+from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Quality
 
 SETS = {"gsm8k": ("gsm8k/test.jsonl", ["question", "answer"]), "mmlu": ("mmlu/test.jsonl", ["question", "choices"])}
@@ -44,7 +44,7 @@ def dropped(*rules: str) -> Callable[[Session, str], Row]:
         quality = Quality.model_validate({"rules": list(rules)})
         shares = {}
         for path in sorted(_shared("corpora/multilingual").glob("progit-*.jsonl.gz")):
-            texts = [normalise(document["text"]) for document in _documents(path)]
+            texts = [normalize(document["text"]) for document in _documents(path)]
             broken = broken_rules(document_statistics(pa.chunked_array([texts])), quality)
             sizes = [len(text.encode()) for text in texts]
             lost = sum(size for size, rule in zip(sizes, broken, strict=True) if rule)
@@ -63,7 +63,7 @@ def questions_found(run: Session, name: str) -> Row:
     for title, (file, fields) in SETS.items():
         uri = _shared(f"eval/{file}")
         rows = (json.loads(line) for line in uri.open(encoding="utf-8"))
-        long = (row["question"] for row in rows if len(words(row["question"])) >= LEAST_WORDS)
+        long = (row["question"] for row in rows if len(split_words(row["question"])) >= LEAST_WORDS)
         questions = list(islice(long, PLANTED))
         texts = [
             f"{prose[place : place + AROUND]}\n{question}\n{prose[place + AROUND : place + 2 * AROUND]}"
@@ -82,7 +82,7 @@ def _found(texts: list[str], benchmark: dict[str, Any], folder: Path) -> int:
     pq.write_table(documents, source)
     job = one_shard(source, folder, {"decontaminate": [benchmark]})
     write_attributes(job, documents)
-    decontaminate(in_turn, job)
+    Decontaminate().run(run_serial, job)
     return sum(pq.read_metadata(file).num_rows for file in job.files("contaminated/drop"))
 
 

@@ -21,7 +21,7 @@ from benchmarks.measure import Bench, Cost
 from benchmarks.rows import EVALUATE_TARGETS, Row, measured, rows_of
 from llama3.export.convert import convert
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import train_tokenizer
 
@@ -117,13 +117,13 @@ class EvaluateSession:
     def _random(self) -> Path:
         """Write random weights, large enough to make decisions, and a tokenizer of the questions' own text."""
         layers, dim, vocab = SIZES[self.settings.size]
-        spec = Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=max(2, dim // 64), kv_heads=2, max_seq=4096)
+        config = Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=max(2, dim // 64), kv_heads=2, max_seq_len=4096)
         texts = sorted({request.context + request.continuation for pair in self.made for request in pair.task.requests})
         tokenizer = train_tokenizer(texts, vocab)
-        model = build(spec, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+        model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
         folder = self.settings.folder / "model"
         weights = ((name, value * (3 if value.ndim > 1 else 1)) for name, value in model.state_dict().items())
-        save_model(folder, spec, tokenizer.rows, weights)
+        save_model(folder, config, tokenizer.rows, weights)
         tokenizer.save(folder)
         return folder
 

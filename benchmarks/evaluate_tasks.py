@@ -19,14 +19,14 @@ from typing import Any
 
 import yaml
 
-from llama3.evaluate.task import Prompt, Request, Task, Writing
+from llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
 
 Line = dict[str, Any]
 LETTERS = "ABCD"
 SUBJECTS = 4
 """Subjects of MMLU that the questions are shared among."""
 SHOTS = {"mmlu": 5, "gsm8k": 2}
-WRITING = Writing(
+WRITING = GenerationSettings(
     max_tokens=48,
     until=("Question:", "\n\n"),
     extract=(r"(-?[0-9][0-9,]*)",),
@@ -103,7 +103,7 @@ def _arc(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
         "doc_to_target": "gold",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    yield TaskPair(Task(key, "choice", tuple(asked), normalise="characters"), settings, rows)
+    yield TaskPair(Task(key, "choice", tuple(asked), normalize="characters"), settings, rows)
 
 
 def _mmlu(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterator[TaskPair]:
@@ -132,7 +132,7 @@ def _subject(subject: str, shown: Sequence[Line], rows: Sequence[Line]) -> TaskP
         "metric_list": [{"metric": "acc"}],
         **_shown(len(shown)),
     }
-    return TaskPair(Task(key, "choice", tuple(asked), shots=len(shown), normalise="none"), settings, rows, shown)
+    return TaskPair(Task(key, "choice", tuple(asked), shots=len(shown), normalize="none"), settings, rows, shown)
 
 
 def _question(row: Line) -> str:

@@ -24,7 +24,7 @@ from benchmarks.rows import GENERATE_TARGETS, Row, measured, rows_of
 from benchmarks.train_rounds import Rounds, Side, take_rounds
 from llama3.export.convert import convert
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 
 SizeName = Literal["tiny", "small"]
@@ -47,9 +47,9 @@ class GenerateSize:
 
 
 SIZES: Mapping[SizeName, GenerateSize] = {
-    "tiny": GenerateSize(Model(layers=2, dim=32, ffn=112, heads=4, kv_heads=2, max_seq=256), 600, 16, (3, 8), 2, 1),
+    "tiny": GenerateSize(Model(layers=2, dim=32, ffn=112, heads=4, kv_heads=2, max_seq_len=256), 600, 16, (3, 8), 2, 1),
     "small": GenerateSize(
-        Model(layers=6, dim=384, ffn=1344, heads=6, kv_heads=2, max_seq=2048), 8192, 512, (8, 128), 9, 3
+        Model(layers=6, dim=384, ffn=1344, heads=6, kv_heads=2, max_seq_len=2048), 8192, 512, (8, 128), 9, 3
     ),
 }
 
@@ -123,7 +123,7 @@ class GenerateSession:
 def write_models(folder: Path, size: GenerateSize) -> None:
     """Write random weights in both formats; no logit of a special token or a single byte is ever the largest."""
     rows = coder(size.vocab).rows
-    model = build(size.model, rows, 0, torch.float32, torch.device("cpu"))
+    model = build_model(size.model, rows, 0, torch.float32, torch.device("cpu"))
     assert model.output is not None
     with torch.no_grad():
         for layer in model.layers.parameters():

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from llama3.evaluate.generate import answer, stream
-from llama3.evaluate.task import Prompt, Writing
+from llama3.evaluate.generate import generate_batch, stream
+from llama3.evaluate.task import GenerationSettings, Prompt
 from llama3.model.files import load_model
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def _streamed(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
 
 def _answered(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
     prompts = [Prompt("bench", str(number), text, ()) for number, text in enumerate(shape["texts"])]
-    answers = answer(model, coder(shape["vocab"]), prompts, Writing(max_tokens=shape["new"]), 0)
+    answers = generate_batch(model, coder(shape["vocab"]), prompts, GenerationSettings(max_tokens=shape["new"]), 0)
     return [_ids(text) for (text,) in answers]
 
 

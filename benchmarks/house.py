@@ -20,10 +20,11 @@ from benchmarks.rows import HOUSE_TARGETS, Row, measured, rows_of
 
 PACKAGES = ("flows", "tasks", "llama3", "storage")
 RUN = """
-import sys, flows.cli.main, flows.pipeline, llama3.train.launch, llama3.train.main, llama3.train.trainer
-print(*(name for name, module in sys.modules.items() if name.split('.')[0] in {packages!r} and module.__file__))
+import os, sys, flows.cli.main, flows.pipeline, llama3.train.launch, llama3.train.main, llama3.train.trainer
+print(*(name for name, module in sys.modules.items()
+        if name.split('.')[0] in {packages!r} and module.__file__ and os.path.getsize(module.__file__)))
 """
-"""What the processes of a run import: the command, the flow, the agent of a machine, and a rank."""
+"""Files with code that the processes of a run import: the command, the flow, the agent of a machine, and a rank."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import TextIO
 from benchmarks.corpus import SEED, SIZES, Page, changed_words, digest, make_pages, read_texts, write_jsonl, write_shard
 from llama3.data.demo.installed import installed_documents
 from llama3.recipe.base import DOMAINS
-from llama3.tokens.adversarial_strings import hostile
+from llama3.tokens.adversarial_strings import adversarial_strings
 from llama3.tokens.hf_tokenizer import byte_level_json
 from llama3.tokens.tokenizer import train_tokenizer, use_tokenizer
 from llama3.tokens.vocabulary import PATTERN
@@ -120,7 +120,7 @@ def _make_tokenizer(folder: Path, given: Path | None, pages: Sequence[Page]) -> 
 
 def _parity_pages() -> Iterator[Page]:
     """Yield hostile strings and some text of each domain that this machine has: ids must be equal there too."""
-    for place, text in enumerate(hostile()):
+    for place, text in enumerate(adversarial_strings()):
         yield Page(text.encode("utf-8", "replace").decode(), f"https://hostile.example/{place}")
     for domain in DOMAINS:
         size = 0

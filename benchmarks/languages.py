@@ -17,8 +17,8 @@ from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
 from llama3.data.demo.installed import installed_documents
-from llama3.data.text.language import primary
-from llama3.data.text.normalize import normalise
+from llama3.data.text.language import primary_subtag
+from llama3.data.text.normalize import normalize
 from llama3.recipe.data_schema import TUNED
 
 SHORTEST, LONGEST = 2_000, 5_000
@@ -61,7 +61,7 @@ def _row(run: Session, name: str, module: str, **options: str) -> Row:
 
 def shares(known: list[str], found: list[str]) -> tuple[dict[str, float], float]:
     """Return the share of right answers by language and over all documents; a locale counts as its language."""
-    right = [language == primary(other) for language, other in zip(known, found, strict=True)]
+    right = [language == primary_subtag(other) for language, other in zip(known, found, strict=True)]
     hits, each = Counter(dict.fromkeys(known, 0)), Counter(known)
     for language, hit in zip(known, right, strict=True):
         hits[language] += hit
@@ -83,9 +83,9 @@ def write_documents(found: Iterator[tuple[str, str]], source: Path, warm_up: Pat
     """
     texts: dict[str, list[str]] = {}
     for language, text in found:
-        own = texts.setdefault(primary(language), [])
+        own = texts.setdefault(primary_subtag(language), [])
         if len(own) < EACH:
-            data = normalise(text[:LONGEST]).encode("utf-8", "ignore")[:LONGEST]
+            data = normalize(text[:LONGEST]).encode("utf-8", "ignore")[:LONGEST]
             own += [data.decode("utf-8", "ignore")] * (len(data) >= SHORTEST)
     lines = [
         json.dumps({"language": language, "text": text})

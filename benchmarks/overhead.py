@@ -30,8 +30,8 @@ from tasks.runs.records import Runs
 WATCH_S = 0.25
 EMPTY_FLOW = "from prefect import flow\n@flow\ndef nothing() -> None: ...\nnothing()\n"
 EMPTY_TRACKER = (
-    "import sys\nfrom storage.root import Root\nfrom tasks.tracking.mlflow import Tracker\n"
-    "assert Tracker(Root.of(sys.argv[1]), 'empty').experiment\n"
+    "import sys\nfrom storage.root import Root\nfrom tasks.tracking.mlflow import MLflowTracker\n"
+    "assert MLflowTracker(Root.parse(sys.argv[1]), 'empty').experiment\n"
 )
 
 
@@ -68,7 +68,7 @@ def measure_overhead(recipe: Path, folder: Path) -> Overhead:
     mlflow = [sys.executable, "-c", EMPTY_TRACKER, str(folder / "root")]
     first, again = ([_timed(side, environment, folder)[0] for side in (prefect, mlflow)] for _ in range(2))
     herd, share = _timed([sys.executable, "-m", "flows.cli.main", "run", str(recipe)], environment, folder)
-    (run,) = Runs(Root.of(folder / "root")).all()
+    (run,) = Runs(Root.parse(folder / "root")).all()
     plain = [
         sys.executable,
         "-m",
@@ -141,7 +141,7 @@ def plain_chain(recipe: Recipe, folder: Path) -> None:
     from llama3.data.collect import collect
     from llama3.data.curate import curate
     from llama3.data.readers.sources import survey
-    from llama3.tokens.shards import tokenise
+    from llama3.tokens.shards import tokenize
     from llama3.tokens.tokenizer import make_tokenizer
     from tasks.cluster import Cluster
     from tasks.executors import data_runner
@@ -156,18 +156,18 @@ def plain_chain(recipe: Recipe, folder: Path) -> None:
         annotate(recipe, collected, annotated, runner)
         curate(recipe, collected, annotated, curated, scratch, runner)
         make_tokenizer(recipe, curated, tokenizer)
-        tokenise(recipe, curated, tokenizer, tokens, runner=runner)
+        tokenize(recipe, curated, tokenizer, tokens, runner=runner)
     _train(recipe, folder, tokens, tokenizer, curated)
 
 
 def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated: Path) -> None:
     from llama3.evaluate.evaluate import evaluate
-    from llama3.export.checks import vet_model
+    from llama3.export.checks import check_model
     from tasks.cluster import Cluster
     from tasks.launch.local import Agents, LocalLauncher
-    from tasks.models.serving import smoke
+    from tasks.models.export import smoke_test
     from tasks.pipeline_steps import evaluated_stages
-    from tasks.stages.evaluate import write_held_out
+    from tasks.stages.evaluate import write_validation_rows
 
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     parent, cluster = None, Cluster()
@@ -177,13 +177,13 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
             micro_batch=cluster.micro_batch, threads=cluster.process_threads, layout=cluster.layout,
         )  # fmt: skip
         job.work.mkdir()
-        write_held_out(recipe, curated, tokenizer, job.work)
+        write_validation_rows(recipe, curated, tokenizer, job.work)
         (job.work / "job.json").write_text(job.model_dump_json())
         with Agents(folder / "agent.log") as agents:
             launcher = LocalLauncher(cluster, agents)
             outcome = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1").wait()
         if outcome.status:
-            raise RuntimeError(outcome.words)
+            raise RuntimeError(outcome.message)
         parent = job.work / "result" / "state"
         if span.ends_stage and span.stage.name in evaluated_stages(recipe):
             scores = folder / f"scores-{span.name}"
@@ -191,8 +191,8 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
             evaluate(recipe, job.work / "result" / "model", tokenizer, curated, scores, threads=cluster.threads)
     served = shutil.copytree(job.work / "result" / "model", folder / "served")
     shutil.copytree(tokenizer, served, dirs_exist_ok=True)
-    vet_model(served, folder)
-    smoke(served)
+    check_model(served, folder)
+    smoke_test(served)
 
 
 def main(recipe: str, folder: str, root: str, run: str) -> None:
@@ -200,7 +200,7 @@ def main(recipe: str, folder: str, root: str, run: str) -> None:
     from tasks.report.run import make_report
 
     plain_chain(load_recipe(Path(recipe)), Path(folder))
-    make_report(Root.of(root), run)
+    make_report(Root.parse(root), run)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from llama3.data.text.words import words
+from llama3.data.text.words import split_words
 
 COMMON = 64
 """A shingle of more documents says nothing about any two of them."""
@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 def shingle_set(text: str, width: int) -> frozenset[str]:
     """Return the shingles of `text`: `width` words each, or all words of a shorter text."""
-    found = words(text)
+    found = split_words(text)
     return frozenset("\0".join(found[at : at + width]) for at in range(max(1, len(found) - width + 1)))
 
 

@@ -135,7 +135,7 @@ class TorchrunLaunch:
     def poll(self) -> AttemptResult | None:
         """Return how it ended, or None while it runs."""
         status = self.process.poll()
-        return None if status is None else AttemptResult(status=status, words=last_lines(self.log) if status else "")
+        return None if status is None else AttemptResult(status=status, message=last_lines(self.log) if status else "")
 
     def waits(self) -> bool:
         """Nothing waits here."""

@@ -165,7 +165,7 @@ GENERATE_TARGETS: Mapping[str, Target] = {
 PLAN_TARGETS: Mapping[str, Target] = {
     "search/rate": Target(1000, "layouts per CPU s"),
     "recipe/cpu": Target(5, "CPU s", "at most"),
-    "verify/cpu": Target(None, "CPU s"),
+    "validate/cpu": Target(None, "CPU s"),
     "start/help": Target(0.5, "CPU s", "at most"),
     "start/usage": Target(0.5, "CPU s", "at most"),
     "start/status": Target(1, "CPU s", "at most"),
@@ -185,8 +185,8 @@ STUDY_TARGETS: Mapping[str, Target] = {
     "same/mix": Target(5, "of 100 searches", "at most"),
     "scatter/3-repeats": Target(93.5, "% of intervals"),
     "scatter/2-repeats": Target(93.5, "% of intervals"),
-    "overhead/record": Target(5, "% of the arms' time", "at most"),
-    "overhead/cpu": Target(5, "% of the arms' CPU", "at most"),
+    "overhead/record": Target(5, "% of the variants' time", "at most"),
+    "overhead/cpu": Target(5, "% of the variants' CPU", "at most"),
     "overhead/again": Target(None, "CPU s"),
 }
 """Every row of `python -m benchmarks study`, in order."""

@@ -1,8 +1,9 @@
 """Made-up outcomes of a study whose truth is known, to count how often its verdict is wrong.
 
-Bits per byte of document i in run (arm, repeat) are difficulty[i] + effect[arm] + effect[arm, i] + luck[run] +
-luck[run, domain] + rest[run, i]; documents have uneven lengths. The default sizes are of the order seen between tiny
-models trained alike. What this gives up: tails heavier than the normal's, and arms that differ in their scatter.
+Bits per byte of document i in run (variant, repeat) are difficulty[i] + effect[variant] + effect[variant, i] +
+luck[run] + luck[run, domain] + rest[run, i]; documents have uneven lengths. The default sizes are of the order seen
+between tiny models trained alike. What this gives up: tails heavier than the normal's, and variants that differ in
+their scatter.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class PlantedEffects:
     questions: Mapping[str, int]
     """Questions of each task."""
     effects: Mapping[str, Mapping[str, float]]
-    """How much better each arm is than none, by domain or task: `{"gsm": {"math": 0.01}}`. The first is the control."""
+    """Gain of each variant by domain or task: `{"gsm": {"math": 0.01}}`. The first is the control."""
     repeats: int = 3
     luck: float = 0.004
     """Of a run, the same in all its domains."""
     luck_domain: float = 0.003
     """Of a run, in one domain."""
     uneven: float = 0.01
-    """How unevenly an effect falls on documents; nothing where an arm has no effect."""
+    """How unevenly an effect falls on documents; nothing where a variant has no effect."""
     rest: float = 0.01
     """Of one document in one run."""
     luck_task: float = 0.01
@@ -44,21 +45,21 @@ class PlantedEffects:
 
 
 def outcomes(truth: PlantedEffects, seed: int) -> list[RunResult]:
-    """Return the outcomes of all arms and repeats."""
+    """Return the outcomes of all variants and repeats."""
     dice = np.random.default_rng(seed)
-    arms = list(truth.effects)
+    variants = list(truth.effects)
     made = {name: list(_domain(truth, name, n, dice)) for name, n in truth.domains.items()}
-    common = truth.luck * dice.standard_normal((len(arms), truth.repeats))
+    common = truth.luck * dice.standard_normal((len(variants), truth.repeats))
     asked = {name: list(_task(truth, name, n, dice)) for name, n in truth.questions.items()}
     return [
-        _outcome(arm, repeat + 1, place * truth.repeats + repeat, made, asked, common[place, repeat])
-        for place, arm in enumerate(arms)
+        _outcome(variant, repeat + 1, place * truth.repeats + repeat, made, asked, common[place, repeat])
+        for place, variant in enumerate(variants)
         for repeat in range(truth.repeats)
     ]
 
 
 def _domain(truth: PlantedEffects, name: str, n: int, dice: np.random.Generator) -> Iterator[Samples]:
-    """Yield the samples of each run, arm by arm."""
+    """Yield the samples of each run, variant by variant."""
     lengths = np.round(np.exp(7 + 0.9 * dice.standard_normal(n))).astype(np.float64)
     hard = 2 + 0.4 * dice.standard_normal(n)
     ids = tuple(f"{name}-{place}" for place in range(n))
@@ -81,7 +82,7 @@ def _task(truth: PlantedEffects, name: str, n: int, dice: np.random.Generator) -
 
 
 def _outcome(
-    arm: str,
+    variant: str,
     repeat: int,
     place: int,
     made: Mapping[str, Sequence[Samples]],
@@ -97,20 +98,20 @@ def _outcome(
     scores = {key: _bits(key, one) for key, one in shifted.items()} | {
         key: _share(key, one) for key, one in right.items()
     }
-    return RunResult(arm, repeat, f"{arm}-{repeat}", 1_000_000, 160_000, 1e12, scores, shifted | right)
+    return RunResult(variant, repeat, f"{variant}-{repeat}", 1_000_000, 160_000, 1e12, scores, shifted | right)
 
 
 def _bits(key: str, samples: Samples) -> Score:
     found = ratio(samples.numerators.tolist(), samples.denominators.tolist())
-    return Score.of(key, found, "bits per byte", "lower", f"asked {key}", None)
+    return Score.from_estimate(key, found, "bits per byte", "lower", f"asked {key}", None)
 
 
 def _share(key: str, samples: Samples) -> Score:
-    return Score.of(key, mean(samples.numerators.tolist()), "accuracy", "higher", f"asked {key}", 0.25)
+    return Score.from_estimate(key, mean(samples.numerators.tolist()), "accuracy", "higher", f"asked {key}", 0.25)
 
 
 def false_findings(studies: int, repeats: int = 3, documents: int = 64, sources: int = 1, seed: int = 0) -> int:
-    """Return the number of simulated studies of equal arms that declare a difference; at most 5 % should.
+    """Return the number of simulated studies of equal variants that declare a difference; at most 5 % should.
 
     Four domains of `documents` documents and two tasks of 100 questions.
     """
@@ -120,8 +121,8 @@ def false_findings(studies: int, repeats: int = 3, documents: int = 64, sources:
         effects={"default": {}, **{f"again-{number}": {} for number in range(sources)}},
         repeats=repeats,
     )
-    arms = {arm: arm for arm in truth.effects if arm != "default"}
-    verdicts = (annealing_verdict(outcomes(truth, seed + study), "default", arms) for study in range(studies))
+    variants = {variant: variant for variant in truth.effects if variant != "default"}
+    verdicts = (annealing_verdict(outcomes(truth, seed + study), "default", variants) for study in range(studies))
     return sum(any(finding.says != NOTHING for finding in verdict.findings) for verdict in verdicts)
 
 

@@ -102,7 +102,7 @@ class StorageSession:
     @cached_property
     def remote_store(self) -> Store:
         """A store that is full, in the object store."""
-        root = Root.of(f"{self.remote}/full", str(self.settings.folder / "scratch"))
+        root = Root.parse(f"{self.remote}/full", str(self.settings.folder / "scratch"))
         return full_remote_store(root, self.sizes.remote)
 
 
@@ -128,7 +128,7 @@ def take_writes(uri: str, folder: Path, sizes: Sizes) -> Writes:
     file = folder / "file"
     file.write_bytes(data)
     plain_fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
-    store = open_store(Root.of(f"{uri}/ours", str(folder / "scratch")))
+    store = open_store(Root.parse(f"{uri}/ours", str(folder / "scratch")))
     spent: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
     for number in range(WARM_UP + sizes.rounds):
         with store.staging() as staged:

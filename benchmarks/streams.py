@@ -28,8 +28,8 @@ def mix(run: Session, name: str) -> Row:
     documents, budget = MIX[run.settings.size]
     cost = _on_shards(run, "ours.mix", documents, True, budget=budget)
     note = f"{documents:,} documents, {budget:,} tokens"
-    if cost.facts["planned"] != cost.facts["realised"]:
-        return failed(name, f"{note}: planned {cost.facts['planned']}, realised {cost.facts['realised']}")
+    if cost.facts["planned"] != cost.facts["realized"]:
+        return failed(name, f"{note}: planned {cost.facts['planned']}, realized {cost.facts['realized']}")
     return measured(name, cost.cpu_s, f"{note}, exact to the token", **cost.facts)
 
 

@@ -20,10 +20,9 @@ from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
 from benchmarks.study_overhead import StudyCost, study_cost
 from llama3.recipe.base import Domain
 from llama3.studies.effects import coverage
-from llama3.studies.expand import ArmRun, designed, load_study
-from llama3.studies.isoflop import NoLaw, Trial, fit_ladder
+from llama3.studies.expand import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw, VariantRun, design_mixes, load_study
+from llama3.studies.isoflop import NoLawError, Trial, fit_ladder
 from llama3.studies.mixture import MixTrial, fit_mixture, propose
-from llama3.studies.published import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw
 from llama3.studies.study import MixDesign
 
 TRIES = 100
@@ -46,14 +45,14 @@ class StudySettings:
     """What is measured."""
 
     folder: Path
-    """Where the study and its arms run; empty at first."""
+    """Where the study and its variants run; empty at first."""
     only: tuple[str, ...]
     herd: Sequence[str]
     """How the command line is started."""
     recipe: Path
     """Base recipe of the study that is run."""
     tokens: str = "200K"
-    """How long each arm trains."""
+    """How long each variant trains."""
     ladder: Path = Path("recipes/experiments/ladder-llama3.yaml")
     """Study whose grid of budgets and sizes is tried on made-up losses."""
 
@@ -85,10 +84,10 @@ def _alpha(_: StudySession, name: str) -> Row:
 
 def _shipped(session: StudySession, name: str) -> Row:
     """Count them on the grid of a study file: its own shapes, batches and operations, so no even steps."""
-    posed = load_study(session.settings.ladder)
-    if posed.study.ladder is None:
-        raise ValueError(f"--ladder: {session.settings.ladder} is no ladder but a study of kind {posed.study.kind}")
-    runs, budgets = posed.runs, posed.study.ladder.budgets
+    expanded = load_study(session.settings.ladder)
+    if expanded.study.ladder is None:
+        raise ValueError(f"--ladder: {session.settings.ladder} is no ladder but a study of kind {expanded.study.kind}")
+    runs, budgets = expanded.runs, expanded.study.ladder.budgets
     held = sum(
         _holds([_trial(run, dice) for run in runs], budgets) for dice in map(np.random.default_rng, range(TRIES))
     )
@@ -96,7 +95,7 @@ def _shipped(session: StudySession, name: str) -> Row:
     return measured(name, held, note)
 
 
-def _trial(run: ArmRun, dice: np.random.Generator) -> Trial:
+def _trial(run: VariantRun, dice: np.random.Generator) -> Trial:
     loss = TRUTH.loss(run.parameters, run.tokens) * (1 + NOISE * dice.normal())
     return Trial(run.parameters, run.tokens, run.flops, loss, run.name)
 
@@ -104,7 +103,7 @@ def _trial(run: ArmRun, dice: np.random.Generator) -> Trial:
 def _holds(trials: Sequence[Trial], budgets: Sequence[float]) -> bool:
     try:
         alpha = fit_ladder(trials, budgets).law.alpha
-    except NoLaw:
+    except NoLawError:
         return False
     return alpha.low <= TRUTH.alpha <= alpha.high
 
@@ -121,24 +120,26 @@ def _said(law: PowerLaw, tokens: float) -> str:
 
 
 def _same(_: StudySession, name: str) -> Row:
-    """Count the annealing studies of arms that are all the control in which a difference is declared."""
+    """Count the annealing studies of variants that are all the control in which a difference is declared."""
     sources = 1 if name == "same/annealing" else SOURCES
     found = false_findings(TRIES, sources=sources)
-    return measured(name, found, f"{sources} arm(s) that are the control, 3 repeats, 4 domains and 2 tasks")
+    return measured(name, found, f"{sources} variant(s) that are the control, 3 repeats, 4 domains and 2 tasks")
 
 
 def _same_mix(_: StudySession, name: str) -> Row:
     """Count the searches over mixes that are all as good as the base mix in which another is proposed."""
-    mixes = {"base": MIX, **designed(MixDesign(), MIX)}
+    mixes = {"base": MIX, **design_mixes(MixDesign(), MIX)}
     found = sum(_proposes(mixes, dice) for dice in map(np.random.default_rng, range(TRIES)))
     return measured(name, found, f"{len(mixes)} mixes around the base, 3 repeats, bits per byte off by {NOISE}")
 
 
 def _scatter(_: StudySession, name: str) -> Row:
-    """Return how often the interval of an arm holds the truth that scatters 5 x as widely as the others."""
+    """Return how often the interval of a variant holds the truth that scatters 5 x as widely as the others."""
     repeats = int(name[len("scatter/")])
-    arms = {3: 4, 2: 8}[repeats]
-    return measured(name, 100 * coverage(arms, repeats, 5.0), f"the last of {arms} arms scatters 5 x as widely")
+    variants = {3: 4, 2: 8}[repeats]
+    return measured(
+        name, 100 * coverage(variants, repeats, 5.0), f"the last of {variants} variants scatters 5 x as widely"
+    )
 
 
 def _proposes(mixes: Mapping[str, Mapping[Domain, Fraction]], dice: np.random.Generator) -> bool:
@@ -158,16 +159,16 @@ def _plain(shares: Mapping[Domain, Fraction]) -> dict[str, float]:
 
 def _recorded(session: StudySession, name: str) -> Row:
     cost = session.cost
-    share = 100 * (cost.seconds - cost.arm_seconds) / cost.arm_seconds
-    note = f"{cost.seconds:.1f} s of wall time, {cost.arm_seconds:.1f} s inside its {len(cost.arms)} runs"
-    return measured(name, share, note, seconds=cost.seconds, arm_seconds=cost.arm_seconds)
+    share = 100 * (cost.seconds - cost.variant_seconds) / cost.variant_seconds
+    note = f"{cost.seconds:.1f} s of wall time, {cost.variant_seconds:.1f} s inside its {len(cost.variants)} runs"
+    return measured(name, share, note, seconds=cost.seconds, variant_seconds=cost.variant_seconds)
 
 
 def _cpu(session: StudySession, name: str) -> Row:
     cost = session.cost
-    alone = sum(cost.arms.values())
-    note = f"study {cost.cpu_s:.1f} CPU s, its {len(cost.arms)} runs each by herd run {alone:.1f} CPU s"
-    return measured(name, 100 * (cost.cpu_s / alone - 1), note, study_cpu_s=cost.cpu_s, arms_cpu_s=cost.arms)
+    alone = sum(cost.variants.values())
+    note = f"study {cost.cpu_s:.1f} CPU s, its {len(cost.variants)} runs each by herd run {alone:.1f} CPU s"
+    return measured(name, 100 * (cost.cpu_s / alone - 1), note, study_cpu_s=cost.cpu_s, variants_cpu_s=cost.variants)
 
 
 def _again(session: StudySession, name: str) -> Row:

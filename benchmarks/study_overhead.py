@@ -1,10 +1,11 @@
-"""A small comparison by `herd study run`, and its runs each by `herd run`: what the study adds to the sum of its arms.
+"""A small comparison by `herd study run`, and its runs each by `herd run`: what the study adds to the sum of its
+variants.
 
-All begin from copies of one root in which text is curated and tokenised, so both sides train and score and nothing
+All begin from copies of one root in which text is curated and tokenized, so both sides train and score and nothing
 else, which their records are asked to confirm. Costs are CPU time of whole trees of processes. What this gives up:
-each run alone starts Python, Prefect and MLflow anew, as a user's would, so the study may cost less than its arms; what
-it spends outside its arms once it runs is the figure of its record, which is wall time, and the cost of the same
-command given again, which finds every run.
+each run alone starts Python, Prefect and MLflow anew, as a user's would, so the study may cost less than its variants;
+what it spends outside its variants once it runs is the figure of its record, which is wall time, and the cost of the
+same command given again, which finds every run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from llama3.recipe.load import load_recipe, resolved, to_yaml
 from llama3.studies.expand import ExpandedStudy, load_study
 
 NAME = "bench-study"
-ARMS: Mapping[str, list[str]] = {"steady": [], "short": ["lr.warmup=10 steps"]}
-DATA = ("collect", "annotate", "curate", "tokenizer", "tokenise")
+VARIANT_FIELDS: Mapping[str, list[str]] = {"steady": [], "short": ["lr.warmup=10 steps"]}
+DATA = ("collect", "annotate", "curate", "tokenizer", "tokenize")
 """Steps that are done before anything is measured."""
 
 
@@ -37,22 +38,22 @@ class StudyCost:
     """Of the study, with all its runs."""
     again_cpu_s: float
     """Of the same command once more, when every run is there: all that the study itself does, and starting."""
-    arms: Mapping[str, float]
+    variants: Mapping[str, float]
     """CPU seconds of each run alone, by its name."""
     seconds: float
     """Wall time of the study by its record: from its first run to its verdict."""
-    arm_seconds: float
+    variant_seconds: float
     """Of that, inside its runs."""
 
 
 def study_cost(herd: Sequence[str], recipe: Path, tokens: str, folder: Path) -> StudyCost:
-    """Run a study of two arms and two seeds of `recipe`, and its runs alone, below the empty `folder`.
+    """Run a study of two variants and two seeds of `recipe`, and its runs alone, below the empty `folder`.
 
     Raises ValueError for a recipe that cannot be studied, RuntimeError for a command that fails or work that differs.
     """
     file = study_file(recipe, tokens, folder)
-    posed = load_study(file)
-    recipes = arm_recipes(posed, folder)
+    expanded = load_study(file)
+    recipes = variant_recipes(expanded, folder)
     environment = _environment(folder)
     data = folder / "data"
     first = next(iter(recipes.values()))
@@ -64,7 +65,7 @@ def study_cost(herd: Sequence[str], recipe: Path, tokens: str, folder: Path) -> 
     again = tree_cost(command, folder / "again.log", environment)
     alone = {name: _alone(herd, one, data, folder, environment) for name, one in recipes.items()}
     confirm(of_study, len(recipes))
-    return StudyCost(cost.cpu_s, again.cpu_s, alone, record["seconds"], record["arm_seconds"])
+    return StudyCost(cost.cpu_s, again.cpu_s, alone, record["seconds"], record["variant_seconds"])
 
 
 def study_file(recipe: Path, tokens: str, folder: Path) -> Path:
@@ -78,7 +79,7 @@ def study_file(recipe: Path, tokens: str, folder: Path) -> Path:
         "compare": {
             "control": "steady",
             "varies": ["lr.warmup"],
-            "arms": {"steady": [], "short": ["lr.warmup=10 steps"]},
+            "variants": {"steady": [], "short": ["lr.warmup=10 steps"]},
         },
     }
     file = folder / "study.yaml"
@@ -86,11 +87,11 @@ def study_file(recipe: Path, tokens: str, folder: Path) -> Path:
     return file
 
 
-def arm_recipes(posed: ExpandedStudy, folder: Path) -> dict[str, Path]:
+def variant_recipes(expanded: ExpandedStudy, folder: Path) -> dict[str, Path]:
     """Write the recipe of each run and return it by the run's name."""
     written = {}
-    for run in posed.runs:
-        path = folder / f"{run.arm.name}-{run.repeat}.yaml"
+    for run in expanded.runs:
+        path = folder / f"{run.variant.name}-{run.repeat}.yaml"
         path.write_text(to_yaml(run.recipe))
         written[run.name] = path
     return written
@@ -131,7 +132,7 @@ def confirm(root: Path, runs: int) -> None:
 
 
 def _expected(step: str) -> str:
-    return "reused" if step in DATA else "made"
+    return "reused" if step in DATA else "created"
 
 
 def _records(root: Path) -> list[dict[str, Any]]:

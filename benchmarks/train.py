@@ -92,7 +92,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     "loader/wait": train_state.loader,
     "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
-    **{name: train_gpu.utilisation for name in TRAIN_TARGETS if name.startswith("gpu/")},
+    **{name: train_gpu.utilization for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }
 
 

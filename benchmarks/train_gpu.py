@@ -1,7 +1,7 @@
-"""Rows of one GPU: model FLOPs utilisation of the shapes that Llama 3 has, at 8,192 tokens, in bf16 and float8.
+"""Rows of one GPU: model FLOPs utilization of the shapes that Llama 3 has, at 8,192 tokens, in bf16 and float8.
 
 Whole steps as the trainer takes them: blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing
-recomputed unless the layers need it. Utilisation is of the peak that `llama3.train.peak_flops` names, by the formula
+recomputed unless the layers need it. Utilization is of the peak that `llama3.train.peak_flops` names, by the formula
 over all scores (what torchtitan and PaLM print) and over the causal half. The 8B does not fit beside its optimizer
 state on one card, so it has fewer layers: the same matrices, a larger share of the vocabulary. Not run on a GPU so
 far.
@@ -21,18 +21,18 @@ from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
 from llama3.model.flops import flops_per_token
-from llama3.model.init import empty
+from llama3.model.init import empty_model
 from llama3.model.linear import check_device, use_float8
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
-from llama3.train.peak_flops import device_name, peak_of
+from llama3.train.peak_flops import device_name, peak_flops
 
 ROWS, SEQ = 128_256, 8_192
 WARM_UP, STEPS = 4, 10
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"preset": "1b"},
     "3b": {
-        "layers": 28, "dim": 3072, "ffn": 8192, "heads": 24, "kv_heads": 8, "max_seq": SEQ, "tied_embeddings": True,
+        "layers": 28, "dim": 3072, "ffn": 8192, "heads": 24, "kv_heads": 8, "max_seq_len": SEQ, "tied_embeddings": True,
     },
     "8b": {"preset": "8b", "layers": 8},
 }  # fmt: skip
@@ -48,7 +48,7 @@ class Speed:
     peak_bytes: int
 
 
-def utilisation(run: TrainSession, name: str) -> Row:
+def utilization(run: TrainSession, name: str) -> Row:
     """MFU by the full-attention formula in bf16, or tokens a second in float8 over those in bf16."""
     if not torch.cuda.is_available():
         raise NotMeasured("no CUDA device")
@@ -62,12 +62,12 @@ def utilisation(run: TrainSession, name: str) -> Row:
         fp8 = speed_of(shape, True)
         note = f"{fp8.tokens_per_s:,.0f} tokens/s against {bf16.tokens_per_s:,.0f}"
         return measured(name, fp8.tokens_per_s / bf16.tokens_per_s, note)
-    return _utilisation(name, shape, bf16)
+    return _utilization(name, shape, bf16)
 
 
-def _utilisation(name: str, shape: str, speed: Speed) -> Row:
+def _utilization(name: str, shape: str, speed: Speed) -> Row:
     device = device_name(torch.device("cuda"))
-    peak = peak_of(device, "bf16")
+    peak = peak_flops(device, "bf16")
     if peak is None:
         raise NotMeasured(f"the peak of {device} is not known; it did {speed.tokens_per_s:,.0f} tokens/s")
     flops = flops_per_token(Model.model_validate(SHAPES[shape]), ROWS, SEQ)
@@ -105,7 +105,7 @@ def speed_of(shape: str, float8: bool) -> Speed:
 
 def _model(shape: str, float8: bool, device: torch.device) -> Transformer:
     """Return a compiled model with weights of chance."""
-    model = empty(Model.model_validate(SHAPES[shape]), ROWS).to_empty(device=device)
+    model = empty_model(Model.model_validate(SHAPES[shape]), ROWS).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)

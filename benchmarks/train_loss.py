@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from llama3.model.loss import token_nats
+from llama3.model.loss import token_nll
 
 
 def stepper(shape: Mapping[str, Any], bf16: bool) -> Callable[[], float]:
@@ -25,7 +25,7 @@ def stepper(shape: Mapping[str, Any], bf16: bool) -> Callable[[], float]:
             loss = F.cross_entropy(logits_TV.float(), targets_BS.flatten())
             del logits_TV
         else:
-            loss = token_nats(hidden_BSD, weight_VD, targets_BS).sum() / shape["tokens"]
+            loss = token_nll(hidden_BSD, weight_VD, targets_BS).sum() / shape["tokens"]
         torch.autograd.backward(loss)
         hidden_BSD.grad = weight_VD.grad = None
         return float(loss.detach())

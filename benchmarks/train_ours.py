@@ -15,12 +15,14 @@ from llama3.recipe.sections import Model
 def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tuple[nn.Module, Loss]:
     """Return the model with these weights and its mean loss."""
     rows = shape["rows"]
-    model = Transformer(Model(**{name: value for name, value in shape.items() if name not in ("rows", "seq")}), rows)
+    model = Transformer(
+        Model(**{name: value for name, value in shape.items() if name not in ("rows", "seq_len")}), rows
+    )
     model.load_state_dict(weights)
     model.compute = torch.bfloat16 if bf16 else None
 
     def loss_of(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        nats_BS: Tensor = model(tokens_BS, None, targets_BS)
-        return nats_BS.sum() / targets_BS.numel()
+        nll_BS: Tensor = model(tokens_BS, None, targets_BS)
+        return nll_BS.sum() / targets_BS.numel()
 
     return model, loss_of

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from benchmarks.measure import NotMeasured
 from benchmarks.train_rounds import Rounds, Side, take_rounds
 from benchmarks.train_side import TARGETS, TOKENS
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
-from llama3.train.precision import fast_fp32
+from llama3.train.state import fast_fp32
 
 SizeName = Literal["tiny", "small", "full"]
 PEERS = ("torchtitan", "transformers", "litgpt")
@@ -99,7 +99,7 @@ class TrainSession:
         if name not in self.size.models:
             raise NotMeasured("needs --size full")
         layers, dim, heads, kv_heads = self.size.models[name]
-        return Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=heads, kv_heads=kv_heads, max_seq=2048)
+        return Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=heads, kv_heads=kv_heads, max_seq_len=2048)
 
     def steps(self, name: str, bf16: bool) -> Rounds:
         """Return rounds of herd's step and the peers' on the model `name`, in fp32 or with products in bf16."""
@@ -132,24 +132,24 @@ class TrainSession:
     def rounds(self, model: str, name: str, sides: Mapping[str, Side]) -> Rounds:
         """Return rounds of `sides` on the model called `model`, taken once under `name`."""
         if name not in self._rounds:
-            spec = self.model(model)
+            config = self.model(model)
             shape: dict[str, Any] = {
-                **spec.model_dump(exclude={"preset", "rope_scaling", "tied_embeddings"}),
+                **config.model_dump(exclude={"preset", "rope_scaling", "tied_embeddings"}),
                 "rows": self.size.rows,
-                "seq": self.size.batch[1],
+                "seq_len": self.size.batch[1],
             }
-            taken = take_rounds(sides, self._weights(spec, self.settings.folder / name), shape, self.size.rounds)
+            taken = take_rounds(sides, self._weights(config, self.settings.folder / name), shape, self.size.rounds)
             self.versions |= {side: taken.versions[side] for side in PEERS if side in taken.versions}
             self._rounds[name] = taken
         return self._rounds[name]
 
-    def _weights(self, spec: Model, folder: Path) -> Path:
+    def _weights(self, config: Model, folder: Path) -> Path:
         """Write initial weights and a batch of chance into `folder`; return the file."""
         folder.mkdir()
         sequences, length = self.size.batch
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.size.rows, (sequences, length + 1), generator=generator)
-        weights = build(spec, self.size.rows, 0, torch.float32, torch.device("cpu")).state_dict()
+        weights = build_model(config, self.size.rows, 0, torch.float32, torch.device("cpu")).state_dict()
         batch = {TOKENS: text[:, :-1].contiguous(), TARGETS: text[:, 1:].contiguous()}
         save_file({**weights, **batch}, folder / "weights.safetensors")
         return folder / "weights.safetensors"

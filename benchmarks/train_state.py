@@ -35,15 +35,13 @@ from llama3.tokens.tokenizer import Tokenizer
 from llama3.train import metrics
 from llama3.train.job import Attempt, AttemptResult, TrainJob
 from llama3.train.journal import Record, read_journal
-from llama3.train.precision import Precision
-from llama3.train.state import TrainState
-from llama3.train.validation import AUTO_SHARE, FORWARD
-from llama3.train.validation_rows import pack
+from llama3.train.state import Precision, TrainState
+from llama3.train.validation import AUTO_SHARE, FORWARD, pack_rows
 
 RANKS = 4
 SEQ, SEQUENCES = 256, 8
 """Of a step of the runs measured here: 2,048 tokens."""
-SHAPE = {"layers": 4, "dim": 192, "ffn": 672, "heads": 4, "kv_heads": 2, "max_seq": 1024, "tied_embeddings": True}
+SHAPE = {"layers": 4, "dim": 192, "ffn": 672, "heads": 4, "kv_heads": 2, "max_seq_len": 1024, "tied_embeddings": True}
 """Of the model of the loader row: the smaller, the harder to hide reading behind its steps."""
 SMALL = {**SHAPE, "layers": 2, "dim": 32, "ffn": 64}
 """Of the model that is restarted: what is measured is not its steps."""
@@ -70,7 +68,7 @@ def checkpoint(run: TrainSession, name: str) -> Row:
 @cache
 def _checkpoint(folder: Path, dim: int) -> dict[str, float]:
     """Return what `measure_checkpoint` finds for weights and moments of 8 layers of width `dim`."""
-    shape = {"layers": 8, "dim": dim, "ffn": 7 * dim // 2, "heads": 8, "kv_heads": 4, "max_seq": 1024}
+    shape = {"layers": 8, "dim": dim, "ffn": 7 * dim // 2, "heads": 8, "kv_heads": 4, "max_seq_len": 1024}
     recipe = _recipe(shape, 1)
     folder.mkdir()
     with init_distributed("cpu", 60) as world:
@@ -131,8 +129,8 @@ def held_out(run: TrainSession, name: str) -> Row:
     the time of the steps between two of them.
     """
     often = f"{SEQ * SEQUENCES * max(1, run.size.steps // HELD_OUT_TIMES)} tokens"
-    job = _job(run.settings.folder / "held-out", _shape(run), run.size.steps, evaluate={"every": often})
-    held = pack(_documents(), Tokenizer([bytes([value]) for value in range(256)]), SEQ)
+    job = _job(run.settings.folder / "held-out", _shape(run), run.size.steps, evaluate={"val_interval": often})
+    held = pack_rows(_documents(), Tokenizer([bytes([value]) for value in range(256)]), SEQ)
     work = TrainJob.model_validate_json(job.read_text()).work
     work.mkdir()
     held.write(work)
@@ -147,7 +145,7 @@ def held_out(run: TrainSession, name: str) -> Row:
 
 def _documents() -> list[ValidationDocument]:
     """Return as many documents of each domain as a recipe scores, all longer than a row."""
-    texts = (f"{number:05} " * SEQ for number in range(len(DOMAINS) * Evaluate().every_documents))
+    texts = (f"{number:05} " * SEQ for number in range(len(DOMAINS) * Evaluate().val_documents))
     return [ValidationDocument(str(number), DOMAINS[number % len(DOMAINS)], text) for number, text in enumerate(texts)]
 
 
@@ -184,7 +182,7 @@ def _recipe(shape: dict[str, Any], steps: int, **more: Any) -> Recipe:
     for stage in plain["stages"]:
         stage["batch"] = f"{SEQ * SEQUENCES} tokens"
     return Recipe.model_validate(
-        {**plain, "compute": "fp32", "model": Model.model_validate(shape).model_dump(), **more}
+        {**plain, "precision": "fp32", "model": Model.model_validate(shape).model_dump(), **more}
     )
 
 

@@ -1,7 +1,6 @@
-"""Score a checkpoint or decide on it outside the run that made it: judge, reject, roll back.
+"""Evaluate a checkpoint or decide on it outside the run that made it: promote, refuse, roll back.
 
-Recipe, record and MLflow runs are those of the run that made it. An event starts `evaluate` for every committed
-checkpoint; if that run is at work and scores the stage itself, this flow leaves it to the run.
+Recipe, record and MLflow runs are those of the run that made the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.recipe_form import EvaluationParameters, PromotionParameters
-from flows.run_lifecycle import FlowResult, existing_run, existing_run_or_beside, find_checkpoint, flow_state, why_not
-from llama3.evaluate.suite import suite_for
+from flows.run_lifecycle import FlowResult, ReadOnlyRuns, existing_run, find_checkpoint, flow_state, why_not
+from llama3.evaluate.suite import stage_suite_name
 from storage.artifact import Artifact
 from storage.lease import LeaseHeld
 from tasks.pipeline_steps import evaluated_stages
@@ -24,57 +23,50 @@ from tasks.step import Context
 from tasks.tracking.steps import SCORE, scores_of
 
 PATIENCE_S = 60.0
-"""As long as the judge of a checkpoint waits for a flow that scores it, which its commit has started."""
+"""Wait of `promote` for the flow that evaluates the checkpoint, which the checkpoint's commit has started."""
 
 
 @flow(name="evaluate", persist_result=False)
 def evaluate(config: EvaluationParameters = EvaluationParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Score a checkpoint by its run's recipe, or by another suite, and return the run's name.
+    """Evaluate a checkpoint by its run's recipe, or by another suite, and return the run's name."""
 
-    Args:
-        config: Which checkpoint, by what, and where.
-    """
-    return flow_state(lambda: _evaluate(config))
+    def work() -> FlowResult:
+        target = find_checkpoint(config.root_at, config.checkpoint)
+        name, label = target.record.name, target.checkpoint.label
+        with existing_run(config.root_at, name, config.cluster, read_only=True) as context:
+            suite = config.suite.strip() or context.recipe.evaluate.deferred_suite or ""
+            usual = suite in ("", stage_suite_name(context.recipe, target.stage))
+            # An event starts this flow for every committed checkpoint, also while its run still works.
+            if isinstance(context.runs, ReadOnlyRuns) and usual and target.stage in evaluated_stages(context.recipe):
+                return FlowResult(name, f"{label} is left to {name}, which evaluates {target.stage} itself")
+            scores = evaluate_model(context, target.stage, target.checkpoint, _curated(context), suite)
+            return FlowResult(name, f"{label}: {_scores(scores)}")
+
+    return flow_state(work)
 
 
 @flow(name="promote", persist_result=False)
 def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Let the gate judge a checkpoint, refuse a challenger, or roll back; return the name of the model's run.
-
-    Args:
-        config: What to do, with which checkpoint, and where.
-    """
-    act = {"promote": _promote, "refuse": _refuse, "roll back": _roll_back}[config.action]
+    """Let the gate judge a checkpoint, refuse a challenger, or roll back; return the name of the checkpoint's run."""
+    act = {"promote": _promote, "reject": _reject, "roll back": _roll_back}[config.action]
     return flow_state(lambda: act(config))
 
 
-def _evaluate(config: EvaluationParameters) -> FlowResult:
-    found = find_checkpoint(config.root_at, config.checkpoint)
-    name, label = found.record.name, found.checkpoint.label
-    with existing_run_or_beside(config.root_at, name, config.cluster) as (context, ours):
-        suite = config.suite.strip() or context.recipe.evaluate.later or ""
-        usual = suite in ("", suite_for(context.recipe, found.stage))
-        if not ours and usual and found.stage in evaluated_stages(context.recipe):
-            return FlowResult(name, f"{label} is left to {name}, which is at work and scores {found.stage} itself")
-        scores = evaluate_model(context, found.stage, found.checkpoint, _curated(context), suite)
-        return FlowResult(name, f"{label}: {_scores(scores)}")
-
-
 def _promote(config: PromotionParameters) -> FlowResult:
-    found = find_checkpoint(config.root_at, config.checkpoint)
-    name, asked = found.record.name, Override(config.by, config.comment, config.override.strip(), again=True)
+    target = find_checkpoint(config.root_at, config.checkpoint)
+    name, override = target.record.name, Override(config.by, config.comment, config.override.strip(), rejudge=True)
     try:
         with existing_run(config.root_at, name, config.cluster, PATIENCE_S) as context:
             curated = _curated(context)
-            scores = evaluate_model(context, found.stage, found.checkpoint, curated)  # the step of the run itself
-            decision = promote_model(context, found.checkpoint, scores, curated, asked)
+            scores = evaluate_model(context, target.stage, target.checkpoint, curated)  # the step of the run itself
+            decision = promote_model(context, target.checkpoint, scores, curated, override)
     except LeaseHeld as error:
-        raise ValueError(f"checkpoint: {name} is at work and comes to its gate itself; wait for it ({error})") from None
-    message = f"{found.checkpoint.label} {context.record.verdict}, {_scores(scores)}{why_not(decision)}"
+        raise ValueError(f"checkpoint: {name} is running and has its own gate; wait for it ({error})") from None
+    message = f"{target.checkpoint.label} {context.record.verdict}, {_scores(scores)}{why_not(decision)}"
     return FlowResult(name, message)
 
 
-def _refuse(config: PromotionParameters) -> FlowResult:
+def _reject(config: PromotionParameters) -> FlowResult:
     name = find_checkpoint(config.root_at, config.checkpoint).record.name
     promotion, shown = decide(config.root_at, name, False, config.by, config.comment)
     return FlowResult(name, decided(promotion, shown))
@@ -93,8 +85,8 @@ def _roll_back(config: PromotionParameters) -> FlowResult:
 def _curated(context: Context) -> Artifact:
     step = context.record.steps.get("curate")
     if step is None:
-        raise ValueError(f"checkpoint: {context.record.name} has no curated documents to score on; name another run")
-    return context.store.at(step.artifact)
+        raise ValueError(f"checkpoint: {context.record.name} has no curated documents to evaluate on; name another run")
+    return context.store.load(step.artifact)
 
 
 def _scores(evaluation: Artifact) -> str:

@@ -1,8 +1,4 @@
-"""Resume crashed flow runs, end those that crash again and again, and keep the work queue in order.
-
-Three things resume a crashed run: Prefect's automation, the watchdog of its process, and the flow `reconcile` by the
-hour. All give the same reason, so a crash loop is counted whoever resumed it.
-"""
+"""Checks of a flow run that begins: whether it is its turn, whether it is alone, whether it crashes in a loop."""
 
 from __future__ import annotations
 
@@ -19,38 +15,30 @@ from uuid import UUID
 from httpx import HTTPError
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterNextScheduledStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import AwaitingRetry, Cancelled, Crashed, Scheduled
+from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.local_server import is_temporary
 from llama3.recipe.schema import Recipe
-from storage.lease import holders
+from storage.lease import lease_holders
 from storage.root import Root
 from tasks.runs.records import Runs
+from tasks.runs.recovery import FRUITLESS, RESUMED
 
-# A work queue serves whoever waits longest, and a schedule whose runs take longer than its interval would let them pile
-# up before everybody else (Prefect 3.8.8: the limit with CANCEL_NEW counts runs of the same deployment only). So a
-# scheduled run that begins cancels the waiting runs of its schedule and lets runs go first that people started.
+# A work queue serves the longest-waiting flow run first, so a schedule whose runs take longer than its interval would
+# delay every other flow run (Prefect 3.8.8: the limit with CANCEL_NEW counts runs of the same deployment only).
 
 BEHIND = timedelta(seconds=1)
 
 
 def steps_back(client: SyncPrefectClient, own: FlowRun) -> bool:
-    """Return whether `own`, a flow run that begins, was put behind those that people started.
+    """Return whether `own`, a flow run that begins, was rescheduled behind those that people started.
 
-    If a schedule began it, what its schedule has waiting is cancelled.
+    If a schedule began it, the waiting runs of this schedule are cancelled.
     """
     if not own.auto_scheduled:
         return False
@@ -68,7 +56,7 @@ def steps_back(client: SyncPrefectClient, own: FlowRun) -> bool:
 
 
 def thin_out(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Leave of the runs that wait the first of each schedule; yield those that are cancelled."""
+    """Cancel the waiting flow runs of each schedule except the first; yield the cancelled ones."""
     first: dict[str, FlowRun] = {}
     for each in _waiting(client):
         if each.auto_scheduled and (kept := first.setdefault(_schedule(each), each)) is not each:
@@ -77,16 +65,15 @@ def thin_out(client: SyncPrefectClient) -> Iterator[FlowRun]:
 
 
 def _waiting(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the flow runs that would begin now if there were room, who waits longest first."""
-    asked = FlowRunFilter(
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-        next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),  # type: ignore[arg-type]
-    )
-    return client.read_flow_runs(flow_run_filter=asked, sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC)
+    """Return the flow runs that would begin now if there were room, the longest-waiting first."""
+    before = filters.FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC))  # type: ignore[arg-type]
+    scheduled = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
+    due = filters.FlowRunFilter(state=scheduled, next_scheduled_start_time=before)
+    return client.read_flow_runs(flow_run_filter=due, sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC)
 
 
 def _schedule(flow_run: FlowRun) -> str:
-    """Return what tells the runs of one schedule from all others."""
+    """Return a key that is equal for the flow runs of one schedule."""
     return f"{flow_run.deployment_id} {flow_run.parameters}" if flow_run.auto_scheduled else str(flow_run.id)
 
 
@@ -95,21 +82,10 @@ def _cancel(client: SyncPrefectClient, flow_run: FlowRun, by: str) -> None:
     client.set_flow_run_state(flow_run.id, Cancelled(message=message), force=True)
 
 
-# Each attempt notes in the flow run's labels how much there was when it began: steps done and bytes of the stages'
-# journals, which grow with every new optimizer step and with no repeated one. Shards of an unfinished data step do not
-# count, and the journals are those of this machine.
+# A flow run has one process. Two get started if a worker reports a death again while the next attempt begins.
 
-RESUMED = "resumed by the automation for crashed runs"
-"""Message of the state in which the automation puts a crashed run; a person's Retry has another."""
-FRUITLESS = 5
-"""Resumed attempts in a row that may find no progress; the next one fails. A person's Retry starts the count again."""
-FOUND, COUNT = "herd.found", "herd.fruitless"
 LEAVE_S = 20.0
 """Seconds that an earlier process of the same flow run may take to end."""
-
-
-class TooManyCrashes(RuntimeError):
-    """A flow run crashed again and again and got no further."""
 
 
 def attempt_number() -> int:
@@ -117,11 +93,10 @@ def attempt_number() -> int:
     return 0 if is_temporary() else int(flow_run.run_count or 0)
 
 
-def exit_if_alive_elsewhere(root: Root, work: str, say: Callable[[str], None]) -> None:
-    """End this process without a word to Prefect if an earlier one of the same flow run goes on with `work`.
+def exit_if_alive_elsewhere(root: Root, work: str, log: Callable[[str], None]) -> None:
+    """End this process without a report to Prefect if an earlier one of the same flow run still holds the lease `work`.
 
-    A worker under load reports a death minutes later a second time, when the next attempt works already; then Prefect
-    starts one more. A person's Retry is not ended so: what it finds at work is on its way out.
+    A person's Retry is not ended: the earlier process is about to end then.
     """
     if not flow_run.id or is_temporary():
         return
@@ -129,25 +104,26 @@ def exit_if_alive_elsewhere(root: Root, work: str, say: Callable[[str], None]) -
         if not was_resumed(client.read_flow_run_states(UUID(str(flow_run.id)))):
             return
     until = time.monotonic() + LEAVE_S
-    while holder := holders(root, [work]).get(work, ""):
+    while holder := lease_holders(root, [work]).get(work, ""):
         if time.monotonic() > until:
-            say(f"{work} is used by {holder}, an earlier process of this flow run: this one leaves")
+            log(f"{work} is used by {holder}, an earlier process of this flow run: this one leaves")
             leave_quietly()
         time.sleep(1)
 
 
 def leave_quietly() -> NoReturn:
-    """End this process with status 0, of which the worker says nothing: the flow run is another process's to end."""
+    """End this process with status 0, which the worker does not report: another process ends the flow run."""
     logging.shutdown()  # sends the lines that wait for the server
     sys.stdout.flush()
     os._exit(0)
 
 
 def end_flow_run(flow_run_id: str, message: str) -> None:
-    """Give a flow run whose process is gone its final state, if this server knows it and it has none.
+    """Give the flow run of a dead process a final state, after its record went to another flow run.
 
-    Crashed, unless it is a deployment's, of which that would start another attempt: then Cancelled.
+    Crashed; Cancelled for a deployment's flow run, because a crashed one would get another attempt.
     """
+    # The reconciler cannot do this: no record names the flow run any more.
     if is_temporary():
         return
     with suppress(ObjectNotFound, HTTPError), get_client(sync_client=True) as client:
@@ -157,29 +133,40 @@ def end_flow_run(flow_run_id: str, message: str) -> None:
             client.set_flow_run_state(dead.id, state, force=True)
 
 
-def check_attempts(found: Callable[[str], str]) -> None:
-    """Note what this attempt of the flow run finds: `found` says it, given the flow run's id.
+# Each attempt notes in the flow run's labels the progress that it finds: steps done and bytes of the stages' journals,
+# which grow with every new optimizer step and with no repeated one. Shards of an unfinished data step do not count, and
+# the journals are those of this machine.
 
-    Raises TooManyCrashes if resuming it has become pointless.
+FOUND, COUNT = "herd.found", "herd.fruitless"
+
+
+class TooManyCrashes(RuntimeError):
+    """A flow run crashed again and again without progress."""
+
+
+def check_attempts(progress: Callable[[str], str]) -> None:
+    """Note the progress that this attempt finds: `progress` returns it for a flow run id.
+
+    Raises TooManyCrashes after more than FRUITLESS restarts without progress.
     """
-    if not flow_run.id or is_temporary():  # no automation resumes it, and nobody can retry it
+    if not flow_run.id or is_temporary():  # such a flow run is neither restarted nor retried
         return
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(flow_run.id)))
         if steps_back(client, own):
             leave_quietly()
-        here = found(str(own.id))
-        fruitless = count_fruitless(own.labels, here, was_resumed(client.read_flow_run_states(own.id)))
-        client.update_flow_run_labels(own.id, {FOUND: here, COUNT: fruitless})
+        current = progress(str(own.id))
+        fruitless = count_fruitless(own.labels, current, was_resumed(client.read_flow_run_states(own.id)))
+        client.update_flow_run_labels(own.id, {FOUND: current, COUNT: fruitless})
     if fruitless > FRUITLESS:
         raise TooManyCrashes(
-            f"attempt {own.run_count}: it crashed {fruitless} times in a row without a new step; the logs of its "
-            "attempts say why (an out-of-memory kill leaves no words). Mend that, then Retry: nothing done is lost"
+            f"attempt {own.run_count}: it crashed {fruitless} times in a row without a new step; find the reason in "
+            "the logs of its attempts (an out-of-memory kill writes none), fix it, then Retry: finished work is kept"
         )
 
 
 def count_fruitless(labels: Mapping[str, object], now: str, resumed: bool) -> int:
-    """Return how many resumed attempts in a row have found no more than the one before them."""
+    """Return how many restarts in a row have found no more progress than the attempt before them."""
 
     def amounts(text: str) -> tuple[int, int]:
         steps, _, journals = text.partition(":")
@@ -191,7 +178,7 @@ def count_fruitless(labels: Mapping[str, object], now: str, resumed: bool) -> in
 
 
 def progress_of_run(root: Root, recipe: Recipe, flow: str) -> str:
-    """Return how far the run of the flow run `flow` is, as `steps:bytes`; larger compares as further."""
+    """Return the progress of the run of flow run `flow`, as `steps:bytes`; larger compares as further."""
     record = Runs(root).of_flow_run(recipe, flow)
     return _progress(root, len(record.steps) if record else 0)
 
@@ -210,94 +197,7 @@ def _progress(root: Root, steps: int) -> str:
 
 
 def was_resumed(states: Iterable[State[Any]]) -> bool:
-    """Return whether the automation started the newest attempt, by the last state that scheduled it."""
+    """Return whether the reconciler started the newest attempt, by the last state that scheduled it."""
     # `Late` and `AwaitingConcurrencySlot` are scheduled states too, but only say that it waits.
     scheduled = [state for state in states if state.name in ("Scheduled", "AwaitingRetry")]
     return bool(scheduled) and max(scheduled, key=lambda state: state.timestamp).message == RESUMED
-
-
-# A worker reports a killed process twice, before and after the hooks, 5 to 30 s apart (Prefect 3.8.8). An attempt
-# resumed at the first report is called crashed by the second while it works, and a third one starts beside it. So the
-# automation ignores the first report, and the watchdog schedules the next attempt AHEAD_S ahead: the second report
-# turns that into a crash again, which the automation answers at once.
-#
-# A Prefect server on SQLite loses events while several of its tasks write ("database is locked"), and the automation
-# with them. So the watchdog looks whether a crash was answered, and `reconcile` looks again. A process that is killed
-# while it is imported, before it has a watchdog, is resumed by `reconcile` only.
-
-RULE = "herd: resume crashed runs"
-"""Name of the automation; where it is switched off or removed, nothing is resumed here either."""
-AUTO_RESUME = "auto-resume"
-"""Tag of the deployments whose crashed flow runs are resumed."""
-FIRST_REPORT = "Process exited with status code"
-"""Beginning of a worker's message about a killed process, before it runs the hooks."""
-AHEAD_S = 40.0
-"""A worker takes up what is due within 10 s; the hooks need 5 s on a quiet machine, 25 s on a busy one."""
-ANSWER_S, LOOK_S = 15.0, 2.0
-"""The automation answers a crash within a second or two."""
-WATCH_S = 60.0
-"""Within this the next attempt has begun, on a busy machine too."""
-FORGOTTEN = timedelta(days=1)
-"""An older crash is left to people."""
-
-
-def resume_soon(client: SyncPrefectClient, flow_run_id: UUID, attempt: int) -> bool:
-    """Answer a worker's first report that attempt `attempt` crashed; return whether this was it.
-
-    Raises what the client raises.
-    """
-    flow_run = client.read_flow_run(flow_run_id)
-    if not _crashed(flow_run, attempt) or not _wanted(client):
-        return False
-    if flow_run.state is None or not (flow_run.state.message or "").startswith(FIRST_REPORT):
-        return False
-    ahead = datetime.now(UTC) + timedelta(seconds=AHEAD_S)
-    client.set_flow_run_state(flow_run_id, AwaitingRetry(scheduled_time=ahead, message=RESUMED))  # type: ignore[arg-type]
-    return True
-
-
-def resume(client: SyncPrefectClient, flow_run_id: UUID, attempt: int, wait_s: float = WATCH_S) -> bool:
-    """Start the flow run again if its attempt `attempt` crashed and that is not answered; watch for `wait_s` at most.
-
-    Return whether this started it. Raises what the client raises.
-    """
-    until, seen = time.monotonic() + wait_s, 0.0
-    while _unanswered(flow_run := client.read_flow_run(flow_run_id), attempt) and time.monotonic() < until:
-        seen = seen + LOOK_S if _crashed(flow_run, attempt) else 0.0
-        if seen > ANSWER_S:
-            break
-        time.sleep(LOOK_S)
-    if not _crashed(flow_run, attempt) or not _wanted(client):
-        return False
-    client.set_flow_run_state(flow_run_id, AwaitingRetry(message=RESUMED))
-    return True
-
-
-def resume_all(client: SyncPrefectClient, grace_s: float) -> Iterator[FlowRun]:
-    """Start every flow run again that crashed more than `grace_s` ago, and within a day; yield those."""
-    now = datetime.now(UTC)
-    crashed = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[AUTO_RESUME]),
-        state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Crashed"])),
-        end_time=FlowRunFilterEndTime(after_=now - FORGOTTEN, before_=now - timedelta(seconds=grace_s)),  # type: ignore[arg-type]
-    )
-    for crash in client.read_flow_runs(flow_run_filter=crashed):
-        if resume(client, crash.id, crash.run_count, wait_s=0):
-            yield crash
-
-
-def _unanswered(flow_run: FlowRun, attempt: int) -> bool:
-    """Return whether nothing has come after attempt `attempt`, and something may: it crashed, or it waits."""
-    state = flow_run.state
-    waits = state is not None and (state.is_scheduled() or state.is_pending())
-    return flow_run.run_count == attempt and (waits or _crashed(flow_run, attempt))
-
-
-def _crashed(flow_run: FlowRun, attempt: int) -> bool:
-    """Return whether attempt `attempt` of a deployed training run has crashed and is the last one yet."""
-    ours = flow_run.deployment_id is not None and AUTO_RESUME in flow_run.tags and flow_run.run_count == attempt
-    return ours and flow_run.state is not None and flow_run.state.is_crashed()
-
-
-def _wanted(client: SyncPrefectClient) -> bool:
-    return any(rule.enabled for rule in client.read_automations_by_name(RULE))

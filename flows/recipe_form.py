@@ -1,21 +1,19 @@
-"""Parameters of the flows: one model per kind of deployment, so that Prefect draws one form and refuses by schema.
+"""Parameters of the flows: one model per deployment, from which Prefect draws a form and a schema.
 
-All fields have defaults: Quick Run is one click. Every form of a run settles into `PipelineParameters`, which the
-command line fills in too. Drop-downs are made where the values are known beforehand; stages depend on the recipe, so
-the drop-down knows those of the recipes in the checkout, and a text field beside it takes any other.
+All fields have defaults: Quick Run is one click. Every form of a run becomes `PipelineParameters`, which the command
+line fills in too. A drop-down of stages lists those of the checkout's recipes; a text field beside it takes any other.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from coolname.data import config  # what Prefect draws its names from
+from coolname.data import config  # the word list of Prefect's flow run names
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_serializer, model_validator
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
@@ -27,8 +25,8 @@ from tasks.cluster import Cluster
 from tasks.pipeline_steps import KINDS
 from tasks.runs.records import StudyPart
 
-# The form's section "Change the recipe". Each field becomes the override that `--set` would write. The patterns let the
-# Prefect server refuse nonsense before a run exists; the recipe's own checks see the rest within a second of the start.
+# The form's section "Change the recipe". Each field becomes an override like `--set`. Prefect checks the patterns
+# before a run exists; the recipe's own checks find the rest within a second of the start.
 
 _NUMBER = r"[0-9][0-9_]*(\.[0-9]+)?"
 _TOKENS = rf"{_NUMBER}\s*((K|M|B|T|Ki|Mi|Gi|Ti)(\s*tokens)?|tokens)"
@@ -38,7 +36,7 @@ _RATE = r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?"
 
 
 def _or_empty(*forms: str) -> str:
-    """Return a pattern of nothing, or one of `forms`, with space around."""
+    """Return a pattern of an empty text or one of `forms`, with optional space around."""
     return rf"^\s*(({'|'.join(forms)})\s*)?$"
 
 
@@ -53,14 +51,18 @@ WHOLE = _or_empty(r"[0-9]+")
 NAME = r"^[a-z0-9][a-z0-9.-]{0,62}$"
 
 
+def field_at(position: int, title: str, default: Any, description: str, **constraints: Any) -> Any:
+    """Return a field at `position` of the form; `constraints` are pydantic's (`pattern`, `ge`)."""
+    extra: JsonDict = {"position": position}
+    return Field(default=default, title=title, description=description, json_schema_extra=extra, **constraints)
+
+
 def _field(position: int, title: str, pattern: str, description: str, default: str = "") -> Any:
-    """Return a text field; most are empty until somebody fills them in."""
-    place: JsonDict = {"position": position}
-    return Field(default=default, title=title, pattern=pattern, description=description, json_schema_extra=place)
+    return field_at(position, title, default, description, pattern=pattern)
 
 
 class StageChange(BaseModel):
-    """What is different in one stage."""
+    """Changes of one stage."""
 
     model_config = ConfigDict(extra="forbid", title="Stage")
 
@@ -68,7 +70,7 @@ class StageChange(BaseModel):
     until: str = _field(1, "Ends at", TOKENS, "Position in tokens from the start of the run: 840K, 4Mi.")
     length: str = _field(2, "Or trains for", TOKENS, "Tokens of this stage alone: 160K. Not both.")
     batch: str = _field(3, "Batch", TOKENS, "Tokens per optimizer step: 4Mi, 512 tokens.")
-    seq: str = _field(4, "Sequence length", WHOLE, "Tokens per sequence: 512.")
+    seq_len: str = _field(4, "Sequence length", WHOLE, "Tokens per sequence: 512.")
     lr: str = _field(5, "Learning rate", STAGE_RATE, "linear to 0, or constant.")
 
     @model_validator(mode="after")
@@ -78,8 +80,8 @@ class StageChange(BaseModel):
         return self
 
     def overrides(self) -> list[str]:
-        """Return the stage's overrides; a new end takes the place of the one in the recipe, however that is written."""
-        fields = {"until": self.until, "for": self.length, "batch": self.batch, "seq": self.seq, "lr": self.lr}
+        """Return the stage's overrides; a new end replaces both `until` and `for` of the recipe."""
+        fields = {"until": self.until, "for": self.length, "batch": self.batch, "seq_len": self.seq_len, "lr": self.lr}
         given = {field: text.strip() for field, text in fields.items() if text.strip()}
         if "until" in given or "for" in given:
             given = {"until": "null", "for": "null", **given}
@@ -87,7 +89,7 @@ class StageChange(BaseModel):
 
 
 class MixChange(BaseModel):
-    """New shares of one mix. They must sum to 100% together with those that are left empty."""
+    """New shares of one mix; with the unchanged shares they must sum to 100%."""
 
     model_config = ConfigDict(extra="forbid", title="Mix")
 
@@ -103,48 +105,39 @@ class MixChange(BaseModel):
 
 
 class RecipeChange(BaseModel):
-    """What is different from the recipe. Empty fields change nothing."""
+    """Changes of the recipe. Empty fields change nothing."""
 
     model_config = ConfigDict(extra="forbid", title="Change the recipe")
 
-    stages: list[StageChange] = Field(
-        default=[],
-        title="Stages",
-        description="Where a stage stops, its batch, sequence length or learning rate; one entry per stage.",
-        json_schema_extra={"position": 0},
+    stages: list[StageChange] = field_at(
+        0, "Stages", [], "End, batch, sequence length or learning rate of a stage; one entry per stage."
     )
-    mixes: list[MixChange] = Field(
-        default=[],
-        title="Mix",
-        description="How much of each domain a mix holds; one entry per mix.",
-        json_schema_extra={"position": 1},
-    )
+    mixes: list[MixChange] = field_at(1, "Mix", [], "Shares of the domains in a mix; one entry per mix.")
     peak: str = _field(2, "Peak learning rate", RATE, "The highest rate, after the warm-up: 2e-3.")
     warmup: str = _field(3, "Warm-up", SPAN, "Length of the warm-up: 80 steps, 8B.")
     jaccard: str = _field(4, "Deduplication threshold", RATIO, "Documents that overlap so much are one: 0.7, 70%.")
-    held_out: str = _field(5, "Held out", SHARE, "Share of the documents kept for evaluation: 5%.")
+    validation_fraction: str = _field(
+        5, "Validation fraction", SHARE, "Share of the documents kept for evaluation: 5%."
+    )
     every: str = _field(6, "Checkpoint every", CADENCE, "A time or a number of tokens: 10 min, 100M.")
     seed: str = _field(7, "Seed", WHOLE, "Of initial weights, document order and generated problems: 1.")
 
     def overrides(self) -> list[str]:
-        """Return what was filled in as overrides (`curate.dedup.jaccard=0.7`)."""
+        """Return the filled-in fields as overrides (`curate.dedup.jaccard=0.7`)."""
+        jaccard = self.jaccard.strip()
+        if jaccard.endswith("%"):  # the recipe takes a plain number; people type both
+            jaccard = f"{float(jaccard.removesuffix('%')) / 100:.10g}"
         fields = {
             "lr.peak": self.peak,
             "lr.warmup": self.warmup,
-            "curate.dedup.jaccard": _ratio(self.jaccard),
-            "curate.held_out": self.held_out,
+            "curate.dedup.jaccard": jaccard,
+            "curate.validation_fraction": self.validation_fraction,
             "checkpoint.every": self.every,
             "seed": self.seed,
         }
         flat = [f"{path}={text.strip()}" for path, text in fields.items() if text.strip()]
-        parts: list[StageChange | MixChange] = [*self.stages, *self.mixes]
-        return [*(line for part in parts for line in part.overrides()), *flat]
-
-
-def _ratio(text: str) -> str:
-    """Return 70% as 0.7: this field of the recipe is a plain number, and people type both."""
-    number = text.strip().removesuffix("%").strip()
-    return f"{float(number) / 100:.10g}" if text.strip().endswith("%") else number
+        changes: list[StageChange | MixChange] = [*self.stages, *self.mixes]
+        return [*(line for change in changes for line in change.overrides()), *flat]
 
 
 LATEST = "latest"
@@ -160,7 +153,7 @@ DRAWN = {
     "launcher": "Launcher",
     "memory": "Memory for data",
 }
-"""Fields of a cluster that change from run to run, with their titles."""
+"""Fields of a cluster in the form, with their titles."""
 
 
 def default_root() -> str:
@@ -169,33 +162,20 @@ def default_root() -> str:
 
 
 def shipped_stages() -> list[str]:
-    """Return the names of the stages in the recipes of the checkout, each once, in the order of training."""
+    """Return the distinct stage names of the checkout's recipes, in the order of training."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     recipes = [yaml.load(path.read_text(), Loader=loader) for path in sorted(RECIPES.glob("*.yaml"))]
     return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe["stages"]))
 
 
-def _steps(position: int) -> Callable[[Schema], None]:
-    """Return what makes a drop-down of steps: worked out only where a form is drawn."""
-
-    def drawn(schema: Schema) -> None:
-        at = KINDS.index("evaluate")
-        schema |= {"position": position, "enum": [NOTHING, *KINDS[:at], *shipped_stages(), *KINDS[at:]]}
-
-    return drawn
-
-
-def field_at(position: int, title: str, default: Any, description: str) -> Any:
-    """Return a field that the form draws at `position` under `title`."""
-    return Field(default=default, title=title, description=description, json_schema_extra={"position": position})
+def _draw_steps(schema: Schema) -> None:
+    """Add the drop-down of steps to a schema; recipes are read only when a form is drawn."""
+    at = KINDS.index("evaluate")
+    schema |= {"position": 1, "enum": [NOTHING, *KINDS[:at], *shipped_stages(), *KINDS[at:]]}
 
 
 class FewFields:
-    """Draws the `DRAWN` fields of a cluster, and takes all of them.
-
-    The whole of it is 60 fields, six screens long. What this gives up: the others are checked when the flow starts,
-    not before there is a run.
-    """
+    """Draws only the `DRAWN` fields of a cluster but accepts all 60, which the flow checks when it starts."""
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         drawn = handler(core)
@@ -218,23 +198,23 @@ class RootParameters(BaseModel):
 
     @property
     def root_at(self) -> Root:
-        """The root, local or remote."""
-        return Root.of(self.root or default_root())
+        """Return the root, local or remote."""
+        return Root.parse(self.root or default_root())
 
 
 class PlaceParameters(RootParameters):
-    """Where it works."""
+    """Where a flow runs."""
 
     cluster: Annotated[Cluster, FewFields()] = Field(
         default_factory=Cluster,
         title="Cluster",
-        description="Where it works; changes nothing about what is made. Layout, Slurm, Kubernetes: as JSON (menu).",
+        description="Where it runs; the results are the same. Layout, Slurm, Kubernetes: as JSON (menu).",
         json_schema_extra={"position": 91},
     )
 
     @field_serializer("cluster")
     def _few(self, cluster: Cluster) -> dict[str, Any]:
-        """Write what is not as it is by default: the form starts from it, and the page of a flow run shows it."""
+        """Write the fields that differ from the default, for the form and for the page of a flow run."""
         usual, written = Cluster().model_dump(mode="json"), cluster.model_dump(mode="json")
         return {name: value for name, value in written.items() if value != usual[name]}
 
@@ -249,31 +229,29 @@ class StageParameters(PlaceParameters):
     overrides: list[str] = field_at(
         2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
     )
-    new: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
+    fresh: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
     restart_damaged: bool = field_at(5, "Restart damaged stages", False, RESTART)
 
-    def settled(self, until: str = "") -> PipelineParameters:
-        """Return what is to be run, with the form's section folded into the overrides."""
+    def resolved_parameters(self, until: str = "") -> PipelineParameters:
+        """Return the parameters of the run, with the form's section converted to overrides."""
         overrides = [*self.change.overrides(), *self.overrides]
-        plain = {name: getattr(self, name) for name in ("recipe", "new", "restart_damaged", "root", "cluster")}
+        plain = {name: getattr(self, name) for name in ("recipe", "fresh", "restart_damaged", "root", "cluster")}
         return PipelineParameters(**plain, overrides=overrides, until=until)
 
 
 class PipelineParameters(StageParameters):
     """A recipe from raw text to a promoted model."""
 
-    until: str = field_at(3, "Stop after", "", "Step to stop after: curate, tokenise, a stage, ...; empty: do all.")
+    until: str = field_at(3, "Stop after", "", "Step to stop after: curate, tokenize, a stage, ...; empty: do all.")
     rerun_of: SkipJsonSchema[str] = Field(default="", exclude=True)
-    """Earlier run whose recipe is taken instead of the file. Not drawn: the deployment `rerun` is the form for it.
-
-    Not in the form's defaults either: it sends them all back, and the schema, which does not know this one, refuses.
-    """
+    """Earlier run whose recipe replaces the file; set by the deployment `rerun`. Excluded from the form's defaults too:
+    the form sends them all back, and the schema does not know this field."""
     from_step: SkipJsonSchema[str] = Field(default="", exclude=True)
-    """Step from which all is made anew."""
+    """Step from which everything is made again."""
     study: SkipJsonSchema[StudyPart | None] = Field(default=None, exclude=True)
-    """The study that this run is an arm of. Not drawn: the deployment `study` fills it in."""
+    """Study and variant of the run; set by the deployment `study`."""
 
-    def settled(self, until: str = "") -> PipelineParameters:
+    def resolved_parameters(self, until: str = "") -> PipelineParameters:
         overrides = [*self.change.overrides(), *self.overrides]
         return self.model_copy(
             update={"change": RecipeChange(), "overrides": overrides, "until": until or self.until.strip()}
@@ -281,25 +259,25 @@ class PipelineParameters(StageParameters):
 
 
 class RerunParameters(PlaceParameters):
-    """An earlier run once more, from a step on or with changes; what is upstream of them is reused."""
+    """An earlier run again, from a step on or with changes; artifacts upstream of them are reused."""
 
     run: str = field_at(0, "Run", LATEST, "Name of an earlier run, such as quickstart-7; latest: the newest.")
     from_step: str = Field(
         default=NOTHING,
         title="Redo from",
-        description="Step from which all is made anew, even if nothing changed; pretrain is the first stage.",
-        json_schema_extra=_steps(1),
+        description="Step from which everything is made again, even if nothing changed; pretrain is the first stage.",
+        json_schema_extra=_draw_steps,
     )
     stage: str = field_at(
         2, "Or redo from", "", "The same for a step that is not in the list: a stage of your own recipe."
     )
     change: RecipeChange = field_at(3, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
-    overrides: list[str] = field_at(4, "Other changes", [], "Any recipe field: stages.anneal.average=2.")
-    until: str = field_at(5, "Stop after", "", "Step to stop after: tokenise, a stage, ...; empty: do all.")
+    overrides: list[str] = field_at(4, "Other changes", [], "Any recipe field: stages.anneal.weight_averaging=2.")
+    until: str = field_at(5, "Stop after", "", "Step to stop after: tokenize, a stage, ...; empty: do all.")
     restart_damaged: bool = field_at(6, "Restart damaged stages", False, RESTART)
 
-    def settled(self, run: str) -> PipelineParameters:
-        """Return what is to be run: `run` once more. Raises ValueError if two steps are named to redo from."""
+    def resolved_parameters(self, run: str) -> PipelineParameters:
+        """Return the parameters to run `run` again. Raises ValueError if two steps are named to redo from."""
         named = "" if self.from_step == NOTHING else self.from_step
         if named and self.stage.strip():
             raise ValueError(f"stage: 'Redo from' says {named} and 'Or redo from' {self.stage}; fill in one of them")
@@ -315,28 +293,28 @@ class RerunParameters(PlaceParameters):
 
 
 class CheckpointParameters(PlaceParameters):
-    """A checkpoint to score or to judge, by the recipe of the run that made it."""
+    """A checkpoint to evaluate or to promote, by the recipe of the run that made it."""
 
     checkpoint: str = field_at(
         0,
         "Checkpoint",
         LATEST,
-        "checkpoint/quickstart-main-1a2b3c4d, a run (its last one), quickstart@champion, or latest.",
+        "checkpoint/quickstart-main-1a2b3c4d, a run (its last), quickstart@champion, or latest.",
     )
 
 
 class EvaluationParameters(CheckpointParameters):
-    """A checkpoint to score."""
+    """A checkpoint to evaluate."""
 
     suite: str = field_at(
-        1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.later of the recipe, or its suite."
+        1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.deferred_suite of the recipe, or its suite."
     )
 
 
 class PromotionParameters(CheckpointParameters):
-    """What to decide about a checkpoint."""
+    """A decision on a checkpoint."""
 
-    action: Literal["promote", "refuse", "roll back"] = field_at(
+    action: Literal["promote", "reject", "roll back"] = field_at(
         1,
         "Action",
         "promote",
@@ -359,21 +337,15 @@ class ReportParameters(RootParameters):
     run: str = field_at(0, "Run", LATEST, "Name of a run, such as quickstart-7; latest: the newest.")
 
 
-# A flow run that Prefect named (`calm-otter`) is renamed to its run (`quickstart-7`); a name that a person typed stays.
-
-_FORM = re.compile(r"[A-Z][a-z]+-[A-Z][a-z]+")
-"""What the form of the V2 UI fills in: Licensed-Krait, from words of its own."""
-
-
 @cache
-def _words() -> frozenset[str]:
-    parts = cast(dict[str, dict[str, Any]], config)
-    return frozenset(word for part in parts.values() for word in part.get("words", []))
+def _name_words() -> frozenset[str]:
+    lists = cast(dict[str, dict[str, Any]], config).values()
+    return frozenset(word for entry in lists for word in entry.get("words", []))
 
 
 def is_made_up(name: str) -> bool:
-    """Return whether Prefect made up the flow run's name `name`: two words of its list, `adjective-animal`."""
-    if _FORM.fullmatch(name):
-        return True
+    """Return whether Prefect chose a flow run's name: `calm-otter`, or `Licensed-Krait` in the form of its V2 UI."""
+    # Such a flow run is renamed to its run (`quickstart-7`); a name that a person typed stays.
     words = name.split("-")
-    return len(words) == 2 and all(word in _words() for word in words)
+    listed = len(words) == 2 and all(word in _name_words() for word in words)
+    return listed or re.fullmatch(r"[A-Z][a-z]+-[A-Z][a-z]+", name) is not None

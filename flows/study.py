@@ -1,16 +1,16 @@
-"""A study as one Prefect flow: its arms as runs of the pipeline, one after another or side by side, then the verdict.
+"""A study as one Prefect flow: its variants as runs of the pipeline, then the verdict.
 
-One at a time, an arm's flow run is a child of the study's, in this process. Side by side, each is a process
-(`flows.study_arm`) with its own signals and lease. A killed study goes on: finished arms are found by their recipe. A
-failed arm does not stop the others. Arms of one study run on one machine; Slurm and Kubernetes spread their training.
+One at a time, a variant is a child flow run in this process; side by side, each is a process (`flows.study_variant`). A
+killed study continues: finished variants are found by their recipe. A failed variant does not stop the others. All
+flows run on one machine; Slurm and Kubernetes spread their training.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from uuid import UUID
 import httpx
 from prefect import flow, get_client
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from rich.markup import escape
 
 from flows.crash_recovery import (
@@ -32,21 +32,21 @@ from flows.crash_recovery import (
 from flows.local_server import is_temporary
 from flows.pipeline import pipeline
 from flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
-from flows.run_lifecycle import HOOKS, MISTAKES, FlowResult, ending, flow_state
-from flows.study_arm import Apart, ArmJob
+from flows.run_lifecycle import MISTAKES, FlowResult, flow_state, reporting_end
+from flows.study_variant import Apart, VariantJob
 from flows.watchdog import watched
 from llama3.recipe.load import resolved, to_yaml
 from llama3.studies.checks import check_study
-from llama3.studies.expand import ArmRun, ExpandedStudy, load_study
+from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
 from storage.lease import LeaseLost
 from storage.processes import processors
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.console import Console, FileConsole, TerminalConsole, aside, current_console
+from tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
 from tasks.errors import StudyIncomplete
-from tasks.format import clock
+from tasks.format import format_duration
 from tasks.runs.preflight import check_place
 from tasks.runs.records import Runs, State, StudyPart, now
 from tasks.step import code_version
@@ -54,348 +54,264 @@ from tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
 from tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
 from tasks.study.report import conclude, plan_markdown
 from tasks.tracking import prefect_artifacts
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.factory import mlflow_of, open_tracker
+from tasks.tracking.tracker import Tracker
 
-# Parameters of the deployment `study`. The form lists arms, so that a comparison can be tried without a YAML file.
 
+class VariantForm(BaseModel):
+    """One more variant, to try a comparison without a YAML file."""
 
-class ArmForm(BaseModel):
-    """One more arm."""
+    model_config = ConfigDict(extra="forbid", title="Variant")
 
-    model_config = ConfigDict(extra="forbid", title="Arm")
-
-    name: str = Field(
-        default="my-arm",
-        title="Name",
-        pattern=NAME,
-        description="Of the arm; an arm of the study that has it is replaced.",
-        json_schema_extra={"position": 0},
+    name: str = field_at(
+        0, "Name", "my-variant", "Name of the variant; it replaces the study's variant of this name.", pattern=NAME
     )
     change: RecipeChange = field_at(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
     overrides: list[str] = field_at(2, "Other changes", [], "Any recipe field: lr.warmup=40 steps.")
-
-    @property
-    def lines(self) -> list[str]:
-        return [*self.change.overrides(), *self.overrides]
 
 
 class StudyParameters(PlaceParameters):
     """A study: several runs of a changed recipe that answer one question."""
 
     study: str = field_at(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A YAML file, relative to the checkout.")
-    arms: list[ArmForm] = field_at(
-        1, "Further arms", [], "Of a comparison or a mix search: tried beside the study's own."
+    variants: list[VariantForm] = field_at(
+        1, "Further variants", [], "For a comparison or a mix search: run in addition to the study's own."
     )
-    only: list[str] = field_at(2, "Only these arms", [], "Names; empty: all. The control is run in any case.")
-    overrides: list[str] = field_at(3, "Changes for all arms", [], "Any recipe field: stages.main.until=3M.")
-    at_once: int = Field(
-        default=1,
-        ge=1,
-        title="At the same time",
-        description="Runs side by side, each a process of its own; they share the processor's threads.",
-        json_schema_extra={"position": 4},
+    only: list[str] = field_at(2, "Only these variants", [], "Names; empty: all. The control is run in any case.")
+    overrides: list[str] = field_at(3, "Changes for all variants", [], "Any recipe field: stages.main.until=3M.")
+    at_once: int = field_at(
+        4, "At the same time", 1, "Runs side by side, in their own processes; they share the processor's threads.", ge=1
     )
 
-    def posed(self) -> ExpandedStudy:
-        """Return the study as it is asked. Raises RecipeError."""
-        return load_study(Path(self.study), self.overrides, {arm.name: arm.lines for arm in self.arms})
+    def expanded(self) -> ExpandedStudy:
+        """Return the study with its variants expanded. Raises RecipeError."""
+        variants = {form.name: [*form.change.overrides(), *form.overrides] for form in self.variants}
+        return load_study(Path(self.study), self.overrides, variants)
 
-    def chosen(self, posed: ExpandedStudy) -> list[ArmRun]:
-        """Return the runs of the arms that are asked for. Raises ValueError naming the arms that exist."""
-        wanted = {name.strip() for name in self.only if name.strip()}
-        known = list(dict.fromkeys(run.arm.name for run in posed.runs))
-        if unknown := sorted(wanted - set(known)):
-            raise ValueError(f"only: {unknown[0]!r} is no arm of {posed.study.name}; the arms are {', '.join(known)}")
-        return [run for run in posed.runs if not wanted or run.arm.name in {*wanted, posed.control}]
-
-
-# The life of a study, as run_lifecycle.py has that of a run. Whatever can refuse a study happens before its record is
-# written. One process works on a study at a time.
+    def chosen(self, expanded: ExpandedStudy) -> list[VariantRun]:
+        """Return the runs of the variants in `only`. Raises ValueError naming the variants that exist."""
+        selected = {name.strip() for name in self.only if name.strip()}
+        known = list(dict.fromkeys(run.variant.name for run in expanded.runs))
+        if unknown := sorted(selected - set(known)):
+            raise ValueError(
+                f"only: {unknown[0]!r} is not a variant of {expanded.study.name}; the variants are {', '.join(known)}"
+            )
+        return [run for run in expanded.runs if not selected or run.variant.name in {*selected, expanded.control}]
 
 
 @dataclass
 class StudyContext:
-    """What a study that is worked on needs."""
+    """A study in progress."""
 
     config: StudyParameters
-    posed: ExpandedStudy
-    runs: list[ArmRun]
-    """Those that are asked for."""
+    expanded: ExpandedStudy
+    runs: list[VariantRun]
+    """Those of the selected variants."""
     studies: Studies
     record: StudyRecord
     tracker: Tracker
     console: Console
     began: float = field(default_factory=time.monotonic)
-    lost: bool = False
-    """Whether another process has taken the study over."""
 
     @property
     def root(self) -> Root:
         return self.studies.root
 
-    def ends(self, state: State, error: str = "") -> None:
-        """Write how the study stands now, and what it took so far."""
+    def ends(self, state: State, error: str = "") -> bool:
+        """Write the state of the study and its seconds so far; return whether its lease is still held."""
         record, until = self.record, time.monotonic()
         record.state, record.error, record.ended = state, error, now()
         record.seconds, self.began = record.seconds + until - self.began, until
         try:
             self.studies.save(record)
-        except LeaseLost as lost:  # how the study goes on is for its new holder to say
-            self.lost = True
-            self.console.say(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
+        except LeaseLost as lost:  # the new holder of the lease writes the record
+            self.console.log(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
+            return False
+        return True
+
+    def close(self, state: State, status: str, error: str) -> None:
+        """Write how the study ended into its record and into MLflow."""
+        if self.ends(state, error) and self.record.mlflow_run:
+            self.tracker.close(self.record.mlflow_run, status)
+        prefect_artifacts.flush()
 
 
 @contextmanager
-def open_study(config: StudyParameters, posed: ExpandedStudy) -> Iterator[StudyContext]:
-    """Yield the context of a study, checked and recorded. Raises ValueError and LeaseHeld."""
-    root, console, runs = config.root_at, current_console(), config.chosen(posed)
-    check_study(posed, runs)
+def open_study(config: StudyParameters, expanded: ExpandedStudy) -> Iterator[StudyContext]:
+    """Yield the context of a study whose lease is held. Checks raise ValueError before its record is written.
+
+    Raises LeaseHeld if another process works on the study, unless that is an earlier attempt of this flow run.
+    """
+    root, console, runs = config.root_at, current_console(), config.chosen(expanded)
+    check_study(expanded, runs)
     for run in runs:
         check_place(run.recipe, config.cluster, root)
-    plan = plan_study(root, posed, config.cluster, chosen=runs)
+    plan = plan_study(root, expanded, config.cluster, chosen=runs)
     check_hours(plan)
-    studies, name = Studies(root), posed.study.name
-    if _patience(studies.known(name), console):
-        exit_if_alive_elsewhere(root, f"{FOLDER}/{name}", console.say)
-    with studies.alone(name, _patience(studies.known(name), console)):
-        record = _recorded(config, posed, studies)
-        context = StudyContext(config, posed, runs, studies, record, Tracker(root, name), console)
-        with watched(root, f"{FOLDER}/{name}", attempt_number()), _closing(context):
-            console.say(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
+    studies, name = Studies(root), expanded.study.name
+
+    def wait(holder: str) -> None:
+        console.log(f"waiting until the study is free: {holder} works on it")
+
+    earlier = studies.known(name)
+    retried = earlier is not None and bool(flow_run.id) and earlier.prefect_run == str(flow_run.id)
+    if retried:
+        exit_if_alive_elsewhere(root, f"{FOLDER}/{name}", console.log)
+    # Prefect may report a living process as dead, and on an object store a dead one keeps its lease for a while.
+    with studies.alone(name, wait if retried else None):
+        record = _recorded(config, expanded, studies)
+        tracker = open_tracker(root, name, expanded.base.tracking)
+        context = StudyContext(config, expanded, runs, studies, record, tracker, console)
+        with watched(root, f"{FOLDER}/{name}", attempt_number()), reporting_end(context.close):
+            console.log(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
             console.table(plan_table(plan))
             for line in plan_lines(plan):
-                console.say(line)
-            _track(context)
+                console.log(line)
+            _open_mlflow_run(context)
             prefect_artifacts.markdown("plan", plan_markdown(plan), f"Plan of {record.name}")
             yield context
 
 
-def _patience(known: StudyRecord | None, console: Console) -> Callable[[str], None] | None:
-    """Return what is told who has the study, if that is waited for: an earlier attempt of this flow run.
-
-    Its process may live, though Prefect believes it dead; on an object store a dead one is believed alive for a while.
-    """
-    if known is None or not flow_run.id or known.prefect_run != str(flow_run.id):
-        return None
-    return lambda holder: console.say(f"waiting until the study is free: {holder} works on it")
-
-
-def _recorded(config: StudyParameters, posed: ExpandedStudy, studies: Studies) -> StudyRecord:
-    """Write the question and the record down; what the same question took and came to before is kept."""
-    name, known = posed.study.name, studies.known(posed.study.name)
+def _recorded(config: StudyParameters, expanded: ExpandedStudy, studies: Studies) -> StudyRecord:
+    """Write the question and the record; keep seconds and verdict of an earlier record of the same question."""
+    name, known = expanded.study.name, studies.known(expanded.study.name)
+    options = [f" --set '{line}'" for line in config.overrides] + [f" --only {variant}" for variant in config.only]
+    options += [f" --at-once {config.at_once}"] if config.at_once > 1 else []
     record = StudyRecord(
         name=name,
-        digest=posed.digest,
-        kind=posed.study.kind,
-        question=posed.study.question,
-        recipe=posed.place,
+        digest=expanded.digest,
+        kind=expanded.study.kind,
+        question=expanded.study.question,
+        recipe=expanded.path,
         started=now(),
         code=code_version(),
-        machine=machine(),
-        command=command(config),
+        machine=f"{platform.system()} {platform.machine()}, {processors()} cores",
+        command=f"herd study run {config.study}{''.join(options)}",
         prefect_run=str(flow_run.id or ""),
-        recipes=sorted({run.digest for run in posed.runs}),
+        recipes=sorted({run.digest for run in expanded.runs}),
     )
     if known and known.digest == record.digest:
-        record.started, record.seconds, record.arm_seconds = known.started, known.seconds, known.arm_seconds
+        record.started, record.seconds, record.variant_seconds = known.started, known.seconds, known.variant_seconds
         record.verdict = known.verdict
-    studies.ask(posed)
+    studies.ask(expanded)
     studies.save(record)
     if known and known.prefect_run not in ("", record.prefect_run):
         end_flow_run(known.prefect_run, f"its process is gone; study {name} goes on in another flow run")
     return record
 
 
-def machine() -> str:
-    """Return what this machine is, in words: `Linux x86_64, 2 cores`."""
-    return f"{platform.system()} {platform.machine()}, {processors()} cores"
-
-
-def command(config: StudyParameters) -> str:
-    """Return the command line that asks the same."""
-    sets = "".join(f" --set '{line}'" for line in config.overrides)
-    only = "".join(f" --only {name}" for name in config.only)
-    beside = f" --at-once {config.at_once}" if config.at_once > 1 else ""
-    return f"herd study run {config.study}{sets}{only}{beside}"
-
-
-def _track(context: StudyContext) -> None:
+def _open_mlflow_run(context: StudyContext) -> None:
     record, tracker = context.record, context.tracker
-    question = context.posed.study.model_dump(mode="json", by_alias=True, exclude_none=True)
-    params = {**flatten(question, depth=2), **flatten({"recipe": resolved(context.posed.base)}, depth=2)}
+    question = context.expanded.study.model_dump(mode="json", by_alias=True, exclude_none=True)
+    params = {**flatten(question, depth=2), **flatten({"recipe": resolved(context.expanded.base)}, depth=2)}
     tags = {"code.commit": record.code, "prefect.flow_run_id": record.prefect_run, "study.kind": record.kind}
     record.mlflow_run = tracker.open_study(record.name, record.digest[:16], tags, params)
-    record.mlflow_experiment = tracker.experiment
+    record.mlflow_experiment = mlflow_of(tracker).experiment
     context.studies.save(record)
-    if link := tracker.page(record.mlflow_run):
+    if link := mlflow_of(tracker).page(record.mlflow_run):
         prefect_artifacts.link("mlflow-run", link, f"MLflow run of study {record.name}")
     if record.prefect_run and not is_temporary() and is_made_up(str(flow_run.name)):
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             client.update_flow_run(UUID(record.prefect_run), name=record.name)
 
 
-@contextmanager
-def _closing(context: StudyContext) -> Iterator[None]:
-    """Write how the study ended into its record and into MLflow, whatever ended it."""
-    status = "FINISHED"
-    try:
-        yield
-        context.ends("finished")
-    except Exception as raised:
-        status = "FAILED"
-        context.ends("failed", f"{type(raised).__name__}: {raised}")
-        raise
-    except BaseException as raised:
-        status = "KILLED"
-        context.ends(ending(raised), type(raised).__name__)
-        raise
-    finally:
-        if context.record.mlflow_run and not context.lost:
-            context.tracker.close(context.record.mlflow_run, status)
-        prefect_artifacts.flush()
-
-
-@flow(name="study", persist_result=False, **HOOKS)
+@flow(name="study", persist_result=False)
 def study(config: StudyParameters = StudyParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Run the arms of a study and return its name; its verdict is in its report.
-
-    Args:
-        config: Which study, which arms, and where.
-    """
+    """Run the variants of a study and return the study's name; the report contains the verdict."""
     return flow_state(lambda: run_study(config))
 
 
 def run_study(config: StudyParameters) -> FlowResult:
-    """Run what is missing of a study and conclude it.
-
-    Raises ValueError, LeaseHeld, TooManyCrashes and StudyIncomplete.
-    """
-    posed = config.posed()
-    check_attempts(lambda _: progress_of_study(config.root_at, posed.study.name))
-    with open_study(config, posed) as context:
+    """Run the missing variants of a study and conclude it. Raises what MISTAKES lists."""
+    expanded = config.expanded()
+    check_attempts(lambda _: progress_of_study(config.root_at, expanded.study.name))
+    with open_study(config, expanded) as context:
         _run_missing(context)
-        answers = runs_of(Runs(context.root), context.posed, context.posed.runs)
-        if lacking := [run.name for run in context.runs if run.name not in answers]:
+        answers = runs_of(Runs(context.root), context.expanded, context.expanded.runs)
+        if missing := [run.name for run in context.runs if run.name not in answers]:
             raise StudyIncomplete(
-                f"study {context.record.name}: {len(lacking)} of {len(context.runs)} runs did not finish: "
-                f"{', '.join(lacking)}; their logs are in {context.studies.place(context.record.name) / 'logs'}; the "
-                "same command goes on with them"
+                f"study {context.record.name}: {len(missing)} of {len(context.runs)} runs did not finish: "
+                f"{', '.join(missing)}; their logs are in {context.studies.folder(context.record.name) / 'logs'}; the "
+                "same command continues them"
             )
         context.ends("finished")  # so that the page says so
-        verdict = conclude(context.studies, context.posed, context.record, context.tracker)
+        verdict = conclude(context.studies, context.expanded, context.record, context.tracker)
         for line in verdict.headline:
-            context.console.say(f"  [bold]{escape(line)}[/]")
+            context.console.log(f"  [bold]{escape(line)}[/]")
         for flag in verdict.flags:
-            context.console.say(f"  [yellow]flag[/]  {escape(flag)}")
+            context.console.log(f"  [yellow]flag[/]  {escape(flag)}")
     return FlowResult(context.record.name, "; ".join(verdict.headline))
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """How one run of an arm ended."""
-
-    run: ArmRun
-    error: str
-    """What went wrong, if anything did."""
-    seconds: float
-
-
 def _run_missing(context: StudyContext) -> None:
-    """Run every arm that no finished run answers for, as many at a time as asked, and say what came of each."""
-    answers = runs_of(Runs(context.root), context.posed, context.runs)
+    """Run every variant that has no finished run, `at_once` at a time, and print the result of each."""
+    answers = runs_of(Runs(context.root), context.expanded, context.runs)
     missing = [run for run in context.runs if run.name not in answers]
-    ways = _in_turn if context.config.at_once == 1 else _side_by_side
-    with closing(ways(context, missing)) as ended:  # whatever goes wrong here stops the runs that are on their way
-        for one in ended:
-            _note(context, one)
+    execute = _in_turn if context.config.at_once == 1 else _side_by_side
+    with closing(execute(context, missing)) as results:  # an error here stops the runs in progress
+        for run, error, seconds in results:
+            context.record.variant_seconds += seconds
+            context.studies.save(context.record)
+            prefix = f"  {escape(f'[{context.runs.index(run) + 1}/{len(context.runs)}]')} {run.name:<22}"
+            record = runs_of(Runs(context.root), context.expanded, [run]).get(run.name)
+            if record is None:
+                reason = escape(error.splitlines()[0] if error else "it did not finish")
+                context.console.log(f"{prefix}[red]failed[/] after {format_duration(seconds)}: {reason}")
+            else:
+                context.console.log(f"{prefix}{record.name} in {format_duration(seconds)}")
 
 
-def _in_turn(context: StudyContext, missing: Sequence[ArmRun]) -> Generator[_Ended]:
+Result = tuple[VariantRun, str, float]
+"""A run of a variant, its error (empty: none) and its seconds."""
+
+
+def _in_turn(context: StudyContext, missing: Sequence[VariantRun]) -> Generator[Result]:
+    """Run the variants one after another, as child flow runs."""
     for run in missing:
+        began, error = time.monotonic(), ""
+        job = _job(context, run, context.config.cluster)
+        console = FileConsole(_file(context, "logs", run, "log"), run.name, context.console)
+        try:
+            with console_as(console) if isinstance(context.console, TerminalConsole) else nullcontext():
+                pipeline(job.parameters())
+        except MISTAKES as raised:
+            error = str(raised)
+        yield run, error, time.monotonic() - began
+
+
+def _side_by_side(context: StudyContext, missing: Sequence[VariantRun]) -> Generator[Result]:
+    """Run the variants in their own processes; yield them as they end."""
+    apart, at_once, cluster = Apart(), context.config.at_once, context.config.cluster
+    if cluster.launcher == "local":  # they share the processor's threads
+        cluster = cluster.model_copy(update={"threads": max(1, cluster.threads // at_once)})
+
+    def work(run: VariantRun) -> Result:
         began = time.monotonic()
-        error = _here(context, run)
-        yield _Ended(run, error, time.monotonic() - began)
+        file, log = _file(context, "arms", run, "json"), _file(context, "logs", run, "log")
+        write_atomic(file, _job(context, run, cluster).model_dump_json(indent=1))
+        failed = apart.run(file, log) != 0
+        lines = log.read_text(errors="replace").splitlines() if failed else []
+        return run, lines[-1] if lines else "", time.monotonic() - began
 
-
-def _side_by_side(context: StudyContext, missing: Sequence[ArmRun]) -> Generator[_Ended]:
-    """Yield the runs as they end. Threads only wait for processes: Prefect's logger works in the flow's own alone."""
-    apart, pool = Apart(), ThreadPoolExecutor(context.config.at_once, thread_name_prefix="arm")
-
-    def work(run: ArmRun) -> _Ended:
-        began = time.monotonic()
-        error = _apart(context, run, apart)
-        return _Ended(run, error, time.monotonic() - began)
-
-    waiting: list[Future[_Ended]] = [pool.submit(work, run) for run in missing]
+    # The threads only wait for processes: Prefect's logger works in the flow's own thread alone.
+    pool = ThreadPoolExecutor(at_once, thread_name_prefix="variant")
+    futures = [pool.submit(work, run) for run in missing]
     try:
-        for future in as_completed(waiting):
+        for future in as_completed(futures):
             yield future.result()
-    except BaseException:  # Ctrl-C, or a full disk that the others would meet too
+    except BaseException:  # Ctrl-C, or a full disk, which fails the other runs too
         apart.stop()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _note(context: StudyContext, one: _Ended) -> None:
-    """Add an ended run to the study's record, and say in a line what came of it."""
-    context.record.arm_seconds += one.seconds
-    context.studies.save(context.record)
-    run, took = one.run, clock(one.seconds)
-    place = f"[{context.runs.index(run) + 1}/{len(context.runs)}]"
-    record = runs_of(Runs(context.root), context.posed, [run]).get(run.name)
-    if record is None:
-        first = one.error.splitlines()[0] if one.error else "it did not come to its end"
-        context.console.say(f"  {escape(place)} {run.name:<22}[red]failed[/] after {took}: {escape(first)}")
-    else:
-        context.console.say(f"  {escape(place)} {run.name:<22}{record.name} in {took}")
-
-
-def _here(context: StudyContext, run: ArmRun) -> str:
-    """Run the arm below this flow run; return what went wrong, if anything did."""
-    job = _job(context, run, context.config.cluster)
-    logged = FileConsole(_log(context, run), run.name, context.console)
-    try:
-        with aside(logged) if isinstance(context.console, TerminalConsole) else nullcontext():
-            pipeline(job.parameters())
-    except MISTAKES as error:
-        return str(error)
-    return ""
-
-
-def _apart(context: StudyContext, run: ArmRun, apart: Apart) -> str:
-    """Run the arm in a process of its own; return what went wrong, if anything did."""
-    job = _job(context, run, _share(context.config))
-    file = _file(context, run, ".json")
-    write_atomic(file, job.model_dump_json(indent=1))
-    log = _log(context, run)
-    if apart.run(file, log) == 0:
-        return ""
-    lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else ""
-
-
-def _share(config: StudyParameters) -> Cluster:
-    """Return the cluster of one of several runs at a time: on this machine they share the processor's threads."""
-    cluster = config.cluster
-    if cluster.launcher != "local":
-        return cluster
-    threads = max(1, cluster.threads // config.at_once)
-    return cluster.model_copy(update={"threads": threads})
-
-
-def _job(context: StudyContext, run: ArmRun, cluster: Cluster) -> ArmJob:
-    recipe = _file(context, run, ".yaml")
+def _job(context: StudyContext, run: VariantRun, cluster: Cluster) -> VariantJob:
+    recipe, record = _file(context, "arms", run, "yaml"), context.record
     write_atomic(recipe, to_yaml(run.recipe))
-    part = StudyPart(
-        study=context.record.name, arm=run.arm.name, repeat=run.repeat, mlflow_run=context.record.mlflow_run
-    )
-    return ArmJob(recipe=str(recipe.absolute()), part=part, root=context.config.root, cluster=cluster)
+    part = StudyPart(study=record.name, variant=run.variant.name, repeat=run.repeat, mlflow_run=record.mlflow_run)
+    return VariantJob(recipe=str(recipe.absolute()), part=part, root=context.config.root, cluster=cluster)
 
 
-def _file(context: StudyContext, run: ArmRun, ending: str) -> Path:
-    return context.studies.place(context.record.name) / "arms" / f"{run.arm.name}-{run.repeat}{ending}"
-
-
-def _log(context: StudyContext, run: ArmRun) -> Path:
-    return context.studies.place(context.record.name) / "logs" / f"{run.arm.name}-{run.repeat}.log"
+def _file(context: StudyContext, folder: str, run: VariantRun, suffix: str) -> Path:
+    return context.studies.folder(context.record.name) / folder / f"{run.variant.name}-{run.repeat}.{suffix}"

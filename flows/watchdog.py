@@ -1,9 +1,11 @@
-"""A small process that outlives the process of a run or a study and, if that one is killed, records how it ended.
+"""A small process that outlives the process of a run or a study and, if that one is killed, reconciles its record.
 
-Prefect's worker kills the processes of its flow runs with SIGKILL when it is told to stop, and so does the kernel
-without memory; Prefect's heartbeats take 75 s to notice. The watchdog sleeps on a pipe that only the watched process
-holds: 10 MB and no CPU. It dies with its machine; then Prefect's automation and the flow `reconcile` are left.
+It sleeps on a pipe that only the watched process holds (10 MB, no CPU) and imports nothing heavy before that breaks.
 """
+
+# Why it exists: a Prefect worker that is told to stop kills its flow runs with SIGKILL, and so does the kernel without
+# memory. Without a watchdog (it dies with its machine) the next reconciler pass after the lease timeout sees the death:
+# within 30 s with `herd up` (60 s on an object store), within 5 min with the scheduled flow `reconcile` alone.
 
 from __future__ import annotations
 
@@ -17,19 +19,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from storage.root import Root
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-
-    from tasks.runs.recovery import Settler
-
 WORKER_S = 2.0
 """Seconds in which a living worker reports the end itself: it knows the reason."""
 CANCELLING_S = 15.0
+WATCH_S, LOOK_S = 60.0, 2.0
+"""Time for the next attempt to begin on a busy machine, and between two looks at it."""
 DISMISS = b"over\n"
 
 
@@ -37,11 +35,11 @@ DISMISS = b"over\n"
 def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
     """Watch this process while the block runs, in Prefect attempt `attempt` (0: without Prefect).
 
-    `work` is a folder of the root with a record in it: `runs/quickstart-3`, `studies/ramp-cpu`. The watchdog is
-    dismissed if the block ends by itself, by an Exception or by Prefect's Pause: the flow reports those.
+    `work` is a record's folder and its lease: `runs/quickstart-3`, `studies/ramp-cpu`. A block that ends by itself, by
+    an Exception or by Prefect's Pause dismisses the watchdog: the flow reports those.
     """
 
-    def ignore_signals() -> None:  # a stop of the group, or of everything that systemd started, must not end it too
+    def ignore_signals() -> None:  # a stop of the process group or of a systemd unit must not end the watchdog too
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
@@ -66,7 +64,7 @@ def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
     except BaseException as error:
         from prefect.exceptions import Pause  # the watchdog itself must not import Prefect
 
-        # After a Pause a quick answer starts the next attempt, which the watchdog would take for the one that is gone.
+        # After a Pause a quick answer starts the next attempt, which the watchdog would take for the dead one.
         if isinstance(error, (Exception, Pause)):
             dismiss()
         raise  # after a signal this process may still be killed while it stops: the pipe closes with it
@@ -86,37 +84,39 @@ def main(arguments: list[str]) -> None:
 
 
 def record_end(root: Root, work: str, attempt: int) -> None:
-    """Reconcile record, MLflow and Prefect of `work`, whose process is gone, and resume it if nothing else does.
-
-    Imports are inside because they are slow and this is rare.
-    """
+    """Reconcile the record `work`, whose process is dead, and restart its flow run until the next attempt begins."""
+    # imports are inside: they take seconds and are rarely needed
+    from prefect.client.orchestration import SyncPrefectClient, get_client
     from prefect.settings import PREFECT_API_URL
 
-    name = work.partition("/")[2]
+    from tasks.runs.recovery import reconcile_record, restart
+
+    def restart_dead(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
+        """Restart the flow run if attempt `attempt` crashed; return whether the next one is still to begin."""
+        flow_run = client.read_flow_run(flow_run_id)
+        if flow_run.run_count != attempt or flow_run.state is None:
+            return False
+        return restart(client, flow_run) or flow_run.state.is_scheduled() or flow_run.state.is_pending()
+
     if attempt and PREFECT_API_URL.value():
         try:
-            from prefect import get_client
-
-            from flows.crash_recovery import resume, resume_soon
-
             record = json.loads(root.read(work, "run.json" if work.startswith("runs/") else "study.json") or b"{}")
-            flow_run = UUID(str(record["prefect_run"]))
+            flow_run_id = UUID(str(record["prefect_run"]))
             with get_client(sync_client=True) as client:
-                resume_soon(client, flow_run, attempt)  # before the slow imports of the settler
-                settler = _settler(root, work, client)
-                settler.await_cancellation(name, CANCELLING_S)
-                settler.settle(name, attempt=attempt)
-                resume(client, flow_run, attempt)
+                restart_dead(client, flow_run_id)  # before the worker's second report, and before MLflow is imported
+                deadline = time.monotonic() + CANCELLING_S  # a living worker cancels it
+                while (state := client.read_flow_run(flow_run_id).state) and state.is_cancelling():
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(1.0)
+                reconcile_record(root, client, work, attempt)
+                deadline = time.monotonic() + WATCH_S
+                while restart_dead(client, flow_run_id) and time.monotonic() < deadline:
+                    time.sleep(LOOK_S)
             return
         except Exception as error:  # the server may have been stopped together with the process
             print(f"Prefect did not take it: {error!r}", flush=True)
-    _settler(root, work, None).settle(name)
-
-
-def _settler(root: Root, work: str, client: SyncPrefectClient | None) -> Settler[Any]:
-    from tasks.runs.recovery import RunSettler, StudySettler
-
-    return RunSettler(root, client) if work.startswith("runs/") else StudySettler(root, client)
+    reconcile_record(root, None, work)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from storage.digests import FileDigest, digest_file, digest_folder, digest_json
 from storage.filesystem import sync_folder, write_atomic
 from storage.processes import boot_id
-from storage.signing import distrust, signed
-from storage.staging import clear_staging, discard, locked, staged
+from storage.signing import sign, signature_error
+from storage.staging import clear_staging, discard, file_lock, staging_folder
 
 MANIFEST, KIND = "manifest.json", "manifest"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -67,6 +67,8 @@ class Manifest(BaseModel):
     The stored document contains its own digest (`seal`): a flipped bit in a score could decide a promotion.
     """
 
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
     kind: str
     name: str
     key: str
@@ -75,9 +77,10 @@ class Manifest(BaseModel):
     parameters: dict[str, Any]
     inputs: dict[str, str]
     """Role -> key of the input artifact, or digest of outside data."""
-    facts: dict[str, Any]
-    """Metadata, readable without opening the files: counts, scores."""
-    made_by: str
+    metadata: dict[str, Any] = Field(alias="facts")
+    """Counts and scores, readable without opening the files."""
+    created_by: str = Field(alias="made_by")
+    """Name of the run."""
     code: str
     created: str
     seconds: float
@@ -114,7 +117,7 @@ class Manifest(BaseModel):
         data = json.loads(self.model_dump_json())
         seal = digest_json(data)
         data["seal"] = seal
-        if signature := self.signature or signed(KIND, seal):
+        if signature := self.signature or sign(KIND, seal):
             data["signature"] = signature
         return json.dumps(data, indent=1, ensure_ascii=False)
 
@@ -137,19 +140,19 @@ class Manifest(BaseModel):
         if not sealed:
             why = "changed since it was written" if seal else "has no seal (the digest of itself)"
             raise DamagedArtifact(f"{place}: {why}; delete the artifact, then run again")
-        if trusted and (why := distrust(KIND, seal, signature)):
+        if trusted and (why := signature_error(KIND, seal, signature)):
             raise UntrustedArtifact(f"{place}: {why}")
         return manifest.model_copy(update={"signature": signature})
 
 
-def checked_label(label: str) -> str:
+def check_label(label: str) -> str:
     """Return `label` if it has the form kind/name-key8, which also keeps it inside the root; else raise ValueError."""
     if not LABEL.fullmatch(label):
         raise ValueError(f"artifact {label!r}: write kind/name-key8, such as checkpoint/quickstart-1a2b3c4d")
     return label
 
 
-def missing(manifest: Manifest, folder: Path, names: Iterable[str] | None = None) -> list[str]:
+def missing_files(manifest: Manifest, folder: Path, names: Iterable[str] | None = None) -> list[str]:
     """Return the files of `manifest` (or only `names`) that `folder` lacks or has with another size."""
     absent = []
     for name in manifest.files if names is None else names:
@@ -171,7 +174,7 @@ class FileStat(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, path: Path) -> FileStat | None:
+    def from_path(cls, path: Path) -> FileStat | None:
         """Return the attributes of a regular file, else None."""
         try:
             stat = path.stat()
@@ -180,11 +183,11 @@ class FileStat(NamedTuple):
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino) if path.is_file() else None
 
 
-class Stamp:
+class VerifiedFiles:
     """Files verified since this machine booted, with size, time and inode. Append-only, so processes may share it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / _boot()
+        self.folder, self.path = folder, folder / _boot_name()
 
     def read(self) -> dict[str, FileStat]:
         try:
@@ -214,26 +217,26 @@ class Stamp:
 
     def add_folder(self, folder: Path, names: Iterable[str]) -> None:
         """Record files of `folder` as verified in their current state."""
-        self.add({name: stat for name in names if (stat := FileStat.of(folder / name))})
+        self.add({name: stat for name in names if (stat := FileStat.from_path(folder / name))})
 
     def forget(self) -> None:
         """Delete the stamps of all machines, so that each verifies the files again."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def stamp_of(local: Path, label: str) -> Stamp:
+def verified_files(local: Path, label: str) -> VerifiedFiles:
     """Return the stamp of the artifact `label` in the working folder `local`."""
-    return Stamp(local / VERIFIED / label)
+    return VerifiedFiles(local / VERIFIED / label)
 
 
-def wrong_files(folder: Path, files: Mapping[str, FileDigest], stamp: Stamp, again: bool = False) -> list[str]:
+def wrong_files(folder: Path, files: Mapping[str, FileDigest], stamp: VerifiedFiles, again: bool = False) -> list[str]:
     """Return, sorted, the names of `files` whose bytes in `folder` differ from what was committed.
 
     Files with a valid stamp are not read. With `again` all are read, from the disk and not from the page cache.
     Raises OSError for a file that cannot be read for another reason (permissions).
     """
     known = {} if again else stamp.read()
-    stats = {name: FileStat.of(folder / name) for name in files}
+    stats = {name: FileStat.from_path(folder / name) for name in files}
     wrong = {name for name, entry in files.items() if (stat := stats[name]) is None or stat.bytes != entry.bytes}
     unknown = [name for name in files if name not in wrong and known.get(name) != stats[name]]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -272,16 +275,16 @@ def verify_folder(folder: Path) -> None:
         return
     prefix = "" if base == folder else f"{folder.name}/"
     local, files = base.parents[1], {name: entry for name, entry in manifest.files.items() if name.startswith(prefix)}
-    stamp = stamp_of(local, manifest.label)
-    lock = locked(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
+    stamp = verified_files(local, manifest.label)
+    lock = file_lock(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
     with lock:
         wrong = wrong_files(base, files, stamp)
     if wrong:
         stamp.forget()
-        raise DamagedArtifact(damage(manifest.label, wrong))
+        raise DamagedArtifact(damage_message(manifest.label, wrong))
 
 
-def damage(label: str, names: Iterable[str]) -> str:
+def damage_message(label: str, names: Iterable[str]) -> str:
     """Return the error message for an artifact whose files `names` are damaged."""
     first, *more = sorted(names)
     files = f"{first} and {len(more)} more files" if more else first
@@ -289,7 +292,7 @@ def damage(label: str, names: Iterable[str]) -> str:
 
 
 @cache
-def _boot() -> str:
+def _boot_name() -> str:
     try:
         return boot_id()
     except OSError:  # no /proc
@@ -328,8 +331,8 @@ class Artifact:
         return self.manifest.key
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return self.manifest.facts
+    def metadata(self) -> dict[str, Any]:
+        return self.manifest.metadata
 
     @property
     def label(self) -> str:
@@ -347,12 +350,12 @@ class Artifact:
 
     def missing(self) -> list[str]:
         """Return the files that are absent or have the wrong size (no digests are computed)."""
-        return missing(self.manifest, self.folder)
+        return missing_files(self.manifest, self.folder)
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> VerifiedFiles:
         """Which files this machine has verified since it booted."""
-        return stamp_of(self.folder.parents[1], self.label)
+        return verified_files(self.folder.parents[1], self.label)
 
     def damaged(self) -> list[str]:
         """Return the damaged files; each file is read once per boot of this machine."""
@@ -365,7 +368,7 @@ class Artifact:
     def _check(self, names: list[str], again: bool = False) -> None:
         if wrong := wrong_files(self.folder, {name: self.manifest.files[name] for name in names}, self.stamp, again):
             self.stamp.forget()  # so that other machines verify again too
-            raise DamagedArtifact(damage(self.label, wrong))
+            raise DamagedArtifact(damage_message(self.label, wrong))
 
 
 @dataclass(frozen=True)
@@ -385,17 +388,17 @@ class ArtifactSpec:
     @property
     def label(self) -> str:
         """Label of the artifact. Raises ValueError if the name is invalid."""
-        return checked_label(f"{self.kind}/{self.name}-{self.key[:8]}")
+        return check_label(f"{self.kind}/{self.name}-{self.key[:8]}")
 
     def manifest(
-        self, files: dict[str, FileDigest], facts: dict[str, Any], made_by: str, code: str, seconds: float
+        self, files: dict[str, FileDigest], metadata: dict[str, Any], created_by: str, code: str, seconds: float
     ) -> Manifest:
-        """Return the manifest of an artifact created now from this spec."""
+        """Return the manifest of an artifact created now from this config."""
         return Manifest(
             **vars(self),
             key=self.key,
-            facts=facts,
-            made_by=made_by,
+            metadata=metadata,
+            created_by=created_by,
             code=code,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             seconds=round(seconds, 3),
@@ -408,7 +411,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.place = str(root)
+        self.location = str(root)
         """Address for messages."""
 
     def find(self, design: ArtifactSpec, damaged: Callable[[str], None] | None = None) -> Artifact | None:
@@ -424,22 +427,22 @@ class Store:
         except DamagedArtifact as error:
             if damaged:
                 damaged(str(error))
-            self.set_aside(design.label)
+            self.quarantine(design.label)
             return None
         if artifact is None or artifact.key != design.key:
             return None
         if wrong := artifact.missing() or (artifact.damaged() if damaged else []):
             if damaged:
-                damaged(damage(artifact.label, wrong))
-            self.set_aside(design.label, artifact.manifest)
+                damaged(damage_message(artifact.label, wrong))
+            self.quarantine(design.label, artifact.manifest)
             return None
         return artifact
 
-    def at(self, label: str) -> Artifact:
+    def load(self, label: str) -> Artifact:
         """Return the artifact `label` (`kind/name-key8`). Raises ValueError if absent, and DamagedArtifact."""
-        artifact = self._get(checked_label(label))
+        artifact = self._get(check_label(label))
         if artifact is None:
-            raise ValueError(f"artifact {label!r}: not found under {self.place}")
+            raise ValueError(f"artifact {label!r}: not found under {self.location}")
         return artifact
 
     def all(self, kind: str) -> list[Artifact]:
@@ -472,18 +475,18 @@ class Store:
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """Yield an empty folder inside the root; it is removed at the end unless it was committed."""
-        with staged(self.root) as folder:
+        with staging_folder(self.root) as folder:
             yield folder
 
     def commit(
-        self, design: ArtifactSpec, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
+        self, design: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
     ) -> Artifact:
         """Commit the staged `folder` as the artifact of `design`; if another process was first, return its artifact.
 
         Raises OSError if the disk is full; then nothing is visible.
         """
         target = self.root / design.label
-        manifest = design.manifest(digest_folder(folder, sync=True), facts, made_by, code, seconds)
+        manifest = design.manifest(digest_folder(folder, sync=True), metadata, created_by, code, seconds)
         write_atomic(folder / MANIFEST, manifest.text())
         target.parent.mkdir(parents=True, exist_ok=True)
         for tries_left in (1, 0):
@@ -502,8 +505,8 @@ class Store:
 
     def delete(self, label: str) -> None:
         """Delete the artifact `label`, atomically for readers; no error if it is absent."""
-        discard(self.root, self.root / checked_label(label))
-        stamp_of(self.root, label).forget()
+        discard(self.root, self.root / check_label(label))
+        verified_files(self.root, label).forget()
 
     def clear_staging(self) -> None:
         """Delete staging folders of dead processes."""
@@ -524,13 +527,13 @@ class Store:
 
     def sign(self, label: str) -> None:
         """Replace the signature of a committed artifact by one of the current signing key. Raises DamagedArtifact."""
-        path = self.root / checked_label(label) / MANIFEST
+        path = self.root / check_label(label) / MANIFEST
         write_atomic(path, self._signed_again(path.read_bytes(), str(path)))
 
     def _signed_again(self, text: bytes, place: str) -> str:
         return Manifest.parse(text, place, trusted=False).model_copy(update={"signature": ""}).text()
 
-    def set_aside(self, label: str, seen: Manifest | None = None) -> None:
+    def quarantine(self, label: str, seen: Manifest | None = None) -> None:
         """Quarantine a damaged artifact: move it to `.damaged`, where it can be inspected.
 
         `seen` is its manifest, if readable; an object store compares it, because another writer may have replaced it.
@@ -539,7 +542,7 @@ class Store:
         target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process was faster
             (self.root / label).rename(target)
-        stamp_of(self.root, label).forget()
+        verified_files(self.root, label).forget()
 
     def _get(self, label: str) -> Artifact | None:
         """Return the artifact at `label`, or None. Raises DamagedArtifact if its manifest is damaged or absent."""

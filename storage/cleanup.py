@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from storage.artifact import LABEL, MANIFEST, DamagedArtifact
 from storage.filesystem import filesystem_of
-from storage.object_artifact import BRINGING, LAZY, RemoteStore
-from storage.objects import ObjectInfo, children, files_below, remove_all
+from storage.object_artifact import DOWNLOADING, LAZY, RemoteStore
+from storage.objects import ObjectInfo, list_children, list_objects, remove_all
 from storage.root import Root
-from storage.staging import clear_staging, discard, newest, size
+from storage.staging import clear_staging, discard, disk_usage, newest_mtime
 
 ATTEMPT = re.compile(r"([A-Za-z0-9._-]+)/([0-9a-f]{32})/.+")
 """name-key8/attempt/file"""
@@ -36,12 +36,13 @@ NO_KINDS = {
     "logs",
     "mlflow-artifacts",
     "mlflow.db",
+    "tensorboard",
     LAZY,
 }
 """Names under a root or in its working folder that are not kinds of artifacts."""
 
 
-class Tidied(NamedTuple):
+class CleanupResult(NamedTuple):
     """Number of deleted items of each type, and their bytes."""
 
     uploads: int
@@ -51,15 +52,15 @@ class Tidied(NamedTuple):
     bytes: int
 
 
-def tidy(root: Root, older_than_s: float) -> Tidied:
+def clean_up_root(root: Root, older_than_s: float) -> CleanupResult:
     """Delete orphaned data in `root` and its working folder that was not written to for `older_than_s` seconds.
 
     Safe while other processes work. Raises OSError if the store is unreachable or forbids deleting.
     """
     staging, freed = clear_staging(root.local, older_than_s)
     if root.is_local:
-        return Tidied(0, 0, staging, 0, freed)
-    kinds = [kind for kind in children(root.uri) if kind not in NO_KINDS and not kind.startswith(".")]
+        return CleanupResult(0, 0, staging, 0, freed)
+    kinds = [kind for kind in list_children(root.uri) if kind not in NO_KINDS and not kind.startswith(".")]
     filesystem = filesystem_of(root.uri)
     answer = filesystem.call_s3("head_bucket", Bucket=filesystem.split_path(root.uri)[0])
     server_time = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
@@ -70,10 +71,10 @@ def tidy(root: Root, older_than_s: float) -> Tidied:
         count, removed = _remove_attempts(root, kind, before)
         attempts, attempt_bytes = attempts + count, attempt_bytes + removed
     copy_count, copy_bytes = _remove_copies(root, older_than_s)
-    return Tidied(uploads, attempts, staging, copy_count, freed + upload_bytes + attempt_bytes + copy_bytes)
+    return CleanupResult(uploads, attempts, staging, copy_count, freed + upload_bytes + attempt_bytes + copy_bytes)
 
 
-def copies(root: Root) -> Iterator[tuple[str, Path]]:
+def local_copies(root: Root) -> Iterator[tuple[str, Path]]:
     """Yield label and folder of each copy and page cache of an artifact of a remote root on this machine.
 
     All can be downloaded again. An artifact may have both.
@@ -83,7 +84,7 @@ def copies(root: Root) -> Iterator[tuple[str, Path]]:
     whole = [
         folder
         for folder in root.local.glob("[!.]*/*")
-        if (folder / MANIFEST).is_file() or (folder / BRINGING).is_file()
+        if (folder / MANIFEST).is_file() or (folder / DOWNLOADING).is_file()
     ]
     for folder in [*sorted(whole), *sorted(root.local.glob(f"{LAZY}/*/*"))]:
         kind, label = folder.parent.name, f"{folder.parent.name}/{folder.name}"
@@ -93,7 +94,7 @@ def copies(root: Root) -> Iterator[tuple[str, Path]]:
 
 def _remove_attempts(root: Root, kind: str, before: float) -> tuple[int, int]:
     """Delete the attempts of `kind` that no manifest names and whose newest file is older than `before`."""
-    listed, count, freed = files_below(root.join(kind)), 0, 0
+    listed, count, freed = list_objects(root.join(kind)), 0, 0
     attempts_of: dict[str, dict[str, list[ObjectInfo]]] = defaultdict(lambda: defaultdict(list))
     for path, stored in listed.items():
         if match := ATTEMPT.fullmatch(path):
@@ -112,7 +113,7 @@ def _remove_attempts(root: Root, kind: str, before: float) -> tuple[int, int]:
 def _is_named(root: Root, label: str, attempt: str) -> bool:
     """Return whether the current manifest names the attempt; also true if the manifest is damaged."""
     try:
-        artifact = RemoteStore(root).at(label)
+        artifact = RemoteStore(root).load(label)
     except DamagedArtifact:
         return True
     except ValueError:
@@ -158,13 +159,13 @@ def _remove_copies(root: Root, older_than_s: float) -> tuple[int, int]:
     """Delete copies and page caches on this machine whose artifact is gone from the root."""
     before, count, freed = time.time() - older_than_s, 0, 0
     manifests: dict[str, dict[str, int]] = {}
-    for label, folder in copies(root):
-        if newest(folder) >= before:
+    for label, folder in local_copies(root):
+        if newest_mtime(folder) >= before:
             continue
         kind, name = label.split("/")
         if kind not in manifests:
-            manifests[kind] = children(root.join(kind))
+            manifests[kind] = list_children(root.join(kind))
         if f"{name}.json" not in manifests[kind]:
-            count, freed = count + 1, freed + size(folder)
+            count, freed = count + 1, freed + disk_usage(folder)
             discard(root.local, folder)
     return count, freed

@@ -70,7 +70,7 @@ def digest_pages(path: Path) -> tuple[FileDigest, bytes]:
     return FileDigest(bytes=size, sha256=whole.hexdigest()), bytes(pages)
 
 
-def wrong_page(data: bytes, digests: bytes) -> int | None:
+def first_wrong_page(data: bytes, digests: bytes) -> int | None:
     """Return the index of the first page in `data` that does not match `digests`; None if all match."""
     for number, start in enumerate(range(0, len(data), PAGE)):
         expected = digests[number * PAGE_DIGEST : (number + 1) * PAGE_DIGEST]
@@ -94,7 +94,7 @@ def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:
     return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
 
 
-def each(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+def parallel_map(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
     """Return the result of `work` for each item, in order. Raises the first error once all threads have ended.
 
     After an error no queued item is started: `pool.map` would, and a server that hangs would cost its deadline twice.

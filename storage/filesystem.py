@@ -55,9 +55,9 @@ def _filesystem(protocol: str, pid: int) -> Any:
     import fsspec
 
     if protocol in ("s3", "s3a"):
-        from storage.s3 import BoundedS3, options  # half a second to import, rarely needed
+        from storage.s3 import BoundedS3, s3fs_options  # half a second to import, rarely needed
 
-        return BoundedS3(**options(), skip_instance_cache=True)
+        return BoundedS3(**s3fs_options(), skip_instance_cache=True)
     if protocol == "hf":
         from storage.s3 import bound_hub_requests
 
@@ -67,10 +67,10 @@ def _filesystem(protocol: str, pid: int) -> Any:
 
 def glob(uri: str) -> list[str]:
     """Return the files of `uri`, sorted: the file, all files below a folder, or the matches of a glob."""
-    return [name for name, _ in listing(uri)]
+    return [name for name, _ in list_files(uri)]
 
 
-def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
+def list_files(uri: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the files of `uri` (see `glob`) with their fsspec info, in few requests.
 
     A name that exists is taken literally, even if it looks like a glob. On this machine `type` is "other" for a pipe or
@@ -79,13 +79,13 @@ def listing(uri: str) -> list[tuple[str, dict[str, Any]]]:
     if is_local(uri):
         files = _local_files(str(local_path(uri)))
     else:
-        files = patiently(uri, partial(_remote_files, uri))
+        files = with_retries(uri, partial(_remote_files, uri))
     prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
     named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in files.items())
     return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
 
-def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
+def with_retries(uri: str, call: Callable[[], Answer]) -> Answer:
     """Call a store about `uri`, with retries and exponential backoff.
 
     Raises FileNotFoundError if the store reports 404, and StoreError for all other failures: clients raise many
@@ -96,11 +96,11 @@ def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
         try:
             return call()
         except Exception as error:
-            if _absent(error):
+            if _is_not_found(error):
                 raise FileNotFoundError(errno.ENOENT, "not found", uri) from error
-            from storage.s3 import deadline  # half a second to import
+            from storage.s3 import call_deadline  # half a second to import
 
-            if attempt == TRIES or time.monotonic() - began >= deadline():
+            if attempt == TRIES or time.monotonic() - began >= call_deadline():
                 message = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses contain a key
                 raise StoreError(f"{uri}: {type(error).__name__}: {message} ({attempt} tries)") from error
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
@@ -108,7 +108,7 @@ def patiently(uri: str, call: Callable[[], Answer]) -> Answer:
     raise AssertionError(TRIES)
 
 
-def _absent(error: BaseException) -> bool:
+def _is_not_found(error: BaseException) -> bool:
     """Return whether an error means "not found": status 404 or 410, or FileNotFoundError without any status."""
     not_found, cause = isinstance(error, FileNotFoundError), error
     while cause is not None:
@@ -129,7 +129,7 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
         try:
             info = filesystem.info(uri)
         except Exception as error:
-            if not _absent(error):
+            if not _is_not_found(error):
                 raise
             info = None
         if info is not None:
@@ -144,7 +144,7 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
             return {name: info for name, info in files.items() if pattern.match(name)}
         return dict(filesystem.glob(uri, detail=True))
     except Exception as error:
-        if _absent(error):
+        if _is_not_found(error):
             return {}
         raise
 
@@ -152,17 +152,17 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
 def _local_files(path: str) -> dict[str, dict[str, Any]]:
     """Return the files of a local path."""
     if os.path.isdir(path):
-        return dict(_walked(os.path.abspath(path), None, set()))
+        return dict(_walk(os.path.abspath(path), None, set()))
     if os.path.lexists(path):
         return {path: _local_info(path)}
     if not _MAGIC.search(path):
         return {}
     root, pattern, depth = _glob(os.path.abspath(path))
-    files = _walked(root, depth, set()) if os.path.isdir(root) else ()
+    files = _walk(root, depth, set()) if os.path.isdir(root) else ()
     return {name: info for name, info in files if pattern.match(name)}
 
 
-def _walked(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _walk(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the files below `folder`; each folder once, links to folders last."""
     status = os.stat(folder)
     if (status.st_dev, status.st_ino) in seen:
@@ -174,7 +174,7 @@ def _walked(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Itera
         if not os.path.isdir(entry.path):  # entry.is_dir() raises for a link to itself
             yield entry.path, _local_info(entry.path)
         elif depth is None or depth > 1:
-            yield from _walked(entry.path, depth and depth - 1, seen)
+            yield from _walk(entry.path, depth and depth - 1, seen)
 
 
 def _local_info(path: str) -> dict[str, Any]:
@@ -201,13 +201,13 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a local file atomically and durably, also across a crash or a power cut."""
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_beside(path, payload) as temporary:
+    with temporary_file_beside(path, payload) as temporary:
         os.replace(temporary, path)
     sync_folder(path.parent)
 
 
 @contextmanager
-def written_beside(path: Path, data: bytes) -> Iterator[Path]:
+def temporary_file_beside(path: Path, data: bytes) -> Iterator[Path]:
     """Yield a synced temporary file with `data` in the folder of `path`; deleted at the end unless renamed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -230,11 +230,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def changed(info: dict[str, Any]) -> str:
+def version_of(info: dict[str, Any]) -> str:
     """Return the field of a file's `info` that changes with its content: modification time or ETag."""
     return str(info.get("mtime") or info.get("ETag") or info.get("LastModified") or info.get("blob_id") or "")
 
 
-def state(uri: str) -> list[list[object]]:
-    """Return URI, size and `changed` of each file of `uri`."""
-    return [[name, info["size"], changed(info)] for name, info in listing(uri)]
+def source_state(uri: str) -> list[list[object]]:
+    """Return URI, size and `version_of` of each file of `uri`."""
+    return [[name, info["size"], version_of(info)] for name, info in list_files(uri)]

@@ -53,15 +53,15 @@ class LeaseTiming:
 
     beat_s: float = 10.0
     """Between two heartbeats of a holder."""
-    silence_s: float = 30.0
+    lease_timeout_s: float = 30.0
     """Lease timeout: a holder is dead if a competitor sees no new heartbeat for this long."""
-    settle_s: float = 0.3
+    grace_s: float = 0.3
     """Wait after a create: by then a server that let two writers win shows only the last one."""
 
     @property
     def poll_s(self) -> float:
         """Between two reads of a competitor."""
-        return self.silence_s / 15
+        return self.lease_timeout_s / 15
 
 
 class Lease(Protocol):
@@ -96,7 +96,7 @@ def lease(
         with _hold_file(_lease_file(root, name), root.join(name), holder, wait) as file_lease:
             yield file_lease
         return
-    with BeatLease(root, name, Holder.here(holder), timing, lost) as beat_lease:
+    with BeatLease(root, name, LeaseRecord.here(holder), timing, lost) as beat_lease:
         beat_lease.acquire(wait)
         yield beat_lease
 
@@ -111,11 +111,11 @@ def folder_lease(folder: Path, holder: str, wait: Wait | None = None) -> Iterato
         yield file_lease
 
 
-def holders(root: Root, names: list[str], timing: LeaseTiming = LeaseTiming()) -> dict[str, str]:
+def lease_holders(root: Root, names: list[str], timing: LeaseTiming = LeaseTiming()) -> dict[str, str]:
     """Return the holder of each lease of `names` that is held.
 
     Immediate on a local root. On an object store a holder on another machine counts as alive while its heartbeat
-    changes: this takes up to `timing.beat_s`, and `timing.silence_s` if a holder is dead.
+    changes: this takes up to `timing.beat_s`, and `timing.lease_timeout_s` if a holder is dead.
     """
     held: dict[str, str] = {}
     if root.is_local:
@@ -137,7 +137,7 @@ def holders(root: Root, names: list[str], timing: LeaseTiming = LeaseTiming()) -
 # The record of a lease.
 
 
-class Holder(BaseModel):
+class LeaseRecord(BaseModel):
     """Who holds a lease. The record contains its own digest: a flipped bit would make a live holder look dead."""
 
     model_config = ConfigDict(extra="forbid")
@@ -147,7 +147,7 @@ class Holder(BaseModel):
     host: str
     since: str
     machine: str = ""
-    """Boot and process-id namespace (see `machine`); empty where there is no /proc."""
+    """Boot and process-id namespace (see `machine_id`); empty where there is no /proc."""
     started: int = 0
     """Start time of the process in clock ticks since boot: tells it from a later process with the same id."""
     fence: int = 0
@@ -159,14 +159,14 @@ class Holder(BaseModel):
     """Digest of the other fields."""
 
     @classmethod
-    def here(cls, holder: str, fence: int = 0) -> Holder:
+    def here(cls, holder: str, fence: int = 0) -> LeaseRecord:
         """Return the record of this process."""
         pid, since = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
-        process = {"pid": pid, "started": _start_ticks(pid) or 0, "host": socket.gethostname(), "machine": machine()}
+        process = {"pid": pid, "started": _start_ticks(pid) or 0, "host": socket.gethostname(), "machine": machine_id()}
         return cls(holder=holder, since=since, fence=fence, **process)
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Holder | None:
+    def parse(cls, text: str | bytes) -> LeaseRecord | None:
         """Return the record in `text`, or None if it is incomplete or damaged (writer killed, bit flipped)."""
         try:
             record = cls.model_validate_json(text)
@@ -183,7 +183,7 @@ class Holder(BaseModel):
 
     def alive(self) -> bool | None:
         """Return whether the process lives; None for a process of another machine."""
-        if not self.machine or self.machine != machine():
+        if not self.machine or self.machine != machine_id():
             return None
         return _start_ticks(self.pid) == self.started
 
@@ -192,7 +192,7 @@ class Holder(BaseModel):
 
 
 @cache
-def machine() -> str:
+def machine_id() -> str:
     """Return an id of this boot and its process-id namespace; empty where there is no /proc."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
@@ -220,15 +220,15 @@ class FileLease:
 
     def check(self) -> None:
         """Raise LeaseLost if the file was deleted, so that another process could lock a new file of that name."""
-        if not _same(self.file, self.path):
+        if not _is_same_file(self.file, self.path):
             raise LeaseLost(f"lease {self.path}: its file was removed; another process may hold it now")
 
 
 @contextmanager
 def _hold_file(path: Path, name: str, holder: str, wait: Wait | None) -> Iterator[FileLease]:
     with _locked(path, name, wait) as file:
-        before = Holder.parse(file.read())
-        record = Holder.here(holder, fence=before.fence + 1 if before else 1)
+        before = LeaseRecord.parse(file.read())
+        record = LeaseRecord.here(holder, fence=before.fence + 1 if before else 1)
         file.seek(0)
         file.write(record.text() + "\n")
         file.truncate()
@@ -247,7 +247,7 @@ def _locked(path: Path, name: str, wait: Wait | None) -> Iterator[IO[str]]:
     tries, waiting = 0, False
     while True:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
-            if _lock(file) and _same(file, path):
+            if _lock(file) and _is_same_file(file, path):
                 file.seek(0)
                 yield file
                 return
@@ -272,7 +272,7 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def _same(file: IO[str], path: Path) -> bool:
+def _is_same_file(file: IO[str], path: Path) -> bool:
     """Return whether `path` still names the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -281,7 +281,7 @@ def _same(file: IO[str], path: Path) -> bool:
 
 def _holder_of(file: IO[str]) -> str:
     file.seek(0)
-    return str(Holder.parse(file.read()) or "another process")
+    return str(LeaseRecord.parse(file.read()) or "another process")
 
 
 def _close_inherited_locks() -> None:
@@ -308,8 +308,8 @@ class LeaseObservation:
 
     def __init__(self, root: Root, name: str, timing: LeaseTiming) -> None:
         self.root, self.timing, self.name = root, timing, name
-        self.place = ("leases", *name.split("/"))
-        self.holder: Holder | None = None
+        self.path_parts = ("leases", *name.split("/"))
+        self.holder: LeaseRecord | None = None
         self.top = 0
         """The highest fence seen."""
         self.looks = 0
@@ -328,29 +328,29 @@ class LeaseObservation:
             self.looks += 1
         else:
             self.looks, self.beaten = 0, True
-        if self.looks > self.timing.silence_s / self.timing.poll_s:
+        if self.looks > self.timing.lease_timeout_s / self.timing.poll_s:
             return "free"
         return "held" if alive or self.beaten else "unsure"
 
     def file(self, fence: int) -> tuple[str, ...]:
-        return (*self.place, f"{fence}.json")
+        return (*self.path_parts, f"{fence}.json")
 
     def fences(self) -> list[int]:
         """Return the existing fences in order."""
-        stems = (name.removesuffix(".json") for name in self.root.names(*self.place))
+        stems = (name.removesuffix(".json") for name in self.root.names(*self.path_parts))
         return sorted(int(stem) for stem in stems if stem.isdigit())
 
-    def record(self, fence: int) -> Holder | None:
+    def record(self, fence: int) -> LeaseRecord | None:
         """Return the record of a holder, None if it is absent; a damaged one is read again (bits flip in transit)."""
         for _ in range(TRIES):
             text = self.root.read(*self.file(fence))
             if text is None:
                 return None
-            if (record := Holder.parse(text)) is not None:
+            if (record := LeaseRecord.parse(text)) is not None:
                 return record
         return None
 
-    def _newest(self) -> Holder | None:
+    def _newest(self) -> LeaseRecord | None:
         for _ in range(TRIES):
             fences = self.fences()
             if not fences:
@@ -358,18 +358,18 @@ class LeaseObservation:
             self.top = fences[-1]
             if (record := self.record(self.top)) is not None or self.root.read(*self.file(self.top)) is not None:
                 return record
-        raise OSError(f"{self.root.join(*self.place)}: the lease objects disappear between listing and reading")
+        raise OSError(f"{self.root.join(*self.path_parts)}: the lease objects disappear between listing and reading")
 
 
 class BeatLease:
     """A lease on an object store, with heartbeats while it is held."""
 
     def __init__(
-        self, root: Root, name: str, record: Holder, timing: LeaseTiming, lost: Callable[[], None] | None
+        self, root: Root, name: str, record: LeaseRecord, timing: LeaseTiming, lost: Callable[[], None] | None
     ) -> None:
         self.watch, self.timing, self.on_loss = LeaseObservation(root, name, timing), timing, lost
         self.record = record.model_copy(update={"token": uuid.uuid4().hex})
-        self.root, self.place = root, root.join(*self.watch.place)
+        self.root, self.path_parts = root, root.join(*self.watch.path_parts)
         self._ended, self._thread = Event(), Thread(target=self._beat, name=f"lease {name}", daemon=True)
 
     @property
@@ -399,10 +399,10 @@ class BeatLease:
         fences = self.watch.fences()
         if fences and fences[-1] > self.fence:
             winner = self.watch.record(fences[-1]) or "another process"
-            raise LeaseLost(f"lease {self.place}: {winner} took over (fence {fences[-1]})")
+            raise LeaseLost(f"lease {self.path_parts}: {winner} took over (fence {fences[-1]})")
         record = self.watch.record(self.fence)
         if record is None or record.token != self.record.token:
-            raise LeaseLost(f"lease {self.place}: {record or 'another process'} took over (fence {self.fence})")
+            raise LeaseLost(f"lease {self.path_parts}: {record or 'another process'} took over (fence {self.fence})")
 
     def _create(self) -> bool:
         """Create the next fence; return whether this process now holds the lease."""
@@ -410,7 +410,7 @@ class BeatLease:
         if not self.root.create(self.record.text(), *self.watch.file(self.fence)):
             return False
         # Some servers let two creators win (OpenStack Swift: 1 to 4 of 16 racing writers): the object read now decides.
-        time.sleep(self.timing.settle_s)
+        time.sleep(self.timing.grace_s)
         record = self.watch.record(self.fence)
         if record is None or record.token != self.record.token:
             return False

@@ -27,9 +27,9 @@ from storage.artifact import (
     Manifest,
     Store,
     UntrustedArtifact,
-    checked_label,
+    check_label,
     log,
-    missing,
+    missing_files,
     wrong_files,
 )
 from storage.digests import (
@@ -41,17 +41,17 @@ from storage.digests import (
     digest_bytes,
     digest_file,
     digest_pages,
-    each,
-    wrong_page,
+    first_wrong_page,
+    parallel_map,
 )
 from storage.filesystem import filesystem_of, write_atomic
 from storage.objects import (
-    children,
     create_bytes,
-    files_below,
-    files_in,
     get_bytes,
     get_file,
+    list_children,
+    list_objects,
+    list_objects_in,
     put_bytes,
     put_file,
     remove,
@@ -59,14 +59,14 @@ from storage.objects import (
     size_of,
 )
 from storage.root import Root
-from storage.staging import discard, locked
+from storage.staging import discard, file_lock
 
 TRIES = 3
 """Downloads before an object counts as damaged: networks and some S3 servers return wrong bytes without an error."""
 PIECE = 16 * PAGE
 PAGES = ".pages"
 """Folder beside the files in the store: for each file of more than a page the SHA-256 of its pages, 32 bytes each."""
-BRINGING = ".bringing"
+DOWNLOADING = ".bringing"
 """File in an incomplete copy: the attempt whose files the copy holds."""
 LAZY = "lazy"
 """Folder of page caches in the working folder (storage/page_cache.py)."""
@@ -83,7 +83,7 @@ class WrongBytes(OSError):
     """The store returns other bytes than were committed; the message names object and offset."""
 
 
-def verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
+def get_verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
     """Return the bytes of the object `uri` from page `first` to byte `end`, checked against `digests` of these pages.
 
     Raises WrongBytes, FileNotFoundError and OSError.
@@ -91,7 +91,7 @@ def verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
     start, wrong = first * PAGE, ""
     for _ in range(TRIES):
         data: bytes = filesystem_of(uri).cat_file(uri, start=start, end=end)
-        page = wrong_page(data, digests)
+        page = first_wrong_page(data, digests)
         if len(data) == end - start and page is None:
             return data
         wrong = f"{len(data):,} bytes came" if page is None else f"page {first + page} has another SHA-256"
@@ -118,8 +118,8 @@ def digest_object(uri: str, expected: FileDigest) -> str:
     return problem
 
 
-def verified_file(uri: str, digest: FileDigest, place: Path) -> None:
-    """Download the object `uri` to `place` atomically, synced and verified. Raises as `verified_pages`."""
+def download_verified(uri: str, digest: FileDigest, place: Path) -> None:
+    """Download the object `uri` to `place` atomically, synced and verified. Raises as `get_verified_pages`."""
     part = place.with_name(f".{place.name}.part")
     for _ in range(TRIES):
         get_file(uri, part)
@@ -145,7 +145,7 @@ class RemoteArtifact(Artifact):
     root: Root
 
     @classmethod
-    def of(cls, root: Root, manifest: Manifest) -> RemoteArtifact:
+    def from_manifest(cls, root: Root, manifest: Manifest) -> RemoteArtifact:
         return cls(manifest, root.file(manifest.label), root.join(manifest.label, manifest.attempt), root)
 
     @property
@@ -156,7 +156,7 @@ class RemoteArtifact(Artifact):
                 if not self._whole():
                     self._download(self.names())
                     write_atomic(self.folder / MANIFEST, self.manifest.text())
-                    (self.folder / BRINGING).unlink(missing_ok=True)
+                    (self.folder / DOWNLOADING).unlink(missing_ok=True)
         return self.folder
 
     def part(self, name: str) -> Path:
@@ -175,7 +175,7 @@ class RemoteArtifact(Artifact):
 
     def missing(self) -> list[str]:
         """Return the files that are absent from the store or have the wrong size."""
-        stored = files_below(self.uri)
+        stored = list_objects(self.uri)
         sizes = {name: entry.bytes for name, entry in self.manifest.files.items()}
         sizes |= {f"{PAGES}/{name}": entry.bytes for name, entry in self.manifest.pages.items()}
         suspects = [name for name, size in sizes.items() if name not in stored or stored[name].bytes != size]
@@ -216,7 +216,7 @@ class RemoteArtifact(Artifact):
     def _marked(self) -> str | None:
         """Return the attempt of an incomplete copy."""
         try:
-            return (self.folder / BRINGING).read_text()
+            return (self.folder / DOWNLOADING).read_text()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -233,15 +233,15 @@ class RemoteArtifact(Artifact):
         if self._marked() != self.manifest.attempt:  # first leave only verified files of this attempt in the folder
             if self._copied() != self.manifest.attempt:
                 discard(self.root.local, self.folder)
-            write_atomic(self.folder / BRINGING, self.manifest.attempt)
+            write_atomic(self.folder / DOWNLOADING, self.manifest.attempt)
             (self.folder / MANIFEST).unlink(missing_ok=True)
-        each(self._download_file, missing(self.manifest, self.folder, names))
+        parallel_map(self._download_file, missing_files(self.manifest, self.folder, names))
 
     def _download_file(self, name: str) -> None:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            verified_file(f"{self.uri}/{name}", self.manifest.files[name], path)
+            download_verified(f"{self.uri}/{name}", self.manifest.files[name], path)
         except FileNotFoundError as error:
             raise DamagedArtifact(f"artifact {self.label}: {self.uri}/{name} is missing; {_REMEDY}") from error
         except WrongBytes as error:
@@ -249,7 +249,7 @@ class RemoteArtifact(Artifact):
         self.stamp.add_folder(self.folder, [name])
 
     def _lock(self) -> AbstractContextManager[None]:
-        return locked(self.root.local, f"artifacts/{self.label}")
+        return file_lock(self.root.local, f"artifacts/{self.label}")
 
 
 def open_store(root: Root) -> Store:
@@ -262,16 +262,16 @@ class RemoteStore(Store):
 
     def __init__(self, root: Root) -> None:
         super().__init__(root.local)
-        self.remote, self.place = root, root.uri
+        self.remote, self.location = root, root.uri
 
     def all(self, kind: str) -> list[Artifact]:
-        names = [name for name in children(self.remote.join(kind)) if name.endswith(".json")]
-        read = each(lambda name: self._readable(f"{kind}/{name.removesuffix('.json')}"), names, READERS)
+        names = [name for name in list_children(self.remote.join(kind)) if name.endswith(".json")]
+        read = parallel_map(lambda name: self._readable(f"{kind}/{name.removesuffix('.json')}"), names, READERS)
         artifacts: list[Artifact] = [artifact for artifact in read if artifact]
         return sorted(artifacts, key=lambda artifact: artifact.manifest.created)
 
     def commit(
-        self, design: ArtifactSpec, folder: Path, facts: dict[str, Any], made_by: str, code: str, seconds: float
+        self, design: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
     ) -> Artifact:
         """Upload the staged `folder` as the artifact of `design`; it becomes the local copy.
 
@@ -280,8 +280,10 @@ class RemoteStore(Store):
         """
         attempt = uuid.uuid4().hex  # a prefix for each attempt: two winners would leave two whole ones, never a mixture
         files, pages = self._upload(folder, self.remote.join(design.label, attempt))
-        manifest = design.manifest(files, facts, made_by, code, seconds)
-        artifact = RemoteArtifact.of(self.remote, manifest.model_copy(update={"attempt": attempt, "pages": pages}))
+        manifest = design.manifest(files, metadata, created_by, code, seconds)
+        artifact = RemoteArtifact.from_manifest(
+            self.remote, manifest.model_copy(update={"attempt": attempt, "pages": pages})
+        )
         winner = self._publish(design, artifact)
         if winner is None:
             with suppress(OSError):  # only a hint
@@ -292,12 +294,12 @@ class RemoteStore(Store):
         return winner
 
     def delete(self, label: str) -> None:
-        remove(self._manifest(checked_label(label)))  # first: this makes it invisible
+        remove(self._manifest(check_label(label)))  # first: this makes it invisible
         remove_all(self.remote.join(label))
         super().delete(label)
 
     def sign(self, label: str) -> None:
-        uri = self._manifest(checked_label(label))
+        uri = self._manifest(check_label(label))
         put_bytes(uri, self._signed_again(get_bytes(uri), uri).encode())
 
     def _upload(self, folder: Path, prefix: str) -> tuple[dict[str, FileDigest], dict[str, FileDigest]]:
@@ -307,9 +309,9 @@ class RemoteStore(Store):
         with ThreadPoolExecutor(THREADS) as hashing:
             paged_jobs = {name: hashing.submit(digest_pages, paths[name]) for name in large}
             jobs = {name: hashing.submit(digest_file, path) for name, path in paths.items() if name not in paged_jobs}
-            each(lambda name: put_file(paths[name], f"{prefix}/{name}"), paths)
+            parallel_map(lambda name: put_file(paths[name], f"{prefix}/{name}"), paths)
         paged = {name: job.result() for name, job in paged_jobs.items()}
-        each(lambda name: put_bytes(f"{prefix}/{PAGES}/{name}", paged[name][1]), paged)
+        parallel_map(lambda name: put_bytes(f"{prefix}/{PAGES}/{name}", paged[name][1]), paged)
         digests = {name: paged[name][0] if name in paged else jobs[name].result() for name in paths}
         return digests, {name: digest_bytes(pages) for name, (_, pages) in paged.items()}
 
@@ -331,7 +333,7 @@ class RemoteStore(Store):
         if label.startswith(f"{kind}/{name}-") and (artifact := self._readable(label)):
             return artifact.manifest
         names = re.compile(rf"{re.escape(name)}-[0-9a-f]{{8}}\.json")
-        listed = files_in(self.remote.join(kind), f"{name}-")
+        listed = list_objects_in(self.remote.join(kind), f"{name}-")
         times = {file: info.modified for file, info in listed.items() if names.fullmatch(file)}
         for file in sorted(times, key=lambda file: (-times[file], file))[:NEWEST]:
             if artifact := self._readable(f"{kind}/{file.removesuffix('.json')}"):
@@ -340,7 +342,7 @@ class RemoteStore(Store):
 
     def _readable(self, label: str) -> RemoteArtifact | None:
         try:
-            return self._get(checked_label(label))
+            return self._get(check_label(label))
         except UntrustedArtifact as error:
             log.warning("%s", error)
             return None
@@ -356,10 +358,10 @@ class RemoteStore(Store):
                 manifest = Manifest.parse(get_bytes(uri), uri)
             if not manifest.attempt:
                 raise DamagedArtifact(f"{uri}: has no field attempt; delete the artifact, then run again")
-            return RemoteArtifact.of(self.remote, manifest)
+            return RemoteArtifact.from_manifest(self.remote, manifest)
         return None
 
-    def set_aside(self, label: str, seen: Manifest | None = None) -> None:
+    def quarantine(self, label: str, seen: Manifest | None = None) -> None:
         """Quarantine a manifest, unless it was replaced since it was `seen`."""
         text = self.remote.read(f"{label}.json")
         if text is None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage.filesystem import StoreError, filesystem_of, is_local, local_path, patiently, written_beside
+from storage.filesystem import StoreError, filesystem_of, is_local, local_path, temporary_file_beside, with_retries
 
 CONFLICTS = 5
 """Tries of an exclusive write that is refused although no object exists."""
@@ -68,7 +68,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
     if is_local(uri):
         path = local_path(uri)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(path, data) as temporary:
+        with temporary_file_beside(path, data) as temporary:
             try:
                 os.link(temporary, path)  # unlike a rename it fails if the file exists
             except FileExistsError:
@@ -113,7 +113,7 @@ def size_of(uri: str) -> int | None:
     return int(info["size"]) if info["type"] == "file" else None
 
 
-def children(uri: str) -> dict[str, int]:
+def list_children(uri: str) -> dict[str, int]:
     """Return name -> size of the entries in `uri`, sorted; a folder has size 0. Empty if `uri` does not exist."""
     try:
         entries = filesystem_of(uri).ls(uri, detail=True)
@@ -123,7 +123,7 @@ def children(uri: str) -> dict[str, int]:
     return dict(sorted(sizes))
 
 
-def files_below(uri: str) -> dict[str, ObjectInfo]:
+def list_objects(uri: str) -> dict[str, ObjectInfo]:
     """Return relative name -> info of every object below `uri`, sorted. One request per 1,000 objects."""
     filesystem = filesystem_of(uri)
     start = len(str(filesystem._strip_protocol(uri))) + 1
@@ -131,7 +131,7 @@ def files_below(uri: str) -> dict[str, ObjectInfo]:
     return {name[start:]: _object_info(info) for name, info in sorted(objects.items()) if name[start:]}
 
 
-def files_in(uri: str, prefix: str) -> dict[str, ObjectInfo]:
+def list_objects_in(uri: str, prefix: str) -> dict[str, ObjectInfo]:
     """Return name -> info of the objects in `uri` whose names begin with `prefix` (not empty), sorted."""
     objects = filesystem_of(uri).find(uri, maxdepth=1, prefix=prefix, detail=True)
     return {name.rsplit("/", 1)[-1]: _object_info(info) for name, info in sorted(objects.items())}
@@ -242,7 +242,7 @@ class RemoteFile(io.RawIOBase):
     def _fetch(self, number: int) -> bytes:
         start = number * BLOCK
         try:
-            data = patiently(self.uri, partial(self._fetch_range, start, min(self.size, start + BLOCK)))
+            data = with_retries(self.uri, partial(self._fetch_range, start, min(self.size, start + BLOCK)))
             if self._sums.setdefault(number, zlib.crc32(data)) != zlib.crc32(data):
                 raise StoreError(f"{self.uri}: two reads of the bytes from {start:,} on differ")
         except OSError as error:

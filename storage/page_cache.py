@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from storage.artifact import LAZY_FOLDER, MANIFEST, VERIFIED, Artifact, FileStat, Stamp
+from storage.artifact import LAZY_FOLDER, MANIFEST, VERIFIED, Artifact, FileStat, VerifiedFiles
 from storage.digests import PAGE, PAGE_DIGEST, PAGED, FileDigest, digest_file
 from storage.filesystem import write_atomic
-from storage.object_artifact import LAZY, PAGES, RemoteArtifact, verified_file, verified_pages
+from storage.object_artifact import LAZY, PAGES, RemoteArtifact, download_verified, get_verified_pages
 from storage.processes import boot_id
 
 Ints = NDArray[np.int64]
@@ -105,7 +105,7 @@ class PageTable:
         Without `wait` a page that another process is downloading counts as absent.
         """
         absent = []
-        for first, stop in runs(pages):
+        for first, stop in adjacent_runs(pages):
             if lock_bytes(handle, fcntl.F_RDLCK, first, stop - first, wait=False):  # the whole run by one call
                 for page in (np.flatnonzero(self.marks[first:stop] == 0) + first).tolist():
                     lock_bytes(handle, fcntl.F_UNLCK, page, 1)
@@ -125,7 +125,7 @@ class PageTable:
         claimed = [page for page in pages.tolist() if lock_bytes(handle, fcntl.F_WRLCK, page, 1, wait=False)]
         return np.array(claimed, np.int64)
 
-    def brought(self, handle: int, pages: Ints) -> None:
+    def mark_fetched(self, handle: int, pages: Ints) -> None:
         """Mark `pages` as present after their bytes are written; downgrade their locks to read locks."""
         for page in pages.tolist():
             self.marks[page] = 1
@@ -169,7 +169,7 @@ class PageTable:
             os.close(handle)
 
 
-def runs(pages: Ints) -> list[tuple[int, int]]:
+def adjacent_runs(pages: Ints) -> list[tuple[int, int]]:
     """Return the runs [first, stop) of adjacent numbers in `pages` (ascending)."""
     if not len(pages):
         return []
@@ -177,7 +177,7 @@ def runs(pages: Ints) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(pages, edges)]
 
 
-def punch(handle: int, start: int, length: int) -> None:
+def punch_hole(handle: int, start: int, length: int) -> None:
     """Free the disk space of the bytes [start, start + length) of an open file; they read as zeros. Raises OSError."""
     mode = ctypes.c_int(KEEP_SIZE | PUNCH_HOLE)
     if _libc.fallocate(ctypes.c_int(handle), mode, ctypes.c_int64(start), ctypes.c_int64(length)):
@@ -200,7 +200,7 @@ def lock_bytes(handle: int, kind: int, start: int, length: int, wait: bool = Tru
 # The lazy folder.
 
 
-class Where(BaseModel):
+class LazyFolderConfig(BaseModel):
     """`lazy-folder.json`."""
 
     uri: str
@@ -220,9 +220,9 @@ class FileListing(BaseModel):
 def lazy_folder(artifact: Artifact, limit_bytes: int) -> Path:
     """Return a folder from which `artifact` can be read; its files are downloaded on demand.
 
-    Readers must open files with `brought` and pages with `lazy_of(...).held`. At most `limit_bytes` of pages are
-    kept on the machine (0: the previous limit, 1 GiB for a new folder). A complete local copy is returned unchanged.
-    Raises OSError.
+    Readers must open files with `ensure_local` and pages with `lazy_folder_of(...).held`. At most `limit_bytes` of
+    pages are kept on the machine (0: the previous limit, 1 GiB for a new folder). A complete local copy is returned
+    unchanged. Raises OSError.
     """
     if not isinstance(artifact, RemoteArtifact) or artifact._whole():
         return artifact.path
@@ -233,9 +233,9 @@ def lazy_folder(artifact: Artifact, limit_bytes: int) -> Path:
 def make_lazy(folder: Path, uri: str, manifest: str, limit_bytes: int) -> Path:
     """Create `folder` as a lazy folder for the files under `uri` listed in `manifest` (JSON), or change its limit."""
     path = folder / LAZY_FOLDER
-    before = Where.model_validate_json(path.read_text()) if path.exists() else None
+    before = LazyFolderConfig.model_validate_json(path.read_text()) if path.exists() else None
     assert before is None or before.uri == uri, f"{folder}: is for {before and before.uri}"
-    where = Where(uri=uri, limit=limit_bytes or (before.limit if before else FRESH))
+    where = LazyFolderConfig(uri=uri, limit=limit_bytes or (before.limit if before else FRESH))
     if before is None:
         write_atomic(folder / MANIFEST, manifest)
     if where != before:
@@ -243,17 +243,17 @@ def make_lazy(folder: Path, uri: str, manifest: str, limit_bytes: int) -> Path:
     return folder
 
 
-def brought(path: Path) -> Path:
+def ensure_local(path: Path) -> Path:
     """Return the path at which the file `path` can be opened; for a plain folder that is `path` itself.
 
     In a lazy folder a small file is downloaded; a large one has bytes only in the pages that are held. Raises
     WrongBytes, FileNotFoundError for a name that the manifest does not list, and OSError.
     """
-    lazy = lazy_of(path.parent)
+    lazy = lazy_folder_of(path.parent)
     return path if lazy is None else lazy.path(path.relative_to(lazy.folder).as_posix())
 
 
-def lazy_of(folder: Path) -> LazyFolder | None:
+def lazy_folder_of(folder: Path) -> LazyFolder | None:
     """Return the lazy folder that is or contains `folder`, one object per process; None for a plain folder."""
     return _lazy_of(folder, os.getpid())
 
@@ -262,12 +262,12 @@ def lazy_of(folder: Path) -> LazyFolder | None:
 def _lazy_of(folder: Path, process: int) -> LazyFolder | None:
     for base in (folder, *folder.parents[:2]):
         if (base / LAZY_FOLDER).is_file():
-            return _opened(base, process)
+            return _open_lazy_folder(base, process)
     return None
 
 
 @lru_cache(64)
-def _opened(folder: Path, process: int) -> LazyFolder:
+def _open_lazy_folder(folder: Path, process: int) -> LazyFolder:
     return LazyFolder(folder)
 
 
@@ -275,7 +275,7 @@ class LazyFolder:
     """A lazy folder opened by this process; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        where = Where.model_validate_json((folder / LAZY_FOLDER).read_text())
+        where = LazyFolderConfig.model_validate_json((folder / LAZY_FOLDER).read_text())
         listing = FileListing.model_validate_json((folder / MANIFEST).read_bytes())
         self.folder, self.uri = folder, where.uri
         root = os.environ.get(CACHE, "")
@@ -286,7 +286,7 @@ class LazyFolder:
         self._digests = {f"{PAGES}/{name}": digest for name, digest in listing.pages.items()}
         for directory in (self.cache, *{(self.cache / name).parent for name in self._paged}):
             directory.mkdir(parents=True, exist_ok=True)
-        self._stamp = Stamp(self.cache / VERIFIED)
+        self._stamp = VerifiedFiles(self.cache / VERIFIED)
         self._verified = self._stamp.read()
         """Small files that this machine has verified since it booted."""
         counts = [-(-self._files[name].bytes // PAGE) for name in self._paged]
@@ -304,7 +304,7 @@ class LazyFolder:
         self._known: set[str] = set()
 
     def path(self, name: str) -> Path:
-        """See `brought`."""
+        """See `ensure_local`."""
         path = self.cache / name
         if name in self._known:
             return path
@@ -315,11 +315,13 @@ class LazyFolder:
         if name in self.first:
             with self._writing(name):  # creates the sparse file
                 pass
-        elif (stat := FileStat.of(path)) is None or self._verified.get(name) != stat:
+        elif (stat := FileStat.from_path(path)) is None or self._verified.get(name) != stat:
             with (self.cache / "whole").open("ab") as lock:  # one process downloads, others wait
                 lock_bytes(lock.fileno(), fcntl.F_WRLCK, zlib.crc32(name.encode()), 1)
-                if not path.exists() or (self._verified.get(name) != FileStat.of(path) and digest_file(path) != digest):
-                    verified_file(f"{self.uri}/{name}", digest, path)
+                if not path.exists() or (
+                    self._verified.get(name) != FileStat.from_path(path) and digest_file(path) != digest
+                ):
+                    download_verified(f"{self.uri}/{name}", digest, path)
                 self._stamp.add_folder(self.cache, [name])
         self._known.add(name)
         return path
@@ -329,7 +331,7 @@ class LazyFolder:
         return -(-self._files[name].bytes // PAGE) if name in self.first else 0
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Download small files in parallel. Raises as `brought`."""
+        """Download small files in parallel. Raises as `ensure_local`."""
         names = [path.relative_to(self.folder).as_posix() for path in paths]
         list(self._pool.map(self.path, [name for name in names if name not in self._known]))
 
@@ -344,7 +346,7 @@ class LazyFolder:
             while len(absent):
                 claimed = self.table.claim(handle, absent)
                 self._download(claimed[self.table.marks[claimed] != 1])
-                self.table.brought(handle, claimed)
+                self.table.mark_fetched(handle, claimed)
                 # No deadlock: a process waits for others only when it holds no page exclusively.
                 absent = self.table.share(handle, np.setdiff1d(absent, claimed), wait=True)
             yield
@@ -363,7 +365,7 @@ class LazyFolder:
             return
         self.table.reserve(pages)
         requests: list[Future[None]] = []
-        for first, stop in runs(pages):
+        for first, stop in adjacent_runs(pages):
             for start in range(first, stop, RUN):
                 for span in self._in_files(start, min(start + RUN, stop)):
                     requests.append(self._pool.submit(self._download_run, *span))
@@ -385,7 +387,7 @@ class LazyFolder:
         with self.path(f"{PAGES}/{name}").open("rb") as file:
             file.seek(first * PAGE_DIGEST)
             digests = file.read((stop - first) * PAGE_DIGEST)
-        data, written = verified_pages(f"{self.uri}/{name}", first, end, digests), 0
+        data, written = get_verified_pages(f"{self.uri}/{name}", first, end, digests), 0
         with self._writing(name) as handle:
             while written < len(data):
                 written += os.pwrite(handle, memoryview(data)[written:], first * PAGE + written)
@@ -393,7 +395,7 @@ class LazyFolder:
     def _drop(self, page: int) -> None:
         ((name, number, _),) = self._in_files(page, page + 1)
         with self._writing(name) as handle:
-            punch(handle, number * PAGE, PAGE)
+            punch_hole(handle, number * PAGE, PAGE)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[int]:
@@ -417,7 +419,7 @@ def _check_punch_hole(folder: Path) -> None:
         file.write(b"x")
         file.flush()
         try:
-            punch(file.fileno(), 0, 1)
+            punch_hole(file.fileno(), 0, 1)
         except OSError as error:
             message = f"{folder}: its file system cannot punch holes in files; set {CACHE} to a folder on a local disk"
             raise OSError(error.errno, message) from error

@@ -7,7 +7,13 @@ import os
 import resource
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 
@@ -70,3 +76,55 @@ def peak_rss() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+# Peak memory of a run: proportional set size of this process and its descendants, so shared pages count once.
+
+INTERVAL_S = 2.0
+GROWN = 1.01
+"""The kernel walks all pages for the proportional size, with the memory map locked (4 % of a core at this interval).
+So it is read only after the resident size, which is cheap to read, has grown by this factor."""
+
+
+class PeakMemory:
+    """Highest memory seen so far, in GiB."""
+
+    def __init__(self) -> None:
+        self.gib = 0.0
+        self._resident = 0
+
+    def sample(self) -> None:
+        process = psutil.Process()
+        processes = [process, *process.children(recursive=True)]
+        resident = sum(_bytes(process.memory_info) for process in processes)
+        if resident > GROWN * self._resident:
+            self._resident = resident
+            self.gib = max(self.gib, sum(_bytes(process.memory_full_info) for process in processes) / 2**30)
+
+
+@contextmanager
+def peak_memory() -> Iterator[PeakMemory]:
+    """Sample the memory of the process tree every two seconds while the block runs."""
+    peak, stop = PeakMemory(), threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            peak.sample()
+            stop.wait(INTERVAL_S)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _bytes(read: Callable[[], Any]) -> int:
+    """Return the proportional set size if `read` returns it, else the resident size; 0 for a process that ended."""
+    try:
+        info = read()
+        return int(getattr(info, "pss", info.rss))
+    except psutil.Error:
+        return 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.filesystem import is_local, local_path, write_atomic
-from storage.objects import children, create_bytes, get_bytes, put_bytes, remove_all
+from storage.objects import create_bytes, get_bytes, list_children, put_bytes, remove_all
 from storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
@@ -30,7 +30,7 @@ class Root:
     """Folder of this machine: work in progress, logs, copies of artifacts from an object store."""
 
     @classmethod
-    def of(cls, text: str | Path, scratch: str = "") -> Root:
+    def parse(cls, text: str | Path, scratch: str = "") -> Root:
         """Parse `text`; `scratch` (or HERD_SCRATCH) is the working folder of a remote root."""
         refuse_secrets(str(text), "root")
         if is_local(str(text)):
@@ -82,7 +82,7 @@ class Root:
         if self.is_local:
             path = Path(self.join(*folder))
             return sorted(child.name for child in path.glob("[!.]*")) if path.is_dir() else []
-        return [name for name in children(self.join(*folder)) if not name.startswith(".")]
+        return [name for name in list_children(self.join(*folder)) if not name.startswith(".")]
 
     def remove(self, *names: str) -> None:
         """Delete a document or a folder of documents; no error if it is absent."""

@@ -40,7 +40,7 @@ class StoreTimeout(OSError):
     """An object store did not answer in time. Not a TimeoutError, because s3fs retries those."""
 
 
-def deadline() -> float:
+def call_deadline() -> float:
     """Return the deadline of a call in seconds. Raises ValueError if HERD_S3_DEADLINE_S is not a positive number."""
     text = os.environ.get("HERD_S3_DEADLINE_S", str(DEADLINE_S))
     try:
@@ -52,7 +52,7 @@ def deadline() -> float:
     return seconds
 
 
-def options() -> dict[str, Any]:
+def s3fs_options() -> dict[str, Any]:
     """Return the options for s3fs. Raises ValueError if the endpoint address contains a password."""
     refuse_secrets(os.environ.get("AWS_ENDPOINT_URL", ""), "AWS_ENDPOINT_URL")  # error messages quote it
     config: dict[str, Any] = {
@@ -74,7 +74,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.deadline = deadline()
+        self.deadline = call_deadline()
 
     async def _call_s3(self, method: str, *args: Any, **given: Any) -> Any:
         uri = f"s3://{given.get('Bucket', '')}/{given.get('Key', given.get('Prefix', ''))}"

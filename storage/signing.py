@@ -23,7 +23,7 @@ OTHERS = 0o077
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
 
 
-def signed(what: str, digest: str) -> str:
+def sign(what: str, digest: str) -> str:
     """Return the signature of a document of kind `what` with that SHA-256, empty if no key is configured.
 
     Raises ValueError for an unusable key, and if there are trusted keys but no signing key.
@@ -34,7 +34,7 @@ def signed(what: str, digest: str) -> str:
     return base64.b64encode(key.sign(_message(what, digest))).decode() if key else ""
 
 
-def distrust(what: str, digest: str, signature: str) -> str:
+def signature_error(what: str, digest: str, signature: str) -> str:
     """Return why a document is refused; empty if a trusted key signed it, or no key is configured.
 
     Raises ValueError for an unusable key.

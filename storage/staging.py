@@ -23,7 +23,7 @@ FOREIGN_S = 86_400
 
 
 @contextmanager
-def locked(root: Path, name: str) -> Iterator[None]:
+def file_lock(root: Path, name: str) -> Iterator[None]:
     """Hold the lock `name` of the folder `root` against other processes and threads; waits for it."""
     with _opened(root, name) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -31,11 +31,11 @@ def locked(root: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def staged(root: Path) -> Iterator[Path]:
+def staging_folder(root: Path) -> Iterator[Path]:
     """Yield an empty folder inside `root`; it is deleted at the end unless it was renamed."""
     name = uuid.uuid4().hex
     folder, lock = root / STAGING / name, f"staging/{name}"  # not inside the folder, which a commit renames
-    with locked(root, STAGING):  # else `clear_staging` could run between the lock and the folder
+    with file_lock(root, STAGING):  # else `clear_staging` could run between the lock and the folder
         file = _opened(root, lock)
         fcntl.flock(file, fcntl.LOCK_EX)
         folder.mkdir(parents=True)
@@ -49,7 +49,7 @@ def staged(root: Path) -> Iterator[Path]:
 
 def discard(root: Path, folder: Path) -> None:
     """Delete a folder inside `root` atomically for readers, by renaming it first. No error if it is absent."""
-    with staged(root) as trash:
+    with staging_folder(root) as trash:
         try:
             folder.rename(trash / folder.name)
         except FileNotFoundError:
@@ -62,19 +62,19 @@ def clear_staging(root: Path, older_than_s: float = 0.0) -> tuple[int, int]:
     Returns the number of folders and bytes. Raises OSError.
     """
     count, freed = 0, 0
-    with locked(root, STAGING):
+    with file_lock(root, STAGING):
         for folder in sorted((root / STAGING).glob("*")):
             lock = root / LOCKS / f"staging/{folder.name}"
-            age = time.time() - newest(folder)
+            age = time.time() - newest_mtime(folder)
             if age < (older_than_s if lock.exists() else max(older_than_s, FOREIGN_S)) or _is_locked(lock):
                 continue
-            count, freed = count + 1, freed + size(folder)
+            count, freed = count + 1, freed + disk_usage(folder)
             shutil.rmtree(folder, ignore_errors=True)
             lock.unlink(missing_ok=True)
     return count, freed
 
 
-def newest(folder: Path) -> float:
+def newest_mtime(folder: Path) -> float:
     """Return the newest modification time in a folder, in seconds since 1970; 0 if it is absent."""
     times = [0.0]
     for path in (folder, *folder.rglob("*")):
@@ -85,7 +85,7 @@ def newest(folder: Path) -> float:
     return max(times)
 
 
-def size(folder: Path) -> int:
+def disk_usage(folder: Path) -> int:
     """Return the disk usage of a folder in bytes; holes in sparse files count 0."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 

@@ -1,8 +1,7 @@
-"""What a person sees while a run works: lines, tables, a progress line per stage.
+"""Console output of a run: lines, tables, a progress line per stage.
 
-In a terminal that is rich output with a moving bar; without one (CI, a log file) the same facts come as plain lines
-every few seconds; on a Prefect worker they go to the flow run's log. One interface, so tasks need not know where
-they run. The choice is made by who starts the process: the command line sets HERD_CONSOLE.
+A terminal gets rich output with a moving bar; without one (CI, a log file) progress is a plain line every few seconds;
+on a Prefect worker it goes to the flow run's log. The command line sets HERD_CONSOLE to choose the terminal.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class ProgressLine(Protocol):
     def update(
         self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
     ) -> None:
-        """Show that the stage has trained on `position` of its tokens, with its last score on held-out text."""
+        """Show the position in tokens of the stage; `bits_per_byte` is its last score on held-out text."""
 
 
 class Console(Protocol):
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line; rich markup is allowed."""
 
     def table(self, table: Table) -> None: ...
@@ -44,12 +43,12 @@ class Console(Protocol):
 
 
 class TerminalConsole:
-    """Rich output; a moving bar only on a real terminal."""
+    """Rich output; the moving bar needs a real terminal."""
 
     def __init__(self, rich: RichConsole | None = None) -> None:
         self.rich = rich or RichConsole(highlight=False, soft_wrap=True)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.rich.print(text)
 
     def table(self, table: Table) -> None:
@@ -66,30 +65,27 @@ class TerminalConsole:
 
 
 class FileConsole:
-    """Lines in a file, for one run of many; its progress still goes to the console of them all."""
+    """Lines in a file, for one run of several; its progress still goes to the shared console."""
 
     def __init__(self, path: Path, label: str, shared: Console) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.label, self.shared = path, label, shared
 
-    def say(self, text: str) -> None:
-        self._print(text)
+    def log(self, text: str | Table) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            RichConsole(file=file, width=140, highlight=False, soft_wrap=True).print(text)
 
     def table(self, table: Table) -> None:
-        self._print(table)
+        self.log(table)
 
     def progress(self, name: str, total: int) -> AbstractContextManager[ProgressLine]:
         return self.shared.progress(f"{self.label} {name}", total)
-
-    def _print(self, thing: str | Table) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            RichConsole(file=file, width=140, highlight=False, soft_wrap=True).print(thing)
 
 
 class LoggerConsole:
     """Lines in the log of the Prefect flow run."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         from prefect import get_run_logger
         from rich.text import Text
 
@@ -98,92 +94,75 @@ class LoggerConsole:
     def table(self, table: Table) -> None:
         rich = RichConsole(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
         rich.print(table)
-        self.say(escape("\n" + rich.export_text()))
+        self.log(escape("\n" + rich.export_text()))
 
     @contextmanager
     def progress(self, name: str, total: int) -> Iterator[ProgressLine]:
         yield PlainProgress(self, name, total)
 
 
-class PlainProgress:
-    """One line every few seconds and one at the end."""
+class _Progress:
+    """Text of a progress line. The rate counts from this attempt's first step, because start-up would distort it."""
 
-    def __init__(self, console: Console, name: str, total: int) -> None:
-        self.console, self.name, self.total = console, name, total
-        self.pace = _Pace()
-        self.next_line = 0.0
-
-    def update(
-        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
-    ) -> None:
-        if time.monotonic() < self.next_line and position < self.total:
-            return
-        self.next_line = time.monotonic() + PLAIN_INTERVAL_S
-        self.console.say(
-            f"  {self.name:<18}" + self.pace.describe(position, self.total, loss, tokens_per_s, bits_per_byte)
-        )
-
-
-class _BarProgress:
-    def __init__(self, bar: Progress, name: str, total: int) -> None:
-        self.bar, self.total, self.pace = bar, total, _Pace()
-        self.task = bar.add_task(name, total=total, facts="starting")
-
-    def update(
-        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
-    ) -> None:
-        facts = self.pace.describe(position, self.total, loss, tokens_per_s, bits_per_byte)
-        self.bar.update(self.task, completed=position, facts=facts)
-
-
-class _Pace:
-    """Time left, from the tokens trained since this attempt's first step (start-up would make it a guess)."""
-
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
+        self.total = total
         self.first: tuple[int, float] | None = None
 
-    def describe(
-        self,
-        position: int,
-        total: int,
-        loss: float | None,
-        tokens_per_s: float | None,
-        bits_per_byte: float | None = None,
+    def text(
+        self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
     ) -> str:
         self.first = self.first or (position, time.monotonic())
-        text = f"{tokens(position):>6} / {tokens(total)} tokens"
+        text = f"{tokens(position):>6} / {tokens(self.total)} tokens"
         if loss is not None:
             text += f"  mean loss {loss:.3f}"
         if bits_per_byte is not None:
             text += f"  held out {bits_per_byte:.3f} bits/byte"
         if tokens_per_s is not None:
             text += f"  {tokens(tokens_per_s)} tok/s"
-        return text + self._left(position, total)
-
-    def _left(self, position: int, total: int) -> str:
-        assert self.first is not None
         done, seconds = position - self.first[0], time.monotonic() - self.first[1]
-        if position >= total or done <= 0:
-            return ""
-        left = round((total - position) * seconds / done)
-        return f"  {left // 60}:{left % 60:02d} left"
+        if position < self.total and done > 0:
+            left = round((self.total - position) * seconds / done)
+            text += f"  {left // 60}:{left % 60:02d} left"
+        return text
 
 
-_ASIDE: ContextVar[Console | None] = ContextVar("aside", default=None)
+class PlainProgress(_Progress):
+    """One line every few seconds and one at the end."""
+
+    def __init__(self, console: Console, name: str, total: int) -> None:
+        super().__init__(total)
+        self.console, self.name, self.next_line = console, name, 0.0
+
+    def update(self, position: int, *values: float | None, **more: float | None) -> None:
+        if time.monotonic() >= self.next_line or position >= self.total:
+            self.next_line = time.monotonic() + PLAIN_INTERVAL_S
+            self.console.log(f"  {self.name:<18}{self.text(position, *values, **more)}")
+
+
+class _BarProgress(_Progress):
+    def __init__(self, bar: Progress, name: str, total: int) -> None:
+        super().__init__(total)
+        self.bar, self.task = bar, bar.add_task(name, total=total, facts="starting")
+
+    def update(self, position: int, *values: float | None, **more: float | None) -> None:
+        self.bar.update(self.task, completed=position, facts=self.text(position, *values, **more))
+
+
+_current: ContextVar[Console | None] = ContextVar("console", default=None)
 
 
 @contextmanager
-def aside(console: Console) -> Iterator[None]:
-    """Have all that begins in the block speak to `console`."""
-    token = _ASIDE.set(console)
+def console_as(console: Console) -> Iterator[None]:
+    """Make `console` the current one for everything that starts in the block."""
+    token = _current.set(console)
     try:
         yield
     finally:
-        _ASIDE.reset(token)
+        _current.reset(token)
 
 
 def current_console() -> Console:
     """Return the console of this process: the terminal for the command line, else the flow run's log."""
-    if (other := _ASIDE.get()) is not None:
-        return other
+    if (console := _current.get()) is not None:
+        return console
     return TerminalConsole() if os.environ.get("HERD_CONSOLE") == "terminal" else LoggerConsole()

@@ -9,7 +9,7 @@ class EvaluationFailed(RuntimeError):
     """A process that scores a model died; the text holds its last words."""
 
 
-class HeldBack(ValueError):
+class GateFailed(ValueError):
     """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 
 

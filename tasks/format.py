@@ -1,4 +1,4 @@
-"""Times, sizes, losses and commands as people read them, in tables, on pages and below a run."""
+"""Format times, sizes, losses and commands for tables and pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -20,26 +20,39 @@ from rich.text import Text
 
 from storage.root import DEFAULT_ROOT, Root
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def templates(name: str) -> Environment:
+    """Return the jinja environment of `tasks/templates` for the template `name`; values in HTML are escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader, escape = PackageLoader("tasks"), name.endswith(".html")
+    return Environment(
+        loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
 
 def command(root: Root, *words: str) -> str:
-    """Return a command line of herd that works as printed: on this root, by the program that was started."""
+    """Return a herd command line for this root that can be copied as printed."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
-    place = [] if Root.of(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
-    return shlex.join([program, *words, *place])
+    option = [] if Root.parse(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
+    return shlex.join([program, *words, *option])
 
 
-def losses(facts: Mapping[str, Any], digits: int = 3) -> str:
+def format_losses(facts: Mapping[str, Any], digits: int = 3) -> str:
     """Return the mean losses at both ends of a stage: `5.390 > 4.978`."""
     return f"{facts['first_loss']:.{digits}f} > {facts['last_loss']:.{digits}f}"
 
 
-def bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
-    """Return what a stage scored on held-out text at its end; empty where nothing was scored."""
+def format_bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
+    """Return the bits per byte on held-out text at the end of a stage; empty if it was not scored."""
     return f"{facts['bits_per_byte']:.{digits}f}" if "bits_per_byte" in facts else ""
 
 
-def clock(seconds: float) -> str:
-    """Return a length of time: `45 s`, `3:07 min`, `5:12 h`, `3 d 4 h`."""
+def format_duration(seconds: float) -> str:
+    """Return a duration: `45 s`, `3:07 min`, `5:12 h`, `3 d 4 h`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -57,52 +70,52 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-# A table for narrow terminals: it leaves out columns, the least important first, and says which. In a pipe nothing is
-# left out and nothing is wrapped, so that `grep` and `awk` see whole lines. Empty columns are not shown.
-
 UNBOUNDED = 10_000
 WRAPPED = ("why", "what")
-"""Columns of sentences, which are wrapped between words."""
+"""Columns of sentences: their text is wrapped."""
 LEAST_WRAPPED = 30
-"""Characters that such a column needs."""
+"""Minimum width of such a column, in characters."""
 
 
 @dataclass
 class FittedTable:
-    """Rows of cells with rich's markup."""
+    """A table that leaves out columns on a narrow terminal, the least important first, and names them.
+
+    In a pipe nothing is left out or wrapped, so that `grep` and `awk` see whole lines. Empty columns are not shown.
+    """
 
     title: str
     headers: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    """Columns that may be left out, the first one first."""
+    """Columns that may be left out, in this order."""
     numbers: tuple[str, ...] = ()
-    """Columns that are set to the right."""
+    """Columns that are right-aligned."""
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str) -> None:
-        """Add a row; cells that are not given are empty."""
+        """Add a row; missing cells are empty."""
         self.rows.append((*cells, *[""] * (len(self.headers) - len(cells))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = width_of(console, options)
         shown = [header for at, header in enumerate(self.headers) if any(row[at] for row in self.rows)]
-        gone: list[str] = []
+        removed: list[str] = []
         for header in self.left_out:
             if self._needs(console, shown) <= width:
                 break
             if header in shown:
                 shown.remove(header)
-                gone.append(header)
+                removed.append(header)
         yield from console.render(self._table(shown), options.update(width=max(width, self._needs(console, shown))))
-        if gone:
-            yield Text(f"no room for: {', '.join(gone)}", style="dim")
+        if removed:
+            yield Text(f"no room for: {', '.join(removed)}", style="dim")
 
     def _needs(self, console: Console, shown: list[str]) -> int:
-        """Return the width that the columns need, with those of sentences as narrow as they may be."""
-        words = [header for header in shown if header in WRAPPED]
-        others = self._table([header for header in shown if header not in WRAPPED])
-        natural = Measurement.get(console, console.options.update(width=UNBOUNDED), others).maximum
-        return natural + len(words) * (LEAST_WRAPPED + 2)
+        """Return the minimum width of the columns."""
+        unwrapped = [header for header in shown if header not in WRAPPED]
+        table = self._table(unwrapped)
+        natural = Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum
+        return natural + (len(shown) - len(unwrapped)) * (LEAST_WRAPPED + 2)
 
     def _table(self, shown: list[str]) -> Table:
         table = Table(
@@ -116,10 +129,8 @@ class FittedTable:
             title_style="bold cyan",
         )
         for header in shown:
-            right = header in self.numbers
-            table.add_column(
-                header, justify="right" if right else "left", no_wrap=header not in WRAPPED, overflow="fold"
-            )
+            side: Literal["left", "right"] = "right" if header in self.numbers else "left"
+            table.add_column(header, justify=side, no_wrap=header not in WRAPPED, overflow="fold")
         for row in self.rows:
             table.add_row(*[row[self.headers.index(header)] for header in shown])
         return table
@@ -127,7 +138,7 @@ class FittedTable:
 
 @dataclass
 class FactTable:
-    """Names and values, one a line; values are wrapped between words, and an address or a path is never broken."""
+    """Names and values, one per line; values are wrapped between words, so that a path is never broken."""
 
     rows: dict[str, str]
 
@@ -143,6 +154,6 @@ class FactTable:
 
 
 def width_of(console: Console, options: ConsoleOptions) -> int:
-    """Return the width to fit into: the terminal's, or none in a pipe unless COLUMNS is set."""
+    """Return the terminal's width; in a pipe it is unbounded unless COLUMNS is set."""
     bounded = console.is_terminal or os.environ.get("COLUMNS")
     return options.max_width if bounded else UNBOUNDED

@@ -10,9 +10,9 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 
 Kind = Literal[
-    "collect", "annotate", "curate", "tokenizer", "tokenise", "start", "pretrain", "advance", "evaluate", "promote"
+    "collect", "annotate", "curate", "tokenizer", "tokenize", "init-weights", "pretrain", "gate", "evaluate", "promote"
 ]
-KINDS: tuple[Kind, ...] = ("collect", "annotate", "curate", "tokenizer", "tokenise", "pretrain", "evaluate", "promote")
+KINDS: tuple[Kind, ...] = ("collect", "annotate", "curate", "tokenizer", "tokenize", "pretrain", "evaluate", "promote")
 """Words that name a step in every recipe; of `pretrain` and `evaluate` there may be several."""
 
 
@@ -29,13 +29,13 @@ class PipelineStep:
 def pipeline_steps(recipe: Recipe) -> list[PipelineStep]:
     """Return all steps of a run of `recipe`, in order."""
     steps = [PipelineStep(kind, kind) for kind in KINDS[: KINDS.index("pretrain")]]
-    if recipe.start:
-        steps.append(PipelineStep("start", "start"))
+    if recipe.init_from:
+        steps.append(PipelineStep("init-weights", "init-weights"))
     evaluated = evaluated_stages(recipe)
     for span in Schedule(recipe).trained:
         steps.append(PipelineStep(span.name, "pretrain", span))
-        if span.stage.advance:
-            steps.append(PipelineStep(f"advance-{span.name}", "advance", span))
+        if span.stage.gates:
+            steps.append(PipelineStep(f"gate-{span.name}", "gate", span))
         if span.ends_stage and span.stage.name in evaluated:
             steps.append(PipelineStep(f"evaluate-{span.stage.name}", "evaluate", span))
     return [*steps, PipelineStep("promote", "promote")]
@@ -48,8 +48,10 @@ def evaluated_stages(recipe: Recipe) -> set[str]:
 
 def step_names(recipe: Recipe) -> list[str]:
     """Return the names of the steps that a rerun can start from, in order."""
-    imported = recipe.start is not None and recipe.start.is_checkpoint  # it exists already and is not made again
-    return [step.name for step in pipeline_steps(recipe) if not (imported and step.kind == "start")]
+    imported = (
+        recipe.init_from is not None and recipe.init_from.is_checkpoint
+    )  # it exists already and is not made again
+    return [step.name for step in pipeline_steps(recipe) if not (imported and step.kind == "init-weights")]
 
 
 def first_step(recipe: Recipe, word: str) -> str:

@@ -1,4 +1,4 @@
-"""The style of all figures: colors, fonts, and SVG text by matplotlib. Importing it loads matplotlib."""
+"""Style of all figures, and their SVG text. Importing this module loads matplotlib."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""A step: one tracked unit of work that leaves an artifact.
+"""A step: one tracked unit of work that commits an artifact.
 
-Every step goes the same way: reuse a sound artifact with the same key; else take the artifact's lease, look again, say
-what is new, build in a staging folder, check the lease, commit, record. Retries, reruns and runs side by side all rely
-on that, not on Prefect's cache. Of two runs that want one artifact, the second waits.
+A step reuses an intact artifact with the same key. Otherwise it takes the artifact's lease, looks again, builds in a
+staging folder, checks the lease, commits and records. Retries, reruns and concurrent runs rely on that, not on
+Prefect's cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -29,33 +30,30 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
 from tasks.launch.local import Agents
-from tasks.runs.peak_memory import give_back
 from tasks.runs.records import RunRecord, Runs, StepRecord
 from tasks.tracking.events import artifact_committed
-from tasks.tracking.mlflow import Tracker
-from tasks.tracking.steps import Shown, child_tags, project_step
+from tasks.tracking.steps import LoggedStep, child_tags, project_step
+from tasks.tracking.tracker import Tracker
 
 Build = Callable[[Path, str], dict[str, Any]]
-"""Fills an empty folder and returns the artifact's facts; also gets the id of the step's MLflow run."""
-
-
-REUSED, MADE = "reused", "made"
+"""Fills an empty folder and returns the artifact's metadata; also gets the handle of the step's MLflow run."""
+REUSED, CREATED = "reused", "created"
 
 
 @dataclass(frozen=True)
 class WorkInProgress:
-    """Work in progress of a step, in a folder that outlives a killed process; several designs may share it."""
+    """Work in progress of a step, in a folder that outlives a killed process; several specs may share it."""
 
     name: str
-    """Of the folder below `Context.scratch`; it is removed once the artifact is committed."""
+    """Name of the folder below `Context.scratch`; it is removed after the commit of the artifact."""
     resumes: Callable[[], int | None] = lambda: None
-    """Returns how many tokens of the step are done, or None if it begins."""
+    """Returns how many tokens of the step are done, or None at its start."""
     done: Callable[[], None] = lambda: None
-    """Removes what lies elsewhere, once the artifact is committed."""
+    """Removes files elsewhere, after the commit of the artifact."""
 
 
-class Made(NamedTuple):
-    """An artifact and how the step came by it."""
+class StepOutcome(NamedTuple):
+    """An artifact and how the step got it."""
 
     artifact: Artifact
     outcome: str = REUSED
@@ -65,7 +63,7 @@ class Made(NamedTuple):
 
 @dataclass
 class Context:
-    """What every step of one run needs."""
+    """State that all steps of one run share."""
 
     recipe: Recipe
     cluster: Cluster
@@ -78,13 +76,13 @@ class Context:
     """Names of all steps in order."""
     made: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
-    """Of the lease on the run: higher than that of every process that had the run before."""
+    """Fencing token of the lease on the run: higher than that of every earlier holder."""
     damaged: set[str] = field(default_factory=set)
-    """Steps whose artifact was set aside because it changed after its commit."""
+    """Steps whose artifact was set aside because its files changed after the commit."""
     agents: Agents = None  # type: ignore[assignment]  # the run's own, unless given
-    """What ranks on this machine are forked from; whoever makes the context closes them."""
+    """Processes from which ranks on this machine are forked; the creator of the context closes them."""
     restart_damaged: bool = False
-    """Whether a stage without a good checkpoint among those it has is trained again from its start."""
+    """Whether a stage whose checkpoints are all damaged is trained again from its start."""
 
     def __post_init__(self) -> None:
         self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")
@@ -95,18 +93,18 @@ class Context:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder: recipe, logs, report."""
-        return self.runs.place(self.record.name)
+        """The folder of the run: recipe, logs, report."""
+        return self.runs.folder(self.record.name)
 
     @property
     def scratch(self) -> Path:
-        """Where work in progress lives; outlives a killed process."""
+        """Folder of work in progress; outlives a killed process."""
         return self.root.local / "work"
 
     def tags(self) -> dict[str, str]:
-        """Return the tags that every MLflow run of this run carries."""
+        """Return the tags of all MLflow runs of this run."""
         study = self.record.study
-        part = {"study": study.study, "study.arm": study.arm, "study.repeat": str(study.repeat)} if study else {}
+        part = {"study": study.study, "study.arm": study.variant, "study.repeat": str(study.repeat)} if study else {}
         return {
             **part,
             "herd.run": self.record.name,
@@ -119,38 +117,42 @@ class Context:
         }
 
 
-def ensure(
+def ensure_artifact(
     context: Context, step: str, design: ArtifactSpec, build: Build, work: WorkInProgress | None = None
 ) -> Artifact:
     """Return the artifact of `design`, reused or made by `build`.
 
-    While it is made its lease is held: of several runs that want it one makes it, the others wait and reuse it. Records
-    the step in the run and in MLflow. What `build` raises passes through, with nothing committed; so does LeaseLost.
+    Its lease is held while it is made: of several runs that need it one makes it, the others wait and reuse it. Records
+    the step in the run and the tracker. Errors of `build` and LeaseLost pass through; then nothing is committed.
     """
-    design = _anew(context, step, design)
-    found = context.store.find(design, partial(_damaged, context, step))
-    with tracked(context, design.kind, step, design.key) as mlflow_run:
-        made = Made(found) if found else _make(context, step, design, build, mlflow_run, work)
+    design = _redone(context, step, design)
+    found = context.store.find(design, partial(_report_damage, context, step))
+    with tracked_step(context, design.kind, step, design.key) as mlflow_run:
+        made = StepOutcome(found) if found else _make(context, step, design, build, mlflow_run, work)
         artifact = made.artifact
         if made.outcome == REUSED:
-            context.console.say(f"  {step:<18}reused {artifact.label} [dim](made by {artifact.manifest.made_by})[/]")
-        _record(context, step, artifact, StepRecord(
+            context.console.log(
+                f"  {step:<18}reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
+            )
+        context.made[step] = artifact
+        context.record.steps[step] = StepRecord(
             artifact=artifact.label, outcome=made.outcome, why=made.why, seconds=made.seconds, mlflow_run=mlflow_run
-        ))  # fmt: skip
+        )
+        context.runs.save(context.record)
         if made.outcome != REUSED:
             artifact_committed(context.record, context.root.uri, step, artifact)
-        project_step(Shown(context.tracker, context.store, context.record, step, artifact, mlflow_run))
+        project_step(LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run))
     return artifact
 
 
 def ensure_in_scratch(
     context: Context, step: str, design: ArtifactSpec, build: Callable[[Path, Path], dict[str, Any]]
 ) -> Artifact:
-    """Do as `ensure` does; `build` also gets a scratch folder of the artifact's key, which outlives a killed process.
+    """Do as `ensure_artifact` does; `build` also gets a scratch folder of the artifact's key.
 
-    What is half done there is gone on with by the next attempt; it is removed once the artifact is committed.
+    The folder outlives a killed process, so that the next attempt continues there; it is removed after the commit.
     """
-    design = _anew(context, step, design)
+    design = _redone(context, step, design)
     work = WorkInProgress(f"{step}-{design.key[:8]}")
     scratch = context.scratch / work.name
 
@@ -159,60 +161,62 @@ def ensure_in_scratch(
         try:
             return build(folder, scratch)
         finally:
-            give_back()
+            with suppress(AttributeError):  # glibc only: give freed memory back before the trainer needs it
+                ctypes.CDLL(None).malloc_trim(0)
 
-    artifact = ensure(context, step, design, in_scratch, work)
-    if scratch.exists():  # of a process that was killed between the commit and the removal
+    artifact = ensure_artifact(context, step, design, in_scratch, work)
+    if scratch.exists():  # a process was killed between the commit and the removal
         with suppress(LeaseHeld), lease(context.root, f"work/{work.name}", context.record.name):
             shutil.rmtree(scratch, ignore_errors=True)
     return artifact
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Give `target` the files of the folder `source` at any depth, but hidden ones, without copying them."""
+    """Hard-link the files of the folder `source`, at any depth, into `target`; hidden files are left out."""
     for path in sorted(source.rglob("[!.]*")):
-        place = target / path.relative_to(source)
         if path.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, place)
+            link = target / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, link)
 
 
 def _make(
     context: Context, step: str, design: ArtifactSpec, build: Build, mlflow_run: str, work: WorkInProgress | None
-) -> Made:
-    """Make the artifact under its lease, unless another run has made it by then."""
-    with _held(context, step, design, work) as leases:
-        if (found := context.store.find(design, partial(_damaged, context, step))) is not None:
-            return Made(found)
-        why = "the one there was damaged" if step in context.damaged else _news(context, design)
-        outcome = MADE
+) -> StepOutcome:
+    """Make the artifact under its lease, unless another run has made it meanwhile."""
+    with _leases(context, step, design, work) as leases:
+        if (found := context.store.find(design, partial(_report_damage, context, step))) is not None:
+            return StepOutcome(found)
+        why = "the one there was damaged"
+        if step not in context.damaged:
+            why = context.store.explain(design)
+            why = why.partition(": new, ")[2] or why  # without the name: `curate.dedup.jaccard 0.8 -> 0.7`
         position = work.resumes() if work else None
-        if position is not None:
-            outcome = f"resumed at {tokens(position)}"
-        context.console.say(f"  {step:<18}{outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
+        outcome = CREATED if position is None else f"resumed at {tokens(position)}"
+        context.console.log(f"  {step:<18}{outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
         began = time.monotonic()
         with context.store.staging() as folder:
             facts = build(folder, mlflow_run)
             seconds = time.monotonic() - began
-            for held in leases:
-                held.check()
+            for held_lease in leases:
+                held_lease.check()
             by, code = context.record.name, context.record.code
             artifact = context.store.commit(design, folder, facts, by, code, seconds)
         if work:
             shutil.rmtree(context.scratch / work.name, ignore_errors=True)
             work.done()
-        return Made(artifact, outcome, why, seconds)
+        return StepOutcome(artifact, outcome, why, seconds)
 
 
 @contextmanager
-def _held(context: Context, step: str, design: ArtifactSpec, work: WorkInProgress | None) -> Iterator[list[Lease]]:
-    """Hold the leases of the artifact and of the work folder; wait for whoever has one."""
+def _leases(context: Context, step: str, design: ArtifactSpec, work: WorkInProgress | None) -> Iterator[list[Lease]]:
+    """Hold the leases of the artifact and of the work folder; wait while other processes hold one."""
 
     def wait(holder: str) -> None:
-        context.console.say(f"  {step:<18}[yellow]waits for {escape(holder)}, which is making it[/]")
+        context.console.log(f"  {step:<18}[yellow]waits for {escape(holder)}, which is making it[/]")
 
     def leave() -> None:
-        context.console.say(f"  [red]{step}: another process has taken it over; this one leaves[/]")
+        context.console.log(f"  [red]{step}: another process has taken it over; this one leaves[/]")
         os.kill(os.getpid(), signal.SIGTERM)  # unwinds like any stop: the trainer saves and ends
 
     names = [design.label, *([f"work/{work.name}"] if work else [])]
@@ -220,19 +224,13 @@ def _held(context: Context, step: str, design: ArtifactSpec, work: WorkInProgres
         yield [stack.enter_context(lease(context.root, name, context.record.name, wait, lost=leave)) for name in names]
 
 
-def _damaged(context: Context, step: str, words: str) -> None:
+def _report_damage(context: Context, step: str, message: str) -> None:
     context.damaged.add(step)
-    context.console.say(f"  {step:<18}[yellow]set aside: {escape(words.partition('; ')[0])}[/]")
+    context.console.log(f"  {step:<18}[yellow]set aside: {escape(message.partition('; ')[0])}[/]")
 
 
-def _news(context: Context, design: ArtifactSpec) -> str:
-    """Return what is new about `design`, without its name: `curate.dedup.jaccard 0.8 -> 0.7`."""
-    why = context.store.explain(design)
-    return why.partition(": new, ")[2] or why
-
-
-def _anew(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:
-    """Give the step from which a rerun starts a key of its own, so that it is made whatever exists."""
+def _redone(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:
+    """Give the step from which a rerun starts a unique key, so that it is never reused."""
     if step != context.record.redo_from:
         return design
     return ArtifactSpec(
@@ -240,35 +238,29 @@ def _anew(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:
     )
 
 
-def _record(context: Context, step: str, artifact: Artifact, entry: StepRecord) -> None:
-    context.made[step] = artifact
-    context.record.steps[step] = entry
-    context.runs.save(context.record)
-
-
 @contextmanager
-def tracked(context: Context, kind: str, step: str, key: str) -> Iterator[str]:
-    """Open the MLflow child run of `step` and close it with the truth, however the block ends.
+def tracked_step(context: Context, kind: str, step: str, key: str) -> Iterator[str]:
+    """Open the run of `step` in the tracker, and close it with the status with which the block ends.
 
-    An attempt that makes the same artifact continues the same child; another key (the sources changed, say) gets its
-    own, because MLflow's params cannot change.
+    An attempt with the same artifact key continues the same run; another key (the sources changed, say) gets a new one,
+    because MLflow's params cannot change.
     """
     tags = child_tags(context.tags(), step, kind, key)
-    run_id = context.tracker.open_child(context.record.mlflow_run, context.record.name, tags)
+    handle = context.tracker.open_child(context.record.mlflow_run, context.record.name, tags)
     try:
-        yield run_id
+        yield handle
     except Exception:
-        context.tracker.close(run_id, "FAILED")
+        context.tracker.close(handle, "FAILED")
         raise
     except BaseException:
-        context.tracker.close(run_id, "KILLED")
+        context.tracker.close(handle, "KILLED")
         raise
-    context.tracker.close(run_id, "FINISHED")
+    context.tracker.close(handle, "FINISHED")
 
 
 @cache
 def code_version() -> str:
-    """Return the commit of the checkout that runs, with `+changes` if it differs from it; `unknown` outside git."""
+    """Return the commit of this checkout, with `+changes` if files differ from it; `unknown` outside git."""
     folder = Path(__file__).parent.parent
 
     def git(*words: str) -> str:

@@ -56,7 +56,7 @@ PRELOADED = [
     "typer",
     "tests.warm",
 ]
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from benchmarks.ours.setup import one_shard, write_attributes
 from llama3.data.dedup.minhash import BANDS, map_bands, reduce_candidates
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import in_turn, run
+from llama3.data.mapreduce import run_serial, run_step
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
@@ -20,6 +20,6 @@ def work(source: Path, folder: Path) -> dict[str, Any]:
     documents = pq.read_table(source, columns=["row", "id", "language", "text"])
     bands = band_hashes(documents["text"], job.recipe.curate.dedup)
     write_attributes(job, documents, bands=bands, rank=np.zeros(len(documents)))
-    run(in_turn, job, BANDS, map_bands, [0])
-    run(in_turn, job, "near/candidates", reduce_candidates, [0])
+    run_step(run_serial, job, BANDS, map_bands, [0])
+    run_step(run_serial, job, "near/candidates", reduce_candidates, [0])
     return {"candidates": sum(pq.read_metadata(file).num_rows for file in job.files("near/candidates"))}

@@ -13,12 +13,9 @@ _began = time.perf_counter()
 import torch  # noqa: E402
 
 from benchmarks.evaluate_tasks import read_job  # noqa: E402
-from llama3.evaluate.answer_extraction import matches  # noqa: E402
-from llama3.evaluate.generate import answer  # noqa: E402
-from llama3.evaluate.scores import (  # noqa: E402
-    Likelihood,
-    samples,
-)
+from llama3.evaluate.answer_extraction import is_correct  # noqa: E402
+from llama3.evaluate.generate import generate_batch  # noqa: E402
+from llama3.evaluate.scores import Likelihood, samples  # noqa: E402
 from llama3.evaluate.scoring import score_requests  # noqa: E402
 from llama3.evaluate.task import Task  # noqa: E402
 from llama3.model.files import load_model  # noqa: E402
@@ -35,7 +32,7 @@ def work(source: Path, folder: Path, model: str, share: bool = True, **_: Any) -
     tasks = read_job(source)
     greedy = {task.key for task in tasks if task.kind == "cloze"}
     requests = [request for task in tasks for request in task.requests]
-    found = iter(score_requests(network, tokenizer, requests, network.spec.max_seq, greedy=greedy, share=share))
+    found = iter(score_requests(network, tokenizer, requests, network.config.max_seq_len, greedy=greedy, share=share))
     answers = {task.key: _scored(task, [next(found) for _ in task.requests]) for task in tasks if task.requests}
     answers |= {task.key: _written(task, network, tokenizer) for task in tasks if task.prompts}
     return {"samples": answers, "import_s": IMPORT_S}
@@ -45,9 +42,9 @@ def _scored(task: Task, likelihoods: Sequence[Likelihood]) -> Answers:
     """Return what was decided by each rule, and the nats of each text, by question."""
     answers: Answers = {}
     for request, likelihood in zip(task.requests, likelihoods, strict=True):
-        answers.setdefault(request.document, {"decided": {}, "nats": []})["nats"].append(likelihood.nats)
-    rules = {"acc": replace(task, normalise="none")} if task.kind != "bits" else {}
-    if task.normalise == "characters":
+        answers.setdefault(request.document, {"decided": {}, "nats": []})["nats"].append(likelihood.nll)
+    rules = {"acc": replace(task, normalize="none")} if task.kind != "bits" else {}
+    if task.normalize == "characters":
         rules["acc_norm"] = task
     for name, rule in rules.items():
         for sample in samples(rule, likelihoods):
@@ -56,10 +53,10 @@ def _scored(task: Task, likelihoods: Sequence[Likelihood]) -> Answers:
 
 
 def _written(task: Task, network: Transformer, tokenizer: Tokenizer) -> Answers:
-    texts = answer(network, tokenizer, task.prompts, task.writing, 0)
+    texts = generate_batch(network, tokenizer, task.prompts, task.writing, 0)
     return {
         prompt.document: {
-            "decided": {"exact_match": float(matches(text, prompt.gold, task.writing))},
+            "decided": {"exact_match": float(is_correct(text, prompt.gold, task.writing))},
             "text": text,
         }
         for prompt, (text,) in zip(task.prompts, texts, strict=True)

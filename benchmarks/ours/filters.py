@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from benchmarks.ours.setup import MEMORY, quality
 from llama3.data.annotate import document_statistics
 from llama3.data.filters import outcome_sql
+from llama3.data.mapreduce import duckdb_session
 from llama3.recipe.data_schema import Curate, Quality
-from storage.duck import session
 
 _SETS = ("gopher", "repetition", "fineweb")
 
@@ -27,7 +27,7 @@ def work(source: Path, folder: Path, alphabetic: float) -> dict[str, Any]:
     for name in ("domain", "language"):
         documents = documents.append_column(name, read[name])
     outcomes = ", ".join(f"coalesce({_outcome(name, alphabetic)}, '') AS {name}" for name in _SETS)
-    with session(folder / "spill", MEMORY, 1) as connection:
+    with duckdb_session(folder / "spill", MEMORY, 1) as connection:
         connection.register("documents", documents)
         found = connection.sql(f"SELECT {outcomes} FROM documents ORDER BY place").to_arrow_table()
     reasons = {f"reasons_{name}": found[name].to_pylist() for name in _SETS}

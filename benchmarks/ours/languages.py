@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llama3.data.text.language import detect
+from llama3.data.text.language import detect_language
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
     """Return the language of each document."""
-    return {"languages": [detect(json.loads(line)["text"]) for line in source.open()]}
+    return {"languages": [detect_language(json.loads(line)["text"]) for line in source.open()]}

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes, write_kept
-from llama3.data.dedup.lines import count_lines, line_hashes, strip_lines
-from llama3.data.mapreduce import in_turn
+from llama3.data.dedup.lines import LineDedup, line_hashes, strip_lines
+from llama3.data.mapreduce import run_serial
 
 
 def work(source: Path, folder: Path, max_copies: int = 6, min_chars: int = 8) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def work(source: Path, folder: Path, max_copies: int = 6, min_chars: int = 8) ->
     job = one_shard(source, folder, {"lines": {"max_copies": max_copies, "min_chars": min_chars}})
     documents = pq.read_table(source)
     write_attributes(job, documents, lines=line_hashes(documents["text"], min_chars))
-    count_lines(in_turn, job)
+    LineDedup().run(run_serial, job)
     columns = (documents[name] for name in ("text", "domain", "language", "id"))
     stripped = strip_lines(job, *columns)
     place = documents.schema.get_field_index("text")

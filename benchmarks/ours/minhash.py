@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes, write_kept
-from llama3.data.dedup.exact import map_exact, reduce_exact
-from llama3.data.dedup.minhash import near_duplicates
+from llama3.data.dedup.exact import Exact
+from llama3.data.dedup.minhash import MinHash
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import in_turn, run
+from llama3.data.mapreduce import run_serial
 
 
 def work(source: Path, folder: Path, jaccard: float = 0.8) -> dict[str, Any]:
@@ -25,9 +25,8 @@ def work(source: Path, folder: Path, jaccard: float = 0.8) -> dict[str, Any]:
     documents = pq.read_table(source)
     bands = band_hashes(documents["text"], job.recipe.curate.dedup)
     write_attributes(job, documents, bands=bands, rank=np.zeros(len(documents)))
-    run(in_turn, job, "exact/map", map_exact, [0])
-    run(in_turn, job, "exact/drop", reduce_exact, [0])
-    near_duplicates(in_turn, job)
+    for stage in (Exact(), MinHash()):
+        stage.run(run_serial, job)
     files = [*job.files("exact/drop"), *job.files("near/drop")]
     dropped = pa.concat_tables([pq.read_table(file, columns=["row"]) for file in files])
     kept = np.isin(documents["row"].to_numpy(), dropped["row"].to_numpy(), invert=True)

@@ -13,9 +13,9 @@ SEQ = 8_000
 
 
 def work(source: Path, folder: Path, budget: int) -> dict[str, Any]:
-    """Return the documents to choose from and the tokens of the budget: planned and realised, by domain.
+    """Return the documents to choose from and the tokens of the budget: planned and realized, by domain.
 
-    A range that ends inside documents cuts them, so the realised tokens can be exact; they are counted document by
+    A range that ends inside documents cuts them, so the realized tokens can be exact; they are counted document by
     document, in the order of reading.
     """
     stream = TokenStream(source, stream_recipe(budget, SEQ))
@@ -23,4 +23,4 @@ def work(source: Path, folder: Path, budget: int) -> dict[str, Any]:
     tokens = {domain: sum(counts[0] for counts in by["source"].values()) for domain, by in counted.items()}
     documents = sum(counts[1] for by in counted.values() for counts in by["source"].values())
     planned = {domain: int(asked) for domain, asked in stream.planned(0, stream.tokens).items()}
-    return {"planned": planned, "realised": tokens, "documents_used": documents}
+    return {"planned": planned, "realized": tokens, "documents_used": documents}

@@ -1,6 +1,6 @@
 """Our whole pipeline: jsonl, Gopher repetition and quality, MinHash with verification, tokens on disk.
 
-The steps of a real run, one after another in this process: collect, annotate, curate, tokenise. The rules are those of
+The steps of a real run, one after another in this process: collect, annotate, curate, tokenize. The rules are those of
 the peer; what it has no counterpart for (versions of a URL, common lines, mojibake) is off, but exact copies go and
 line hashes are made, as in any run.
 """
@@ -15,9 +15,9 @@ from benchmarks.ours.setup import MEMORY, bench_recipe, quality
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
-from llama3.data.mapreduce import in_turn
+from llama3.data.mapreduce import run_serial
 from llama3.recipe.schema import Recipe
-from llama3.tokens.shards import tokenise
+from llama3.tokens.shards import tokenize
 
 
 def work(source: Path, folder: Path, tokenizer: str, alphabetic: float) -> dict[str, Any]:
@@ -39,12 +39,12 @@ def produce(recipe: Recipe, folder: Path, tokenizer: Path, memory: str) -> dict[
     marks = [cpu_seconds()]
     collect(recipe, collected)
     marks.append(cpu_seconds())
-    annotate(recipe, collected, annotated, in_turn, memory=memory)
+    annotate(recipe, collected, annotated, run_serial, memory=memory)
     marks.append(cpu_seconds())
-    facts = curate(recipe, collected, annotated, curated, folder / "scratch", in_turn, memory=memory)
+    facts = curate(recipe, collected, annotated, curated, folder / "scratch", run_serial, memory=memory)
     marks.append(cpu_seconds())
-    tokenised = tokenise(recipe, curated, tokenizer, folder / "tokens")
+    tokenized = tokenize(recipe, curated, tokenizer, folder / "tokens")
     marks.append(cpu_seconds())
     stages = ("collect_cpu_s", "annotate_cpu_s", "curate_cpu_s", "tokens_cpu_s")
     spent = {name: round(stop - start, 3) for name, start, stop in zip(stages, marks, marks[1:], strict=False)}
-    return {"documents": facts["documents"], "tokens": tokenised["tokens"], **spent}
+    return {"documents": facts["documents"], "tokens": tokenized["tokens"], **spent}

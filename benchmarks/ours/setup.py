@@ -9,14 +9,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llama3.data.curate import CURATION
 from llama3.data.mapreduce import CurationJob, Shard
 from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schema import Recipe
 
 MEMORY = "1GiB"
-_REPEATING = ["domain", "source", "language", "licence", "date"]
+_REPEATING = ["domain", "source", "language", "license", "date"]
 _OFF: dict[str, Any] = {
-    "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_gram": {},
+    "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_ngram": {},
 }  # fmt: skip
 """Our defaults that no peer has."""
 
@@ -30,7 +31,7 @@ def _unnamed(rules: Sequence[str]) -> dict[str, Any]:
     """Return our own defaults, switched off, but for what the rule sets fill in."""
     ours = dict(_OFF)
     if "repetition" in rules:
-        del ours["max_duplicate_lines"], ours["max_top_gram"]
+        del ours["max_duplicate_lines"], ours["max_top_ngram"]
     return ours
 
 
@@ -38,17 +39,23 @@ def bench_recipe(
     sources: Mapping[Domain, Sequence[Path]],
     curate: Mapping[str, Any],
     tokens: int = 1_000_000,
-    seq: int = 8192,
+    seq_len: int = 8192,
 ) -> Recipe:
     """Return a recipe of one stage over `sources` (domain -> files), shared evenly by the domains."""
     named = [domain for domain in DOMAINS if domain in sources]
     shares = [100 - 100 // len(named) * (len(named) - 1)] + [100 // len(named)] * (len(named) - 1)
-    stage = {"name": "bench", "for": f"{tokens} tokens", "seq": seq, "batch": f"{seq} tokens", "mix": "bench"}
+    stage = {
+        "name": "bench",
+        "for": f"{tokens} tokens",
+        "seq_len": seq_len,
+        "batch": f"{seq_len} tokens",
+        "mix": "bench",
+    }
     return Recipe.model_validate(
         {
             "name": "bench",
             "sources": {domain: [{"uri": str(file), "language": "en"} for file in sources[domain]] for domain in named},
-            "curate": {"held_out": "0%", **curate},
+            "curate": {"validation_fraction": "0%", **curate},
             "tokenizer": {"use": "tokenizer.model"},
             "tokens": {"max_epochs": 1e9},
             "mix": {"bench": {domain: f"{share}%" for domain, share in zip(named, shares, strict=True)}},
@@ -64,7 +71,7 @@ def one_shard(source: Path, folder: Path, curate: Mapping[str, Any]) -> Curation
     recipe = bench_recipe({"general": [source]}, curate)
     size = pq.read_metadata(source).num_rows
     shard = Shard(0, "general", source, folder / "attributes.parquet", size, source.stat().st_size)
-    return CurationJob(recipe, (shard,), folder / "steps", memory=MEMORY)
+    return CurationJob(recipe, (shard,), folder / "steps", memory=MEMORY, stages=CURATION)
 
 
 def write_attributes(job: CurationJob, documents: pa.Table, **columns: Any) -> None:

@@ -24,18 +24,18 @@ from llama3.tokens.shards import write_index, write_shard
 MEAN_TOKENS = 1_040
 PER_SHARD = 100_000
 SOURCES = 4
-"""Sources in each domain, pooled; the realised mix is counted by source."""
+"""Sources in each domain, pooled; the realized mix is counted by source."""
 VOCABULARY = 128_000
 
 
-def stream_recipe(tokens: int, seq: int) -> Recipe:
+def stream_recipe(tokens: int, seq_len: int) -> Recipe:
     """Return a recipe over all domains with the published mix (arXiv 2407.21783, section 3.1.2).
 
-    `tokens` is a multiple of `seq`, or the run would end at the last whole sequence.
+    `tokens` is a multiple of `seq_len`, or the run would end at the last whole sequence.
     """
     shares = {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}
     sources = {domain: [Path("unused")] for domain in DOMAINS}
-    plain = bench_recipe(sources, {}, tokens, seq).model_dump(mode="json", by_alias=True, exclude_none=True)
+    plain = bench_recipe(sources, {}, tokens, seq_len).model_dump(mode="json", by_alias=True, exclude_none=True)
     return Recipe.model_validate({**plain, "mix": {"bench": shares}})
 
 
@@ -73,7 +73,7 @@ def _table(domain: str, number: int, lengths: Ints) -> pa.Table:
         "source": pa.array([f"source-{place}" for place in places]),
         "source_index": pa.array(places, pa.int32()),
         "language": pa.array(["en"] * count),
-        "licence": pa.array(["unknown"] * count),
+        "license": pa.array(["unknown"] * count),
         "quality": pa.array(np.zeros(count)),
         "bytes": pa.array(lengths * 4),
     }

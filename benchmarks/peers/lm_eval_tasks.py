@@ -48,8 +48,8 @@ def _sample(one: dict[str, Any]) -> dict[str, Any]:
     (first, *_), answers = one["resps"], one["filtered_resps"]
     if isinstance(first[0] if isinstance(first, list) else first, str):
         return {"decided": decided, "text": first[0] if isinstance(first, list) else first}
-    nats = [-float(answer[0] if isinstance(answer, (tuple, list)) else answer) for answer in answers]
-    return {"decided": decided, "nats": nats, "arguments": [list(arguments) for arguments in one["arguments"]]}
+    nll = [-float(answer[0] if isinstance(answer, (tuple, list)) else answer) for answer in answers]
+    return {"decided": decided, "nats": nll, "arguments": [list(arguments) for arguments in one["arguments"]]}
 
 
 @cache

@@ -24,7 +24,7 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
     """Return the model with these weights and its mean loss, whole as its pretraining takes it."""
     config = Config(
         name="herd-bench",
-        block_size=shape["max_seq"],
+        block_size=shape["max_seq_len"],
         vocab_size=shape["rows"],
         padded_vocab_size=shape["rows"],
         n_layer=shape["layers"],
@@ -42,7 +42,7 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
     )
     model = GPT(config)
     model.load_state_dict(_theirs(weights, shape["layers"]))
-    model.max_seq_length = shape["seq"]
+    model.max_seq_length = shape["seq_len"]
 
     def loss_of(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

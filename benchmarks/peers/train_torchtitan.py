@@ -47,7 +47,7 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
 def _model(shape: dict[str, Any]) -> Llama3Model:
     dim, rows, eps = shape["dim"], shape["rows"], shape["norm_eps"]
     rope = ComplexRoPE.Config(
-        dim=dim // shape["heads"], max_seq_len=shape["seq"], theta=shape["rope_theta"], scaling="none"
+        dim=dim // shape["heads"], max_seq_len=shape["seq_len"], theta=shape["rope_theta"], scaling="none"
     )
 
     def norm() -> Any:

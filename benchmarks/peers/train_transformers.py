@@ -34,7 +34,7 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
         num_hidden_layers=shape["layers"],
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=shape["max_seq"],
+        max_position_embeddings=shape["max_seq_len"],
         rms_norm_eps=shape["norm_eps"],
         rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
         tie_word_embeddings=False,

@@ -1,32 +1,26 @@
-"""The command line: `herd plan | run | rerun | report | eval | generate | export | inspect`, and what other files add.
+"""The command line: `herd run | rerun | report | inspect | schema`, and the commands of the other files.
 
-Commands import what they need when they run, so that `herd plan` answers in a second. A user's mistake is one or more
-plain lines and exit status 2, never a traceback; docs/reference/commands.md has every status.
+Commands import what they need when they run, so that `herd plan` answers in a second. Wrong input ends with plain lines
+and exit status 2, never with a traceback; docs/reference/commands.md lists every status.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flows.cli.errors import RootOption, exit_as_judged, mistakes, out, patiently
-from flows.cli.models import add_requests, add_uses, evaluate
-from flows.cli.ops import add_operations, add_promotions
+from flows.cli import models, ops
+from flows.cli.errors import RootOption, exit_as_judged, mistakes, out, with_retries
 from flows.cli.plan import planner
 from flows.cli.study import study
 from storage.processes import fix_import_path
 from storage.root import DEFAULT_ROOT, Root
 from storage.secrets import move_logins
-
-if TYPE_CHECKING:
-    from flows.recipe_form import PipelineParameters
-    from tasks.cluster import Cluster
 
 app = typer.Typer(
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -56,11 +50,9 @@ def options(
 app.add_typer(planner, name="plan")
 app.add_typer(study, name="study")
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
-ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: as the cluster file says, or 1.")]
-ClusterOption = Annotated[
-    Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, and where else it runs.")
-]
-UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenise, pretrain, a stage, ...")]
+ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: the number in the cluster file, or 1.")]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, hosts.")]
+UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenize, pretrain, a stage, ...")]
 RestartOption = Annotated[
     bool,
     typer.Option("--restart-damaged", help="Train a stage again from its start if all its checkpoints are damaged."),
@@ -77,23 +69,22 @@ def run(
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
     until: UntilOption = "",
-    new: Annotated[bool, typer.Option("--new", help="Begin a new run even if the last one did not finish.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new run even if the last one did not finish.")
+    ] = False,
     restart_damaged: RestartOption = False,
 ) -> None:
-    """Run the whole chain here: raw text to a promoted model. An interrupted run is continued."""
-    from flows.recipe_form import PipelineParameters
-
-    with mistakes():
-        where = _cluster(cluster, processes, threads)
-    asked = {"new": new, "until": until, "restart_damaged": restart_damaged}
-    config = PipelineParameters(recipe=str(recipe), overrides=set_ or [], root=root, cluster=where, **asked)
-    _run(config, _given(cluster, processes, threads))
+    """Run the whole chain on this machine: raw text to a promoted model. An interrupted run is continued."""
+    fields = {"recipe": str(recipe), "fresh": fresh, "until": until, "restart_damaged": restart_damaged}
+    _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
 
 
 @app.command()
 def rerun(
     run: str,
-    from_: Annotated[str, typer.Option("--from", help="Step to redo from; what is upstream is reused.")] = "",
+    from_: Annotated[
+        str, typer.Option("--from", help="First step to redo; artifacts of earlier steps are reused.")
+    ] = "",
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
     processes: ProcessesOption = 0,
@@ -102,126 +93,105 @@ def rerun(
     until: UntilOption = "",
     restart_damaged: RestartOption = False,
 ) -> None:
-    """Run an earlier run's recipe again: reuse what is upstream of a step, redo what is downstream."""
-    from flows.recipe_form import PipelineParameters
-
-    with mistakes():
-        where = _cluster(cluster, processes, threads)
-    asked = {"from_step": from_, "until": until, "restart_damaged": restart_damaged}
-    config = PipelineParameters(rerun_of=run, overrides=set_ or [], root=root, cluster=where, **asked)
-    _run(config, _given(cluster, processes, threads))
+    """Run the recipe of an earlier run again: reuse the artifacts before a step, redo the steps from it on."""
+    fields = {"rerun_of": run, "from_step": from_, "until": until, "restart_damaged": restart_damaged}
+    _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
 
 
 @app.command()
 def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
-    """Write the report of a run again from what was tracked."""
+    """Write the report of a run again from its tracked values."""
     from tasks.report.run import make_report
 
     with mistakes():
-        out.print(f"{make_report(Root.of(root), run)}")
+        out.print(f"{make_report(Root.parse(root), run)}")
 
 
 @app.command()
 def inspect(
     run: str,
     tokens: Annotated[str, typer.Option(help="Positions from:to, such as 120M:121M.")],
-    limit: Annotated[int, typer.Option(min=0, help="Most documents to list.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of documents to list.")] = 20,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
-    """Show which documents, sources and licences the tokens of a run came from."""
-    from tasks.models.provenance import inspect_run, inspection_tables
+    """Show the documents, sources and licenses of a run's tokens."""
+    from tasks.models.lookup import inspect_run, inspection_tables
 
     with mistakes():
-        found = inspect_run(Root.of(root), run, tokens, limit)
-        for table in inspection_tables(found):
+        inspection = inspect_run(Root.parse(root), run, tokens, limit)
+        for table in inspection_tables(inspection):
             out.print(table)
             out.print()
-        if not found.complete:
-            out.print(f"[dim]the first {len(found.documents)} stretches; --limit shows more[/]")
+        if not inspection.complete:
+            out.print(f"[dim]the first {len(inspection.documents)} stretches; --limit shows more[/]")
 
 
-add_uses(app)
-app.command("eval")(evaluate)
-add_operations(app)
-add_promotions(app)
-add_requests(app)
+for command in (
+    *(models.generate, models.export, ops.up, ops.setup, ops.status, ops.compare, ops.gc, ops.verify),
+    *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
+):
+    app.command()(command)
+app.add_typer(models.evaluation, name="eval")
+app.add_typer(ops.mlflow, name="mlflow")
 
 
 @app.command()
-def reference(
-    study: Annotated[bool, typer.Option("--study", help="Of a study's fields instead of a recipe's.")] = False,
+def schema(
+    study: Annotated[bool, typer.Option("--study", help="The fields of a study instead of a recipe.")] = False,
 ) -> None:
-    """Print the reference of every recipe field as markdown."""
+    """Print the reference of all recipe fields as markdown."""
     from llama3.recipe.reference import recipe_reference
     from llama3.studies.study import study_reference
 
     print(study_reference() if study else recipe_reference(), end="")
 
 
-def _cluster(path: Path | None, processes: int, threads: int) -> Cluster:
-    """Return the cluster of a file (or this machine), with what the options change."""
-    from tasks.cluster import Cluster, load_cluster
-
-    changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
-    return load_cluster(path, **changes) if path else Cluster(**changes)
-
-
-def _given(path: Path | None, processes: int, threads: int) -> list[str]:
-    """Return the options that say where a run works, for the commands that are proposed at its end."""
-    threads = 0 if os.environ.get("HERD_THREADS") else threads
-    given = {"--cluster": path, "--processes": processes, "--threads": threads}
-    return [word for option, value in given.items() if value for word in (option, str(value))]
-
-
-def _run(config: PipelineParameters, given: Sequence[str]) -> None:
+def _run(cluster_file: Path | None, processes: int, threads: int, **fields: Any) -> None:
+    """Run the pipeline with the parameters `fields` on the cluster of a file, or on this machine."""
     from flows.local_server import quiet_prefect, start_temporary_server
+    from flows.recipe_form import PipelineParameters
+    from llama3.recipe.load import load_recipe
+    from tasks.cluster import Cluster, load_cluster
+    from tasks.runs.preflight import check_place
+    from tasks.runs.records import Runs, now
 
     with mistakes():
-        check_quick(config)
+        changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
+        cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
+        config = PipelineParameters(cluster=cluster, **fields)
+        root, runs = config.root_at, Runs(config.root_at)
+        # find wrong input within a second, before Prefect starts
+        recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
+        check_place(recipe, cluster, root)
         out.print("[dim]starting Prefect[/]")
         quiet_prefect()
-        ready = start_temporary_server(config.root_at)
+        ready = start_temporary_server(root)
         from httpx import HTTPError, HTTPStatusError, TransportError
         from prefect import get_client
 
         from flows.pipeline import pipeline
-        from tasks.runs.records import now
-        from tasks.runs.recovery import RunSettler
-        from tasks.runs.summary import summary_lines
+        from tasks.runs.recovery import reconcile_record
+        from tasks.runs.status import summary_lines
         from tasks.tracking.mlflow_store import preload
 
         preload()  # while the server starts
         ready()
         began = now()
         try:
-            name = patiently(lambda: pipeline(config))
+            name = with_retries(lambda: pipeline(config))
         except (TransportError, HTTPStatusError):  # the server went away; the run itself may be complete
-            name = _finished_since(config.root_at, began)
-            if not name:
+            finished = [record.name for record in runs.all() if record.state == "finished" and record.ended > began]
+            if not finished:
                 raise
-            with suppress(HTTPError), get_client(sync_client=True) as client:  # which may call it Failed for that
-                RunSettler(config.root_at, client).settle(name)
-        for line in summary_lines(config.root_at, name, given):
+            name = finished[-1]
+            with suppress(HTTPError), get_client(sync_client=True) as client:  # Prefect may show it as Failed
+                reconcile_record(root, client, f"runs/{name}")
+        threads = 0 if os.environ.get("HERD_THREADS") else threads
+        options = {"--cluster": cluster_file, "--processes": processes, "--threads": threads}
+        arguments = [word for option, value in options.items() if value for word in (option, str(value))]
+        for line in summary_lines(root, name, arguments):  # the summary proposes commands with the same options
             out.print(line)
-        exit_as_judged(config.root_at, name)
-
-
-def _finished_since(root: Root, began: str) -> str:
-    """Return the run that finished after `began`, or nothing."""
-    from tasks.runs.records import Runs
-
-    ended = [record for record in Runs(root).all() if record.state == "finished" and record.ended > began]
-    return ended[-1].name if ended else ""
-
-
-def check_quick(config: PipelineParameters) -> None:
-    """Refuse what can be refused within a second, before Prefect is started. Raises RecipeError."""
-    from llama3.recipe.load import load_recipe
-    from tasks.runs.preflight import check_place
-    from tasks.runs.records import Runs
-
-    recipe = Runs(config.root_at).recipe(config.rerun_of) if config.rerun_of else None
-    check_place(recipe or load_recipe(Path(config.recipe), config.overrides), config.cluster, config.root_at)
+        exit_as_judged(root, name)
 
 
 def main() -> None:

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import RootOption, mistakes, out, patiently
+from flows.cli.errors import RootOption, mistakes, out, with_retries
 from storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from flows.study import StudyParameters
 
 study = typer.Typer(
-    help="Experiments that choose the recipe: several runs, one question, one verdict.", no_args_is_help=True
+    help="Experiments that compare recipes: several runs, one question, one verdict.", no_args_is_help=True
 )
-FileArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="Such as recipes/experiments/ramp-cpu.yaml.")]
-NameArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study that was run.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field in all arms.")]
-OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="An arm to run; give it once for each.")]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="YAML file: where the arms run.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="E.g. recipes/experiments/ramp-cpu.yaml.")]
+NameArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study under the root.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field in all variants.")]
+OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="A variant to run; repeatable.")]
+ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="YAML file: where the variants run.")]
 ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the study; 0: all.")]
 
 
-def _asked(
+def _parameters(
     file: Path,
     sets: list[str] | None,
     only: list[str] | None,
@@ -38,9 +38,9 @@ def _asked(
     from tasks.cluster import Cluster, load_cluster
 
     changes = {"threads": threads} if threads else {}
-    where = load_cluster(cluster, **changes) if cluster else Cluster(**changes)
+    machines = load_cluster(cluster, **changes) if cluster else Cluster(**changes)
     return StudyParameters(
-        study=str(file), overrides=sets or [], only=only or [], root=root, cluster=where, at_once=at_once
+        study=str(file), overrides=sets or [], only=only or [], root=root, cluster=machines, at_once=at_once
     )
 
 
@@ -51,24 +51,24 @@ def plan(
     only: OnlyOption = None,
     root: RootOption = DEFAULT_ROOT,
     cluster: ClusterOption = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a device-hour, in any currency.")] = None,
 ) -> None:
-    """Print the runs of a study, what they cost, and what is there already; runs nothing."""
+    """Print the runs of a study, their cost, and the artifacts that exist already; runs nothing."""
     from llama3.studies.checks import check_study
     from tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
 
     with mistakes():
-        config = _asked(file, set_, only, root, cluster, 0, 1)
-        posed = config.posed()
-        chosen = config.chosen(posed)
-        check_study(posed, chosen)
-        made = plan_study(config.root_at, posed, config.cluster, price, chosen)
-        if posed.study.question:
-            out.print(f"[bold]{escape(posed.study.question)}[/]")
-        out.print(plan_table(made))
-        for line in plan_lines(made):
+        config = _parameters(file, set_, only, root, cluster, 0, 1)
+        expanded = config.expanded()
+        chosen = config.chosen(expanded)
+        check_study(expanded, chosen)
+        planned = plan_study(config.root_at, expanded, config.cluster, price, chosen)
+        if expanded.study.question:
+            out.print(f"[bold]{escape(expanded.study.question)}[/]")
+        out.print(plan_table(planned))
+        for line in plan_lines(planned):
             out.print(line)
-        check_hours(made)
+        check_hours(planned)
 
 
 @study.command()
@@ -81,47 +81,42 @@ def run(
     threads: ThreadsOption = 0,
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
 ) -> None:
-    """Run what is missing of a study, then its verdict. Stopped or killed, the same command goes on."""
+    """Run the missing runs of a study, then its verdict. Stopped or killed, the same command continues it."""
+    from flows.local_server import quiet_prefect, start_temporary_server
     from llama3.studies.checks import check_study
     from tasks.study.plan import check_hours, plan_study
 
     with mistakes():
-        config = _asked(file, set_, only, root, cluster, threads, at_once)
-        posed = config.posed()
-        check_study(posed, config.chosen(posed))
-        check_hours(plan_study(config.root_at, posed, config.cluster, None, config.chosen(posed)))
-        _run(config)
+        config = _parameters(file, set_, only, root, cluster, threads, at_once)
+        expanded = config.expanded()
+        check_study(expanded, config.chosen(expanded))
+        check_hours(plan_study(config.root_at, expanded, config.cluster, None, config.chosen(expanded)))
+        out.print("[dim]starting Prefect[/]")
+        quiet_prefect()
+        ready = start_temporary_server(config.root_at)
+        from flows.study import study as study_flow
+        from tasks.format import command
+        from tasks.study.records import PAGE, Studies
+        from tasks.tracking.mlflow_store import preload
 
-
-def _run(config: StudyParameters) -> None:
-    from flows.local_server import quiet_prefect, start_temporary_server
-
-    out.print("[dim]starting Prefect[/]")
-    quiet_prefect()
-    ready = start_temporary_server(config.root_at)
-    from flows.study import study as experiment
-    from tasks.format import command
-    from tasks.study.records import PAGE, Studies
-    from tasks.tracking.mlflow_store import preload
-
-    preload()  # while the server starts
-    ready()
-    name = patiently(lambda: experiment(config))
-    studies = Studies(config.root_at)
-    record = studies.find(name)
-    out.print(f"  report    {studies.place(name) / PAGE}")
-    if record.verdict and record.verdict.change:
-        out.print(f"next:\n  {escape(command(config.root_at, 'study', 'apply', name))}")
+        preload()  # while the server starts
+        ready()
+        name = with_retries(lambda: study_flow(config))
+        studies = Studies(config.root_at)
+        record = studies.find(name)
+        out.print(f"  report    {studies.folder(name) / PAGE}")
+        if record.verdict and record.verdict.change:
+            out.print(f"next:\n  {escape(command(config.root_at, 'study', 'apply', name))}")
 
 
 @study.command()
 def report(name: NameArgument, root: RootOption = DEFAULT_ROOT) -> None:
-    """Print the verdict of a study and write its page again, from what was tracked."""
+    """Print the verdict of a study and write its page again, from its tracked values."""
     from tasks.study.records import PAGE, Studies
     from tasks.study.report import rewrite, verdict_table
 
     with mistakes():
-        studies = Studies(Root.of(root))
+        studies = Studies(Root.parse(root))
         verdict = rewrite(studies, name)
         for line in verdict.headline:
             out.print(f"[bold]{escape(line)}[/]")
@@ -129,25 +124,21 @@ def report(name: NameArgument, root: RootOption = DEFAULT_ROOT) -> None:
             out.print(f"[yellow]flag[/]  {escape(flag)}")
         if verdict.findings:
             out.print(verdict_table(verdict))
-        out.print(f"{studies.place(name) / PAGE}")
+        out.print(f"{studies.folder(name) / PAGE}")
 
 
 @study.command()
 def apply(
     name: NameArgument,
-    recipe: Annotated[
-        Path | None, typer.Option(help="The recipe to change; left out, the study's base recipe.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write it; left out: print it.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="The recipe to change; default: the study's base recipe.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: print it.")] = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
-    """Write the recipe that a study proposes, with a comment that names the study and its digest."""
+    """Write the recipe that a study proposes, with a comment that contains the study's name and digest."""
     from tasks.study.report import applied
 
     with mistakes():
-        text = applied(Root.of(root), name, recipe)
+        text = applied(Root.parse(root), name, recipe)
         if output is None:
             print(text, end="")
         else:
@@ -157,10 +148,10 @@ def apply(
 
 @study.command(name="list")
 def list_(root: RootOption = DEFAULT_ROOT) -> None:
-    """List the studies under a root, with what they came to."""
+    """List the studies under a root with their verdicts."""
     from tasks.study.records import Studies
 
     with mistakes():
-        for record in Studies(Root.of(root)).standing():
-            said = "; ".join(record.verdict.headline) if record.verdict else record.error
-            out.print(f"{record.name:<20}{record.digest[:12]}  {record.state:<12}{escape(said)}")
+        for record in Studies(Root.parse(root)).standing():
+            result = "; ".join(record.verdict.headline) if record.verdict else record.error
+            out.print(f"{record.name:<20}{record.digest[:12]}  {record.state:<12}{escape(result)}")

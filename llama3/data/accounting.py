@@ -13,28 +13,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.filters import explanation
-from llama3.data.mapreduce import DROPS, CurationJob, Runner, Shard, listed, quoted, run, write_table
+from llama3.data.mapreduce import CurationJob, Runner, Shard, run_step, schema_of, sql_list, sql_literal, write_table
 from llama3.data.write_shards import STEP as WRITTEN
 
 STEP = "ledger"
 KEPT = ("kept", "held_out")
-SCHEMA = pa.schema(
-    {
-        "domain": pa.string(),
-        "source": pa.string(),
-        "step": pa.string(),
-        "outcome": pa.string(),
-        "documents": pa.int64(),
-        "bytes": pa.int64(),
-        "words": pa.int64(),
-    }
+SCHEMA = schema_of(
+    "domain string, source string, step string, outcome string, documents int64, bytes int64, words int64"
 )
-"""`step` is `read` (skipped by the reader), one of DROPS, or `written`. Bytes and words are those of the text after
+"""`step` is `read` (skipped by the reader), the name of a stage, or `written`. Bytes and words: of the text after
 extraction and before lines are removed; for skipped input, raw bytes and no words."""
 FINDINGS = "report"
 """Folder of the report tables in a curated artifact: `lengths` (histogram by domain), `languages`, `samples`,
-`clusters` (the largest groups of near duplicates, with examples) and the tables of COPIED."""
+`clusters` (the largest groups of near duplicates, with examples) and the tables of the stages."""
 SAMPLES = "samples"
 LENGTHS = "lengths"
 EXAMPLES = 8
@@ -43,13 +34,6 @@ EXCERPT = 1200
 """Characters of a document in the report."""
 CLUSTERS = 20
 """Groups of near duplicates in the report."""
-COPIED = {
-    "lines/common": "lines",
-    "contaminated/report": "contamination",
-    "contaminated/ratios": "ratios",
-    "contaminated/examples": "contaminated",
-}
-"""Steps that write their report table themselves -> name of the table."""
 _LENGTHS = """SELECT domain, log2_bytes, kept, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
     FROM read_parquet({counts}) GROUP BY ALL ORDER BY ALL"""
 _LANGUAGES = """SELECT domain, language, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
@@ -74,42 +58,31 @@ EXPLAINED = {
     "not_text": "A record whose text is not a string.",
     "empty": "No text is left after extraction and normalization.",
     "line_too_long": "A line longer than the reader accepts.",
-    "old_version": "Another version of the same URL is newer.",
-    "exact_duplicate": "The same text exists elsewhere in its domain.",
-    "near_duplicate": "Nearly the same text exists elsewhere in its domain and language.",
-    "contaminated": "Contains an example of an evaluation set.",
-    "topic_cap": "Its topic has more text than the recipe allows.",
-    "emptied": "Too short once the lines that many documents share were removed.",
 }
-"""Outcome -> explanation; `filters.OUTCOMES` explains those of the filters."""
+"""Outcome of reading and writing -> explanation; stages explain theirs."""
 
 
-def explain(outcome: str) -> str:
-    """Return one sentence that explains `outcome` of any step."""
-    return EXPLAINED.get(outcome) or explanation(outcome)
-
-
-def fates(job: CurationJob, shard: Shard) -> str:
+def document_outcomes_sql(job: CurationJob, shard: Shard) -> str:
     """Return SQL for the attributes of `shard` with `step`, `outcome` and `kept_id` of every document. Unordered."""
     low, high = shard.rows
     in_shard = f'WHERE "row" >= {low} AND "row" < {high}'
+    dropped = [(stage.name, job.files(f"{stage.name}/drop"), "kept") for stage in job.stages]
     queries = [
-        f"SELECT \"row\", '{step}' AS step, outcome, kept AS kept_id FROM read_parquet({listed(files)}) {in_shard}"
-        for step in DROPS
-        if (files := job.files(f"{step}/drop"))
+        f"SELECT \"row\", '{step}' AS step, outcome, {kept} AS kept_id FROM read_parquet({sql_list(files)}) {in_shard}"
+        for step, files, kept in (*dropped, ("written", job.files(WRITTEN), "NULL"))
+        if files
     ]
-    written = listed(job.files(WRITTEN))
-    queries.append(f"SELECT \"row\", 'written', outcome, NULL FROM read_parquet({written}) {in_shard}")
     return f"""SELECT attributes.*, fate.step, fate.outcome, fate.kept_id
-        FROM read_parquet({quoted(str(shard.attributes))}) AS attributes
+        FROM read_parquet({sql_literal(str(shard.attributes))}) AS attributes
         JOIN ({" UNION ALL ".join(queries)}) AS fate USING ("row")"""
 
 
 def count_shard(job: CurationJob, item: int) -> None:
     """Count the documents of shard `item` by outcome."""
+    outcomes = document_outcomes_sql(job, job.shards[item])
     table = job.query(
         f"""SELECT domain, source, step, outcome, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes,
-            sum(words)::BIGINT AS words FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
+            sum(words)::BIGINT AS words FROM ({outcomes}) GROUP BY ALL ORDER BY ALL"""
     )
     write_table(table.cast(SCHEMA), job.file(STEP, item))
 
@@ -119,13 +92,13 @@ def write_ledger(runner: Runner, job: CurationJob, skipped: Path, path: Path) ->
 
     Raises AssertionError if a document is missing from it or counted twice.
     """
-    run(runner, job, STEP, count_shard, range(len(job.shards)))
+    run_step(runner, job, STEP, count_shard, range(len(job.shards)))
     ledger = job.query(
         f"""SELECT domain, source, step, outcome, sum(documents)::BIGINT AS documents,
             sum(bytes)::BIGINT AS bytes, sum(words)::BIGINT AS words
-        FROM (SELECT * FROM read_parquet({listed(job.files(STEP))})
+        FROM (SELECT * FROM read_parquet({sql_list(job.files(STEP))})
             UNION ALL SELECT domain, source, 'read', reason, documents, bytes, 0
-            FROM read_parquet({quoted(str(skipped))}))
+            FROM read_parquet({sql_literal(str(skipped))}))
         GROUP BY ALL ORDER BY ALL"""
     )
     ledger = ledger.cast(SCHEMA).combine_chunks()
@@ -135,7 +108,7 @@ def write_ledger(runner: Runner, job: CurationJob, skipped: Path, path: Path) ->
     return ledger
 
 
-def facts_of(ledger: pa.Table, job: CurationJob) -> dict[str, Any]:
+def summarize_ledger(ledger: pa.Table, job: CurationJob) -> dict[str, Any]:
     """Return the facts of the artifact, mostly by domain: documents and bytes to train on, held out, read, removed."""
     ledger_rows = ledger.to_pylist()
 
@@ -146,11 +119,11 @@ def facts_of(ledger: pa.Table, job: CurationJob) -> dict[str, Any]:
     shards = ", ".join(f"({shard.number}, '{shard.domain}')" for shard in job.shards)
     by_domain = f"""SELECT domain, sum(bytes) FILTER (outcome = 'kept')::BIGINT, sum(lines)::BIGINT,
             sum(redacted)::BIGINT
-        FROM read_parquet({listed(job.files(WRITTEN))}) AS written
+        FROM read_parquet({sql_list(job.files(WRITTEN))}) AS written
         JOIN (VALUES {shards}) AS shards (number, domain) ON written."row" >> 32 = shards.number
         GROUP BY domain ORDER BY domain"""
     files = [str(path) for path in sorted((job.folder / "documents").glob("*.parquet"))]
-    by_language = f"""SELECT language, count(*) FROM read_parquet({listed(files)}) WHERE split = 'train'
+    by_language = f"""SELECT language, count(*) FROM read_parquet({sql_list(files)}) WHERE split = 'train'
         GROUP BY language ORDER BY language"""
     with job.session() as connection:
         written = {domain: sums for domain, *sums in connection.execute(by_domain).fetchall()}
@@ -170,7 +143,7 @@ def facts_of(ledger: pa.Table, job: CurationJob) -> dict[str, Any]:
     }
 
 
-def check_something_kept(facts: dict[str, Any], ledger: pa.Table) -> None:
+def check_not_empty(facts: dict[str, Any], ledger: pa.Table) -> None:
     """Raise ValueError if a domain has documents but none to train on; the message lists their outcomes."""
     for domain, kept in facts["documents"].items():
         if facts["read"][domain] and not kept:
@@ -182,21 +155,22 @@ def check_something_kept(facts: dict[str, Any], ledger: pa.Table) -> None:
 def write_findings(runner: Runner, job: CurationJob, folder: Path) -> None:
     """Write the report tables of a finished job into `folder`."""
     shards = range(len(job.shards))
-    run(runner, job, LENGTHS, count_lengths, shards)
-    run(runner, job, SAMPLES, sample_shard, shards)
+    run_step(runner, job, LENGTHS, count_lengths, shards)
+    run_step(runner, job, SAMPLES, sample_shard, shards)
     folder.mkdir(parents=True, exist_ok=True)
-    counts = listed(job.files(LENGTHS))
-    chosen = f"""SELECT * FROM read_parquet({listed(job.files(SAMPLES))})
+    counts = sql_list(job.files(LENGTHS))
+    chosen = f"""SELECT * FROM read_parquet({sql_list(job.files(SAMPLES))})
         QUALIFY row_number() OVER (PARTITION BY domain, outcome ORDER BY draw, id, url) <= {EXAMPLES}
         ORDER BY domain, outcome, draw, id, url"""
     write_table(job.query(_LENGTHS.format(counts=counts)), folder / "lengths.parquet")
     write_table(job.query(_LANGUAGES.format(counts=counts)), folder / "languages.parquet")
     write_table(job.query(chosen), folder / "samples.parquet")
     write_table(_clusters(job), folder / "clusters.parquet")
-    for step, name in COPIED.items():
-        for number, file in enumerate(job.files(step)):
-            assert number == 0, f"{step} left more than one file"
-            shutil.copyfile(file, folder / f"{name}.parquet")
+    for stage in job.stages:
+        for step, name in stage.tables.items():
+            for number, file in enumerate(job.files(step)):
+                assert number == 0, f"{step} left more than one file"
+                shutil.copyfile(file, folder / f"{name}.parquet")
 
 
 def count_lengths(job: CurationJob, item: int) -> None:
@@ -204,7 +178,7 @@ def count_lengths(job: CurationJob, item: int) -> None:
     table = job.query(
         f"""SELECT domain, language, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes,
             outcome IN {KEPT} AS kept, count(*)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
-        FROM ({fates(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
+        FROM ({document_outcomes_sql(job, job.shards[item])}) GROUP BY ALL ORDER BY ALL"""
     )
     write_table(table, job.file(LENGTHS, item))
 
@@ -216,13 +190,13 @@ def sample_shard(job: CurationJob, item: int) -> None:
         # The smallest draws, so that a second run shows the same documents.
         connection.execute(
             f"""CREATE TEMP TABLE chosen AS
-            SELECT "row", step, outcome, kept_id, topic, rank, words FROM ({fates(job, shard)})
+            SELECT "row", step, outcome, kept_id, topic, rank, words FROM ({document_outcomes_sql(job, shard)})
             QUALIFY row_number() OVER (PARTITION BY outcome ORDER BY draw, id, url) <= {EXAMPLES}"""
         )
         table = connection.sql(
-            f"""SELECT domain, step, outcome, source, language, url, licence, date, id, kept_id, topic, rank, bytes,
+            f"""SELECT domain, step, outcome, source, language, url, license, date, id, kept_id, topic, rank, bytes,
                 words, draw, left(text, {EXCERPT}) AS excerpt
-            FROM read_parquet({quoted(str(shard.text))}) JOIN chosen USING ("row")
+            FROM read_parquet({sql_literal(str(shard.text))}) JOIN chosen USING ("row")
             WHERE "row" IN (SELECT "row" FROM chosen) ORDER BY ALL"""
         ).to_arrow_table()
     write_table(table, job.file(SAMPLES, item))
@@ -231,7 +205,7 @@ def sample_shard(job: CurationJob, item: int) -> None:
 def _clusters(job: CurationJob) -> pa.Table:
     """Return the largest groups of near duplicates, with the text of the kept document and the least similar copy."""
     clusters = job.query(
-        f"""WITH members AS (SELECT * FROM read_parquet({listed(job.files("near/clusters"))})),
+        f"""WITH members AS (SELECT * FROM read_parquet({sql_list(job.files("near/clusters"))})),
         largest AS (SELECT cluster, count(*) AS documents FROM members GROUP BY cluster
             ORDER BY documents DESC, cluster LIMIT {CLUSTERS}),
         last AS (SELECT members.* FROM members SEMI JOIN largest USING (cluster) WHERE id <> cluster

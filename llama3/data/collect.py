@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import text_buffers
-from llama3.data.mapreduce import ROW_BITS, Runner, draw_and_id, in_turn, run, write_table
+from llama3.data.mapreduce import ROW_BITS, Runner, hash_and_id, run_serial, run_step, write_table
 from llama3.data.readers.document import UNREAD, DocumentBatch
 from llama3.data.readers.files import (
     EMPTY,
@@ -40,8 +40,8 @@ from llama3.data.readers.files import (
 from llama3.data.readers.files import SCHEMA as SKIPPED
 from llama3.data.readers.sources import INSTALLED, read_source, source_names
 from llama3.data.text.extract import plain_text
-from llama3.data.text.language import UNDETERMINED, detect, primary
-from llama3.data.text.normalize import normalise_texts, replaced
+from llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
+from llama3.data.text.normalize import normalize_texts, replace_texts
 from llama3.data.write_shards import ITEM_BITS, ShardWriter
 from llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from llama3.recipe.base import Domain
@@ -54,14 +54,14 @@ ITEM_BYTES = 64_000_000
 """Bytes of files in an item; a larger file is an item by itself. Increased if there would be more than MOST_ITEMS."""
 MOST_ITEMS = 1 << 63 - ROW_BITS - ITEM_BITS
 """Items whose rows can be numbered."""
-_primary = cache(primary)
+_primary = cache(primary_subtag)
 
 
 class CollectItem(NamedTuple):
     """Unit of work: some files of one source, or all files of a source with a limit, which counts in file order."""
 
     domain: Domain
-    place: int
+    source_index: int
     """Index of the source in its domain."""
     source: str
     files: tuple[File, ...]
@@ -93,7 +93,7 @@ class TextShard(NamedTuple):
     bytes: int
 
 
-def collect(recipe: Recipe, folder: Path, runner: Runner = in_turn) -> dict[str, Any]:
+def collect(recipe: Recipe, folder: Path, runner: Runner = run_serial) -> dict[str, Any]:
     """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
 
     Resumes an earlier call in this folder unless the files of the sources have changed. Returns facts: documents and
@@ -112,12 +112,12 @@ def collect(recipe: Recipe, folder: Path, runner: Runner = in_turn) -> dict[str,
             shutil.rmtree(folder / step, ignore_errors=True)
         write_atomic(state_file, state)
     (folder / TEXT).mkdir(exist_ok=True)
-    run(runner, job, STEP, collect_item, range(len(job.items)))
+    run_step(runner, job, STEP, collect_item, range(len(job.items)))
     skipped = _skipped(job)
     dates = skipped.filter(pc.field("reason") == UNREAD_DATE)
     skipped = skipped.filter(pc.field("reason") != UNREAD_DATE)
     documents, sizes = dict.fromkeys(recipe.sources, 0), dict.fromkeys(recipe.sources, 0)
-    for shard in shards_of(folder):
+    for shard in collected_shards(folder):
         documents[shard.domain] += shard.documents
         sizes[shard.domain] += shard.bytes
     _check_losses(job, skipped, documents, sizes)
@@ -127,7 +127,7 @@ def collect(recipe: Recipe, folder: Path, runner: Runner = in_turn) -> dict[str,
     return {"documents": documents, "bytes": sizes, "skipped": _by_reason(skipped), "unread_dates": unread}
 
 
-def shards_of(folder: Path) -> list[TextShard]:
+def collected_shards(folder: Path) -> list[TextShard]:
     """Return the text shards in `folder`, in order of their numbers."""
     shards = []
     for path in (folder / TEXT).glob("[a-z]*.parquet"):
@@ -187,10 +187,10 @@ def _groups(files: Sequence[File], most: int) -> Iterator[tuple[File, ...]]:
 def collect_item(job: CollectJob, number: int) -> None:
     """Read item `number` into shards, then write the list of them and of what was skipped."""
     item, curate = job.items[number], job.recipe.curate
-    source, skips = job.recipe.sources[item.domain][item.place], ReadErrors(curate.on_error == "fail")
+    source, skips = job.recipe.sources[item.domain][item.source_index], ReadErrors(curate.on_error == "fail")
     writer = ShardWriter(job.folder / TEXT, item.domain, number)
     for batch in read_source(source, item.domain, job.recipe.documents_seed, skips, item.files):
-        writer.add(prepare(batch, item.domain, item.source, item.place, curate, skips))
+        writer.add(prepare(batch, item.domain, item.source, item.source_index, curate, skips))
         del batch  # a line of 200 MB is in memory only once while it is written
         if writer.full:
             writer.flush()
@@ -207,18 +207,18 @@ def prepare(
     4.5 KB of ASCII text takes about 9 us, mostly hashing, and 20 us more where the language must be detected.
     """
     sizes, batch = _without_markup(batch, curate.extractor, skips)
-    batch = batch.with_text(normalise_texts(batch.text, curate.repair))
+    batch = batch.with_text(normalize_texts(batch.text, curate.repair))
     has_text = batch.sizes > 0
-    for place in np.flatnonzero(~has_text).tolist():
-        skips.count(batch.place[place].rpartition(":")[0], batch.place[place], EMPTY, int(sizes[place]))
+    for row in np.flatnonzero(~has_text).tolist():
+        skips.count(batch.location[row].rpartition(":")[0], batch.location[row], EMPTY, int(sizes[row]))
     batch = batch.keep(has_text)
     data, offsets = text_buffers(batch.text)
     view, key = memoryview(data.data), domain.encode()
-    hashes = [draw_and_id(view[start:stop], key) for start, stop in pairwise(offsets.tolist())]
+    hashes = [hash_and_id(view[start:stop], key) for start, stop in pairwise(offsets.tolist())]
     # The language that the source names, else the detected one; code is not detected.
     languages = [
-        _primary(named) if named else UNDETERMINED if domain == "code" else detect(batch.text[place].as_py())
-        for place, named in enumerate(batch.language)
+        _primary(named) if named else UNDETERMINED if domain == "code" else detect_language(batch.text[row].as_py())
+        for row, named in enumerate(batch.language)
     ]
     count = len(batch)
     skips.unread_dates += batch.date.count(UNREAD)
@@ -230,7 +230,7 @@ def prepare(
         "source_index": pa.repeat(pa.scalar(index, pa.int32()), count),
         "language": pa.array(languages, pa.string()),
         "url": pa.array(batch.url, pa.string()),
-        "licence": pa.array(batch.licence, pa.string()),
+        "license": pa.array(batch.license, pa.string()),
         "date": pa.array(["" if date == UNREAD else date for date in batch.date], pa.string()),
         "bytes": pa.array(batch.sizes),
         "draw": pa.array([draw for draw, _ in hashes], pa.uint64()),
@@ -240,21 +240,21 @@ def prepare(
 
 def _without_markup(batch: DocumentBatch, extractor: str, skips: ReadErrors) -> tuple[NDArray[np.int64], DocumentBatch]:
     """Return the raw sizes of the documents, and the documents as plain text; failed conversions go to `skips`."""
-    places = [place for place, form in enumerate(batch.format) if form != "text"]
-    if not places:
+    indices = [index for index, form in enumerate(batch.format) if form != "text"]
+    if not indices:
         return batch.sizes, batch
-    sizes, good, following = batch.sizes, np.ones(len(batch), np.bool_), iter(places)
+    sizes, good, following = batch.sizes, np.ones(len(batch), np.bool_), iter(indices)
 
     def plain(text: str) -> str:
-        place = next(following)
-        converted = plain_text(text, batch.format[place], extractor)
+        index = next(following)
+        converted = plain_text(text, batch.format[index], extractor)
         if isinstance(converted, Fault):
-            name, good[place] = batch.place[place], False
-            skips.fault(name.rpartition(":")[0], name, converted, int(sizes[place]))
+            name, good[index] = batch.location[index], False
+            skips.fault(name.rpartition(":")[0], name, converted, int(sizes[index]))
             return ""
         return converted
 
-    text, _ = replaced(batch.text, places, plain)
+    text, _ = replace_texts(batch.text, indices, plain)
     return sizes[good], batch.with_text(text).keep(good)
 
 

@@ -13,11 +13,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llama3.data.mapreduce import CurationJob, quoted, write_drops
-from llama3.data.text.language import primary
+from llama3.data.mapreduce import DocumentRule, sql_literal
+from llama3.data.text.language import primary_subtag
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.data_schema import Curate, Quality
-from storage.filesystem import filesystem_of, glob, is_local, local_path, state
+from storage.filesystem import filesystem_of, glob, is_local, local_path, source_state
 
 BLOCKED = "blocked"
 """BOOLEAN column that `outcome_sql` reads if the recipe has block lists: whether the host is on one."""
@@ -51,49 +51,56 @@ OUTCOMES = {
     "dirty_words": "Too many of its words are on a list of dirty words.",
     "divergence": "Its word distribution is too far from that of its domain.",
 }
-"""Outcome -> explanation, in the order in which the rules are tried; see also `explanation`."""
+"""Outcome -> explanation, in the order in which the rules are tried."""
 _SCORE = "score_"
 _OWN_NAMES = {
     "min_chars": "too_short", "max_chars": "too_long", "min_words": "too_few_words", "max_words": "too_many_words",
+    "max_top_ngram": "top_gram", "max_duplicate_ngrams": "duplicate_grams",
 }  # fmt: skip
 """Fields of Quality whose outcome is not named after their statistic."""
-_GRAMS = {"max_top_gram": "top_gram", "max_duplicate_grams": "duplicate_gram"}
+_GRAMS = {"max_top_ngram": "top_gram", "max_duplicate_ngrams": "duplicate_gram"}
 """Fields of Quality that bound several n -> prefix of their columns."""
 _HOST = r"'^(?:[a-z][a-z0-9+.-]*:)?//(?:[^/?#@]*@)?([^/?#:@]+)'"
 """The host of a lower-case URL. A URL without `//` has no host."""
 
 
-def explanation(outcome: str) -> str:
-    """Return one sentence that explains `outcome`, one of the outcomes of this module."""
-    if outcome.startswith(_SCORE):
-        return f"Its score {outcome.removeprefix(_SCORE)!r} is below the minimum of the recipe."
-    return OUTCOMES[outcome]
+class Filters(DocumentRule):
+    """Drop the documents that break a rule of the recipe."""
 
+    name, title = "filter", "rules"
+    section = ("block", "languages", "quality", "quality_for", "dirty_words", "scores")
+    reasons = OUTCOMES
 
-def filter_shard(job: CurationJob, item: int) -> None:
-    """Write the drops of step `filter` for shard `item`: a row for each document that breaks a rule."""
-    curate = job.recipe.curate
-    attributes = f"read_parquet({quoted(str(job.shards[item].attributes))})"
-    tables = {}
-    if curate.block:
-        tables["blocked_hosts"] = read_blocked(curate)
-        hosts = f"SELECT DISTINCT url, rtrim(regexp_extract(lower(url), {_HOST}, 1), '.') AS host FROM {attributes}"
-        parents = f"""SELECT url, array_to_string(labels[depth:], '.') AS host FROM (
-            SELECT url, labels, unnest(range(1, len(labels) + 1)) AS depth FROM (
-                SELECT url, string_split(host, '.') AS labels FROM ({hosts}) WHERE host <> ''))"""
-        # A join, not IN: DuckDB would build IN's hash table from the list, which has far more hosts than a shard.
-        blocked = f"SELECT url FROM ({parents}) JOIN blocked_hosts USING (host)"
-        attributes = f"(SELECT *, url IN ({blocked}) AS {BLOCKED} FROM {attributes})"
-    query = f'SELECT "row", {outcome_sql(curate)} AS outcome, NULL::VARCHAR AS kept FROM {attributes}'
-    write_drops(job, f"FROM ({query}) WHERE outcome IS NOT NULL", "filter", item, **tables)
+    def files(self, curate: Curate) -> list[str]:
+        return curate.block
+
+    def explain(self, outcome: str) -> str | None:
+        if outcome.startswith(_SCORE):
+            return f"Its score {outcome.removeprefix(_SCORE)!r} is below the minimum of the recipe."
+        return OUTCOMES.get(outcome)
+
+    def decide(self, curate: Curate, documents: str) -> tuple[str, dict[str, pa.Table]]:
+        tables = {}
+        if curate.block:
+            tables["blocked_hosts"] = read_blocked(curate)
+            host = f"rtrim(regexp_extract(lower(url), {_HOST}, 1), '.')"
+            hosts = f"SELECT DISTINCT url, {host} AS host FROM ({documents})"
+            parents = f"""SELECT url, array_to_string(labels[depth:], '.') AS host FROM (
+                SELECT url, labels, unnest(range(1, len(labels) + 1)) AS depth FROM (
+                    SELECT url, string_split(host, '.') AS labels FROM ({hosts}) WHERE host <> ''))"""
+            # A join, not IN: DuckDB would build IN's hash table from the list, which has far more hosts than a shard.
+            blocked = f"SELECT url FROM ({parents}) JOIN blocked_hosts USING (host)"
+            documents = f"SELECT *, url IN ({blocked}) AS {BLOCKED} FROM ({documents})"
+        query = f'SELECT "row", {outcome_sql(curate)} AS outcome, NULL::VARCHAR AS kept FROM ({documents})'
+        return f"FROM ({query}) WHERE outcome IS NOT NULL", tables
 
 
 def broken_rules(statistics: pa.Table, quality: Quality) -> list[str]:
     """Return, for each row of `document_statistics`, the outcome of the first rule that it breaks; "" if none."""
-    numbered = statistics.append_column("place", pa.array(range(statistics.num_rows), pa.int64()))
+    numbered = statistics.append_column("position", pa.array(range(statistics.num_rows), pa.int64()))
     with duckdb.connect() as connection:
         connection.register("numbered", numbered)
-        query = f"SELECT coalesce({_rules_sql(quality)}, '') FROM numbered ORDER BY place"
+        query = f"SELECT coalesce({_rules_sql(quality)}, '') FROM numbered ORDER BY position"
         return [outcome for (outcome,) in connection.execute(query).fetchall()]
 
 
@@ -107,12 +114,12 @@ def outcome_sql(curate: Curate) -> str:
     if curate.block:
         first.append(f"WHEN {BLOCKED} THEN 'blocked_host'")
     if curate.languages:
-        kept = ", ".join(quoted(primary(language)) for language in curate.languages)
+        kept = ", ".join(sql_literal(primary_subtag(language)) for language in curate.languages)
         first.append(f"WHEN domain = 'multilingual' AND language NOT IN ({kept}) THEN 'wrong_language'")
     scores = []
     for score in curate.scores:
         if score.min is not None:
-            in_domain = f"domain IN ({', '.join(map(quoted, score.domains))})" if score.domains else "true"
+            in_domain = f"domain IN ({', '.join(map(sql_literal, score.domains))})" if score.domains else "true"
             column = f"{_SCORE}{score.name}"
             scores.append(f"WHEN {in_domain} AND {column} < {score.min!r}::DOUBLE THEN '{column}'")
     return f"coalesce({_case(first)}, {_quality_sql(curate)}, {_case(scores)})"
@@ -126,7 +133,9 @@ def _quality_sql(curate: Curate) -> str:
         for language in (*curate.by_language, None):
             quality = curate.quality_of(domain or "", language or "")
             if language is None or quality != usual:
-                keys = [f"{name} = {quoted(key)}" for name, key in (("domain", domain), ("language", language)) if key]
+                keys = [
+                    f"{name} = {sql_literal(key)}" for name, key in (("domain", domain), ("language", language)) if key
+                ]
                 branches.append(f"WHEN {' AND '.join(keys) or 'true'} THEN {_rules_sql(quality)}")
     return _case(branches)
 
@@ -160,7 +169,7 @@ def read_blocked(curate: Curate) -> pa.Table:
     A list has one host per line; `#` begins a comment. A leading `*.` or `www.` is removed, because the parents of a
     document's host are looked up too. Raises ValueError that names list and line.
     """
-    return _blocked(tuple(curate.block), str([state(uri) for uri in curate.block]))
+    return _blocked(tuple(curate.block), str([source_state(uri) for uri in curate.block]))
 
 
 @lru_cache(maxsize=2)  # `stamp` changes with the content of the lists

@@ -86,10 +86,10 @@ class TransformerScorer:
             padded = [min(next(size for size in LENGTHS if size >= len(ids)), self.window) for ids in tokens]
         lengths = np.array(padded, np.int64)
         for length in np.unique(lengths):
-            places = np.flatnonzero(lengths == length)
-            for start in range(0, len(places), self.rows):
-                batch = places[start : start + self.rows]
-                scores[batch] = self._batch([tokens[place] for place in batch], int(length))[: len(batch)]
+            indices = np.flatnonzero(lengths == length)
+            for start in range(0, len(indices), self.rows):
+                batch = indices[start : start + self.rows]
+                scores[batch] = self._batch([tokens[index] for index in batch], int(length))[: len(batch)]
         return scores
 
     @torch.inference_mode()
@@ -124,6 +124,6 @@ def transformer_facts(folder: Path) -> Facts:
 
 
 @lru_cache(maxsize=2)
-def loaded_scorer(folder: Path) -> TransformerScorer:
+def load_scorer(folder: Path) -> TransformerScorer:
     """Return the scorer of `folder`, loaded once in this process."""
     return TransformerScorer.load(folder)

@@ -1,7 +1,7 @@
 """Topic caps: downsample topics that are over-represented on the web (arXiv 2407.21783, section 3.1.2).
 
 A cap is a share of the text that is left, and dropping text shrinks that total, so all caps of a domain are solved
-together (`documents_kept`). Documents with the lowest score are dropped first, ties by hash. Held-out documents are
+together (`kept_documents`). Documents with the lowest score are dropped first, ties by hash. Held-out documents are
 neither counted nor dropped, so models with other caps are scored on the same text.
 """
 
@@ -10,33 +10,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from math import floor
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import CurationJob, Runner, listed, quoted, run, threshold, write_drops, write_table
+from llama3.data.mapreduce import (
+    CurationJob,
+    CurationStage,
+    Runner,
+    hash_threshold,
+    run_step,
+    sql_list,
+    sql_literal,
+    write_drops,
+    write_table,
+)
 from llama3.recipe.base import DOMAINS
+from llama3.recipe.data_schema import Curate
 
 STEP = "topic"
-OUTCOME = "topic_cap"
 _MAP = f"{STEP}/map"
-_KEEP = 'rank DESC, draw, id, url, "date", source_index, licence, language, "row"'
+_KEEP = 'rank DESC, draw, id, url, "date", source_index, license, language, "row"'
 """Order in which documents of a topic are kept. The hash comes second, so that ties prefer no source or date."""
-_COLUMNS = 'rank, draw, id, url, "date", source_index, licence, language, "row", bytes'
+_COLUMNS = 'rank, draw, id, url, "date", source_index, license, language, "row", bytes'
 
 
-def cap_topics(runner: Runner, job: CurationJob) -> None:
-    """Drop documents of capped topics until each holds at most its share of its domain's bytes; no-op without caps.
+class TopicCaps(CurationStage):
+    """Drop documents of capped topics until each holds at most its share of its domain's bytes.
 
     Raises ValueError if caps can only be met by dropping everything.
     """
-    topics = job.recipe.curate.topics
-    if topics is None or not topics.caps:
-        return
-    items = [item for item, shard in enumerate(job.shards) if shard.domain in topics.domains]
-    run(runner, job, _MAP, map_topics, items)
-    run(runner, job, f"{STEP}/drop", drop_topics, sorted({DOMAINS.index(job.shards[item].domain) for item in items}))
+
+    name, title, section = STEP, "topic caps", ("topics",)
+    reasons: ClassVar = {"topic_cap": "Its topic has more text than the recipe allows."}
+
+    def enabled(self, curate: Curate) -> bool:
+        return curate.topics is not None and bool(curate.topics.caps)
+
+    def passes(self, runner: Runner, job: CurationJob) -> None:
+        topics = job.recipe.curate.topics
+        assert topics is not None
+        items = [item for item, shard in enumerate(job.shards) if shard.domain in topics.domains]
+        domains = sorted({DOMAINS.index(job.shards[item].domain) for item in items})
+        run_step(runner, job, _MAP, map_topics, items)
+        run_step(runner, job, f"{STEP}/drop", drop_topics, domains)
 
 
 def map_topics(job: CurationJob, item: int) -> None:
@@ -44,9 +63,9 @@ def map_topics(job: CurationJob, item: int) -> None:
     topics = job.recipe.curate.topics
     assert topics is not None
     survivors = job.survivors(job.shards[item], STEP, f"topic, {_COLUMNS}")
-    bound = threshold(job.recipe.curate.held_out)  # documents below it are held out
+    bound = hash_threshold(job.recipe.curate.validation_fraction)  # documents below it are held out
     documents = f"SELECT * FROM ({survivors}) WHERE draw >= {bound}::UBIGINT"
-    topic_list = ", ".join(quoted(topic) for topic in sorted(topics.caps))
+    topic_list = ", ".join(sql_literal(topic) for topic in sorted(topics.caps))
     capped = f"SELECT topic, {_COLUMNS} FROM ({documents}) WHERE topic IN ({topic_list}) ORDER BY topic, {_KEEP}"
     rest = _sizes(job, f"SELECT bytes FROM ({documents}) WHERE topic NOT IN ({topic_list})")
     rest_row = pa.table({"bytes": pa.array([int(rest.sum())], pa.int64())})
@@ -57,13 +76,14 @@ def drop_topics(job: CurationJob, item: int) -> None:
     """Write the drops of the domain with index `item`. DuckDB sorts its capped documents and spills to disk."""
     topics, domain = job.recipe.curate.topics, DOMAINS[item]
     assert topics is not None
-    files = [str(job.file(_MAP, place)) for place, shard in enumerate(job.shards) if shard.domain == domain]
-    rows = f"SELECT * FROM read_parquet({listed(files)})"
+    files = [str(job.file(_MAP, number)) for number, shard in enumerate(job.shards) if shard.domain == domain]
+    rows = f"SELECT * FROM read_parquet({sql_list(files)})"
     uncapped = int(_sizes(job, f"{rows} WHERE topic IS NULL").sum())
     sizes = {
-        topic: _sizes(job, f"{rows} WHERE topic = {quoted(topic)} ORDER BY {_KEEP}") for topic in sorted(topics.caps)
+        topic: _sizes(job, f"{rows} WHERE topic = {sql_literal(topic)} ORDER BY {_KEEP}")
+        for topic in sorted(topics.caps)
     }
-    kept = documents_kept(sizes, topics.caps, uncapped)
+    kept = kept_documents(sizes, topics.caps, uncapped)
     if not uncapped and any(map(len, sizes.values())) and not any(kept.values()):
         total = sum(int(values.sum()) for values in sizes.values())
         shares = ", ".join(
@@ -75,38 +95,40 @@ def drop_topics(job: CurationJob, item: int) -> None:
             f"curate.topics.caps: all of {domain} has a capped topic ({shares}), so the caps drop everything; "
             "leave a topic out of caps, or raise them to a sum well above 100%"
         )
-    limits = ", ".join(f"({quoted(topic)}, {count})" for topic, count in kept.items())
-    query = f"""SELECT "row", '{OUTCOME}' AS outcome, NULL::VARCHAR AS kept FROM (
-            SELECT topic, "row", row_number() OVER (PARTITION BY topic ORDER BY {_KEEP}) AS place
+    limits = ", ".join(f"({sql_literal(topic)}, {count})" for topic, count in kept.items())
+    query = f"""SELECT "row", 'topic_cap' AS outcome, NULL::VARCHAR AS kept FROM (
+            SELECT topic, "row", row_number() OVER (PARTITION BY topic ORDER BY {_KEEP}) AS position
             FROM ({rows}) WHERE topic IS NOT NULL
-        ) JOIN (VALUES {limits}) AS limits(topic, most) USING (topic) WHERE place > most"""
+        ) JOIN (VALUES {limits}) AS limits(topic, most) USING (topic) WHERE position > most"""
     write_drops(job, query, STEP, item)
 
 
-def documents_kept(sizes: Mapping[str, NDArray[np.int64]], caps: Mapping[str, Fraction], others: int) -> dict[str, int]:
+def kept_documents(
+    sizes: Mapping[str, NDArray[np.int64]], caps: Mapping[str, Fraction], uncapped: int
+) -> dict[str, int]:
     """Return by topic how many documents to keep, from the first, so that no topic exceeds its cap of what is left.
 
-    `sizes`: bytes of each document by capped topic, in keep order; `others`: bytes of everything else. The result is
+    `sizes`: bytes of each document by capped topic, in keep order; `uncapped`: bytes of everything else. The result is
     the largest possible one: any larger count breaks a cap.
     """
     sums = {topic: np.concatenate([[0], np.cumsum(values)]) for topic, values in sizes.items()}
-    total = largest_total({topic: int(cumulative[-1]) for topic, cumulative in sums.items()}, caps, others)
+    total = max_total({topic: int(cumulative[-1]) for topic, cumulative in sums.items()}, caps, uncapped)
     while True:
         kept = {
             topic: int(np.searchsorted(cumulative, floor(caps[topic] * total), "right")) - 1
             for topic, cumulative in sums.items()
         }
-        left = others + sum(int(sums[topic][count]) for topic, count in kept.items())
+        left = uncapped + sum(int(sums[topic][count]) for topic, count in kept.items())
         if left >= total:
             return kept
         total = Fraction(left)  # whole documents leave each topic a little below its cap, so the total shrinks: repeat
 
 
-def largest_total(sizes: Mapping[str, int], caps: Mapping[str, Fraction], others: int) -> Fraction:
-    """Return the largest T with T = others + sum of min(size, cap T), as if documents could be cut."""
+def max_total(sizes: Mapping[str, int], caps: Mapping[str, Fraction], uncapped: int) -> Fraction:
+    """Return the largest T with T = uncapped + sum of min(size, cap T), as if documents could be cut."""
     reached: set[str] = set()  # topics at their cap; T only falls, so there are at most as many rounds as caps
     while True:
-        below = others + sum(size for topic, size in sizes.items() if topic not in reached)
+        below = uncapped + sum(size for topic, size in sizes.items() if topic not in reached)
         capped_share = sum((Fraction(caps[topic]) for topic in reached), Fraction(0))
         total = below / (1 - capped_share)  # capped_share < 1: each of these topics exceeds its cap of this total
         above = {topic for topic, size in sizes.items() if size > caps[topic] * total}

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Hashes, text_buffers
-from llama3.data.kernels.histogram import chained, count_phrases, longest, room
+from llama3.data.kernels.histogram import allocate_word_arrays, chain_hash, count_phrases, longest_text
 from llama3.data.kernels.words import find_words
-from storage.filesystem import changed, filesystem_of, glob, is_local, local_path
+from storage.filesystem import filesystem_of, glob, is_local, local_path, version_of
 
 FIELD = "curate.dirty_words"
 MOST_WORDS = 16
@@ -44,7 +44,7 @@ def read_words(files: Sequence[str]) -> Vocabulary:
             )
         for path in paths:
             info = filesystem_of(path).info(str(local_path(path)) if is_local(path) else path)
-            stamped.append((path, f"{info['size']} {changed(info)}"))
+            stamped.append((path, f"{info['size']} {version_of(info)}"))
     return _read(tuple(stamped))
 
 
@@ -55,11 +55,11 @@ def _read(files: tuple[tuple[str, str], ...]) -> Vocabulary:
         try:
             data = filesystem_of(path).cat_file(str(local_path(path)) if is_local(path) else path)
             lines = [line for raw in data.decode("utf-8-sig").splitlines() if (line := raw.strip())]
-            vocabulary_of(lines)
+            build_vocabulary(lines)
         except ValueError as error:
             raise ValueError(f"{FIELD}: {path}: {error}") from error
         phrases += lines
-    return vocabulary_of(phrases)
+    return build_vocabulary(phrases)
 
 
 def count_words_in(texts: Any, vocabulary: Vocabulary) -> NDArray[np.int64]:
@@ -72,19 +72,21 @@ def count_words_in(texts: Any, vocabulary: Vocabulary) -> NDArray[np.int64]:
     if len(vocabulary.phrases):
         phrases, openings = vocabulary
         marks = _marks(phrases), _marks(openings)
-        count_phrases(data, offsets, *room(longest(offsets)), phrases, marks[0], openings, marks[1], counts)
+        count_phrases(
+            data, offsets, *allocate_word_arrays(longest_text(offsets)), phrases, marks[0], openings, marks[1], counts
+        )
     return counts
 
 
-def vocabulary_of(lines: Sequence[str]) -> Vocabulary:
+def build_vocabulary(lines: Sequence[str]) -> Vocabulary:
     """Return the vocabulary of words and phrases. Raises ValueError for a line with no words or with too many."""
     phrases, openings = set(), set()
     for line in lines:
         data = np.frombuffer(line.encode(), np.uint8)
-        starts, stops, hashes = room(len(data))
+        starts, stops, hashes = allocate_word_arrays(len(data))
         prefixes: list[int] = []  # hash of the first word, of the first two, and so on
         for word in hashes[: find_words(data, 0, len(data), starts, stops, hashes)]:
-            prefixes.append(int(chained(np.uint64(prefixes[-1]), word)) if prefixes else int(word))
+            prefixes.append(int(chain_hash(np.uint64(prefixes[-1]), word)) if prefixes else int(word))
         if not 1 <= len(prefixes) <= MOST_WORDS:
             raise ValueError(f"{line!r} has {len(prefixes)} words; write 1 to {MOST_WORDS} a line")
         phrases.add(prefixes[-1])

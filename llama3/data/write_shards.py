@@ -15,7 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.mapreduce import ROW_BITS, CurationJob, Runner, listed, replacing, run, threshold, write_table
+from llama3.data.mapreduce import (
+    ROW_BITS,
+    CurationJob,
+    Runner,
+    atomic_path,
+    hash_threshold,
+    run_step,
+    schema_of,
+    sql_list,
+    write_table,
+)
 from llama3.data.text.pii import redact
 from llama3.recipe.base import Domain
 
@@ -24,52 +34,26 @@ SHARD_BYTES = 64_000_000
 """Text per file, of text shards and of curated documents."""
 PIECES = 8
 """Ranges of ids in which a file is written, one after another; one of them is in memory."""
-CURATED_SCHEMA = pa.schema(
-    {
-        "id": pa.string(),
-        "text": pa.string(),
-        "domain": pa.string(),
-        "source": pa.string(),
-        "source_index": pa.int32(),
-        "language": pa.string(),
-        "url": pa.string(),
-        "licence": pa.string(),
-        "date": pa.string(),
-        "topic": pa.string(),
-        "quality": pa.float64(),
-        "split": pa.string(),
-    }
+CURATED_SCHEMA = schema_of(
+    "id string, text string, domain string, source string, source_index int32, language string, url string, "
+    "license string, date string, topic string, quality float64, split string"
 )
 """`source`: a name from `sources.source_names`; `source_index`: its index in the recipe's list of the domain;
 `quality`: the first score of the recipe, or 0; `split`: `train` or `held_out`."""
-WRITTEN = pa.schema(
-    {"row": pa.int64(), "outcome": pa.string(), "bytes": pa.int64(), "lines": pa.int64(), "redacted": pa.int64()}
-)
+WRITTEN = schema_of("row int64, outcome string, bytes int64, lines int64, redacted int64")
 """Outcome of each surviving document (kept, held_out or emptied), bytes written, lines removed, redactions."""
-_REPEATED_COLUMNS = ["domain", "source", "language", "licence", "date", "topic", "split"]
+_REPEATED_COLUMNS = ["domain", "source", "language", "license", "date", "topic", "split"]
 _ID_SPAN = 16**8
 ITEM_BITS = 12
 """An item has at most 2^12 text shards, 260 GB of text."""
-TEXT_SCHEMA = pa.schema(
-    {
-        "row": pa.int64(),
-        "id": pa.string(),
-        "text": pa.large_string(),
-        "domain": pa.string(),
-        "source": pa.string(),
-        "source_index": pa.int32(),
-        "language": pa.string(),
-        "url": pa.string(),
-        "licence": pa.string(),
-        "date": pa.string(),
-        "bytes": pa.int64(),
-        "draw": pa.uint64(),
-    }
+TEXT_SCHEMA = schema_of(
+    "row int64, id string, text large_string, domain string, source string, source_index int32, language string, "
+    "url string, license string, date string, bytes int64, draw uint64"
 )
 """`row` numbers the documents as read. It joins tables and never decides anything."""
-ORDER = ("id", "url", "date", "source_index", "licence", "language")
+ORDER = ("id", "url", "date", "source_index", "license", "language")
 _ROW_GROUP = 1024
-_REPEATING = ["domain", "source", "source_index", "language", "licence", "date"]
+_REPEATING = ["domain", "source", "source_index", "language", "license", "date"]
 
 
 class ShardWriter:
@@ -107,7 +91,7 @@ class ShardWriter:
         first = (self._item << ITEM_BITS | number) << ROW_BITS
         table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows, dtype=np.int64)))
         table = table.select(TEXT_SCHEMA.names).cast(TEXT_SCHEMA).replace_schema_metadata({"bytes": str(size)})
-        with replacing(self._folder / name) as temporary:
+        with atomic_path(self._folder / name) as temporary:
             pq.write_table(
                 table,
                 temporary,
@@ -144,7 +128,7 @@ class OutputFile(NamedTuple):
 
 def write_documents(runner: Runner, job: CurationJob) -> list[str]:
     """Write the documents that no step dropped into `job.folder/documents` and return the names of the files."""
-    run(runner, job, ALIVE, list_alive, range(len(job.shards)))
+    run_step(runner, job, ALIVE, list_survivors, range(len(job.shards)))
     plan = job.file("output/plan", 0)
     if not plan.exists():
         # Files of about SHARD_BYTES per domain, counted before lines are removed.
@@ -154,17 +138,17 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
         counts = {domain: max(1, -(-size // SHARD_BYTES)) for domain, size in sizes.items()}
         plan_rows = [OutputFile(domain, number, count) for domain, count in counts.items() for number in range(count)]
         write_table(pa.Table.from_pylist([file._asdict() for file in plan_rows]), plan)
-    files = planned(job)
-    run(runner, job, STEP, write_file, range(len(files)))
+    files = plan_files(job)
+    run_step(runner, job, STEP, write_file, range(len(files)))
     return [file.name for file in files]
 
 
-def planned(job: CurationJob) -> list[OutputFile]:
+def plan_files(job: CurationJob) -> list[OutputFile]:
     """Return the curated files that the job writes, in order."""
     return [OutputFile(**row) for row in pq.read_table(job.file("output/plan", 0)).to_pylist()]
 
 
-def list_alive(job: CurationJob, item: int) -> None:
+def list_survivors(job: CurationJob, item: int) -> None:
     """List the documents of shard `item` that no step dropped, ordered by id."""
     survivors = job.survivors(job.shards[item], "end", '"row", id, topic, rank AS quality, bytes')
     table = job.query(f'SELECT * FROM ({survivors}) ORDER BY id, "row"')
@@ -173,21 +157,21 @@ def list_alive(job: CurationJob, item: int) -> None:
 
 def write_file(job: CurationJob, item: int) -> None:
     """Write one curated file, then its rows of `written`."""
-    file, written = planned(job)[item], [WRITTEN.empty_table()]
-    places = [place for place, shard in enumerate(job.shards) if shard.domain == file.domain]
-    texts = listed([str(job.shards[place].text) for place in places])
-    alive = listed([str(job.file(ALIVE, place)) for place in places])
+    file, written = plan_files(job)[item], [WRITTEN.empty_table()]
+    indices = [index for index, shard in enumerate(job.shards) if shard.domain == file.domain]
+    texts = sql_list([str(job.shards[index].text) for index in indices])
+    alive = sql_list([str(job.file(ALIVE, index)) for index in indices])
     options = {"compression": "zstd", "compression_level": 3, "use_dictionary": _REPEATED_COLUMNS}
     with (
-        replacing(job.folder / "documents" / file.name) as temporary,
+        atomic_path(job.folder / "documents" / file.name) as temporary,
         pq.ParquetWriter(temporary, CURATED_SCHEMA, **options) as writer,
         job.session() as connection,
     ):
         for low, high in map(file.ids, range(PIECES)):
             in_range = f"WHERE id >= '{low}' AND id < '{high}'"
             query = f"""SELECT text.*, alive.topic, alive.quality FROM (FROM read_parquet({texts}) {in_range}) AS text
-                JOIN (SELECT "row" AS place, topic, quality FROM read_parquet({alive}) {in_range}) AS alive
-                ON place = "row" ORDER BY id, url, "row" """
+                JOIN (SELECT "row" AS kept_row, topic, quality FROM read_parquet({alive}) {in_range}) AS alive
+                ON kept_row = "row" ORDER BY id, url, "row" """
             survivors = connection.sql(query).to_arrow_table().combine_chunks()
             documents, outcomes = _finished(job, file.domain, survivors)
             writer.write_table(documents.combine_chunks(), row_group_size=1024)
@@ -199,7 +183,7 @@ def _finished(job: CurationJob, domain: Domain, documents: pa.Table) -> tuple[pa
     """Return the documents as written, without emptied ones, and the rows of WRITTEN for all `documents`."""
     curate, rules = job.recipe.curate, job.recipe.curate.lines
     texts, lines = documents["text"], np.zeros(len(documents), np.int64)
-    if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_grams is not None):
+    if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_ngrams is not None):
         from llama3.data.dedup.lines import strip_lines  # imports numba
 
         stripped = strip_lines(job, *(documents[name] for name in ("text", "domain", "language", "id")))
@@ -210,7 +194,7 @@ def _finished(job: CurationJob, domain: Domain, documents: pa.Table) -> tuple[pa
     pairs = zip(documents["domain"].to_pylist(), documents["language"].to_pylist(), strict=True)
     min_chars = np.array([curate.quality_of(*pair).min_chars or 0 for pair in pairs], np.int64)
     emptied = (lengths < np.maximum(min_chars, 1)) & (np.asarray(lines) > 0)
-    held_out = documents["draw"].to_numpy() < np.uint64(threshold(curate.held_out))
+    held_out = documents["draw"].to_numpy() < np.uint64(hash_threshold(curate.validation_fraction))
     # Named sources are never held out: only some runs train on them, and scores must not depend on that.
     held_out &= ~np.isin(documents["source_index"].to_numpy(), job.recipe.places_apart(domain))
     outcome = np.where(emptied, "emptied", np.where(held_out, "held_out", "kept"))

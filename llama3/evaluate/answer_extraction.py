@@ -11,31 +11,31 @@ from collections.abc import Iterable
 
 import regex
 
-from llama3.evaluate.task import Writing, check_sampling
+from llama3.evaluate.task import GenerationSettings, check_sampling
 
 SECONDS = 5.0
 """Processor time of one expression on one text; `re` has no such limit, and some expressions take years."""
 
 
-class TooSlow(ValueError):
+class RegexTimeout(ValueError):
     """A regular expression takes longer than SECONDS on a text."""
 
 
-def replaced(text: str, pattern: str, replacement: str, count: int = 0) -> str:
+def replace_matches(text: str, pattern: str, replacement: str, count: int = 0) -> str:
     """Return `text` with the matches of `pattern` replaced, the first `count` of them (0: all), as `re.sub` does.
 
-    Raises TooSlow, and `regex.error` if the pattern is invalid.
+    Raises RegexTimeout, and `regex.error` if the pattern is invalid.
     """
     try:
         return str(regex.sub(pattern, replacement, text, count=count, timeout=SECONDS))
     except TimeoutError:
-        raise TooSlow(_too_slow(pattern)) from None
+        raise RegexTimeout(_too_slow(pattern)) from None
 
 
-def extracted(text: str, writing: Writing) -> str | None:
+def extract_answer(text: str, writing: GenerationSettings) -> str | None:
     """Return the first group of the last match of the first expression that matches; None if none matches.
 
-    Without expressions the answer is the whole text. Raises TooSlow.
+    Without expressions the answer is the whole text. Raises RegexTimeout.
     """
     if not writing.extract:
         return text
@@ -43,7 +43,7 @@ def extracted(text: str, writing: Writing) -> str | None:
         try:
             hits = list(regex.finditer(pattern, text, timeout=SECONDS))
         except TimeoutError:
-            raise TooSlow(f"writing.extract {_too_slow(pattern)}") from None
+            raise RegexTimeout(f"writing.extract {_too_slow(pattern)}") from None
         groups = [match.group(1) for match in hits if match.group(1) is not None]
         if groups:
             return str(groups[-1])
@@ -54,21 +54,21 @@ def _too_slow(pattern: str) -> str:
     return f"{pattern!r} takes more than {SECONDS:g} s of processor time; write one without nested repetitions"
 
 
-def matches(text: str, gold: Iterable[str], writing: Writing) -> bool:
-    """Return whether the answer extracted from `text` equals one of `gold`, after `cleaned` on both sides."""
-    answer = extracted(text, writing)
-    return answer is not None and cleaned(answer, writing) in {cleaned(right, writing) for right in gold}
+def is_correct(text: str, gold: Iterable[str], writing: GenerationSettings) -> bool:
+    """Return whether the answer extracted from `text` equals one of `gold`, after `clean_answer` on both sides."""
+    answer = extract_answer(text, writing)
+    return answer is not None and clean_answer(answer, writing) in {clean_answer(right, writing) for right in gold}
 
 
-def cleaned(text: str, writing: Writing) -> str:
+def clean_answer(text: str, writing: GenerationSettings) -> str:
     """Return `text` without surrounding white space and without the matches of `writing.ignore`, in order."""
     text = text.strip()
     for pattern in writing.ignore:
-        text = replaced(text, pattern, "").strip()
+        text = replace_matches(text, pattern, "").strip()
     return text
 
 
-def check_writing(writing: Writing) -> None:
+def check_generation_settings(writing: GenerationSettings) -> None:
     """Raise ValueError, naming field and value, for invalid settings."""
     check_sampling(writing.temperature, writing.top_p)
     for name, least in (("max_tokens", 1), ("samples", 1)):

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.evaluate.scores import MACRO, SAMPLES_FILE, Scores, read_asked, read_scores
+from llama3.evaluate.scores import MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
 from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
 from llama3.evaluate.statistics import (
     RESAMPLES,
@@ -65,11 +65,11 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
     Raises ValueError if a folder holds no evaluation.
     """
     scores, champion_scores = read_scores(candidate), read_scores(champion)
-    asked = read_asked(candidate)
-    tasks = {task["key"]: task for task in asked["tasks"]}
+    record = read_task_record(candidate)
+    tasks = {task["key"]: task for task in record["tasks"]}
     grouped = {key for key, task in tasks.items() if task["average"] == "groups" and task["kind"] != "bits"}
-    pairs = _pairs(_read(candidate), _read(champion), scores, champion_scores, grouped)
-    documents = {key: of_documents(key, paired) for key, paired in pairs.items() if scores[key].unit == BITS}
+    pairs = _paired_samples(_read(candidate), _read(champion), scores, champion_scores, grouped)
+    documents = {key: difference_of_documents(key, paired) for key, paired in pairs.items() if scores[key].unit == BITS}
     for prefix in (BPB, MACRO):  # means over domains by the first stage's mix, resampled within each domain
         shares = recipe.first_mix.items()
         weights = {key: float(share) for domain, share in shares if (key := f"{prefix}/{domain}") in documents}
@@ -77,18 +77,18 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
             documents[prefix] = combine([documents[key] for key in weights], list(weights.values()))
     questions = {key: paired for key, paired in pairs.items() if scores[key].better == "higher"}
     differences = {key: documents_difference(resampled) for key, resampled in documents.items()}
-    differences |= {key: questions_difference(paired) for key, paired in questions.items()}
+    differences |= {key: difference_of_questions(paired) for key, paired in questions.items()}
     for key in pairs.keys() - differences.keys():  # ratios of sums over many short texts, such as answers
         paired = pairs[key]
         estimate = ratio((paired.candidate - paired.champion).tolist(), paired.denominators.tolist())
-        differences[key] = normal_difference(estimate).model_copy(update={"better": "lower"})
+        differences[key] = difference_from_estimate(estimate).model_copy(update={"better": "lower"})
     # eval/core averages (accuracy - baseline) / (1 - baseline); of its difference only the scale 1 - baseline remains
     counted = [(key, tasks[key]["baseline"]) for key in sorted(questions.keys() & tasks.keys())]
-    estimates = [(questions_estimate(questions[key]), base) for key, base in counted if base is not None]
-    if estimates and asked["baselines"] == read_asked(champion)["baselines"]:
+    estimates = [(estimate_of_questions(questions[key]), base) for key, base in counted if base is not None]
+    if estimates and record["baselines"] == read_task_record(champion)["baselines"]:
         scaled = [normal(item.value / (1 - base), item.stderr / (1 - base), item.n) for item, base in estimates]
-        differences[CORE] = normal_difference(weighted_mean(scaled, [1.0] * len(scaled)))
-    return corrected(differences)
+        differences[CORE] = difference_from_estimate(weighted_mean(scaled, [1.0] * len(scaled)))
+    return holm_corrected(differences)
 
 
 def _read(folder: Path) -> dict[str, Samples]:
@@ -98,7 +98,7 @@ def _read(folder: Path) -> dict[str, Samples]:
     return dict(samples)
 
 
-def _pairs(
+def _paired_samples(
     candidate: Mapping[str, Samples],
     champion: Mapping[str, Samples],
     scores: Scores,
@@ -121,7 +121,7 @@ def _pairs(
     return pairs
 
 
-def of_documents(key: str, pairs: PairedSamples, resamples: int = RESAMPLES) -> Resampled:
+def difference_of_documents(key: str, pairs: PairedSamples, resamples: int = RESAMPLES) -> Resampled:
     """Return the resampled difference of bits per byte, drawn within groups if there are any.
 
     The random numbers depend on `key` alone, not on which other scores are compared.
@@ -134,33 +134,34 @@ def of_documents(key: str, pairs: PairedSamples, resamples: int = RESAMPLES) -> 
     return combine(by_group, [1.0] * len(by_group))
 
 
-def documents_difference(found: Resampled) -> Difference:
-    low, high, p = interval(found)
-    return Difference(value=found.value, low=low, high=high, p=p, n=found.n, method=DOCUMENTS, better="lower")
+def documents_difference(sample: Resampled) -> Difference:
+    low, high, p = interval(sample)
+    return Difference(value=sample.value, low=low, high=high, p=p, n=sample.n, method=DOCUMENTS, better="lower")
 
 
-def questions_difference(pairs: PairedSamples) -> Difference:
+def difference_of_questions(pairs: PairedSamples) -> Difference:
     """Return the difference of two shares of right answers: McNemar if each answer is right or wrong."""
     binary = np.isin(pairs.candidate, (0, 1)).all() and np.isin(pairs.champion, (0, 1)).all()
     if pairs.groups or not binary:
-        return normal_difference(questions_estimate(pairs))
+        return difference_from_estimate(estimate_of_questions(pairs))
     gained, lost = int((pairs.candidate > pairs.champion).sum()), int((pairs.candidate < pairs.champion).sum())
     estimate = paired_proportions(gained, lost, len(pairs.candidate))
-    return normal_difference(estimate).model_copy(update={"p": mcnemar(gained, lost), "method": QUESTIONS})
+    return difference_from_estimate(estimate).model_copy(update={"p": mcnemar(gained, lost), "method": QUESTIONS})
 
 
-def questions_estimate(pairs: PairedSamples) -> Estimate:
+def estimate_of_questions(pairs: PairedSamples) -> Estimate:
     """Return the mean difference of answers with its standard error."""
     return mean((pairs.candidate - pairs.champion).tolist(), pairs.groups)
 
 
-def normal_difference(found: Estimate) -> Difference:
+def difference_from_estimate(estimate: Estimate) -> Difference:
     """Return the difference with the estimate's interval and a normal p; higher is better."""
-    p = normal_p(found.value, found.stderr)
-    return Difference(value=found.value, low=found.low, high=found.high, p=p, n=found.n, method=PAIRED, better="higher")
+    value, low, high, n = estimate.value, estimate.low, estimate.high, estimate.n
+    p = normal_p(value, estimate.stderr)
+    return Difference(value=value, low=low, high=high, p=p, n=n, method=PAIRED, better="higher")
 
 
-def corrected(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+def holm_corrected(differences: Mapping[str, Difference]) -> dict[str, Difference]:
     """Return the differences with Holm's correction over all scores where higher is better."""
     adjusted = holm({key: item.p for key, item in differences.items() if item.better == "higher"})
     return {key: item.model_copy(update={"p_holm": adjusted.get(key)}) for key, item in differences.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 
-class Ranks(Protocol):
+class EvalRanks(Protocol):
     """The processes that share the work."""
 
     @property
@@ -29,7 +29,7 @@ class Ranks(Protocol):
         ...
 
 
-class Single:
+class SingleProcess:
     """One process does everything."""
 
     rank = 0

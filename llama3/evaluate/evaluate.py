@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llama3.evaluate.answers import GeneratedAnswer, answer_samples, answers, too_long, unjudged, write_answers
-from llama3.evaluate.distributed import Ranks, Single
-from llama3.evaluate.generate import generate
-from llama3.evaluate.held_out import ValidationDocument, document_bytes, held_out, longest_sequence
-from llama3.evaluate.needle import KINDS, find_needles, lengths_up_to
+from llama3.evaluate.answer_extraction import RegexTimeout, extract_answer, is_correct
+from llama3.evaluate.distributed import EvalRanks, SingleProcess
+from llama3.evaluate.generate import generate, generate_batch
+from llama3.evaluate.held_out import ValidationDocument, document_bytes, longest_sequence, read_validation_documents
+from llama3.evaluate.needle import KINDS, context_lengths, find_needles
+from llama3.evaluate.sandbox import SandboxResult, run_programs
 from llama3.evaluate.scores import (
     GENERATIONS_FILE,
     SAMPLES_FILE,
@@ -33,18 +36,153 @@ from llama3.evaluate.scores import (
     gold_key,
     gold_samples,
     gold_score,
+    pass_at,
     samples,
     score_table,
     write_scores,
 )
 from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, asked_of
-from llama3.evaluate.task import Task, digest
+from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, render_recipe_suite
+from llama3.evaluate.task import Prompt, Task, requests_digest
 from llama3.model.files import load_model
-from llama3.model.rounding import keep_rounding
+from llama3.model.rounding import use_reproducible_matmul
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
+
+# Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
+
+ANSWERS_FILE = "answers.parquet"
+SEED = 0
+"""Of sampled answers: not the recipe's, so that all models are treated alike."""
+TOO_LONG = "too long: "
+"""Prefix of the reason if the question was not asked."""
+NOTHING = "nothing was found in the answer"
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    key: str
+    id: str
+    """Of the question."""
+    sample: int
+    text: str
+    """As the model wrote it."""
+    extracted: str | None
+    """The part that is compared with the gold answers or run; None if nothing matched."""
+    right: bool
+    reason: str
+    """Why it is wrong, or how the program ended; empty for a right answer."""
+    judged: bool = True
+    """False if the program or a regular expression could not be run to its end, so the result is unknown."""
+
+
+def generate_answers(
+    model: Transformer, tokenizer: Tokenizer, task: Task, window: int, ranks: EvalRanks, parallel: int = 2
+) -> list[GeneratedAnswer]:
+    """Return `writing.samples` answers to each prompt of `task`, in the order of the prompts.
+
+    `window` is the most positions that the model may see at once. Each process of `ranks` answers a share of them.
+    """
+    writing, prompts = task.writing, task.prompts[ranks.rank :: ranks.size]
+    # A prompt that does not fit counts as wrong: leaving it out would let a model with a short context choose its
+    # questions, and cutting it would remove the examples that show how to answer.
+    reasons = []
+    for prompt in prompts:
+        size = 1 + len(tokenizer.encode(prompt.context))
+        fits = size + writing.max_tokens <= window
+        more = f"{size} positions and {writing.max_tokens} to write are more than the model's {window}"
+        reasons.append("" if fits else f"{TOO_LONG}{more}")
+    fitting = [prompt for prompt, reason in zip(prompts, reasons, strict=True) if not reason]
+    graded = _grade(task, fitting, generate_batch(model, tokenizer, fitting, writing, SEED), parallel)
+    groups = []
+    for prompt, reason in zip(prompts, reasons, strict=True):
+        unasked = [
+            GeneratedAnswer(prompt.task, prompt.document, sample, "", None, False, reason)
+            for sample in range(writing.samples)
+        ]
+        groups.append(unasked if reason else next(graded))
+    by_rank = ranks.gather([[asdict(item) for item in group] for group in groups])
+    in_order = chain.from_iterable(zip_longest(*by_rank, fillvalue=[]))
+    return [GeneratedAnswer(**item) for group in in_order for item in group]
+
+
+def _grade(
+    task: Task, prompts: Sequence[Prompt], texts: Sequence[Sequence[str]], parallel: int
+) -> Iterator[list[GeneratedAnswer]]:
+    """Yield the graded answers to each prompt. All programs are run first, `parallel` at a time."""
+    writing = task.writing
+    extracts: list[list[str | RegexTimeout | None]] = []
+    programs = []
+    for prompt, several in zip(prompts, texts, strict=True):
+        extracts.append([])
+        for text in several:
+            try:
+                extract: str | RegexTimeout | None = extract_answer(text, writing)
+            except RegexTimeout as error:
+                extract = error
+            extracts[-1].append(extract)
+            if task.kind == "code" and isinstance(extract, str):
+                programs.append(answer_program(prompt, extract))
+    results: Iterator[SandboxResult] = iter(run_programs(programs, writing.seconds, parallel) if programs else ())
+    for prompt, several, group in zip(prompts, texts, extracts, strict=True):
+        graded = []
+        for sample, (text, extract) in enumerate(zip(several, group, strict=True)):
+            right, judged, reason = False, True, NOTHING
+            if isinstance(extract, RegexTimeout):
+                judged, reason, extract = False, str(extract), None
+            elif extract is not None and task.kind == "code":
+                result = next(results)
+                right, judged, reason = result.passed, result.judged, "" if result.passed else result.reason
+            elif extract is not None:
+                try:
+                    right = is_correct(text, prompt.gold, writing)
+                    reason = "" if right else f"it is not {' or '.join(prompt.gold)}"
+                except RegexTimeout as error:
+                    judged, reason = False, str(error)
+            graded.append(GeneratedAnswer(task.key, prompt.document, sample, text, extract, right, reason, judged))
+        yield graded
+
+
+def answer_program(prompt: Prompt, answer: str) -> str:
+    """Return the program that exits with 0 if `generate_batch` is right."""
+    return f"{prompt.program}{answer}\n{prompt.tests}"
+
+
+def answer_samples(task: Task, found: Sequence[GeneratedAnswer]) -> list[Sample]:
+    """Return one sample per prompt: the share of right answers, or pass@k with `writing.k`.
+
+    A prompt with an answer that was not judged has no sample.
+    """
+    writing, samples = task.writing, []
+    for index, prompt in enumerate(task.prompts):
+        group = found[index * writing.samples : (index + 1) * writing.samples]
+        if not all(item.judged for item in group):
+            continue
+        share = pass_at(writing.k, sum(item.right for item in group), writing.samples)
+        samples.append(Sample(task.key, prompt.document, share, 1.0, 0, None, None, prompt.group))
+    return samples
+
+
+def write_answers(found: Iterable[GeneratedAnswer], folder: Path) -> None:
+    """Write all answers into `folder`, by key, question and sample."""
+    rows = [asdict(item) for item in sorted(found, key=lambda item: (item.key, item.id, item.sample))]
+    columns = {"key": pa.string(), "id": pa.string(), "sample": pa.int64(), "text": pa.string()}
+    columns |= {"extracted": pa.string(), "right": pa.bool_(), "reason": pa.string(), "judged": pa.bool_()}
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(columns.items()))), folder / ANSWERS_FILE)
+
+
+def count_too_long(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
+    """Return how many questions of each task were not asked because they do not fit the model's window."""
+    questions = {(item.key, item.id) for item in found if item.reason.startswith(TOO_LONG)}
+    return dict(sorted(Counter(key for key, _ in questions).items()))
+
+
+def count_unjudged(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
+    """Return how many questions of each task have an answer that was not judged."""
+    questions = {(item.key, item.id) for item in found if not item.judged}
+    return dict(sorted(Counter(key for key, _ in questions).items()))
+
 
 WRITTEN = ("generate", "code")
 """Task kinds whose answers are generated text."""
@@ -76,7 +214,7 @@ class EvaluationResult:
 
     scores: dict[str, Score]
     """By key; with `eval/core` if a suite was named."""
-    asked: LoadedSuite
+    suite: LoadedSuite
     too_long: dict[str, int]
     """Task -> questions that do not fit the window; they are not asked and count as wrong."""
 
@@ -90,19 +228,20 @@ def evaluate(
     *,
     threads: int = 2,
     device: str = "cpu",
-    ranks: Ranks | None = None,
+    ranks: EvalRanks | None = None,
 ) -> dict[str, Any]:
     """Score the model in folder `model` on the curated folder `documents` and write the tables into `folder`.
 
     Returns {key: value} of every score (keys begin with `eval/`), plus `requests` (digest of all requests and prompts),
     `documents`, `questions`, `document_bytes` (length to which documents are cut), `window` (positions the model sees
-    at once: the recipe's longest sequence, or the model's own limit if shorter), `skipped` ({task: reason}), `too_long`
-    ({key: questions that were not asked and count as wrong}), `unjudged` ({key: questions left out of the score}) and
+    at once: the recipe's longest sequence, or the model's own limit if shorter), `skipped` ({task: reason}),
+    `count_too_long` ({key: questions that were not asked and count as wrong}), `count_unjudged` ({key: questions left
+    out of the score}) and
     `baselines` (`core 1`: table and version behind `eval/core`).
     With `ranks`, several processes call this with the same arguments and share the work; rank 0 writes.
     Raises ValueError if there are no held-out documents, a task is invalid, or model and tokenizer do not match.
     """
-    ranks = ranks or Single()
+    ranks = ranks or SingleProcess()
     with _threads(threads):
         coder = Tokenizer.load(tokenizer)
         if (model / MODEL_FILE).is_file() and model.resolve() != tokenizer.resolve():
@@ -112,8 +251,8 @@ def evaluate(
                     f"model {model} was trained with tokenizer {trained_with[:8]}, {tokenizer} is {coder.digest[:8]}: "
                     "give the tokenizer that the model was trained with"
                 )
-        chosen = held_out(documents, recipe.evaluate.documents, document_bytes(recipe))
-        suite = asked_of(recipe, chosen)
+        chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
+        suite = render_recipe_suite(recipe, chosen)
         # fp32, at half the speed of bf16: the score must not depend on the number format of the machine
         network = load_model(model, dtype=torch.float32, device=device)
         if network.rows != coder.rows:
@@ -121,12 +260,14 @@ def evaluate(
                 f"model {model} has {network.rows} embedding rows, tokenizer {tokenizer} {coder.rows}: "
                 "give the tokenizer that the model was trained with"
             )
-        window = min(network.spec.max_seq, longest_sequence(recipe))
-        results = _ask(network, coder, suite.tasks, window, device, ranks)
+        window = min(network.config.max_seq_len, longest_sequence(recipe))
+        results = _run_tasks(network, coder, suite.tasks, window, device, ranks)
         needles = None
-        lengths = lengths_up_to(window)
+        lengths = context_lengths(window)
         if "needle" in suite.suite.built_in and lengths:
-            long_documents = held_out(documents, recipe.evaluate.documents, HAYSTACK_BYTES * lengths[-1])
+            long_documents = read_validation_documents(
+                documents, recipe.evaluate.documents, HAYSTACK_BYTES * lengths[-1]
+            )
             texts = [document.text for document in long_documents]
             needles = find_needles(network, coder, texts, lengths, recipe.evaluate.needles, device, KINDS, ranks)
         generations = _generations(network, coder, chosen, suite.tasks)
@@ -146,14 +287,14 @@ def evaluate(
         _write_json(generations, folder / GENERATIONS_FILE)
     return {
         **{key: scores[key].value for key in sorted(scores)},
-        "requests": digest(chain.from_iterable(task.requests or task.prompts for task in suite.tasks)),
+        "requests": requests_digest(chain.from_iterable(task.requests or task.prompts for task in suite.tasks)),
         "documents": len(chosen),
         "questions": sum(task.questions for task in suite.tasks if task.kind != "bits"),
         "window": window,
         "document_bytes": document_bytes(recipe),
         "skipped": suite.skipped,
-        "too_long": too_long(results.answers),
-        "unjudged": unjudged(results.answers),
+        "too_long": count_too_long(results.answers),
+        "unjudged": count_unjudged(results.answers),
         "baselines": suite.baselines_name,
     }
 
@@ -163,13 +304,13 @@ def evaluate_tasks(
 ) -> EvaluationResult:
     """Evaluate an fp32 model on `device` on the tasks of `asked`; write the tables into `folder` if given."""
     with _threads(threads):
-        results = _ask(network, coder, asked.tasks, network.spec.max_seq, device, Single())
+        results = _run_tasks(network, coder, asked.tasks, network.config.max_seq_len, device, SingleProcess())
     baselines = asked.baselines() if asked.suite.name else {}
     scores, all_samples = score_table(None, asked.tasks, results.samples, baselines)
     if folder is not None:
         _write_tables(folder, scores, all_samples, asked, results, baselines)
         write_answers(results.answers, folder)
-    return EvaluationResult(scores, asked, too_long(results.answers))
+    return EvaluationResult(scores, asked, count_too_long(results.answers))
 
 
 @contextmanager
@@ -177,7 +318,7 @@ def _threads(count: int) -> Iterator[None]:
     """Let torch use `count` threads until the block ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    keep_rounding()
+    use_reproducible_matmul()
     try:
         yield
     finally:
@@ -195,8 +336,8 @@ class _TaskResults:
     answers: list[GeneratedAnswer]
 
 
-def _ask(
-    network: Transformer, coder: Tokenizer, tasks: Sequence[Task], window: int, device: str, ranks: Ranks
+def _run_tasks(
+    network: Transformer, coder: Tokenizer, tasks: Sequence[Task], window: int, device: str, ranks: EvalRanks
 ) -> _TaskResults:
     """Score the requests of all tasks together, then generate answers task by task."""
     requests = [request for task in tasks for request in task.requests]
@@ -207,7 +348,7 @@ def _ask(
         own = list(islice(likelihoods, len(task.requests)))
         results.gold.append(gold_samples(task, own))
         if task.kind in WRITTEN:
-            generated = answers(network, coder, task, window, ranks)
+            generated = generate_answers(network, coder, task, window, ranks)
             results.answers.extend(generated)
             results.samples.append(answer_samples(task, generated))
         else:

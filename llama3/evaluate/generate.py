@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llama3.evaluate.answer_extraction import check_writing
-from llama3.evaluate.task import Prompt, Writing, check_sampling
-from llama3.model.kv_cache import Cache, Padded, reading
+from llama3.evaluate.answer_extraction import check_generation_settings
+from llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
+from llama3.model.kv_cache import Cache, PaddedCache, with_cache
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Sampler:
         check_sampling(self.temperature, self.top_p)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, temperature: float, top_p: float) -> Sampler:
+    def for_tokenizer(cls, tokenizer: Tokenizer, temperature: float, top_p: float) -> Sampler:
         """Return the sampler for texts of `tokenizer`."""
         return cls(len(tokenizer.base), tokenizer.end, temperature, top_p)
 
@@ -131,15 +131,15 @@ def stream(
     _check_fit(model, tokenizer)
     if max_tokens < 0 or "" in until:
         raise ValueError(f"max_tokens {max_tokens} must be 0 or more, and no text in until {list(until)} empty")
-    sampler = Sampler.of(tokenizer, temperature, top_p)
-    text = _Text(tokenizer, max_tokens, Random(str(seed)), Pieces(until))
+    sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p)
+    text = _GeneratedText(tokenizer, max_tokens, Random(str(seed)), TextStream(until))
     return _stream(model, [tokenizer.begin, *tokenizer.encode(prompt)], sampler, text)
 
 
 @torch.inference_mode()
-def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _Text) -> Iterator[str]:
+def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _GeneratedText) -> Iterator[str]:
     """The generator of `stream`: apart, because the checks must run before the first `next()`."""
-    longest = model.spec.max_seq
+    longest = model.config.max_seq_len
     decoder = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
     while text.left:
         if len(tokens) > longest:
@@ -150,8 +150,8 @@ def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _Text
 
 
 @torch.inference_mode()
-def answer(
-    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Prompt], writing: Writing, seed: int
+def generate_batch(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Prompt], writing: GenerationSettings, seed: int
 ) -> list[tuple[str, ...]]:
     """Return `writing.samples` answers to each prompt, in the order of `prompts`.
 
@@ -160,8 +160,8 @@ def answer(
     `writing.max_tokens`.
     """
     _check_fit(model, tokenizer)
-    check_writing(writing)
-    longest = model.spec.max_seq
+    check_generation_settings(writing)
+    longest = model.config.max_seq_len
     encoded = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if len(tokens) + writing.max_tokens > longest:
@@ -170,11 +170,11 @@ def answer(
                 f"{writing.max_tokens} exceed the model's {longest} positions; give fewer solved examples, or leave "
                 "the prompt out"
             )
-    weight, spec = next(model.parameters()), model.spec
+    weight, config = next(model.parameters()), model.config
     device = weight.device.type
-    position_bytes = 2 * spec.layers * spec.kv_heads * (spec.dim // spec.heads) * weight.element_size()
+    position_bytes = 2 * config.layers * config.kv_dim * weight.element_size()
     rows, positions = ROWS.get(device, ROWS_ELSEWHERE), HELD.get(device, HELD_ELSEWHERE) // position_bytes
-    sampler = Sampler.of(tokenizer, writing.temperature, writing.top_p)
+    sampler = Sampler.for_tokenizer(tokenizer, writing.temperature, writing.top_p)
     decoder = IncrementalDecoder(model, max(map(len, encoded), default=0))
     answers: list[tuple[str, ...]] = [()] * len(prompts)
     for batch in _batches(encoded, writing, rows, positions):
@@ -183,7 +183,9 @@ def answer(
             source = f"{seed}/{prompts[index].task}/{prompts[index].document}"
             texts.append(
                 [
-                    _Text(tokenizer, writing.max_tokens, Random(f"{source}/{sample}"), Pieces(writing.until))
+                    _GeneratedText(
+                        tokenizer, writing.max_tokens, Random(f"{source}/{sample}"), TextStream(writing.until)
+                    )
                     for sample in range(writing.samples)
                 ]
             )
@@ -201,7 +203,9 @@ def _check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
         )
 
 
-def _batches(encoded: Sequence[Sequence[int]], writing: Writing, rows: int, positions: int) -> Iterator[list[int]]:
+def _batches(
+    encoded: Sequence[Sequence[int]], writing: GenerationSettings, rows: int, positions: int
+) -> Iterator[list[int]]:
     """Group prompts of similar length, by index: at most `rows` answers and `positions` of keys, at least one prompt.
 
     The longest come first, so that too large a batch fails at once.
@@ -223,18 +227,18 @@ def _decode(
     decoder: IncrementalDecoder,
     sampler: Sampler,
     prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[_Text]],
-    writing: Writing,
+    texts: Sequence[Sequence[_GeneratedText]],
+    writing: GenerationSettings,
 ) -> None:
     """Write all `texts` of each of `prompts` to their ends; a prompt is read once for all of its texts."""
     longest, samples = max(map(len, prompts)), writing.samples
-    cache = Padded(longest + writing.max_tokens, len(prompts) * samples, longest)
+    cache = PaddedCache(longest + writing.max_tokens, len(prompts) * samples, longest)
     logits = []
     for index, prompt in enumerate(prompts):
         logits.append(decoder.read(prompt))
         cache.put(slice(index * samples, (index + 1) * samples), decoder.cache)
     logits_BV = torch.cat(logits).repeat_interleave(samples, 0)
-    batched, active = reading(model, cache), [text for group in texts for text in group]
+    batched, active = with_cache(model, cache), [text for group in texts for text in group]
     while True:
         picked = sampler.pick(logits_BV, [text.dice for text in active])
         for text, token in zip(active, picked, strict=True):
@@ -250,14 +254,14 @@ def _decode(
 
 
 @dataclass
-class _Text:
+class _GeneratedText:
     """One text while it is written."""
 
     tokenizer: Tokenizer
     left: int
     """Tokens that may still be written; 0 once it is finished."""
     dice: Random
-    pieces: Pieces
+    pieces: TextStream
     written: list[str] = field(default_factory=list)
 
     def add(self, token: int) -> str:
@@ -283,7 +287,7 @@ class IncrementalDecoder:
         self.cache = Cache(room)
         """Of the sequence that was read last."""
         self.device = next(model.parameters()).device
-        self._model = reading(model, self.cache)
+        self._model = with_cache(model, self.cache)
         self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -308,7 +312,7 @@ def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
     return logits_BV
 
 
-class Pieces:
+class TextStream:
     """Text that grows token by token, given out in pieces that are never taken back.
 
     A token may end inside a character, and a stop text may span tokens. So uncertain text is held back: the first bytes

@@ -18,7 +18,7 @@ DOCUMENT_BYTES = 16384
 """Most UTF-8 bytes of a document that are scored, for any recipe."""
 BYTES_PER_POSITION = 2
 """Most UTF-8 bytes per position of the longest sequence that a recipe trains on: 1 KiB for 512 positions."""
-LOOKED_AT = 100
+CANDIDATE_DOCUMENTS = 100
 """Held-out documents whose language is read, for each chosen document of the multilingual domain."""
 
 
@@ -44,7 +44,7 @@ def longest_sequence(recipe: Recipe) -> int:
     return max(max(stage.lengths) for stage in recipe.stages)
 
 
-def held_out(folder: Path, count: int, size: int) -> list[ValidationDocument]:
+def read_validation_documents(folder: Path, count: int, size: int) -> list[ValidationDocument]:
     """Return at most `count` held-out documents of each domain of the curated `folder`, by domain, then id.
 
     Each is cut to `size` UTF-8 bytes at a character boundary. In the multilingual domain the languages take turns, so
@@ -62,7 +62,7 @@ def held_out(folder: Path, count: int, size: int) -> list[ValidationDocument]:
             chosen += islice(documents, count)
     if not chosen:
         raise ValueError(
-            f"documents: {folder / 'documents'} has no document with split 'held_out'; raise curate.held_out"
+            f"documents: {folder / 'documents'} has no document with split 'held_out'; raise curate.validation_fraction"
         )
     return chosen
 
@@ -71,14 +71,14 @@ def _read(folder: Path, domain: Domain, size: int) -> Iterator[ValidationDocumen
     for rows in read_documents(folder, domain, ["id", "text", "language"], "held_out"):
         for row in rows:
             if row["text"]:
-                yield ValidationDocument(row["id"], domain, cut(row["text"], size), row["language"] or "")
+                yield ValidationDocument(row["id"], domain, truncate_utf8(row["text"], size), row["language"] or "")
 
 
 def _ids_by_language(folder: Path, domain: Domain, count: int) -> set[str]:
     """Return the ids of `count` documents whose languages take turns, each language's first ones by id."""
     rows = chain.from_iterable(read_documents(folder, domain, ["id", "language"], "held_out"))
     by_language: dict[str, list[str]] = {}
-    for row in islice(rows, looked_at(domain, count)):
+    for row in islice(rows, candidate_documents(domain, count)):
         ids = by_language.setdefault(row["language"] or "", [])
         if len(ids) < count:
             ids.append(row["id"])
@@ -86,11 +86,11 @@ def _ids_by_language(folder: Path, domain: Domain, count: int) -> set[str]:
     return set(islice((name for turn in turns for name in turn if name is not None), count))
 
 
-def looked_at(domain: Domain, count: int) -> int:
+def candidate_documents(domain: Domain, count: int) -> int:
     """Return how many held-out documents of a domain, by id, `count` of them are chosen from."""
-    return LOOKED_AT * count if domain == "multilingual" else count
+    return CANDIDATE_DOCUMENTS * count if domain == "multilingual" else count
 
 
-def cut(text: str, size: int) -> str:
+def truncate_utf8(text: str, size: int) -> str:
     """Return the longest beginning of `text` of at most `size` UTF-8 bytes."""
     return text.encode()[:size].decode(errors="ignore")

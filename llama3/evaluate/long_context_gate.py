@@ -10,14 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama3.evaluate.held_out import ValidationDocument, held_out
+from llama3.evaluate.held_out import ValidationDocument, read_validation_documents
 from llama3.evaluate.needle import KEY as NEEDLE
 from llama3.evaluate.needle import find_needles
-from llama3.evaluate.requests import from_documents
-from llama3.evaluate.scores import Score, samples, score, write_scores
+from llama3.evaluate.requests import document_requests
+from llama3.evaluate.scores import Score, samples, score_samples, write_scores
 from llama3.evaluate.statistics import Estimate
-from llama3.evaluate.suite import BPB, overall
-from llama3.evaluate.task import Request, Task, digest
+from llama3.evaluate.suite import BPB, mean_bits_per_byte
+from llama3.evaluate.task import Request, Task, requests_digest
 from llama3.model.files import load_model
 from llama3.recipe.schema import Recipe
 
@@ -32,7 +32,7 @@ METRICS = {"short-context": SHORT_CONTEXT, "needle": NEEDLE}
 """Gate of a recipe -> the score that its rule judges."""
 
 
-def measure(
+def score_long_context(
     recipe: Recipe,
     model: Path,
     documents: Path,
@@ -59,10 +59,10 @@ def measure(
     scores: dict[str, Score] = {}
     facts: dict[str, Any] = {}
     if short is not None:
-        chosen = held_out(documents, recipe.evaluate.documents, BYTES_PER_POSITION * short)
+        chosen = read_validation_documents(documents, recipe.evaluate.documents, BYTES_PER_POSITION * short)
         scores |= _short_context(recipe, network, coder, chosen, short, device)
     if needle is not None:
-        chosen = held_out(documents, recipe.evaluate.documents, BYTES_PER_POSITION * needle)
+        chosen = read_validation_documents(documents, recipe.evaluate.documents, BYTES_PER_POSITION * needle)
         texts = [document.text for document in chosen]
         retrieval = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, device)
         scores |= retrieval.scores()
@@ -83,9 +83,11 @@ def _short_context(
     scores: dict[str, Score] = {}
     for domain in sorted({document.domain for document in documents}):
         key = f"{SHORT_CONTEXT}/{domain}"
-        task = Task(key, "bits", tuple(from_documents(key, (d for d in documents if d.domain == domain))))
-        scores[key] = score(task, samples(task, score_requests(model, coder, task.requests, window, device)))
+        task = Task(key, "bits", tuple(document_requests(key, (d for d in documents if d.domain == domain))))
+        scores[key] = score_samples(task, samples(task, score_requests(model, coder, task.requests, window, device)))
         by_domain[f"{BPB}/{domain}"] = scores[key].estimate
         requests += task.requests
-    mean = Score.of(SHORT_CONTEXT, overall(recipe, by_domain), "bits per byte", "lower", digest(requests), None)
+    mean = Score.from_estimate(
+        SHORT_CONTEXT, mean_bits_per_byte(recipe, by_domain), "bits per byte", "lower", requests_digest(requests), None
+    )
     return {**scores, SHORT_CONTEXT: mean}

@@ -44,9 +44,9 @@ class EvaluateJob(BaseModel):
     """How long a process waits for the others, which may have longer texts to read."""
 
 
-def run(job: EvaluateJob) -> None:
+def run_job(job: EvaluateJob) -> None:
     """Run `job` together with the other processes that the launcher started. Raises as `evaluate` does."""
-    from llama3.evaluate.distributed import EvalGroup, Single  # imports torch, which writing a job does not need
+    from llama3.evaluate.distributed import EvalGroup, SingleProcess  # imports torch, which writing a job does not need
     from llama3.evaluate.evaluate import evaluate
     from llama3.parallel.mesh import init_distributed
 
@@ -59,16 +59,16 @@ def run(job: EvaluateJob) -> None:
             job.folder,
             threads=job.threads,
             device=str(world.device),
-            ranks=EvalGroup() if world.size > 1 else Single(),
+            ranks=EvalGroup() if world.size > 1 else SingleProcess(),
         )
-        if world.leads:
+        if world.is_rank0:
             write_atomic(job.facts, json.dumps(facts))
 
 
 def main(arguments: list[str]) -> int:
     """Run the job file named in `arguments`; return the exit status."""
     try:
-        run(EvaluateJob.model_validate_json(Path(arguments[0]).read_text()))
+        run_job(EvaluateJob.model_validate_json(Path(arguments[0]).read_text()))
     except ValueError as error:
         print(f"{MISTAKE}{error}", file=sys.stderr)
         return REFUSED

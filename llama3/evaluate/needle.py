@@ -22,7 +22,7 @@ from llama3.evaluate.scores import Likelihood, Sample, Score, Scores
 from llama3.evaluate.statistics import proportion
 
 if TYPE_CHECKING:
-    from llama3.evaluate.distributed import Ranks
+    from llama3.evaluate.distributed import EvalRanks
     from llama3.evaluate.scoring import LanguageModel
 
 # single: one sentence; the other three numbers appear nowhere, so copying any number is enough.
@@ -67,7 +67,7 @@ class NeedleResult:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class NeedleScores:
     """The results over a grid of lengths and depths."""
 
     answers: tuple[NeedleResult, ...]
@@ -97,13 +97,13 @@ class Retrieval:
         lengths = lengths if len(lengths) > 1 else []
         cells: list[tuple[str, Kind, int | None, int | None]] = []
         for kind in dict.fromkeys(answer.kind for answer in self.answers):
-            cells.append((key_of(kind), kind, None, None))
-            cells += [(f"{key_of(kind)}/length_{length:06}", kind, length, None) for length in lengths]
+            cells.append((score_key(kind), kind, None, None))
+            cells += [(f"{score_key(kind)}/length_{length:06}", kind, length, None) for length in lengths]
         if any(answer.kind == MAIN for answer in self.answers):
             cells += [(f"{KEY}/depth_{depth:03}", MAIN, None, depth) for depth in depths]
             cells += [(f"{KEY}/length_{n:06}/depth_{depth:03}", MAIN, n, depth) for n in lengths for depth in depths]
         return {
-            key: Score.of(
+            key: Score.from_estimate(
                 key, proportion(*self.share(kind, length, depth)), "accuracy", "higher", self.requests, chance(kind)
             )
             for key, kind, length, depth in cells
@@ -113,7 +113,7 @@ class Retrieval:
         """Return one sample per haystack, so that two models can be compared on the same ones."""
         return [
             Sample(
-                key=key_of(answer.kind),
+                key=score_key(answer.kind),
                 id=f"{answer.kind}/{answer.length}/{answer.number}",
                 numerator=float(answer.found),
                 denominator=1.0,
@@ -126,7 +126,7 @@ class Retrieval:
         ]
 
 
-def key_of(kind: Kind) -> str:
+def score_key(kind: Kind) -> str:
     """Return the key of a task's score."""
     return KEY if kind == MAIN else f"{KEY}/{kind}"
 
@@ -136,7 +136,7 @@ def chance(kind: Kind) -> float:
     return math.pow(CHOICES, -CHOICES if kind == "multi-query" else -1)
 
 
-def grid(scores: Scores) -> dict[int, dict[int, Score]]:
+def scores_by_length(scores: Scores) -> dict[int, dict[int, Score]]:
     """Return length -> depth in percent -> score of `eval/needle`, both ascending; empty without scores by length."""
     cells: dict[int, dict[int, Score]] = {}
     for key in sorted(scores):
@@ -145,7 +145,7 @@ def grid(scores: Scores) -> dict[int, dict[int, Score]]:
     return cells
 
 
-def lengths_up_to(window: int) -> tuple[int, ...]:
+def context_lengths(window: int) -> tuple[int, ...]:
     """Return the powers of two from 512 up to `window`; none for a shorter window."""
     return tuple(2**power for power in range(SHORTEST.bit_length() - 1, window.bit_length()))
 
@@ -158,13 +158,13 @@ def find_needles(
     count: int,
     device: str = "cpu",
     kinds: Sequence[Kind] = (MAIN,),
-    ranks: Ranks | None = None,
-) -> Retrieval:
+    ranks: EvalRanks | None = None,
+) -> NeedleScores:
     """Ask `model` about `count` haystacks of each kind and of each of `lengths` positions, made of `texts`.
 
     Depths take turns, so fewer than 11 haystacks leave the deepest out. Equal arguments ask the same questions of any
     model. With `ranks`, several processes call this with the same arguments, share the work and return the same.
-    Raises ValueError as `questions` does.
+    Raises ValueError as `make_haystacks` does.
     """
     from llama3.evaluate.scoring import score_sequences  # imports torch
 
@@ -172,10 +172,10 @@ def find_needles(
     requests = hashlib.sha256()
     text_tokens = 0
     for length in lengths:
-        pool = pool_of(coder, texts, 2 * length)
+        pool = concat_tokens(coder, texts, 2 * length)
         text_tokens = max(text_tokens, len(pool))
         for kind in kinds:
-            asked, number = questions(coder, pool, length, count, kind), 0
+            asked, number = make_haystacks(coder, pool, length, count, kind), 0
             for first in asked:
                 # The scorer reads a haystack once for all of its choices: 55 needles at 131,072 tokens are 7M tokens,
                 # not 29M.
@@ -184,25 +184,25 @@ def find_needles(
                 sequences = [sequence for question in batch for sequence in question.sequences]
                 likelihoods = iter(score_sequences(model, sequences, length, device, ranks=ranks))
                 for question in batch:
-                    found, tokens = _graded(question, likelihoods)
+                    found, tokens = _score_question(question, likelihoods)
                     answers.append(NeedleResult(kind, length, question.depth, number, found, tokens))
                     gold = [ask.gold for ask in question.asks]
                     read = [token for sequence, _ in question.sequences for token in sequence]
                     requests.update(array("q", [question.depth, *gold, *read]).tobytes())
                     number += 1
-    return Retrieval(tuple(answers), requests.hexdigest(), text_tokens)
+    return NeedleScores(tuple(answers), requests.hexdigest(), text_tokens)
 
 
-def _graded(question: NeedleQuestion, likelihoods: Iterator[Likelihood]) -> tuple[bool, int]:
+def _score_question(question: Haystack, likelihoods: Iterator[Likelihood]) -> tuple[bool, int]:
     """Return whether the likeliest number of every ask is the right one, and the tokens scored."""
     found, tokens = True, 0
     for ask in question.asks:
         scored = list(islice(likelihoods, len(ask.choices)))
         tokens += sum(likelihood.tokens for likelihood in scored)
-        nats = [likelihood.nats for likelihood in scored]
-        least = min(nats)
+        nll = [likelihood.nll for likelihood in scored]
+        least = min(nll)
         # a tie (a model that knows nothing) and a value that is not finite are wrong
-        found &= math.isfinite(least) and nats.count(least) == 1 and nats.index(least) == ask.gold
+        found &= math.isfinite(least) and nll.count(least) == 1 and nll.index(least) == ask.gold
     return found, tokens
 
 
@@ -216,7 +216,7 @@ class HaystackTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Ask:
+class ChoiceRequest:
     """One choice to make after a haystack."""
 
     tokens: tuple[int, ...]
@@ -227,14 +227,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class NeedleQuestion:
+class Haystack:
     """One haystack and its questions: right if every choice is."""
 
     depth: int
     """Percent of the haystack before the sentence asked about, the first of several."""
     tokens: tuple[int, ...]
     """Begin token and the haystack with its needles."""
-    asks: tuple[Ask, ...]
+    asks: tuple[ChoiceRequest, ...]
 
     @property
     def sequences(self) -> list[tuple[list[int], int]]:
@@ -246,7 +246,7 @@ class NeedleQuestion:
         ]
 
 
-def pool_of(coder: HaystackTokenizer, texts: Iterable[str], enough: int) -> list[int]:
+def concat_tokens(coder: HaystackTokenizer, texts: Iterable[str], enough: int) -> list[int]:
     """Return the tokens of the first `texts`, an empty line between them, until there are `enough`."""
     pool: list[int] = []
     for text in texts:
@@ -256,34 +256,35 @@ def pool_of(coder: HaystackTokenizer, texts: Iterable[str], enough: int) -> list
     return pool
 
 
-def questions(
-    coder: HaystackTokenizer, pool: Sequence[int], seq: int, count: int, kind: Kind = "multi-key"
-) -> Iterator[NeedleQuestion]:
-    """Yield `count` questions whose longest sequence, with its number, fills `seq` positions; `pool` is tokens of text.
+def make_haystacks(
+    coder: HaystackTokenizer, pool: Sequence[int], seq_len: int, count: int, kind: Kind = "multi-key"
+) -> Iterator[Haystack]:
+    """Yield `count` questions whose longest sequence, with its number, fills `seq_len` positions; `pool` is tokens of
+    text.
 
-    Depths take turns. Equal arguments give equal questions. Raises ValueError if there is no text or `seq` has no room
-    for needles and question.
+    Depths take turns. Equal arguments give equal questions. Raises ValueError if there is no text or `seq_len` has no
+    room for needles and question.
     """
     if not pool:
-        raise ValueError("needle: there is no held-out text to hide a sentence in; raise curate.held_out")
+        raise ValueError("needle: there is no held-out text to hide a sentence in; raise curate.validation_fraction")
     for number in range(count):
-        dice = Random(f"{seq}/{number}" if kind == "multi-key" else f"{kind}/{seq}/{number}")
+        dice = Random(f"{seq_len}/{number}" if kind == "multi-key" else f"{kind}/{seq_len}/{number}")
         keys = dice.sample(KEYS, CHOICES)
         values = _numbers(coder, dice)
         plan = _plan(kind, keys, values, dice.randrange(CHOICES), dice)
-        # Each piece of text is encoded alone and joined as tokens: a sequence has exactly `seq` tokens, and depth is a
-        # share of the haystack's tokens, with any tokenizer.
+        # Each piece of text is encoded alone and joined as tokens: a sequence has exactly `seq_len` tokens, and depth
+        # is a share of the haystack's tokens, with any tokenizer.
         needles = [coder.encode(needle) for needle in plan.needles]
         choices = tuple(tuple(coder.encode(value)) for value in values)
         asks = tuple(
-            Ask(tuple(token for piece in pieces for token in coder.encode(piece)), choices, gold)
+            ChoiceRequest(tuple(token for piece in pieces for token in coder.encode(piece)), choices, gold)
             for pieces, gold in plan.asks
         )
-        room = seq - max(len(ask.tokens) for ask in asks) - max(map(len, choices)) - sum(map(len, needles))
+        room = seq_len - max(len(ask.tokens) for ask in asks) - max(map(len, choices)) - sum(map(len, needles))
         if room < 1:
             raise ValueError(
-                f"needle: sequence {seq} has no room for {len(needles)} sentences and a question, {seq - room} tokens; "
-                "take the gate off stages, and the task off lengths, as short as this"
+                f"needle: sequence {seq_len} has no room for {len(needles)} sentences and a question, {seq_len - room} "
+                "tokens; take the gate off stages, and the task off lengths, as short as this"
             )
         start = number * len(pool) // count
         text = list(islice(cycle(pool), start, start + room))
@@ -294,7 +295,7 @@ def questions(
         for position, needle in sorted(zip(positions, needles, strict=True), key=lambda item: item[0], reverse=True):
             at = _sentence_end(coder, text, position)
             haystack[at:at] = needle
-        yield NeedleQuestion(depth, (coder.begin, *haystack), asks)
+        yield Haystack(depth, (coder.begin, *haystack), asks)
 
 
 def _numbers(coder: HaystackTokenizer, dice: Random) -> list[str]:
@@ -309,7 +310,7 @@ def _numbers(coder: HaystackTokenizer, dice: Random) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _HaystackText:
     """What is hidden and asked, as text."""
 
     needles: list[str]
@@ -319,19 +320,19 @@ class _Plan:
     """(pieces of text up to the number, index of its number)."""
 
 
-def _plan(kind: Kind, keys: Sequence[str], values: Sequence[str], gold: int, dice: Random) -> _Plan:
+def _plan(kind: Kind, keys: Sequence[str], values: Sequence[str], gold: int, dice: Random) -> _HaystackText:
     openings = [f"\nThe secret number of the {key} is" for key in keys]
     needles = [f"{opening}{value}.\n" for opening, value in zip(openings, values, strict=True)]
     match kind:
         case "single":
-            return _Plan([needles[gold]], 0, [([openings[gold]], gold)])
+            return _HaystackText([needles[gold]], 0, [([openings[gold]], gold)])
         case "multi-key":
-            return _Plan(needles, gold, [([openings[gold]], gold)])
+            return _HaystackText(needles, gold, [([openings[gold]], gold)])
         case "multi-value":
             openings = [f"\nOne of the secret numbers of the {keys[index // 2]} is" for index in range(CHOICES)]
             pieces = [openings[gold], values[gold ^ 1], ", another is"]
             hidden = [f"{opening}{value}.\n" for opening, value in zip(openings, values, strict=True)]
-            return _Plan(hidden, gold, [(pieces, gold)])
+            return _HaystackText(hidden, gold, [(pieces, gold)])
         case "multi-query":
             order = [gold, *dice.sample([index for index in range(CHOICES) if index != gold], CHOICES - 1)]
             asks: list[tuple[list[str], int]] = []
@@ -339,7 +340,7 @@ def _plan(kind: Kind, keys: Sequence[str], values: Sequence[str], gold: int, dic
             for index in order:
                 asks.append(([*before, openings[index]], index))
                 before += [openings[index], values[index], "."]
-            return _Plan(needles, gold, asks)
+            return _HaystackText(needles, gold, asks)
         case _:
             raise ValueError(f"needle: task {kind!r} is none of {', '.join(KINDS)}")
 

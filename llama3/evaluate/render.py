@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import count, islice, product
 
 from llama3.evaluate.task import Kind, Prompt, Request, Task
-from llama3.evaluate.task_yaml import FileKind, Places, Shots, TaskFile, read_bytes
-from llama3.evaluate.templates import RenderedRow, check_templates, fill
+from llama3.evaluate.task_yaml import DataPaths, FileKind, Shots, TaskFile, read_bytes
+from llama3.evaluate.templates import RenderedRow, check_templates, render_rows
 
 KINDS: dict[FileKind, Kind] = {
     "choice": "choice",
@@ -35,13 +35,13 @@ class Rendered:
     """Data file, as the task names it -> SHA-256 (hex) of its bytes."""
 
 
-def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
+def render(file: TaskFile, data_paths: DataPaths, most: int | None = None) -> Rendered:
     """Return the task of `file` over its data files; `most` caps its `limit`.
 
     Raises MissingFile if a file does not exist, and ValueError naming file, line and field for a row that cannot be
     rendered, a wrong digest, or fewer examples than `shots.count`.
     """
-    rows, pool, sources = _read(file, places)
+    rows, pool, sources = _read(file, data_paths)
     seen: Counter[str] = Counter()
     questions = []
     for question in rows:  # the second of two equal questions gets the id `<id>-2`, and so on
@@ -57,7 +57,7 @@ def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
     requests: list[Request] = []
     prompts: list[Prompt] = []
     for question in questions:
-        front = question.preamble + "".join(shown + file.between_shots for shown in examples.of(question))
+        front = question.preamble + "".join(shown + file.between_shots for shown in examples.before(question))
         if file.kind in ("generate", "code"):
             context = front + question.contexts[0] + file.joint.rstrip(" ")
             prompts.append(
@@ -73,7 +73,7 @@ def render(file: TaskFile, places: Places, most: int | None = None) -> Rendered:
         version=file.version,
         shots=file.shots.count,
         guess=file.chance,
-        normalise=file.normalise,
+        normalize=file.normalize,
         average=file.average,
         writing=file.writing,
     )
@@ -87,29 +87,29 @@ def _requests(key: str, file: TaskFile, question: RenderedRow, front: str) -> It
     for index, (whole, ending) in enumerate(product(contexts, question.continuations)):
         context = whole.rstrip(" ")
         joined = len(whole) - len(context)
-        counted = joined if file.normalise == "characters" else None
+        counted = joined if file.normalize == "characters" else None
         continuation = whole[len(context) :] + ending
         yield Request(key, question.id, index, context, continuation, question.gold, question.group, counted)
 
 
-def check_rows(file: TaskFile, places: Places, most: int | None) -> None:
+def check_rows(file: TaskFile, data_paths: DataPaths, most: int | None) -> None:
     """Render the first `most` rows of each data file (None: all), without examples, and discard them.
 
     Raises as `render` does.
     """
-    _read(file, places, most)
+    _read(file, data_paths, most)
 
 
 def _read(
-    file: TaskFile, places: Places, most: int | None = None
+    file: TaskFile, data_paths: DataPaths, most: int | None = None
 ) -> tuple[list[RenderedRow], list[RenderedRow], dict[str, str]]:
     """Return the questions, the pool of few-shot examples, and the digest of every file."""
     check_templates(file)
     sources: dict[str, str] = {}
     by_name: dict[str, list[RenderedRow]] = {}
     for name in dict.fromkeys(file.files):
-        uri, data, sources[name] = read_bytes(name, places, file.sha256.get(name, ""))
-        by_name[name] = fill(file, uri, data, most)
+        uri, data, sources[name] = read_bytes(name, data_paths, file.sha256.get(name, ""))
+        by_name[name] = render_rows(file, uri, data, most)
     questions = [question for name in file.data for question in by_name[name]]
     pool = (by_name[file.shots.data] if file.shots.data else questions) if file.shots.count else []
     return questions, pool, sources
@@ -125,7 +125,7 @@ class FewShotExamples:
             self._by_group.setdefault(self._group(question), []).append(question)
         self._copies = Counter((self._group(question), _text_hash(question)) for question in pool)
 
-    def of(self, question: RenderedRow) -> list[str]:
+    def before(self, question: RenderedRow) -> list[str]:
         """Return the examples before `question`. Raises ValueError if there are too few."""
         shots, group, own_hash = self._shots.count, self._group(question), _text_hash(question)
         pool = self._by_group.get(group, [])

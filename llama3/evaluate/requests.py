@@ -46,12 +46,12 @@ class GeneratedQuestion(Protocol):
     def gold(self) -> int: ...
 
 
-def from_documents(task: str, documents: Iterable[ValidationDocument]) -> list[Request]:
+def document_requests(task: str, documents: Iterable[ValidationDocument]) -> list[Request]:
     """Return one request per document: its whole text with an empty context; its language is the group."""
     return [Request(task, document.id, 0, "", document.text, 0, document.language) for document in documents]
 
 
-def from_questions(task: str, questions: Iterable[GeneratedQuestion]) -> list[Request]:
+def question_requests(task: str, questions: Iterable[GeneratedQuestion]) -> list[Request]:
     """Return one request per choice of each question. A question's id is a hash of its text; repeats are left out."""
     requests = []
     for name, question in {_hash(item.query, *item.choices)[:16]: item for item in questions}.items():
@@ -62,7 +62,7 @@ def from_questions(task: str, questions: Iterable[GeneratedQuestion]) -> list[Re
     return requests
 
 
-def continuations(task: str, documents: Sequence[ValidationDocument], count: int) -> list[Request]:
+def continuation_questions(task: str, documents: Sequence[ValidationDocument], count: int) -> list[Request]:
     """Return at most `count` questions about which of four texts continues a document's opening.
 
     The wrong choices are the continuations of other documents of the same domain. They and the index of the right
@@ -122,7 +122,7 @@ def write_requests(rendered: Rendered, folder: Path) -> None:
 
 def read_requests(folder: Path) -> Rendered:
     """Return the task in `folder`. Raises ValueError if it cannot be read or does not match its digest."""
-    facts = stated(folder)
+    facts = read_task_json(folder)
     digest, sources = facts.pop("digest"), facts.pop("sources")
     facts.pop("chance", None)
     field = "prompts" if facts.get("kind") in ("generate", "code") else "requests"
@@ -152,13 +152,14 @@ def is_rendered(folder: Path) -> bool:
     return (folder / TASK_FILE).is_file()
 
 
-def stated(folder: Path) -> dict[str, Any]:
+def read_task_json(folder: Path) -> dict[str, Any]:
     """Return the content of `task.json`, unchecked: key, kind, digest, ... Raises ValueError if it cannot be read."""
     path = folder / TASK_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a folder that herd requests wrote") from None
+        message = f"{path}: cannot be read ({error.strerror}); give a folder that herd eval render wrote"
+        raise ValueError(message) from None
     except ValueError:
         raise ValueError(f"{path}: is not JSON; render it again") from None
     if not isinstance(facts, dict) or not {"key", "kind", "digest", "sources"} <= facts.keys():

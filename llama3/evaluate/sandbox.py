@@ -86,7 +86,7 @@ arch_prctl=158 select=23 poll=7 epoll_create=213 epoll_wait=232 eventfd=284
 """System calls of x86_64 alone."""
 
 
-class Checked(NamedTuple):
+class ArgumentRule(NamedTuple):
     """A system call that is allowed for some values of one argument."""
 
     numbers: tuple[int, int]
@@ -96,9 +96,9 @@ class Checked(NamedTuple):
     """The error number for other values."""
 
 
-PRCTL = Checked((157, 167), 0, (15, 16, 0x53564D41), EPERM)
+PRCTL = ArgumentRule((157, 167), 0, (15, 16, 0x53564D41), EPERM)
 """PR_SET_NAME, PR_GET_NAME, PR_SET_VMA."""
-IOCTL = Checked((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451), ENOTTY)
+IOCTL = ArgumentRule((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451), ENOTTY)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 CLONE, NO_PROCESS = (56, 220), {"x86_64": (57, 58), "aarch64": ()}
 """`clone`, which also starts threads; `fork` and `vfork`."""
@@ -110,7 +110,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 Instruction = tuple[int, int, int, int]
 
 
-def filter_of(machine: str, network: bool) -> bytes:
+def seccomp_filter(machine: str, network: bool) -> bytes:
     """Return the filter as an array of `struct sock_filter`; `network` allows internet sockets.
 
     Raises ValueError for a machine whose numbers are unknown.
@@ -122,8 +122,8 @@ def filter_of(machine: str, network: bool) -> bytes:
     checked = [
         PRCTL,
         IOCTL,
-        Checked((41, 198), 0, families, EAFNOSUPPORT),
-        Checked((53, 199), 0, (UNIX,), EAFNOSUPPORT),
+        ArgumentRule((41, 198), 0, families, EAFNOSUPPORT),
+        ArgumentRule((53, 199), 0, (UNIX,), EAFNOSUPPORT),
     ]
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -185,7 +185,7 @@ def run_programs(
     if seconds <= 0 or parallel < 1:
         raise ValueError(f"seconds {seconds:g} must be above 0 and parallel {parallel} at least 1")
     if network == "none":
-        check_contained()
+        check_sandbox()
     run = partial(_run, seconds=seconds, namespaces=network == "none")
     with ThreadPoolExecutor(parallel) as pool:
         results = list(pool.map(partial(run, wall=WALL[0]), programs))
@@ -193,14 +193,14 @@ def run_programs(
     return [result if result.judged else run(program, wall=WALL[1]) for program, result in pairs]
 
 
-class NotContained(ValueError):
+class SandboxUnavailable(ValueError):
     """This machine cannot contain untrusted programs."""
 
 
-def check_contained() -> None:
-    """Raise NotContained, with what to do, if this machine cannot contain a program."""
-    if obstacle := why_not_contained():
-        raise NotContained(
+def check_sandbox() -> None:
+    """Raise SandboxUnavailable, with what to do, if this machine cannot contain a program."""
+    if obstacle := sandbox_error():
+        raise SandboxUnavailable(
             f"code: this machine cannot contain programs that a model wrote ({obstacle}); evaluate on Linux 5.12 or "
             "later where namespaces are permitted (sysctl user.max_user_namespaces, "
             "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a container "
@@ -209,7 +209,7 @@ def check_contained() -> None:
 
 
 @cache
-def why_not_contained() -> str:
+def sandbox_error() -> str:
     """Return why this machine cannot contain a program, or an empty text if it can. Tried once per process."""
     if sys.platform != "linux":
         return f"it runs {sys.platform}, not Linux"
@@ -227,7 +227,7 @@ def _run(program: str, *, seconds: float, namespaces: bool, wall: float) -> Sand
         "wall": wall * seconds,
         "namespaces": namespaces,
         "limits": {f"RLIMIT_{name}": most for name, most in LIMITS.items()},
-        "calls": filter_of(os.uname().machine, network=not namespaces).hex(),
+        "calls": seccomp_filter(os.uname().machine, network=not namespaces).hex(),
     }
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as folder:
         ended = subprocess.run(
@@ -241,10 +241,10 @@ def _run(program: str, *, seconds: float, namespaces: bool, wall: float) -> Sand
     if ended.returncode:
         fault = _last_line(ended.stderr.decode(errors="replace")) or f"the runner ended with {ended.returncode}"
         return SandboxResult(False, fault, judged=False)
-    return _result(json.loads(ended.stdout), seconds, namespaces)
+    return _parse_report(json.loads(ended.stdout), seconds, namespaces)
 
 
-def _result(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxResult:
+def _parse_report(ended: dict[str, Any], seconds: float, namespaces: bool) -> SandboxResult:
     """Return the result of a program from the report of `sandbox_runner.main`."""
     status = ended["status"]
     if ended["fault"]:

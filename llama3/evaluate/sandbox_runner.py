@@ -66,15 +66,15 @@ def main(
     program = sys.stdin.buffer.read() + f"\n\n__import__('os').write({marker}, b'{word}')\n".encode()
     os.set_inheritable(marker, True)
     if namespaces:
-        leave()
+        enter_namespaces()
     began = time.monotonic()
     child = os.fork()
     if child == 0:
         limits = {**limits, "RLIMIT_CPU": 2 * round(seconds) + 2}
-        start(folder, program, errors, fault, nobody if namespaces else None, limits, bytes.fromhex(calls))
+        exec_program(folder, program, errors, fault, nobody if namespaces else None, limits, bytes.fromhex(calls))
     os.close(marker)
     os.close(fault)
-    stopped, status = wait(child, seconds, asleep, wall)
+    stopped, status = wait_for_child(child, seconds, asleep, wall)
     cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
     end = os.lseek(errors, 0, os.SEEK_END)
     return {
@@ -88,17 +88,17 @@ def main(
     }
 
 
-def leave() -> None:
+def enter_namespaces() -> None:
     """Move this process into new namespaces; its first child is process 1."""
     user, group, root = os.getuid(), os.getgid(), os.geteuid() == 0
-    call("unshare", NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK | (0 if root else NEW_USER))
+    libc_call("unshare", NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK | (0 if root else NEW_USER))
     if not root:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
 
 
-def start(
+def exec_program(
     folder: str, program: bytes, errors: int, fault: int, nobody: int | None, limits: dict[str, int], calls: bytes
 ) -> NoReturn:
     """Become the program; `nobody` is the user id for root, None without namespaces.
@@ -126,11 +126,11 @@ def start(
             os.setgroups([])
             os.setresgid(nobody, nobody, nobody)
             os.setresuid(nobody, nobody, nobody)
-        call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        libc_call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         for name, most in limits.items():
             resource.setrlimit(getattr(resource, name), (most, most))
         known = FilterProgram(len(calls) // 8, calls)
-        call("prctl", SECCOMP, FILTER, ctypes.byref(known), 0, 0)
+        libc_call("prctl", SECCOMP, FILTER, ctypes.byref(known), 0, 0)
         environment = {"HOME": home, "PYTHONHASHSEED": "0"}
         os.execve(sys.executable, [sys.executable, "-s", "-P", "-S", "-B", f"{home}/program.py"], environment)
     except BaseException as error:
@@ -141,8 +141,8 @@ def start(
 
 def mount_tree(folder: str) -> None:
     """Mount the program's file tree at `folder`."""
-    call("mount", None, b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
-    call("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"size=1m,mode=755")
+    libc_call("mount", None, b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
+    libc_call("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), b"size=1m,mode=755")
     prefix = os.path.realpath(sys.base_prefix)
     in_system = any(prefix == path or prefix.startswith(f"{path}/") for path in SYSTEM)
     for path in (*SYSTEM, *DEVICES, *([] if in_system else [prefix])):
@@ -151,8 +151,10 @@ def mount_tree(folder: str) -> None:
     home.mkdir()
     attributes = MountAttributes(set=READ_ONLY)
     size = ctypes.sizeof(attributes)
-    call("syscall", MOUNT_SETATTR, HERE, folder.encode(), WHOLE_TREE, ctypes.byref(attributes), ctypes.c_size_t(size))
-    call("mount", b"none", bytes(home), b"tmpfs", ctypes.c_ulong(0), TMPFS)
+    libc_call(
+        "syscall", MOUNT_SETATTR, HERE, folder.encode(), WHOLE_TREE, ctypes.byref(attributes), ctypes.c_size_t(size)
+    )
+    libc_call("mount", b"none", bytes(home), b"tmpfs", ctypes.c_ulong(0), TMPFS)
 
 
 def bind(source: Path, target: Path) -> None:
@@ -167,17 +169,17 @@ def bind(source: Path, target: Path) -> None:
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    call("mount", bytes(source), bytes(target), None, ctypes.c_ulong(BIND | RECURSIVE), None)
+    libc_call("mount", bytes(source), bytes(target), None, ctypes.c_ulong(BIND | RECURSIVE), None)
 
 
-def wait(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, int]:
+def wait_for_child(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, int]:
     """Wait for `child`; return the limit that stopped it, or an empty text, and its exit status."""
     watched, clock = os.pidfd_open(child), (~child << 3) | CPU_CLOCK
     began = last = time.monotonic()
     slept, stopped = 0.0, ""
     while not stopped and not select.select([watched], [], [], PERIOD)[0]:
         now = time.monotonic()
-        slept += min(now - last, 2 * PERIOD) if sleeps(child) else 0.0
+        slept += min(now - last, 2 * PERIOD) if is_asleep(child) else 0.0
         last = now
         if time.clock_gettime(clock) > seconds:
             stopped = "cpu"
@@ -190,7 +192,7 @@ def wait(child: int, seconds: float, asleep: float, wall: float) -> tuple[str, i
     return stopped, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def sleeps(process: int) -> bool:
+def is_asleep(process: int) -> bool:
     """Return whether every thread of `process` sleeps: none runs or waits for a processor or a disk."""
     try:
         threads = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
@@ -199,7 +201,7 @@ def sleeps(process: int) -> bool:
     return all(text.rpartition(")")[2].split()[0] in "STt" for text in threads)
 
 
-def call(name: str, *arguments: Any) -> None:
+def libc_call(name: str, *arguments: Any) -> None:
     """Call a function of the C library. Raises OSError with its name if it fails."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()

@@ -1,8 +1,7 @@
-"""Scores: how likelihoods become samples, samples a score, and all scores a table in one Parquet file.
+"""Scores: from likelihoods to samples, from samples to a score, and all scores as one Parquet table.
 
 A sample is a numerator and a denominator (bits and bytes; 1 or 0 and 1). A score is a ratio of sums over its samples,
-or the mean of that ratio over groups, so two models can be compared sample by sample. Every score carries its spread,
-size, chance level, direction and the digest of its requests.
+or the mean of that ratio over groups, so two models can be compared sample by sample.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llama3.evaluate.statistics import Estimate, Z, mean, proportion, ratio
-from llama3.evaluate.suite import BPB, CORE, core, overall
-from llama3.evaluate.task import Normalise, Request, Task, digest
+from llama3.evaluate.suite import BPB, CORE, core_score, mean_bits_per_byte
+from llama3.evaluate.task import Request, Task, requests_digest
 from llama3.recipe.schema import Recipe
 
 SCORES_FILE = "scores.parquet"
@@ -72,7 +71,9 @@ class Score:
     """Questions that are not among `n` because an answer could not be judged right or wrong."""
 
     @classmethod
-    def of(cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None) -> Score:
+    def from_estimate(
+        cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None
+    ) -> Score:
         """Return the score called `key` with the value and spread of `estimate`."""
         return cls(key=key, unit=unit, better=better, requests=requests, chance=chance, **dataclasses.asdict(estimate))
 
@@ -93,23 +94,14 @@ class Score:
 
 Scores = Mapping[str, Score]
 
-_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("value", pa.float64()),
-        ("stderr", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-        ("n", pa.int64()),
-        ("chance", pa.float64()),
-        ("unit", pa.string()),
-        ("better", pa.string()),
-        ("requests", pa.string()),
-        ("shots", pa.int64()),
-        ("version", pa.int64()),
-        ("unjudged", pa.int64()),
-    ]
-)
+_TYPES = {
+    "str": pa.string(),
+    "Better": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "float | None": pa.float64(),
+}
+_SCHEMA = pa.schema([(field.name, _TYPES[str(field.type)]) for field in dataclasses.fields(Score)])
 
 
 def write_scores(scores: Scores, folder: Path) -> None:
@@ -127,8 +119,8 @@ def read_scores(folder: Path) -> dict[str, Score]:
     return {row["key"]: Score(**{**row, "unjudged": row["unjudged"] or 0}) for row in rows}
 
 
-def read_asked(folder: Path) -> dict[str, Any]:
-    """Return what the evaluation in `folder` asked: `suite`, `baselines`, `tasks` and `skipped` ({task: reason}).
+def read_task_record(folder: Path) -> dict[str, Any]:
+    """Return the tasks of the evaluation in `folder`: `suite`, `baselines`, `tasks` and `skipped` ({task: reason}).
 
     A task has key, kind, version, shots, n, chance, average (`items` or `groups`), digest, sources ({file: SHA-256})
     and baseline, the accuracy that counts as 0 in `eval/core`, or None if it does not count.
@@ -148,7 +140,7 @@ def read_asked(folder: Path) -> dict[str, Any]:
 class Likelihood:
     """The likelihood of a continuation. Not in `scoring`: reading scores needs no torch."""
 
-    nats: float
+    nll: float
     tokens: int
     greedy: bool | None = None
     """Whether every scored token is the model's likeliest; None if not requested."""
@@ -174,43 +166,33 @@ class Sample:
 def samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
     """Return the task's samples in the order of its requests; `likelihoods` are those of the requests.
 
-    A choice is answered by the request with the fewest nats per byte (or what `task.normalise` divides by).
+    A choice is answered by the request with the fewest nats per byte (or what `task.normalize` divides by).
     """
     if task.kind not in ("bits", "choice", "cloze"):
-        raise ValueError(f"{task.key}: kind {task.kind} is answered in writing; see llama3.evaluate.answers")
-    made = []
+        raise ValueError(f"{task.key}: kind {task.kind} is answered in writing; see llama3.evaluate.evaluate")
+    items = []
     pairs = zip(task.requests, likelihoods, strict=True)
     for document, group in groupby(pairs, key=lambda pair: pair[0].document):
         choices = list(group)
         request, denominator, picked, gold = choices[0][0], 1.0, None, None
         if task.kind == "choice":
-            rates = [each.nats / _length(asked, each, task.normalise) for asked, each in choices]
+            rates = []
+            for choice, likelihood in choices:
+                sizes = {"bytes": choice.bytes, "characters": choice.characters, "tokens": likelihood.tokens}
+                rates.append(likelihood.nll / sizes.get(task.normalize, 1))
             picked = min(range(len(rates)), key=rates.__getitem__)
             gold = request.gold
             numerator = float(picked == gold)
         else:
             ((_, likelihood),) = choices
             if task.kind == "bits":
-                numerator, denominator = likelihood.nats / math.log(2), float(request.bytes)
+                numerator, denominator = likelihood.nll / math.log(2), float(request.bytes)
             else:
                 assert likelihood.greedy is not None, f"{document}: score_requests was not asked whether it is greedy"
                 numerator = float(likelihood.greedy)
         tokens = sum(each.tokens for _, each in choices)
-        made.append(Sample(request.task, document, numerator, denominator, tokens, picked, gold, request.group))
-    return made
-
-
-def _length(request: Request, likelihood: Likelihood, normalise: Normalise) -> int:
-    """Return what the nats of a choice are divided by."""
-    match normalise:
-        case "bytes":
-            return request.bytes
-        case "characters":
-            return request.characters
-        case "tokens":
-            return likelihood.tokens
-        case _:
-            return 1
+        items.append(Sample(request.task, document, numerator, denominator, tokens, picked, gold, request.group))
+    return items
 
 
 def gold_key(key: str) -> str:
@@ -221,30 +203,20 @@ def gold_key(key: str) -> str:
 def gold_samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
     """Return nats and bytes of each question's gold continuation; `likelihoods` are those of the task's requests.
 
-    The accuracy of small models stays at chance while this already falls, on a straight line in log compute, so the
-    scaling forecast uses it (arXiv 2407.21783, section 3.2.1; per byte, so that languages and tokenizers compare).
-    Empty for a task that is not answered by likelihood, or is bits per byte itself.
+    It falls linearly in log compute while the accuracy of small models is still at chance, so the scaling forecast uses
+    it (arXiv 2407.21783, section 3.2.1; per byte, so that languages and tokenizers compare). Empty for a task that is
+    not answered by likelihood, or is bits per byte itself.
     """
     if task.kind not in ("choice", "cloze"):
         return []
-    made = []
+    items, key = [], gold_key(task.key)
     pairs = zip(task.requests, likelihoods, strict=True)
     for document, group in groupby(pairs, key=lambda pair: pair[0].document):
         choices = list(group)
         request, likelihood = choices[choices[0][0].gold]
-        made.append(
-            Sample(
-                key=gold_key(task.key),
-                id=document,
-                numerator=likelihood.nats,
-                denominator=float(request.bytes),
-                tokens=likelihood.tokens,
-                picked=None,
-                gold=request.gold,
-                group=request.group,
-            )
-        )
-    return made
+        nll, size, tokens = likelihood.nll, float(request.bytes), likelihood.tokens
+        items.append(Sample(key, document, nll, size, tokens, None, request.gold, request.group))
+    return items
 
 
 def pass_at(k: int, right: int, answers: int) -> float:
@@ -261,7 +233,7 @@ def pass_at(k: int, right: int, answers: int) -> float:
 # From samples to scores.
 
 
-def score(task: Task, items: Sequence[Sample]) -> Score:
+def score_samples(task: Task, items: Sequence[Sample]) -> Score:
     """Return the task's score over its samples, with the standard error and interval that fit its kind.
 
     Bits per byte: the ratio's. One answer a question: Wilson's interval. Several answers a question, or the mean of
@@ -281,8 +253,8 @@ def score(task: Task, items: Sequence[Sample]) -> Score:
         estimate = _within(ratio(numerators, denominators))
     else:
         estimate = proportion(sum(numerator == 1 for numerator in numerators), len(items))
-    made = Score.of(task.key, estimate, unit, better, task.digest, task.chance)
-    return dataclasses.replace(made, shots=task.shots, version=task.version, unjudged=task.questions - len(items))
+    total = Score.from_estimate(task.key, estimate, unit, better, task.digest, task.chance)
+    return dataclasses.replace(total, shots=task.shots, version=task.version, unjudged=task.questions - len(items))
 
 
 def group_mean(items: Sequence[Sample]) -> Estimate:
@@ -304,8 +276,8 @@ def _within(estimate: Estimate) -> Estimate:
 def gold_score(task: Task, items: Sequence[Sample]) -> Score:
     """Return nats per byte over all of `items`, which are the task's `gold_samples`."""
     estimate = ratio([item.numerator for item in items], [item.denominator for item in items])
-    made = Score.of(gold_key(task.key), estimate, "nats per byte", "lower", task.digest, None)
-    return dataclasses.replace(made, shots=task.shots, version=task.version)
+    total = Score.from_estimate(gold_key(task.key), estimate, "nats per byte", "lower", task.digest, None)
+    return dataclasses.replace(total, shots=task.shots, version=task.version)
 
 
 def score_table(
@@ -319,12 +291,12 @@ def score_table(
     counts) is left out.
     """
     by_key = dict(zip((task.key for task in tasks), by_task, strict=True))
-    scores = {task.key: score(task, by_key[task.key]) for task in tasks}
+    scores = {task.key: score_samples(task, by_key[task.key]) for task in tasks}
     all_samples = [item for task in tasks for item in by_key[task.key]]
 
     def add_bits_per_byte(key: str, items: list[Sample], requests: Sequence[Request]) -> None:
         estimate = ratio([item.numerator for item in items], [item.denominator for item in items])
-        scores[key] = Score.of(key, estimate, _BITS, "lower", digest(requests), None)
+        scores[key] = Score.from_estimate(key, estimate, _BITS, "lower", requests_digest(requests), None)
         all_samples.extend(items)
 
     domains = [task for task in tasks if task.key.startswith(f"{BPB}/")]
@@ -344,12 +316,12 @@ def score_table(
         add_bits_per_byte(key, own, [request for request in requests if request.group == language])
     for prefix in (BPB, MACRO) if domains else ():
         assert recipe is not None, "the mix by which domains are weighted"
-        estimate = overall(recipe, {key: each.estimate for key, each in scores.items()}, prefix)
-        scores[prefix] = Score.of(prefix, estimate, _BITS, "lower", _digest(domains), None)
+        estimate = mean_bits_per_byte(recipe, {key: each.estimate for key, each in scores.items()}, prefix)
+        scores[prefix] = Score.from_estimate(prefix, estimate, _BITS, "lower", _digest(domains), None)
     if counted := [task for task in tasks if task.key in baselines]:
-        estimate = core([(scores[task.key].estimate, baselines[task.key]) for task in counted])
-        made = Score.of(CORE, estimate, "share above chance", "higher", _digest(counted), 0.0)
-        scores[CORE] = dataclasses.replace(made, unjudged=sum(scores[task.key].unjudged for task in counted))
+        estimate = core_score([(scores[task.key].estimate, baselines[task.key]) for task in counted])
+        total = Score.from_estimate(CORE, estimate, "share above chance", "higher", _digest(counted), 0.0)
+        scores[CORE] = dataclasses.replace(total, unjudged=sum(scores[task.key].unjudged for task in counted))
     return scores, all_samples
 
 

@@ -1,7 +1,6 @@
-"""Do two models differ by more than noise? A difference with its interval, its p, and Holm's correction.
+"""A difference of two models with its interval and p, and Holm's correction.
 
-Holm's step-down keeps the chance of any false finding among several p at 5 %, however they depend on each other. Plain
-Python, so reading stored decisions loads no numerical library.
+Reading stored decisions loads no numerical library: scipy is imported where a p is computed.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ LEVEL = 0.05
 Method = Literal["paired bootstrap over documents", "McNemar", "paired difference"]
 DOCUMENTS: Method = "paired bootstrap over documents"
 QUESTIONS: Method = "McNemar"
-"""Exact p of right and wrong answers; the interval is Agresti and Min's."""
+"""Exact p of right and wrong answers, with Agresti and Min's interval."""
 PAIRED: Method = "paired difference"
-"""Normal interval and p of differences taken inside each item: shares of right answers, means over groups or tasks."""
+"""Normal interval and p of differences per item: shares of right answers, means over groups or tasks."""
 
 
 def _exact(value: float) -> float | str:
@@ -62,7 +61,9 @@ def normal_p(value: float, stderr: float) -> float:
         return math.nan
     if stderr == 0:
         return 1.0 if value == 0 else 0.0
-    return math.erfc(abs(value) / stderr / math.sqrt(2))
+    from scipy.stats import norm
+
+    return float(2 * norm.sf(abs(value) / stderr))
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -70,18 +71,15 @@ def mcnemar(gained: int, lost: int) -> float:
 
     McNemar (1947), Psychometrika 12:153-157; questions that both models answer alike do not count.
     """
-    changed, fewer = gained + lost, min(gained, lost)
-    ways = total = 1
-    for drawn in range(fewer):
-        ways = ways * (changed - drawn) // (drawn + 1)
-        total += ways
-    return min(1.0, 2 * total / (1 << changed))
+    from scipy.stats import binomtest
+
+    return float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
 
 
 def holm(ps: Mapping[str, float]) -> dict[str, float]:
     """Return the p of each name after Holm's step-down over all of them (Holm 1979, Scand. J. Statist. 6:65-70).
 
-    A p that is not finite stays as it is and does not count towards the family.
+    It keeps the chance of any false finding at 5 %, also for dependent p. A p that is not finite is left out.
     """
     finite = sorted((name for name in ps if math.isfinite(ps[name])), key=lambda name: ps[name])
     adjusted, largest = dict(ps), 0.0

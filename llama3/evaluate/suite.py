@@ -1,8 +1,8 @@
 """Suites: which tasks a model is evaluated on, read from YAML and rendered, and the means over tasks.
 
 A recipe names a suite (`evaluate.suite`) and its own tasks (`evaluate.tasks`). Three suites ship with herd (`quick`,
-`core`, `full`); a user's own is a YAML file. All of it is resolved from the recipe alone, before any work. Built-in
-tasks use the run's held-out documents and generated questions, so `quick` needs no data.
+`core_score`, `full`); a user's own is a YAML file. All of it is resolved from the recipe alone, before any work.
+Built-in tasks use the run's held-out documents and generated questions, so `quick` needs no data.
 """
 
 from __future__ import annotations
@@ -17,22 +17,29 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from llama3.data.demo.worked_problems import questions
+from llama3.data.demo.word_problems import questions
 from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.render import Rendered, check_rows, render
-from llama3.evaluate.requests import continuations, from_documents, from_questions, is_rendered, read_requests, stated
-from llama3.evaluate.sandbox import NotContained, check_contained, why_not_contained
+from llama3.evaluate.requests import (
+    continuation_questions,
+    document_requests,
+    is_rendered,
+    question_requests,
+    read_requests,
+    read_task_json,
+)
+from llama3.evaluate.sandbox import SandboxUnavailable, check_sandbox, sandbox_error
 from llama3.evaluate.statistics import Estimate, normal, weighted_mean
 from llama3.evaluate.task import Prompt, Request, Task
 from llama3.evaluate.task_yaml import (
     TASK_NAME,
+    DataPaths,
     MissingFile,
-    Places,
     TaskFile,
-    faults,
     file_sha256,
     parse_task,
     read_yaml,
+    validation_errors,
 )
 from llama3.recipe.base import Section
 from llama3.recipe.schema import Recipe
@@ -48,10 +55,10 @@ QUESTION_SEED = 0
 """Seed of the generated questions: not the recipe's, so that all models answer the same ones."""
 ARITHMETIC_QUESTIONS = 100
 """Generated questions if no recipe gives a number."""
-LOOKED_AT = 20
+CHECKED_ROWS = 20
 """Rows of each data file that a check renders."""
-LEFT_OUT = (MissingFile, NotContained)
-"""Errors for which a task is left out if `evaluate.missing` is `skip`."""
+LEFT_OUT = (MissingFile, SandboxUnavailable)
+"""Errors for which a task is left out if `evaluate.on_missing_data` is `skip`."""
 QUESTION_LINES: dict[str, Any] = {
     "kind": "choice",
     "context": "{{ query.rstrip().removesuffix('Answer:').rstrip() }}",
@@ -64,7 +71,7 @@ BuiltIn = Literal["bits", "arithmetic", "continuation", "needle"]
 Model = TypeVar("Model", bound=Section)
 
 
-class Entry(Section):
+class SuiteEntry(Section):
     """A task of a suite, and the fields of the task that it changes, such as `shots: 5`."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
@@ -80,7 +87,7 @@ class SuiteFile(Section):
     """Other suites, by name or path, whose tasks come first."""
     built_in: list[BuiltIn] = Field(default_factory=list)
     """Tasks made from the run's own documents and from generated questions."""
-    tasks: list[str | Entry] = Field(default_factory=list)
+    tasks: list[str | SuiteEntry] = Field(default_factory=list)
     core: str | None = None
     """Table of baselines (name or path): its tasks count in `eval/core`, each above its baseline. None: that of an
     included suite, or else every task that has a chance level counts, above that."""
@@ -98,14 +105,14 @@ class SuiteTask:
     """A task that a suite names, resolved but not rendered."""
 
     name: str
-    made_of: TaskFile | Path
+    definition: TaskFile | Path
     """The task, or the folder of its rendered requests."""
-    places: Places
+    data_paths: DataPaths
 
     @property
     def is_code(self) -> bool:
         """Whether programs are run to judge the answers."""
-        kind = stated(self.made_of)["kind"] if isinstance(self.made_of, Path) else self.made_of.kind
+        kind = read_task_json(self.definition)["kind"] if isinstance(self.definition, Path) else self.definition.kind
         return bool(kind == "code")
 
 
@@ -113,7 +120,7 @@ class SuiteTask:
 class Suite:
     name: str
     built_in: tuple[BuiltIn, ...]
-    planned: tuple[SuiteTask, ...]
+    tasks: tuple[SuiteTask, ...]
     table: str
     """Name of the table of baselines; empty: each task counts above its own chance."""
     baselines: Baselines | None
@@ -154,16 +161,16 @@ class LoadedSuite:
         for task in planned:
             try:
                 if task.is_code:
-                    check_contained()
+                    check_sandbox()
                 if shots is not None:
-                    if isinstance(task.made_of, Path):
+                    if isinstance(task.definition, Path):
                         raise ValueError(
                             f"{task.name}: is a folder of rendered requests, whose shots cannot be changed"
                         )
-                    fields = task.made_of.model_dump(exclude_unset=True)
+                    fields = task.definition.model_dump(exclude_unset=True)
                     fields["shots"] = {**fields.get("shots", {}), "count": shots}
-                    task = replace(task, made_of=parse_task(fields, task.name))
-                rendered = rendered_task(task, most)
+                    task = replace(task, definition=parse_task(fields, task.name))
+                rendered = render_task(task, most)
             except LEFT_OUT as error:
                 if missing == "refuse":
                     raise
@@ -176,49 +183,49 @@ class LoadedSuite:
 # The suite of a recipe.
 
 
-def suite_for(recipe: Recipe, name: str) -> str:
+def stage_suite_name(recipe: Recipe, name: str) -> str:
     """Return the suite for the model of the stage `name`, or for the `champion`."""
     judged = name in (recipe.stages[-1].name, "champion")
     return (recipe.evaluate.final if judged else None) or recipe.evaluate.suite
 
 
-def under(recipe: Recipe, suite: str) -> Recipe:
+def with_suite(recipe: Recipe, suite: str) -> Recipe:
     """Return `recipe` with another suite."""
     return recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"suite": suite})})
 
 
-def suite_of(recipe: Recipe) -> Suite:
+def recipe_suite(recipe: Recipe) -> Suite:
     """Return the suite that `recipe` names. Raises ValueError if it, or one of its tasks, cannot be read."""
     section = recipe.evaluate
     return read_suite(section.suite, section.data, section.tasks, section.questions)
 
 
-def check_suite(recipe: Recipe, rows: int | None = LOOKED_AT) -> list[str]:
+def check_suite(recipe: Recipe, rows: int | None = CHECKED_ROWS) -> list[str]:
     """Return a line for each task that will be left out, after rendering the first `rows` of every file.
 
     None (before a run): all rows, and a check that this machine contains programs. Raises ValueError, one line per
     fault: a missing or invalid task or suite, a wrong digest, rows that do not fit the templates, and unless
-    `evaluate.missing` is `skip` a missing data file or a machine that cannot run code.
+    `evaluate.on_missing_data` is `skip` a missing data file or a machine that cannot run code.
     """
     missing: dict[str, str] = {}
     wrong: list[str] = []
-    for planned in suite_of(recipe).planned:
+    for planned in recipe_suite(recipe).tasks:
         try:
             if rows is None and planned.is_code:
-                check_contained()
-            if isinstance(planned.made_of, Path):
-                read_requests(planned.made_of)
+                check_sandbox()
+            if isinstance(planned.definition, Path):
+                read_requests(planned.definition)
             else:
-                check_rows(planned.made_of, planned.places, rows)
+                check_rows(planned.definition, planned.data_paths, rows)
         except LEFT_OUT as error:
             missing[planned.name] = str(error)
         except ValueError as error:
             wrong.append(str(error))
-    skip, section = recipe.evaluate.missing == "skip", recipe.evaluate
+    skip, section = recipe.evaluate.on_missing_data == "skip", recipe.evaluate
     if section.data is None and any("evaluate.data" in why for why in missing.values()) and not skip:
         wrong.append(
             f"evaluate.data: is not set, and suite {section.suite} reads files of it for {', '.join(missing)}; "
-            "name the folder of published sets, or set evaluate.missing to skip"
+            "name the folder of published sets, or set evaluate.on_missing_data to skip"
         )
     elif not skip:
         wrong += [f"{name}: {why}" for name, why in missing.items()]
@@ -231,24 +238,24 @@ def suite_inputs(recipe: Recipe) -> dict[str, str]:
     """Return digests of the scores' inputs besides model and documents: built-in tasks, baselines, each task.
 
     That of a task covers its data; a file that does not exist has the digest `missing`, a task whose programs cannot
-    run here `not contained`. Raises as `suite_of` does.
+    run here `not contained`. Raises as `recipe_suite` does.
     """
-    suite = suite_of(recipe)
+    suite = recipe_suite(recipe)
     table = suite.baselines.model_dump(mode="json") if suite.baselines else None
     digests = {"suite": _sha256([suite.built_in, table])}
-    for planned in suite.planned:
-        made_of, files = planned.made_of, []
-        if planned.is_code and why_not_contained():
+    for planned in suite.tasks:
+        definition, files = planned.definition, []
+        if planned.is_code and sandbox_error():
             digest = "not contained"
-        elif isinstance(made_of, Path):
-            digest = str(stated(made_of)["digest"])
+        elif isinstance(definition, Path):
+            digest = str(read_task_json(definition)["digest"])
         else:
-            for name in dict.fromkeys(made_of.files):
+            for name in dict.fromkeys(definition.files):
                 try:
-                    files.append(file_sha256(planned.places.uri(name)))
+                    files.append(file_sha256(planned.data_paths.uri(name)))
                 except MissingFile:
                     files.append("missing")
-            digest = _sha256([{**made_of.model_dump(mode="json"), "data": None}, files])
+            digest = _sha256([{**definition.model_dump(mode="json"), "data": None}, files])
         digests[f"task.{planned.name}"] = digest
     return digests
 
@@ -257,35 +264,35 @@ def _sha256(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def asked_of(recipe: Recipe, documents: Sequence[ValidationDocument]) -> LoadedSuite:
+def render_recipe_suite(recipe: Recipe, documents: Sequence[ValidationDocument]) -> LoadedSuite:
     """Return the recipe's suite with its tasks rendered: built-in ones first, then those of files.
 
     A built-in task without any request (too few documents for continuations) is left out. Raises ValueError as
     `check_suite` does, for all rows.
     """
-    suite, count, tasks = suite_of(recipe), recipe.evaluate.questions, []
+    suite, count, tasks = recipe_suite(recipe), recipe.evaluate.questions, []
     if "bits" in suite.built_in:
         for domain in sorted({document.domain for document in documents}):
             key = f"{BPB}/{domain}"
-            tasks.append(Task(key, "bits", tuple(from_documents(key, (d for d in documents if d.domain == domain)))))
+            tasks.append(Task(key, "bits", tuple(document_requests(key, (d for d in documents if d.domain == domain)))))
     if "arithmetic" in suite.built_in:
         tasks.append(_arithmetic(count))
     if "continuation" in suite.built_in:
-        tasks.append(Task(CONTINUATION, "choice", tuple(continuations(CONTINUATION, documents, count))))
+        tasks.append(Task(CONTINUATION, "choice", tuple(continuation_questions(CONTINUATION, documents, count))))
     loaded = LoadedSuite(suite, [task for task in tasks if task.requests], {})
-    loaded.add(suite.planned, recipe.evaluate.missing)
+    loaded.add(suite.tasks, recipe.evaluate.on_missing_data)
     return loaded
 
 
 def _arithmetic(count: int) -> Task:
-    return Task(ARITHMETIC, "choice", tuple(from_questions(ARITHMETIC, questions(QUESTION_SEED, count))))
+    return Task(ARITHMETIC, "choice", tuple(question_requests(ARITHMETIC, questions(QUESTION_SEED, count))))
 
 
-def rendered_task(planned: SuiteTask, most: int | None = None) -> Rendered:
+def render_task(planned: SuiteTask, most: int | None = None) -> Rendered:
     """Return a task with the requests of at most `most` questions: rendered now, or read from its folder."""
-    if not isinstance(planned.made_of, Path):
-        return render(planned.made_of, planned.places, most)
-    rendered = read_requests(planned.made_of)
+    if not isinstance(planned.definition, Path):
+        return render(planned.definition, planned.data_paths, most)
+    rendered = read_requests(planned.definition)
     task = rendered.task
     if most is None or task.questions <= most:
         return rendered
@@ -299,7 +306,7 @@ def rendered_task(planned: SuiteTask, most: int | None = None) -> Rendered:
 # Suites and tasks named on the command line, without a recipe.
 
 
-def asked_for(
+def render_suites(
     named: Sequence[str],
     data: str | None,
     most: int | None = None,
@@ -312,9 +319,9 @@ def asked_for(
     a run's documents are left out. The suite of the result is the first one that was named, or has no name. Raises
     ValueError for a task that cannot be rendered, or two tasks with one name.
     """
-    suites = [suite_named(text, data) for text in named]
+    suites = [find_suite(text, data) for text in named]
     tasks_by_name: dict[str, SuiteTask] = {}
-    for planned in (planned for suite in suites for planned in suite.planned):
+    for planned in (planned for suite in suites for planned in suite.tasks):
         if tasks_by_name.setdefault(planned.name, planned) != planned:
             raise ValueError(
                 f"{planned.name}: two tasks are called so; rename one, or evaluate them one after the other"
@@ -327,16 +334,16 @@ def asked_for(
     try:
         loaded.add(tasks_by_name.values(), missing, most, shots)
     except LEFT_OUT as error:
-        raise type(error)(str(error).replace("set evaluate.missing to", "give --missing")) from None
+        raise type(error)(str(error).replace("set evaluate.on_missing_data to", "give --missing")) from None
     return loaded
 
 
-def planned_of(text: str, data: str | None) -> tuple[SuiteTask, ...]:
+def suite_tasks(text: str, data: str | None) -> tuple[SuiteTask, ...]:
     """Return the tasks of the suite, or the one task, that `text` names: of the library, a YAML file or a folder."""
-    return suite_named(text, data).planned
+    return find_suite(text, data).tasks
 
 
-def suite_named(text: str, data: str | None) -> Suite:
+def find_suite(text: str, data: str | None) -> Suite:
     """Return the suite that `text` names, or a suite without a name that holds the one task that it names.
 
     A task is one of the library, a YAML file, a folder of rendered requests or a JSON-lines file of questions.
@@ -390,7 +397,7 @@ def _read_includes(
         more, tasks, included = _read_includes(_suite_path(named, path.parent), data, (*including, path))
         built_in, planned, table = built_in + more, planned + tasks, included or table
     for entry in file.tasks:
-        fields = entry.model_dump(by_alias=True) if isinstance(entry, Entry) else {"task": entry}
+        fields = entry.model_dump(by_alias=True) if isinstance(entry, SuiteEntry) else {"task": entry}
         planned.append(_entry_task(fields, path.parent, data, str(path)))
     if file.core:
         is_path = Path(file.core).suffix in YAML
@@ -398,9 +405,9 @@ def _read_includes(
     return built_in + file.built_in, planned, table
 
 
-def _suite_path(named: str, beside: Path) -> Path:
+def _suite_path(named: str, base_folder: Path) -> Path:
     if Path(named).suffix in YAML:
-        return beside / named
+        return base_folder / named
     path = LIBRARY / "suites" / f"{named}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(suite.stem for suite in path.parent.glob("*.yaml")))
@@ -413,28 +420,28 @@ def _validated(model: type[Model], path: Path) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(faults(error, str(path)))) from None
+        raise ValueError("\n".join(validation_errors(error, str(path)))) from None
 
 
-def _entry_task(entry: dict[str, Any], beside: Path, data: str | None, where: str) -> SuiteTask:
-    """Return the task of an entry in the folder `beside`: a name, a YAML file or a folder of rendered requests.
+def _entry_task(entry: dict[str, Any], base_folder: Path, data: str | None, where: str) -> SuiteTask:
+    """Return the task of an entry in the folder `base_folder`: a name, a YAML file or a folder of rendered requests.
 
     The other fields of the entry change the task: `shots: 5` only the count, `writing` only the keys that it names.
     `where` is the name for error messages.
     """
     changes = dict(entry)
     text, name = str(changes.pop("task")), changes.pop("as", None)
-    path = beside / text
+    path = base_folder / text
     if is_rendered(path):
         if changes or name:
             raise ValueError(f"{where}: {text}: is a folder of rendered requests, which cannot be changed here")
-        return SuiteTask(stated(path)["key"].removeprefix("eval/"), path, Places(data))
+        return SuiteTask(read_task_json(path)["key"].removeprefix("eval/"), path, DataPaths(data))
     if Path(text).suffix not in YAML:
         path = LIBRARY / "tasks" / f"{text}.yaml"
         if not path.is_file():
             raise ValueError(
                 f"{where}: {text!r} is no task of the library ({', '.join(library_tasks())}), no YAML file and no "
-                "folder that herd requests wrote"
+                "folder that herd eval render wrote"
             )
     content = read_yaml(path)
     if isinstance(content, dict):
@@ -445,7 +452,7 @@ def _entry_task(entry: dict[str, Any], beside: Path, data: str | None, where: st
             value = {"count": value} if key == "shots" and isinstance(value, int) else value
             content[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
     task = parse_task(content, str(path))
-    return SuiteTask(task.name, task, Places(data, path.parent))
+    return SuiteTask(task.name, task, DataPaths(data, path.parent))
 
 
 def _recipe_task(text: str, data: str | None, questions: int | None) -> SuiteTask:
@@ -460,13 +467,13 @@ def _recipe_task(text: str, data: str | None, questions: int | None) -> SuiteTas
         )
     file = str(path.absolute()) if is_local(text) else text
     task = {**QUESTION_LINES, "name": name, "data": [file], "limit": questions}
-    return SuiteTask(name, parse_task(task, f"evaluate.tasks: {text}"), Places(data))
+    return SuiteTask(name, parse_task(task, f"evaluate.tasks: {text}"), DataPaths(data))
 
 
 # Means over tasks.
 
 
-def overall(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) -> Estimate:
+def mean_bits_per_byte(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) -> Estimate:
     """Return `eval/bpb` from `eval/bpb/<domain>`: their mean by the first stage's mix.
 
     The shares of the domains present are scaled to sum to 1. Also averages differences of two models, and other
@@ -477,7 +484,7 @@ def overall(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) ->
     return weighted_mean([parts[f"{prefix}/{domain}"] for domain in shares if f"{prefix}/{domain}" in parts], weights)
 
 
-def core(accuracies: Sequence[tuple[Estimate, float]]) -> Estimate:
+def core_score(accuracies: Sequence[tuple[Estimate, float]]) -> Estimate:
     """Return `eval/core`: the mean over tasks of (accuracy - baseline) / (1 - baseline), each given with its baseline.
 
     DCLM (arXiv 2406.11794) calls this the centered accuracy: 0 is guessing, 1 is perfect, below 0 is possible.

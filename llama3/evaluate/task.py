@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal
 
 Kind = Literal["bits", "choice", "cloze", "generate", "code"]
-Normalise = Literal["bytes", "characters", "tokens", "none"]
+Normalize = Literal["bytes", "characters", "tokens", "none"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Writing:
+class GenerationSettings:
     """How a model generates its answers, and how they are compared."""
 
     max_tokens: int = 256
@@ -105,11 +105,11 @@ class Task:
     """Solved examples before each question."""
     guess: float | None = None
     """The score of guessing, if it is not 1 / choices."""
-    normalise: Normalise = "bytes"
+    normalize: Normalize = "bytes"
     """What the nats of a choice are divided by before the smallest is picked."""
     average: Literal["items", "groups"] = "items"
     """Whether the score is the mean over questions or the mean of the groups' means (MMLU's subjects)."""
-    writing: Writing = field(default_factory=Writing)
+    writing: GenerationSettings = field(default_factory=GenerationSettings)
 
     @property
     def questions(self) -> int:
@@ -133,12 +133,12 @@ class Task:
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the requests, the prompts and the rules by which answers are scored."""
-        asked = [digest(self.requests), digest(self.prompts)]
-        rules = [self.kind, self.version, self.shots, self.guess, self.normalise, self.average, astuple(self.writing)]
+        asked = [requests_digest(self.requests), requests_digest(self.prompts)]
+        rules = [self.kind, self.version, self.shots, self.guess, self.normalize, self.average, astuple(self.writing)]
         return hashlib.sha256(json.dumps([asked, rules]).encode()).hexdigest()
 
 
-def digest(asked: Iterable[Request | Prompt]) -> str:
+def requests_digest(asked: Iterable[Request | Prompt]) -> str:
     """Return the SHA-256 (hex) of requests or prompts in their order."""
     lines = []
     for item in asked:

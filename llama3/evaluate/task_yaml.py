@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from llama3.evaluate.answer_extraction import check_writing
-from llama3.evaluate.task import Normalise, Writing
+from llama3.evaluate.answer_extraction import check_generation_settings
+from llama3.evaluate.task import GenerationSettings, Normalize
 from llama3.recipe.base import Section, read_plain
 from storage.filesystem import filesystem_of, is_local, local_path
 
@@ -107,13 +107,13 @@ class TaskFile(Section):
     shots: Shots = Shots()
     limit: int | None = Field(default=None, ge=1)
     """Most questions: those whose text has the smallest hash, in any order; None: all."""
-    normalise: Normalise = "bytes"
+    normalize: Normalize = "bytes"
     """What the nats of an answer are divided by before the fewest win; `characters` excludes the joining spaces."""
     average: Literal["items", "groups"] = "items"
     """`groups`: the mean of the groups' means."""
     chance: float | None = Field(default=None, ge=0, lt=1)
     """The score of guessing; default: 1 / choices, or 0."""
-    writing: Writing = Writing()
+    writing: GenerationSettings = GenerationSettings()
     """How answers are written (`generate`, `code`)."""
 
     @field_validator("data", mode="before")
@@ -143,7 +143,7 @@ class TaskFile(Section):
         if self.writing.k > self.writing.samples:
             raise ValueError(f"writing.k: {self.writing.k} of {self.writing.samples} samples; raise writing.samples")
         if "writing" in given:
-            check_writing(self.writing)
+            check_generation_settings(self.writing)
         if unknown := sorted(self.sha256.keys() - set(self.files)):
             raise ValueError(f"sha256: {unknown[0]!r} is no data file of this task; those are {', '.join(self.files)}")
         return self
@@ -169,7 +169,7 @@ def parse_task(data: object, place: str) -> TaskFile:
     try:
         return TaskFile.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(faults(error, place))) from None
+        raise ValueError("\n".join(validation_errors(error, place))) from None
 
 
 def read_yaml(path: Path) -> Any:
@@ -184,7 +184,7 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(f"{path}: is nested too deeply; write it flat") from None
 
 
-def faults(error: ValidationError, place: str) -> list[str]:
+def validation_errors(error: ValidationError, place: str) -> list[str]:
     """Return one line per fault that pydantic found in the file `place`."""
     lines = []
     for fault in error.errors():
@@ -212,7 +212,7 @@ class MissingFile(ValueError):
 
 @dataclass(frozen=True)
 class DataRow:
-    place: str
+    location: str
     """`FILE:LINE`, for messages."""
     fields: dict[str, Any]
 
@@ -227,39 +227,41 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Places:
+class DataPaths:
     """The folders to which the names of data files in a task are relative."""
 
     data: str | None = None
     """`evaluate.data`: a folder, local or in an object store."""
-    beside: Path | None = None
+    base_folder: Path | None = None
     """The folder of the task's own file, for names that begin with `./`."""
 
     def uri(self, name: str) -> str:
         """Return the path or URI of the data file `name`. Raises MissingFile if it needs `evaluate.data`, not set."""
         if "://" in name or Path(name).expanduser().is_absolute():
             return name
-        if name.startswith("./") and self.beside is not None:
-            return str(self.beside / name)
+        if name.startswith("./") and self.base_folder is not None:
+            return str(self.base_folder / name)
         if self.data is None:
             raise MissingFile(f"evaluate.data: is not set, and {name} lies in it; name the folder of published sets")
         return f"{self.data.rstrip('/')}/{name}"
 
 
-def read_rows(name: str, places: Places, sha256: str = "", split_at: str = "", most: int | None = None) -> DataFile:
+def read_rows(
+    name: str, data_paths: DataPaths, sha256: str = "", split_at: str = "", most: int | None = None
+) -> DataFile:
     """Return the rows of the data file `name`, or the first `most` of them.
 
     A text file is one row with the field `text`, or one for each match of the regular expression `split_at`, at which
     a new text begins. Raises MissingFile if the file does not exist and ValueError if its digest is not `sha256` (hex;
     empty: any), it cannot be read in the format of its suffix, or it has no row.
     """
-    uri, data, digest = read_bytes(name, places, sha256)
+    uri, data, digest = read_bytes(name, data_paths, sha256)
     return DataFile(name, digest, parse_rows(uri, data, split_at, most))
 
 
-def read_bytes(name: str, places: Places, sha256: str = "") -> tuple[str, bytes, str]:
+def read_bytes(name: str, data_paths: DataPaths, sha256: str = "") -> tuple[str, bytes, str]:
     """Return the URI of the data file `name`, its bytes and their SHA-256. Raises as `read_rows` does for them."""
-    uri = places.uri(name)
+    uri = data_paths.uri(name)
     data = _read(uri)
     digest = hashlib.sha256(data).hexdigest()
     if sha256 and digest != sha256:
@@ -279,7 +281,7 @@ def _read(uri: str) -> bytes:
     try:
         data: bytes = filesystem_of(uri).cat_file(str(local_path(uri)) if is_local(uri) else uri)
     except (FileNotFoundError, IsADirectoryError):
-        raise MissingFile(f"{uri}: is not a file; put it there, or set evaluate.missing to skip") from None
+        raise MissingFile(f"{uri}: is not a file; put it there, or set evaluate.on_missing_data to skip") from None
     except (OSError, ImportError, ValueError) as error:  # no permission, no such store, no such protocol
         raise ValueError(f"{uri}: cannot be read ({error}); check evaluate.data and the keys of its store") from None
     return data

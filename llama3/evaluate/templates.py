@@ -28,7 +28,7 @@ import regex
 from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llama3.evaluate.answer_extraction import replaced
+from llama3.evaluate.answer_extraction import replace_matches
 from llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
 
 TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
@@ -74,7 +74,7 @@ class Templates:
         """Raises ValueError naming the field whose template is invalid."""
         self.file = file
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-        environment.filters["regex_replace"] = replaced
+        environment.filters["regex_replace"] = replace_matches
         self._compiled: dict[str, Callable[..., Any]] = {}
         for field in TEXTS + EXPRESSIONS:
             source = getattr(file, field)
@@ -111,7 +111,7 @@ class Templates:
                 choices = self._list("choices", row)
                 if len(choices) > len(ascii_uppercase):
                     raise ValueError(
-                        f"{row.place}: choices: {len(choices)} are more than there are letters; use kind: choice"
+                        f"{row.location}: choices: {len(choices)} are more than there are letters; use kind: choice"
                     )
                 continuations = tuple(ascii_uppercase[: len(choices)])
                 pairs = zip(continuations, choices, strict=True)
@@ -125,10 +125,10 @@ class Templates:
                 tests = self._text("tests", row)
                 program = self._text("program", row, context=context) if file.kind == "code" else ""
                 if file.kind == "code" and not tests.strip():
-                    raise ValueError(f"{row.place}: tests: are empty; give Python that fails on a wrong answer")
+                    raise ValueError(f"{row.location}: tests: are empty; give Python that fails on a wrong answer")
                 shown = context + file.joint + self._text("answer", row) if file.shots.count else ""
         if continuations and not all(text.strip() for text in continuations):
-            raise ValueError(f"{row.place}: continuation: is empty; give a text to score, or leave the row out")
+            raise ValueError(f"{row.location}: continuation: is empty; give a text to score, or leave the row out")
         if file.shots.count and continuations:
             right = [texts[gold] if len(texts) > 1 else texts[0] for texts in (contexts, continuations)]
             shown = file.joint.join(right)
@@ -145,19 +145,19 @@ class Templates:
         value = self._evaluated(field, row)
         value = list(value) if isinstance(value, Iterator) else value
         if not isinstance(value, list | tuple) or len(value) < 2 or not all(_is_text(item) for item in value):
-            raise ValueError(f"{row.place}: {field}: {value!r} must be a list of two or more texts")
+            raise ValueError(f"{row.location}: {field}: {value!r} must be a list of two or more texts")
         texts = tuple(map(str, value))
         if field == "choices" and (empty := [index for index, text in enumerate(texts) if not text.strip()]):
-            raise ValueError(f"{row.place}: choices: {empty[0]} is empty; give a text to score")
+            raise ValueError(f"{row.location}: choices: {empty[0]} is empty; give a text to score")
         return texts
 
     def _gold_index(self, row: DataRow, count: int) -> int:
         gold = self._evaluated("gold", row)
         if gold is None:
-            raise ValueError(f"{row.place}: gold: is missing; give the place of the right one, 0 to {count - 1}")
+            raise ValueError(f"{row.location}: gold: is missing; give the place of the right one, 0 to {count - 1}")
         if type(gold) is not int or not 0 <= gold < count:
             raise ValueError(
-                f"{row.place}: gold: {gold!r} must be the place of the right one, a number from 0 to {count - 1}"
+                f"{row.location}: gold: {gold!r} must be the place of the right one, a number from 0 to {count - 1}"
             )
         return gold
 
@@ -165,7 +165,7 @@ class Templates:
         value = self._evaluated("gold", row)
         golds = value if isinstance(value, list | tuple) else [value]
         if not golds or not all(_is_text(gold) and str(gold).strip() for gold in golds):
-            raise ValueError(f"{row.place}: gold: {value!r} must be a right answer, or a list of them")
+            raise ValueError(f"{row.location}: gold: {value!r} must be a right answer, or a list of them")
         return tuple(str(gold).strip() for gold in golds)
 
     def _evaluated(self, field: str, row: DataRow, more: dict[str, str] | None = None) -> Any:
@@ -174,10 +174,10 @@ class Templates:
             return str(value) if isinstance(value, Undefined) else value  # str() of an undefined value raises
         except _FAULTS as error:
             known = ", ".join(map(str, row.fields))
-            raise ValueError(f"{row.place}: {field}: {error}; the row has {known}") from None
+            raise ValueError(f"{row.location}: {field}: {error}; the row has {known}") from None
         except (MemoryError, RecursionError) as error:
             raise ValueError(
-                f"{row.place}: {field}: takes too much memory ({type(error).__name__}); write a smaller text"
+                f"{row.location}: {field}: takes too much memory ({type(error).__name__}); write a smaller text"
             ) from None
 
 
@@ -201,17 +201,17 @@ class TemplateJob(NamedTuple):
 
 def check_templates(file: TaskFile) -> None:
     """Raise ValueError naming the field whose template is invalid or takes too long to compile."""
-    for _ in _answers(file, "", b"", None):
+    for _ in _worker_results(file, "", b"", None):
         pass
 
 
-def fill(file: TaskFile, uri: str, data: bytes, most: int | None) -> list[RenderedRow]:
+def render_rows(file: TaskFile, uri: str, data: bytes, most: int | None) -> list[RenderedRow]:
     """Return the questions of the rows, or of the first `most`, of the data file `uri`, whose bytes are `data`.
 
     Raises ValueError naming file, row, field and remedy.
     """
     questions = []
-    for answer in _answers(file, uri, data, most):
+    for answer in _worker_results(file, uri, data, most):
         values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in answer]
         questions.append(RenderedRow(*values))
     return questions
@@ -237,11 +237,11 @@ def _worker() -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
         _workers.append((os.getpid(), worker))
-        atexit.register(_end)
+        atexit.register(_stop_worker)
     return _workers[0][1]
 
 
-def _end() -> int:
+def _stop_worker() -> int:
     """End the worker, if there is one and this process started it; return its exit status."""
     owner, worker = _workers.pop() if _workers else (0, None)
     if worker is None or owner != os.getpid():
@@ -251,7 +251,7 @@ def _end() -> int:
     return worker.wait()
 
 
-def _answers(file: TaskFile, uri: str, data: bytes, most: int | None) -> Iterator[list[Any]]:
+def _worker_results(file: TaskFile, uri: str, data: bytes, most: int | None) -> Iterator[list[Any]]:
     """Yield the worker's answers to a job, one for each row. The worker is restarted after a job that did not end."""
     job = TemplateJob(file.model_dump(mode="json", exclude_unset=True), uri, len(data), most, SECONDS)
     count, ended, alive = 0, False, True
@@ -278,7 +278,7 @@ def _answers(file: TaskFile, uri: str, data: bytes, most: int | None) -> Iterato
         finally:
             if alive and not ended:  # this process was interrupted
                 worker.kill()
-            status = 0 if ended else _end()
+            status = 0 if ended else _stop_worker()
     label = f"{uri}: row {count + 1}: its templates take" if uri else f"{file.name}: its templates take"
     if status == -signal.SIGXCPU:
         raise ValueError(f"{label} more than {SECONDS} s of processor time; write ones that end sooner")
@@ -320,7 +320,9 @@ def _filled(job: TemplateJob, data: bytes) -> Iterator[RenderedRow]:
         question = templates.question(row)
         size = sum(map(len, (*question.contexts, *question.continuations, *question.golds, question.preamble)))
         if size + len(question.shown) + len(question.tests) + len(question.program) > QUESTION + 4 * job.size:
-            raise ValueError(f"{row.place}: its templates give more than {QUESTION:,} characters; write smaller texts")
+            raise ValueError(
+                f"{row.location}: its templates give more than {QUESTION:,} characters; write smaller texts"
+            )
         yield question
 
 

@@ -1,16 +1,12 @@
-"""Hugging Face's folder of a Llama: `config.json`, safetensors, tokenizer; written for any reader, read strictly.
+"""Read and write Hugging Face's folder of a Llama: `config.json`, safetensors and tokenizer.
 
-`LlamaForCausalLM` has our layout of weights, so only names change. The configuration is written with the keys that
-transformers had before version 5 (`rope_theta`, `rope_scaling`, `torch_dtype`): old readers know no others and new ones
-take both. It is read in both forms, and whatever would change the result and our model does not have (biases, other
-activations, other rotary scalings, quantised weights) is refused by name. What this gives up: weights in a pickle
-(`pytorch_model.bin`) are never read, because a pickle can run code.
+`LlamaForCausalLM` has our layout of weights, so only names change. A setting that would change the result and that our
+model does not have (biases, other activations, other rotary scalings, quantized weights) is an error that names it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,19 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.export.names import OUTPUT, WeightReader, names, parameters
-from llama3.model.files import CONFIG, INDEX, WEIGHTS, Weights, misfits, weight_files, write_weights
-from llama3.recipe.sections import Model, RopeScaling
+from llama3.model.files import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    WeightReader,
+    Weights,
+    parameters,
+    shape_mismatches,
+    weight_files,
+    write_weights,
+)
+from llama3.model.param_table import BY_NAME, param_table
+from llama3.recipe.sections import Model
 from llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.tokens.vocabulary import PATTERN, PLACES
@@ -32,7 +38,7 @@ SIZES = {
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
-    "max_position_embeddings": "max_seq",
+    "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_embeddings",
 }
@@ -44,7 +50,7 @@ SCALING = {
     "original_max_position_embeddings": "original",
 }
 LEFT_OUT: dict[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""What transformers' LlamaConfig takes for a key that is not there (and 10,000 for rope_theta)."""
+"""Defaults of transformers' LlamaConfig (and 10,000 for rope_theta)."""
 PLAIN: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -56,7 +62,7 @@ PLAIN: dict[str, Any] = {
 }
 """Settings that our model has built in."""
 IGNORED = "rotary_emb.inv_freq"
-"""Tables that transformers before 4.31 stored among the weights."""
+"""Suffix of tables that transformers before 4.31 stored among the weights."""
 
 
 class HuggingFaceModel:
@@ -64,19 +70,30 @@ class HuggingFaceModel:
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if it is not a Llama 3 or its files do not describe one model."""
-        self.spec, self.rows = read_hugging_face_config(folder / CONFIG)
-        self._theirs = {name.ours: name.hugging_face for name in names(self.spec)}
-        self._weights = Weights(_weight_files(folder))
-        _check_names(self, self._weights, self._theirs, folder)
+        self.config, self.rows = read_hugging_face_config(folder / CONFIG)
+        pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        if pickles and not (folder / WEIGHTS).exists() and not (folder / (WEIGHTS + INDEX)).exists():
+            raise ValueError(
+                f"{folder / pickles[0]}: is a pickle, which can run code when it is read; write the model again as "
+                "safetensors where you trust it: model.save_pretrained(folder) of transformers"
+            )
+        self._weights = Weights(weight_files(folder))
+        self._hf_names = {param.name: param.hf for param in param_table(self.config, self.rows)}
+        copies = {f"{BY_NAME['output'].hf}.weight"} if self.config.tied_embeddings else set()  # some files have one
+        ours = {hf: name for name, hf in self._hf_names.items()}
+        stored = [name for name in self._weights.names() if name not in copies and not name.endswith(IGNORED)]
+        odd = shape_mismatches(
+            self.config, self.rows, {ours.get(name, name): self._weights.shape(name) for name in stored}
+        )
+        if odd:
+            names = ", ".join(self._hf_names.get(name, name) for name in odd[:3])
+            raise ValueError(
+                f"{folder}: the weights do not fit {CONFIG} in {names}; is this the whole folder of one Llama?"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """Return the parameter that we call `name`."""
-        return self._weights.tensor(self._theirs[name])
-
-
-def open_hugging_face(folder: Path) -> HuggingFaceModel:
-    """Return the model in `folder`, to read one parameter at a time. Raises ValueError if it is no Llama 3."""
-    return HuggingFaceModel(folder)
+        return self._weights.tensor(self._hf_names[name])
 
 
 def write_hugging_face(
@@ -84,8 +101,9 @@ def write_hugging_face(
 ) -> None:
     """Write the model `source` with its tokenizer into `folder` as transformers' `from_pretrained` reads it."""
     stored = dtype or source.tensor("norm.weight").dtype
-    renamed: Iterator[tuple[str, Tensor]] = ((name.hugging_face, tensor) for name, tensor in parameters(source, dtype))
-    write_weights(folder, renamed, metadata={"format": "pt"})
+    write_weights(
+        folder, ((param.hf, tensor) for param, tensor in parameters(source, dtype)), metadata={"format": "pt"}
+    )
     ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None:
         ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
@@ -94,23 +112,26 @@ def write_hugging_face(
         stops = [tokenizer.end, len(tokenizer.base) + PLACES["<|eot_id|>"]]  # a fine-tuned model ends its turns so
         generation = {**ends, "eos_token_id": stops, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_atomic(folder / "generation_config.json", _json(generation))
-    write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.spec, source.rows, stored), **ends}))
+    write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.config, source.rows, stored), **ends}))
 
 
-def hugging_face_settings(spec: Model, rows: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return `config.json` for a model of shape `spec` whose weights are stored as `dtype`."""
+def hugging_face_settings(config: Model, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return `config.json` for a model of shape `config` whose weights are stored as `dtype`.
+
+    The keys are those before transformers 5 (`rope_theta`, `rope_scaling`, `torch_dtype`), which all versions read.
+    """
     scaling = None
-    if spec.rope_scaling is not None:
-        scaling = {theirs: getattr(spec.rope_scaling, ours) for theirs, ours in SCALING.items()}
+    if config.rope_scaling is not None:
+        scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
         scaling = {"rope_type": "llama3", **scaling}
     return {
         "architectures": ["LlamaForCausalLM"],
-        **{theirs: getattr(spec, ours) for theirs, ours in SIZES.items()},
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         **{key: value for key, value in PLAIN.items() if value is not None and key != "partial_rotary_factor"},
-        "head_dim": spec.dim // spec.heads,
+        "head_dim": config.head_dim,
         "initializer_range": 0.02,
         "rope_scaling": scaling,
-        "rope_theta": spec.rope_theta,
+        "rope_theta": config.rope_theta,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
         "vocab_size": rows,
@@ -127,66 +148,24 @@ def read_hugging_face_config(path: Path) -> tuple[Model, int]:
         config: dict[str, Any] = {**LEFT_OUT, **{key: value for key, value in given.items() if value is not None}}
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         sizes = {ours: config[theirs] for theirs, ours in SIZES.items()}
-        rope = _rope(config)
-        _refuse_others(config, rope, path)
-        spec = Model.model_validate({**sizes, "rope_theta": rope["rope_theta"], "rope_scaling": _scaling(rope, path)})
-        return spec, int(config["vocab_size"])
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}  # of transformers 5, or before
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        rope = {"rope_theta": config.get("rope_theta", 10_000.0), **scaling, "rope_type": kind}
+        required = {**PLAIN, "head_dim": config["hidden_size"] // config["num_attention_heads"]}
+        actual = {**required, **config, **rope}
+        for key, value in required.items():
+            if actual[key] != value:
+                raise ValueError(
+                    f"{path}: {key} is {actual[key]!r} where a Llama 3 has {value!r}; our model cannot compute it: "
+                    "start from a Llama 3 (or convert the weights first)"
+                )
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"{path}: rope_type is {kind!r}; we know 'default' and 'llama3': start from another model")
+        factors = {ours: rope[theirs] for theirs, ours in SCALING.items()} if kind == "llama3" else None
+        model = Model.model_validate({**sizes, "rope_theta": rope["rope_theta"], "rope_scaling": factors})
+        return model, int(config["vocab_size"])
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{path}: does not describe a Llama ({error!r}); name a folder with one") from error
-
-
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings in the form of transformers 5, from either form."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta", 10_000.0), **scaling, "rope_type": kind}
-
-
-def _refuse_others(config: dict[str, Any], rope: dict[str, Any], path: Path) -> None:
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    due = {**PLAIN, "head_dim": head_dim}
-    found = {**due, **config, **rope}
-    for key, value in due.items():
-        if found[key] != value:
-            raise ValueError(
-                f"{path}: {key} is {found[key]!r} where a Llama 3 has {value!r}; our model cannot compute it: "
-                "start from a Llama 3 (or convert the weights first)"
-            )
-
-
-def _scaling(rope: dict[str, Any], path: Path) -> RopeScaling | None:
-    match rope["rope_type"]:
-        case "default":
-            return None
-        case "llama3":
-            return RopeScaling.model_validate({ours: rope[theirs] for theirs, ours in SCALING.items()})
-        case other:
-            raise ValueError(
-                f"{path}: rope_type is {other!r}; we know 'default' and 'llama3': start from another model"
-            )
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if pickles and not (folder / WEIGHTS).exists() and not (folder / (WEIGHTS + INDEX)).exists():
-        raise ValueError(
-            f"{folder / pickles[0]}: is a pickle, which can run code when it is read; write the model again as "
-            "safetensors where you trust it: model.save_pretrained(folder) of transformers"
-        )
-    return weight_files(folder)
-
-
-def _check_names(model: HuggingFaceModel, weights: Weights, theirs: dict[str, str], folder: Path) -> None:
-    """Raise ValueError unless the files hold the model that config.json describes, and nothing else that counts."""
-    ours = {name: own for own, name in theirs.items()}
-    spare = {OUTPUT.hugging_face} if model.spec.tied_embeddings else set()  # some files repeat the tied embedding
-    held = {name for name in weights.names() if name not in spare and not name.endswith(IGNORED)}
-    odd = misfits(model.spec, model.rows, {ours.get(name, name): weights.shape(name) for name in held})
-    if odd:
-        named = ", ".join(theirs.get(name, name) for name in odd[:3])
-        raise ValueError(
-            f"{folder}: the weights do not fit {CONFIG} in {named}; is this the whole folder of one Llama?"
-        )
 
 
 def _json(value: dict[str, Any]) -> str:

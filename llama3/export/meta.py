@@ -12,14 +12,14 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.export.names import FIRST, OUTPUT, Name, WeightReader, names, parameters
-from llama3.model.files import INDEX, Weights, misfits, parameter_shapes, weight_files, write_weights
+from llama3.model.files import INDEX, WeightReader, Weights, parameters, shape_mismatches, weight_files, write_weights
+from llama3.model.param_table import BY_NAME, Param, param_table
 from llama3.recipe.sections import Model, RopeScaling
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 from llama3.tokens.vocabulary import tiktoken_bytes
@@ -34,29 +34,15 @@ FACTOR, TIED_FACTOR = 8.0, 32.0
 SEQ, SCALED_SEQ = 8192, 131_072
 """Longest sequence, which params.json lacks: without and with rotary scaling."""
 KNOWN = {
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "vocab_size",
-    "ffn_dim_multiplier",
-    "multiple_of",
-    "norm_eps",
-    "rope_theta",
-    "use_scaled_rope",
-    "rope_scaling_factor",
-    "max_batch_size",
-    "max_seq_len",
-}
-
-
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim_multiplier", "multiple_of", "norm_eps",
+    "rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_batch_size", "max_seq_len",
+}  # fmt: skip
 SAFE = "consolidated.safetensors"
 PICKLE = "consolidated.{:02}.pth"
 MOST = 99
 """Largest number of ranks: file names have two digits."""
-SHARED = ("attention.k.weight", "attention.v.weight")
-"""Endings of the parameters that several ranks hold if there are more ranks than key/value heads."""
-IGNORED = {"rope.freqs", OUTPUT.meta}
+EMBEDDING, OUTPUT = f"{BY_NAME['embedding'].meta}.weight", f"{BY_NAME['output'].meta}.weight"
+IGNORED = {"rope.freqs", OUTPUT}
 """Tensors that may be present too: a table of the first Llama, and the copy of a tied embedding."""
 
 
@@ -70,7 +56,7 @@ def hidden_size(dim: int, multiplier: float | None, multiple_of: int) -> int:
     return multiple_of * math.ceil(scaled / multiple_of)
 
 
-def multiplier_for(dim: int, ffn: int) -> tuple[float, int]:
+def ffn_multiplier(dim: int, ffn: int) -> tuple[float, int]:
     """Return the `ffn_dim_multiplier` of fewest decimals, and the `multiple_of`, that give the hidden size `ffn`.
 
     The published shapes get the published numbers: 1.3 and 1024 for 8B, 1.3 and 4096 for 70B, 1.2 and 4096 for 405B.
@@ -85,29 +71,29 @@ def multiplier_for(dim: int, ffn: int) -> tuple[float, int]:
     raise AssertionError(f"no multiplier gives {ffn} from {dim}")
 
 
-def meta_settings(spec: Model, rows: int) -> dict[str, Any]:
+def meta_settings(config: Model, rows: int) -> dict[str, Any]:
     """Return `params.json` for a model. Raises ValueError if its rotary scaling cannot be written there."""
-    multiplier, multiple_of = multiplier_for(spec.dim, spec.ffn)
+    multiplier, multiple_of = ffn_multiplier(config.dim, config.ffn)
     settings: dict[str, Any] = {
-        "dim": spec.dim,
-        "n_layers": spec.layers,
-        "n_heads": spec.heads,
-        "n_kv_heads": spec.kv_heads,
+        "dim": config.dim,
+        "n_layers": config.layers,
+        "n_heads": config.heads,
+        "n_kv_heads": config.kv_heads,
         "vocab_size": rows,
         "ffn_dim_multiplier": multiplier,
         "multiple_of": multiple_of,
-        "norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
-        "use_scaled_rope": spec.rope_scaling is not None,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "use_scaled_rope": config.rope_scaling is not None,
     }
-    if spec.rope_scaling is not None:
-        built_in = RopeScaling(factor=spec.rope_scaling.factor)
-        if spec.rope_scaling != built_in:
+    if config.rope_scaling is not None:
+        built_in = RopeScaling(factor=config.rope_scaling.factor)
+        if config.rope_scaling != built_in:
             raise ValueError(
-                f"model.rope_scaling is {spec.rope_scaling.model_dump()}, but Meta's format has "
+                f"model.rope_scaling is {config.rope_scaling.model_dump()}, but Meta's format has "
                 f"{built_in.model_dump()} built in; export the model as hf"
             )
-        settings["rope_scaling_factor"] = spec.rope_scaling.factor
+        settings["rope_scaling_factor"] = config.rope_scaling.factor
     return settings
 
 
@@ -126,19 +112,19 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
             )
         scaled = bool(params.get("use_scaled_rope", False))
         factor = params.get("rope_scaling_factor") or (TIED_FACTOR if tied else FACTOR)
-        spec = Model(
+        config = Model(
             layers=params["n_layers"],
             dim=params["dim"],
             ffn=hidden_size(params["dim"], params.get("ffn_dim_multiplier"), params.get("multiple_of", 256)),
             heads=params["n_heads"],
             kv_heads=params.get("n_kv_heads") or params["n_heads"],
-            max_seq=SCALED_SEQ if scaled else SEQ,
+            max_seq_len=SCALED_SEQ if scaled else SEQ,
             tied_embeddings=tied,
             rope_theta=params["rope_theta"],
             rope_scaling=RopeScaling(factor=factor) if scaled else None,
             norm_eps=params.get("norm_eps", 1e-5),
         )
-        return spec, int(params["vocab_size"])
+        return config, int(params["vocab_size"])
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{path}: does not describe a Llama 3 ({error!r}); name a folder with one") from error
 
@@ -147,99 +133,32 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
 # two embeddings; norms are in every file. With more ranks than key/value heads, neighbors hold copies of a head.
 
 
-def check_parts(spec: Model, rows: int, parts: int, pickled: bool) -> None:
+def check_parts(config: Model, rows: int, parts: int, pickled: bool) -> None:
     """Raise ValueError with the number that does not fit, unless the model can be divided over `parts` ranks."""
     if parts != 1 and not pickled:
         raise ValueError(f"parts {parts}: only Meta's .pth files are cut by rank; choose format meta, or leave it out")
     if not 1 <= parts <= MOST:
         raise ValueError(f"parts {parts}: must be 1 to {MOST}, the two digits of {PICKLE.format(0)}")
-    for name, size in (("heads", spec.heads), ("ffn", spec.ffn), ("embedding rows", rows)):
+    for name, size in (("heads", config.heads), ("ffn", config.ffn), ("embedding rows", rows)):
         if size % parts:
             raise ValueError(
                 f"parts {parts}: does not divide the model's {size} {name}; "
                 "choose a number that divides heads, ffn and embedding rows"
             )
-    if spec.kv_heads % parts and parts % spec.kv_heads:
+    if config.kv_heads % parts and parts % config.kv_heads:
         raise ValueError(
-            f"parts {parts}: neither divides the model's {spec.kv_heads} kv_heads nor is a multiple of them; "
+            f"parts {parts}: neither divides the model's {config.kv_heads} kv_heads nor is a multiple of them; "
             "choose a power of two"
         )
 
 
-def cut_part(name: Name, whole: Tensor, spec: Model, rank: int, parts: int) -> Tensor:
-    """Return a copy of the part of a parameter (rows in Meta's order) that rank `rank` of `parts` holds."""
-    if name.cut is None:
+def cut_part(param: Param, whole: Tensor, config: Model, rank: int, parts: int) -> Tensor:
+    """Return a copy of the shard of a parameter (rows in Meta's order) that rank `rank` of `parts` holds."""
+    if param.row.tp_axis is None:
         return whole.clone()
-    pieces = min(parts, spec.kv_heads) if name.ours.endswith(SHARED) else parts
-    return whole.chunk(pieces, dim=name.cut)[rank * pieces // parts].clone(memory_format=torch.contiguous_format)
-
-
-class TensorFiles(Protocol):
-    """One file or a set of files with tensors by Meta's names."""
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class Parts:
-    """Meta's weights in a folder, merged over model-parallel ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        """Open the files. Raises ValueError if they are missing, not plain tensors, or not one set."""
-        self.folder = folder
-        self._parts = _open_files(folder)
-        first = self._parts[0].names()
-        for number, part in enumerate(self._parts):
-            if part.names() != first:
-                raise ValueError(
-                    f"{folder / PICKLE.format(number)}: holds other tensors than the first file; copy it again"
-                )
-
-    def names(self) -> list[str]:
-        """Return Meta's names, sorted."""
-        return self._parts[0].names()
-
-    def tied(self) -> bool:
-        """Return whether the output is the embedding: missing, or a copy."""
-        names = self.names()
-        if OUTPUT.meta not in names or FIRST.meta not in names:
-            return OUTPUT.meta not in names
-        pairs = [(part.tensor(FIRST.meta), part.tensor(OUTPUT.meta)) for part in self._parts]
-        # Compare the first row before the whole table: files are mapped, and most models are not tied.
-        return all(
-            torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output) for embedding, output in pairs
-        )
-
-    def shape(self, name: Name, due: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the merged parameter; `due` is its shape according to params.json."""
-        shapes = [part.shape(name.meta) for part in self._parts]
-        if name.cut is None:
-            return shapes[0]
-        shapes = shapes[:: self._copies(name, due)]
-        length = sum(shape[name.cut] for shape in shapes)
-        return (*shapes[0][: name.cut], length, *shapes[0][name.cut + 1 :])
-
-    def whole(self, name: Name, due: tuple[int, ...]) -> Tensor:
-        """Return the whole parameter, in Meta's order of rows. Raises ValueError if copies of it differ."""
-        if name.cut is None:
-            return self._parts[0].tensor(name.meta)
-        pieces, copies = [part.tensor(name.meta) for part in self._parts], self._copies(name, due)
-        for number, piece in enumerate(pieces):
-            if number % copies and not torch.equal(piece, pieces[number - number % copies]):
-                raise ValueError(
-                    f"{self.folder / PICKLE.format(number)}: {name.meta} differs from file {number - number % copies}, "
-                    f"but {copies} files in a row share a head; copy the folder again"
-                )
-        return torch.cat(pieces[::copies], dim=name.cut) if len(pieces) > 1 else pieces[0]
-
-    def _copies(self, name: Name, due: tuple[int, ...]) -> int:
-        """Return the number of consecutive files that hold the same rows of a parameter."""
-        if name.cut is None or not name.ours.endswith(SHARED):
-            return 1
-        return max(1, sum(part.shape(name.meta)[name.cut] for part in self._parts) // due[name.cut])
+    shards = min(parts, config.kv_heads) if "kv_dim" in param.row.sizes else parts
+    shard = whole.chunk(shards, dim=param.row.tp_axis)[rank * shards // parts]
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 class _Pickled:
@@ -267,7 +186,7 @@ class _Pickled:
         return self._state[name]
 
 
-def _open_files(folder: Path) -> list[TensorFiles]:
+def _open_files(folder: Path) -> list[Weights | _Pickled]:
     if (folder / SAFE).is_file() or (folder / (SAFE + INDEX)).is_file():
         return [Weights(weight_files(folder, SAFE))]
     paths = sorted(folder.glob("consolidated.*.pth"))
@@ -281,54 +200,88 @@ def _open_files(folder: Path) -> list[TensorFiles]:
 # The whole model
 
 
-def interleaved(weight: Tensor, heads: int) -> Tensor:
+def to_interleaved_rope(weight: Tensor, heads: int) -> Tensor:
     """Return the rows of q or k [heads x E, D] in Meta's order: the halves of a rotary pair side by side."""
-    rows, features = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, features).transpose(1, 2).reshape(rows, features)
+    return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
-def halved(weight: Tensor, heads: int) -> Tensor:
+def to_half_rope(weight: Tensor, heads: int) -> Tensor:
     """Return the rows of q or k in our order, the first halves of all pairs before the second (inverse)."""
-    rows, features = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, features).transpose(1, 2).reshape(rows, features)
+    return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
-def metas_rows(name: str, spec: Model, tensor: Tensor) -> Tensor:
-    """Return the parameter that we call `name` with its rows in Meta's order."""
-    heads = _heads(name, spec)
-    return interleaved(tensor, heads) if heads else tensor
+def meta_vocab_rows(param: Param, config: Model, tensor: Tensor) -> Tensor:
+    """Return a parameter with its rows in Meta's order."""
+    return to_interleaved_rope(tensor, len(tensor) // config.head_dim) if param.row.rotary else tensor
 
 
 class MetaModel:
-    """A folder in Meta's format, read by our names and in our order of rows."""
+    """A folder in Meta's format, merged over model-parallel ranks and read by our names and in our order of rows."""
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if it is not a Llama 3 or its files do not describe one model."""
-        self._parts = Parts(folder)
-        self.spec, self.rows = read_params(folder / PARAMS, self._parts.tied())
-        self._names = {name.ours: name for name in names(self.spec)}
-        self._due = parameter_shapes(self.spec, self.rows)
-        # The files must hold the model that params.json describes, and no other tensors that matter.
-        present = set(self._parts.names())
-        known = {name.meta: name for name in self._names.values() if name.meta in present}
-        shapes = {name.ours: self._parts.shape(name, self._due[name.ours]) for name in known.values()}
-        odd = [self._names[name].meta for name in misfits(self.spec, self.rows, shapes)]
-        odd += sorted(present - known.keys() - IGNORED)
-        if odd:
+        self._folder, self._ranks = folder, _open_files(folder)
+        names = set(self._ranks[0].names())
+        for number, rank in enumerate(self._ranks):
+            if set(rank.names()) != names:
+                path = folder / PICKLE.format(number)
+                raise ValueError(f"{path}: holds other tensors than the first file; copy it again")
+        self.config, self.rows = read_params(folder / PARAMS, self._tied())
+        self._params = {param.name: param for param in param_table(self.config, self.rows)}
+        known = {param.meta: param for param in self._params.values() if param.meta in names}
+        odd = shape_mismatches(self.config, self.rows, {param.name: self._shape(param) for param in known.values()})
+        unfit = [self._params[name].meta for name in odd] + sorted(names - known.keys() - IGNORED)
+        if unfit:
             raise ValueError(
-                f"{folder}: the weights do not fit {PARAMS} in {', '.join(odd[:3])}; is this a whole folder of Llama 3?"
+                f"{folder}: the weights do not fit {PARAMS} in {', '.join(unfit[:3])}; "
+                "is this a whole folder of Llama 3?"
             )
 
     def tensor(self, name: str) -> Tensor:
-        """Return the parameter that we call `name`."""
-        whole = self._parts.whole(self._names[name], self._due[name])
-        heads = _heads(name, self.spec)
-        return halved(whole, heads) if heads else whole
+        """Return the parameter that we call `name`. Raises ValueError if copies of it differ between ranks."""
+        param = self._params[name]
+        whole = self._merged(param)
+        return to_half_rope(whole, len(whole) // self.config.head_dim) if param.row.rotary else whole
 
+    def _tied(self) -> bool:
+        """Return whether the output is the embedding: missing, or a copy."""
+        names = self._ranks[0].names()
+        if OUTPUT not in names or EMBEDDING not in names:
+            return OUTPUT not in names
+        pairs = [(rank.tensor(EMBEDDING), rank.tensor(OUTPUT)) for rank in self._ranks]
+        # Compare the first row before the whole table: files are mapped, and most models are not tied.
+        return all(
+            torch.equal(embedding[:1], output[:1]) and torch.equal(embedding, output) for embedding, output in pairs
+        )
 
-def open_meta(folder: Path) -> MetaModel:
-    """Return the model in `folder`, to read one parameter at a time. Raises ValueError if it is no Llama 3."""
-    return MetaModel(folder)
+    def _copies(self, param: Param) -> int:
+        """Return how many consecutive ranks hold the same key or value heads."""
+        axis = param.row.tp_axis
+        if axis is None or "kv_dim" not in param.row.sizes:
+            return 1
+        return max(1, sum(rank.shape(param.meta)[axis] for rank in self._ranks) // param.shape[axis])
+
+    def _shape(self, param: Param) -> tuple[int, ...]:
+        """Return the shape of the merged parameter."""
+        shapes, axis = [rank.shape(param.meta) for rank in self._ranks][:: self._copies(param)], param.row.tp_axis
+        if axis is None:
+            return shapes[0]
+        return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
+
+    def _merged(self, param: Param) -> Tensor:
+        """Return the merged parameter, in Meta's order of rows."""
+        axis = param.row.tp_axis
+        if axis is None:
+            return self._ranks[0].tensor(param.meta)
+        shards, copies = [rank.tensor(param.meta) for rank in self._ranks], self._copies(param)
+        for number, shard in enumerate(shards):
+            first = number - number % copies
+            if number % copies and not torch.equal(shard, shards[first]):
+                raise ValueError(
+                    f"{self._folder / PICKLE.format(number)}: {param.meta} differs from file {first}, "
+                    f"but {copies} files in a row share a head; copy the folder again"
+                )
+        return torch.cat(shards[::copies], dim=axis) if len(shards) > 1 else shards[0]
 
 
 def write_meta(
@@ -345,34 +298,29 @@ def write_meta(
 
     Raises ValueError if `params.json` cannot express the model or it cannot be cut into so many parts.
     """
-    settings = meta_settings(source.spec, source.rows)
-    check_parts(source.spec, source.rows, parts, pickled)
+    config, settings = source.config, meta_settings(source.config, source.rows)
+    check_parts(config, source.rows, parts, pickled)
+
+    def renamed() -> Iterator[tuple[Param, Tensor]]:
+        for param, tensor in parameters(source, dtype):
+            yield param, meta_vocab_rows(param, config, tensor)
+        if config.tied_embeddings:  # Meta's model always has an output
+            embedding = param_table(config, source.rows)[0]
+            tensor = source.tensor(embedding.name)
+            yield embedding._replace(row=BY_NAME["output"]), tensor.to(dtype or tensor.dtype, copy=True)
+
     folder.mkdir(parents=True, exist_ok=True)
     if pickled:
         for rank in range(parts):
-            cuts = ((name, cut_part(name, value, source.spec, rank, parts)) for name, value in _renamed(source, dtype))
             # Each tensor is a copy, because torch.save writes the whole memory of which a tensor is a view.
-            torch.save({name.meta: part for name, part in cuts}, folder / PICKLE.format(rank))
+            state = {param.meta: cut_part(param, tensor, config, rank, parts) for param, tensor in renamed()}
+            torch.save(state, folder / PICKLE.format(rank))
             sync_file(folder / PICKLE.format(rank))
     else:
-        write_weights(folder, ((name.meta, value) for name, value in _renamed(source, dtype)), SAFE, {"format": "pt"})
+        write_weights(folder, ((param.meta, tensor) for param, tensor in renamed()), SAFE, {"format": "pt"})
     if tokenizer is not None:
         write_atomic(folder / MODEL_FILE, tiktoken_bytes(tokenizer.base))
     write_atomic(folder / PARAMS, json.dumps(settings, indent=2) + "\n")
-
-
-def _renamed(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tuple[Name, Tensor]]:
-    """Yield the parameters in Meta's order of rows; a tied embedding twice: Meta's model has no other output."""
-    for name, tensor in parameters(source, dtype):
-        yield name, metas_rows(name.ours, source.spec, tensor)
-    if source.spec.tied_embeddings:
-        embedding = source.tensor(FIRST.ours)
-        yield OUTPUT, embedding.to(dtype or embedding.dtype, copy=True)
-
-
-def _heads(name: str, spec: Model) -> int:
-    """Return the number of heads whose rows are reordered; 0 for a parameter that is equal in both formats."""
-    return {"attention.q.weight": spec.heads, "attention.k.weight": spec.kv_heads}.get(name.split(".", 2)[-1], 0)
 
 
 def sync_file(path: Path) -> None:

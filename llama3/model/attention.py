@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama3.model.comms import Comms
 from llama3.model.linear import Linear
-from llama3.model.recompute import made_again
+from llama3.model.recompute import recomputed
 from llama3.model.rope import rotate
+from llama3.recipe.sections import Model
 
 SHORTEST = 4
 """Mean tokens of a document below which one mask is cheaper than a call per document."""
@@ -54,7 +55,7 @@ class AttentionMask(NamedTuple):
     """torch's BlockMask."""
 
 
-def visible(
+def attention_mask(
     documents_BS: Tensor | None,
     queries_Q: Tensor,
     keys_T: Tensor,
@@ -78,10 +79,10 @@ def visible(
         lengths = document_lengths(documents_BS)
         if len(lengths) * SHORTEST <= documents_BS.numel():
             return AttentionMask(lengths=lengths)
-    return AttentionMask(mask=readable(documents_BS, queries_Q, keys_T))
+    return AttentionMask(mask=can_attend(documents_BS, queries_Q, keys_T))
 
 
-def readable(documents_BS: Tensor | None, queries_Q: Tensor, keys_T: Tensor) -> Tensor:
+def can_attend(documents_BS: Tensor | None, queries_Q: Tensor, keys_T: Tensor) -> Tensor:
     """Return bool [B or 1, 1, Q, T]: whether a query may read a key. The reference for all other forms."""
     mask = (queries_Q.unsqueeze(1) >= keys_T.unsqueeze(0)).unsqueeze(0)
     if documents_BS is not None:
@@ -187,14 +188,14 @@ def _compiled_flex_attention() -> Any:
 class Attention(nn.Module):
     """Attention with its projections, without biases."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, exchange: Comms) -> None:
+    def __init__(self, config: Model, comms: Comms) -> None:
         super().__init__()
-        self.head_dim = dim // heads
-        self.exchange = exchange
-        self.q = Linear(dim, heads * self.head_dim)
-        self.k = Linear(dim, kv_heads * self.head_dim)
-        self.v = Linear(dim, kv_heads * self.head_dim)
-        self.o = Linear(heads * self.head_dim, dim)
+        self.head_dim = config.head_dim
+        self.comms = comms
+        self.q = Linear(config.dim, config.dim)
+        self.k = Linear(config.dim, config.kv_dim)
+        self.v = Linear(config.dim, config.kv_dim)
+        self.o = Linear(config.dim, config.dim)
 
     def forward(
         self, x_BSD: Tensor, table: tuple[Tensor, Tensor], visible: AttentionMask, spare: bool = False
@@ -207,13 +208,13 @@ class Attention(nn.Module):
             project(x_BSD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
         )
         q_BSHE, k_BSKE = rotate(q_BSHE, table), rotate(k_BSKE, table)
-        k_BTKE, v_BTKE = self.exchange.keys(k_BSKE, v_BSKE)
+        k_BTKE, v_BTKE = self.comms.all_gather_kv(k_BSKE, v_BSKE)
         gathered = k_BTKE is not k_BSKE
 
         def gather_again(k: Tensor, v: Tensor) -> Tensor:
-            return self.exchange.keys(k, v)[0]  # the keys; the values share their memory
+            return self.comms.all_gather_kv(k, v)[0]  # the keys; the values share their memory
 
-        with made_again(k_BTKE, gather_again, k_BSKE, v_BSKE, wanted=spare and gathered):
+        with recomputed(k_BTKE, gather_again, k_BSKE, v_BSKE, wanted=spare and gathered):
             out_BSHE = attend(q_BSHE, k_BTKE, v_BTKE, visible)
         mixed: Tensor = self.o(out_BSHE.flatten(2))
         return mixed

@@ -2,7 +2,7 @@
 
 The model calls these where Llama 3 communicates (section 3.3.2) and imports nothing distributed;
 `llama3.parallel.comms` implements them. Each method is differentiable, its backward is the adjoint (all-gather:
-reduce-scatter). Results of `gather` and `keys` are not saved for backward but gathered again (`recompute`).
+reduce-scatter). Results of `all_gather` and `all_gather_kv` are not saved for backward: they are recomputed.
 
 Shapes: B sequences, S tokens of them on this process, D model, T tokens, V rows of the vocabulary.
 """
@@ -16,38 +16,38 @@ from torch import Tensor
 
 
 class Comms(Protocol):
-    """Tensor parallelism (gather to total) and context parallelism (keys, positions, sequence)."""
+    """Tensor parallelism (the first six methods) and context parallelism (the last three)."""
 
-    def gather(self, x_BSD: Tensor) -> Tensor:
+    def all_gather(self, x_BSD: Tensor) -> Tensor:
         """All-gather the tokens of the tensor-parallel peers, in order."""
         ...
 
-    def scatter(self, x_BSD: Tensor) -> Tensor:
+    def reduce_scatter(self, x_BSD: Tensor) -> Tensor:
         """Reduce-scatter partial results over the tensor-parallel peers; returns this process's tokens of the sum."""
         ...
 
-    def shared(self, weight: Tensor) -> Tensor:
+    def tp_replicated(self, weight: Tensor) -> Tensor:
         """Return a weight replicated over tensor-parallel peers, each with its own tokens; gradients are summed."""
         ...
 
-    def first_row(self, rows: int) -> int:
+    def vocab_start(self, rows: int) -> int:
         """Return the first vocabulary row of this process's shard, which has `rows` rows."""
         ...
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """All-reduce the elementwise maximum over tensor-parallel peers; not differentiable."""
         ...
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """All-reduce the elementwise sum over tensor-parallel peers; not differentiable."""
         ...
 
-    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather keys and values [B, S, K, E] of the context-parallel peers, peer after peer."""
         ...
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the positions (int64) of this process's tokens in a sequence of `seq`, and of those `keys` returns."""
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return positions (int64) in a sequence of `seq_len`: of this process's tokens, and of all gathered keys."""
         ...
 
     def sequence(self, tokens: int, whole: bool) -> int:
@@ -61,29 +61,29 @@ class Comms(Protocol):
 class NoComms:
     """One process holds everything."""
 
-    def gather(self, x_BSD: Tensor) -> Tensor:
+    def all_gather(self, x_BSD: Tensor) -> Tensor:
         return x_BSD
 
-    def scatter(self, x_BSD: Tensor) -> Tensor:
+    def reduce_scatter(self, x_BSD: Tensor) -> Tensor:
         return x_BSD
 
-    def shared(self, weight: Tensor) -> Tensor:
+    def tp_replicated(self, weight: Tensor) -> Tensor:
         return weight
 
-    def first_row(self, rows: int) -> int:
+    def vocab_start(self, rows: int) -> int:
         return 0
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return x
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         return x
 
-    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(seq, device=device)
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(seq_len, device=device)
         return positions, positions
 
     def sequence(self, tokens: int, whole: bool) -> int:

@@ -11,11 +11,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from llama3.model.param_table import Param, param_table
 from llama3.recipe.sections import Model
 from storage.filesystem import sync_folder, write_atomic
 
@@ -70,29 +71,57 @@ class Weights:
         return self._open[self._files[name]].get_slice(name)
 
 
+class WeightReader(Protocol):
+    """A model in some format, read by our parameter names and in our layout; `StoredModel` is one."""
+
+    config: Model
+    rows: int
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def parameters(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tuple[Param, Tensor]]:
+    """Yield every parameter of `source` in module order, as `dtype` (default: as stored).
+
+    Raises ValueError if a value is too large for `dtype`.
+    """
+    import torch
+
+    def cast(param: Param) -> Tensor:  # a function, so that the loop keeps no tensor while the caller works on one
+        stored = source.tensor(param.name)
+        value = stored.to(dtype or stored.dtype)
+        if dtype == torch.float16 and value.isinf().any() and not stored.isinf().any():
+            largest = f"{stored.abs().max():.4g}"
+            raise ValueError(f"{param.name}: holds {largest}, too large for fp16 (65,504 at most); choose bf16")
+        return value
+
+    for param in param_table(source.config, source.rows):
+        yield param, cast(param)
+
+
 class StoredModel(Weights):
     """An opened model folder: weights by parameter name, and the shape."""
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if its files do not describe one model."""
-        self.spec, self.rows = read_config(folder)
+        self.config, self.rows = read_config(folder)
         super().__init__(weight_files(folder))
-        wrong = misfits(self.spec, self.rows, {name: self.shape(name) for name in self.names()})
+        wrong = shape_mismatches(self.config, self.rows, {name: self.shape(name) for name in self.names()})
         if wrong:
             raise ValueError(
                 f"{folder / WEIGHTS}: does not fit {CONFIG} in {', '.join(wrong[:3])}; write both files again"
             )
 
 
-def save_model(folder: Path, spec: Model, rows: int, state: Mapping[str, Tensor] | Named) -> None:
+def save_model(folder: Path, config: Model, rows: int, state: Mapping[str, Tensor] | Named) -> None:
     """Write the weights `state` (parameter name -> whole tensor) and the shape of a model into `folder`.
 
     A mapping is written in the order of names; an iterable in its own order, one shard in memory at a time.
     """
     ordered = ((name, state[name]) for name in sorted(state)) if isinstance(state, Mapping) else state
     write_weights(folder, ordered)
-    config = {"model": spec.model_dump(mode="json"), "rows": rows}
-    write_atomic(folder / CONFIG, json.dumps(config, indent=1, sort_keys=True) + "\n")
+    shape = {"model": config.model_dump(mode="json"), "rows": rows}
+    write_atomic(folder / CONFIG, json.dumps(shape, indent=1, sort_keys=True) + "\n")
 
 
 def open_model(folder: Path) -> StoredModel:
@@ -105,10 +134,10 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     Raises ValueError if the files do not describe one model.
     """
-    from llama3.model.init import empty
+    from llama3.model.init import empty_model
 
     stored = open_model(folder)
-    model = empty(stored.spec, stored.rows)
+    model = empty_model(stored.config, stored.rows)
     state = {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in stored}
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -124,16 +153,9 @@ def read_config(folder: Path) -> tuple[Model, int]:
         raise ValueError(f"{path}: is not a model configuration ({error}); name a folder with one") from error
 
 
-def parameter_shapes(spec: Model, rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model."""
-    from llama3.model.init import empty
-
-    return {name: tuple(parameter.shape) for name, parameter in empty(spec, rows).named_parameters()}
-
-
-def misfits(spec: Model, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_mismatches(config: Model, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return, sorted, the names that are absent, unexpected or of another shape in `shapes` than in the model."""
-    expected = parameter_shapes(spec, rows)
+    expected = {param.name: param.shape for param in param_table(config, rows)}
     return sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
 
 

@@ -9,8 +9,11 @@ never counted.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
+from llama3.model.param_table import PARAMS, axis_sizes
 from llama3.recipe.base import SPECIAL_TOKENS
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -34,45 +37,48 @@ class TokenFlops(NamedTuple):
         return 2 * self.causal - self.six_n
 
 
-def parameter_count(spec: Model, rows: int) -> int:
+def parameter_count(config: Model, rows: int) -> int:
     """Return the number of trained parameters of a model with `rows` embedding rows."""
-    norms = spec.dim * (2 * spec.layers + 1)
-    return spec.layers * _layer_matrices(spec) + norms + rows * spec.dim * (1 if spec.tied_embeddings else 2)
+    sizes = axis_sizes(config, rows)
+    times = {"first": 1, "layer": config.layers, "last": 1}
+    return sum(times[row.stage] * prod(row.shape(sizes)) for row in PARAMS if row.present(config))
 
 
-def flops_per_token(spec: Model, rows: int, seq: int) -> TokenFlops:
-    """Return operations per token at sequence length `seq`, for documents as long as the sequence.
+def flops_per_token(config: Model, rows: int, seq_len: int) -> TokenFlops:
+    """Return operations per token at sequence length `seq_len`, for documents as long as the sequence.
 
     Attention: two products of S x D per layer (scores, values), 2 operations each, three times (forward and both
     gradients), half of it under the mask: 6 L S D.
     """
-    six_n = 6.0 * (spec.layers * _layer_matrices(spec) + rows * spec.dim)
-    return TokenFlops(six_n, six_n + 6.0 * spec.layers * seq * spec.dim)
+    six_n = 6.0 * (config.layers * _layer_matrices(config) + rows * config.dim)  # the output matrix, tied or not
+    return TokenFlops(six_n, six_n + 6.0 * config.layers * seq_len * config.dim)
 
 
-def document_flops(spec: Model, rows: int, lengths: Iterable[int]) -> float:
+def document_flops(config: Model, rows: int, lengths: Iterable[int]) -> float:
     """Return the operations of training on separate documents of `lengths` tokens, with causal attention.
 
     For documents shorter than the sequence this is less than `flops_per_token` of the sequence.
     """
-    return float(sum(length * flops_per_token(spec, rows, length).causal for length in lengths))
+    return float(sum(length * flops_per_token(config, rows, length).causal for length in lengths))
 
 
-def embedding_rows(recipe: Recipe) -> int:
+def vocab_rows(recipe: Recipe) -> int:
     """Return the embedding rows: base vocabulary (Llama 3's if the tokenizer is a file) plus special tokens."""
     return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
 
 
-def trained_flops(recipe: Recipe, spec: Model, rows: int, position: int) -> float:
+def trained_flops(recipe: Recipe, config: Model, rows: int, position: int) -> float:
     """Return the operations of training up to `position` with the recipe's schedule, with causal attention."""
     return sum(
-        min(segment.tokens, position - segment.start) * flops_per_token(spec, rows, segment.seq).causal
+        min(segment.tokens, position - segment.start) * flops_per_token(config, rows, segment.seq_len).causal
         for segment in Schedule(recipe).segments
         if segment.start < position
     )
 
 
-def _layer_matrices(spec: Model) -> int:
-    """Return the weights of the matrices of one layer: q and o, k and v, and the three of the feed-forward block."""
-    kv_dim = spec.kv_heads * (spec.dim // spec.heads)
-    return 2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim + 3 * spec.dim * spec.ffn
+@lru_cache(maxsize=256)  # `document_flops` reads it once per document
+def _layer_matrices(config: Model) -> int:
+    """Return the number of weights in the matrices of one layer."""
+    sizes = axis_sizes(config, rows=0)
+    matrices = [row for row in PARAMS if row.stage == "layer" and row.kind == "matrix" and row.present(config)]
+    return sum(prod(row.shape(sizes)) for row in matrices)

@@ -14,34 +14,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama3.model.param_table import param_row
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 
 STD = 0.02
 
 
-def initial_value(spec: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
+def initial_value(config: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
     """Return the initial value of parameter `name`, fp64 on the CPU; it depends on the arguments only."""
-    if len(shape) == 1:
+    row = param_row(name)
+    if row.kind == "norm":
         return torch.ones(shape, dtype=torch.float64)
-    residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
-    std = STD / math.sqrt(2 * spec.layers) if residual else STD
+    std = STD / math.sqrt(2 * config.layers) if row.residual else STD
     # numpy and not torch, whose normal distribution differs between processors in its last bits
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16]
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     return torch.from_numpy(generator.standard_normal(tuple(shape)) * std)
 
 
-def build(spec: Model, rows: int, seed: int, dtype: torch.dtype, device: torch.device) -> Transformer:
+def build_model(config: Model, rows: int, seed: int, dtype: torch.dtype, device: torch.device) -> Transformer:
     """Return a whole (not sharded) model with its initial weights on `device`."""
-    model = empty(spec, rows).to(dtype).to_empty(device=device)
+    model = empty_model(config, rows).to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model.spec, seed, name, parameter.shape))
+            parameter.copy_(initial_value(model.config, seed, name, parameter.shape))
     return model
 
 
-def empty(spec: Model, rows: int) -> Transformer:
+def empty_model(config: Model, rows: int) -> Transformer:
     """Return a model on the meta device: shapes without memory (405B takes a second)."""
     with torch.device("meta"):
-        return Transformer(spec, rows)
+        return Transformer(config, rows)

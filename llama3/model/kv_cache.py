@@ -1,6 +1,6 @@
 """Key/value caches for generation: the next token costs one step instead of the whole text.
 
-A cache replaces a model's `exchange` (see `reading`): it gives the positions of new tokens and stores the keys and
+A cache replaces a model's `comms` (see `with_cache`): it gives the positions of new tokens and stores the keys and
 values of each layer. Space for the longest text is allocated at once. One process must hold the whole model.
 Storage is [B, K, T, E], the order in which attention reads fastest.
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.model.attention import AttentionMask, readable
+from llama3.model.attention import AttentionMask, can_attend
 from llama3.model.comms import Comms, NoComms
 from llama3.model.transformer import Transformer
 
@@ -31,7 +31,7 @@ class Cache(NoComms):
         self._stores: list[tuple[Tensor, Tensor]] = []
         self._layer = 0
 
-    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, T, K, E] of all tokens so far, those of this call last."""
         begin, end = self.length - k.shape[1], self.length
         if self._layer == len(self._stores):
@@ -43,19 +43,19 @@ class Cache(NoComms):
             store[:, :, begin:end] = new.transpose(1, 2)
         return self._cached(stores)
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Begin a call: return the positions of its `seq` tokens and of all cached tokens.
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Begin a call: return the positions of its `seq_len` tokens and of all cached tokens.
 
         Raises ValueError if they do not fit.
         """
-        if self.length + seq > self.room:
+        if self.length + seq_len > self.room:
             raise ValueError(
-                f"a cache with room for {self.room} tokens cannot hold {self.length + seq}; make it larger"
+                f"a cache with room for {self.room} tokens cannot hold {self.length + seq_len}; make it larger"
             )
         self._layer = 0
-        self.length += seq
+        self.length += seq_len
         keys = torch.arange(self.length, device=device)
-        return (keys, keys) if self.length == seq else (keys[-seq:], keys)
+        return (keys, keys) if self.length == seq_len else (keys[-seq_len:], keys)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the sequences `rows` (int64 indices); an index may be repeated."""
@@ -69,19 +69,19 @@ class Cache(NoComms):
         """Return the cached keys and values [B, T, K, E] of layer `index`."""
         return self._cached(self._stores[index])
 
-    def visible(self, seq: int, device: torch.device) -> AttentionMask:
-        """Return the causal mask of the next `seq` tokens over cached and new tokens."""
-        if seq == 1 or self.length == 0:
+    def visible(self, seq_len: int, device: torch.device) -> AttentionMask:
+        """Return the causal mask of the next `seq_len` tokens over cached and new tokens."""
+        if seq_len == 1 or self.length == 0:
             return AttentionMask()
-        keys = torch.arange(self.length + seq, device=device)
-        return AttentionMask(mask=readable(None, keys[self.length :], keys))
+        keys = torch.arange(self.length + seq_len, device=device)
+        return AttentionMask(mask=can_attend(None, keys[self.length :], keys))
 
     def _cached(self, stores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         k, v = (store[:, :, : self.length].transpose(1, 2) for store in stores)
         return k, v
 
 
-class Padded(Cache):
+class PaddedCache(Cache):
     """Left-padded sequences of different lengths; attention does not read the padding.
 
     Filled from caches of one sequence each (`put`); then each call adds one token per sequence.
@@ -106,14 +106,14 @@ class Padded(Cache):
                 target[rows, :, begin : self.length] = source[:, :, : other.length]
         self._padding[rows] = begin
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the tokens within their sequences [B, S], and the cache slots."""
-        queries, slots = super().positions(seq, device)
+        queries, slots = super().positions(seq_len, device)
         return queries - self._padding.to(device).unsqueeze(1), slots
 
-    def visible(self, seq: int, device: torch.device) -> AttentionMask:
-        if seq > 1:
-            raise ValueError(f"{seq} tokens at once cannot follow sequences of different lengths; add one per call")
+    def visible(self, seq_len: int, device: torch.device) -> AttentionMask:
+        if seq_len > 1:
+            raise ValueError(f"{seq_len} tokens at once cannot follow sequences of different lengths; add one per call")
         if not self._padding.any():
             return AttentionMask()
         slots = torch.arange(self.length + 1, device=device)
@@ -141,7 +141,7 @@ class PrefixCache(NoComms):
         self.repeated = repeated
         self._layer = 0
 
-    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.before is not None:
             prompt = self.before.layer(self._layer)
             self._layer += 1
@@ -152,20 +152,20 @@ class PrefixCache(NoComms):
             k, v = (x.repeat_interleave(self.repeated, 2) for x in (k, v))
         return k, v
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         self._layer = 0
-        total = seq if self.before is None else self.before.length + seq
+        total = seq_len if self.before is None else self.before.length + seq_len
         return self.at, torch.arange(total, device=device)
 
 
-def reading(model: Transformer, exchange: Comms) -> Transformer:
-    """Return a model that shares the weights of `model` and uses `exchange`; `model` itself is unchanged."""
+def with_cache(model: Transformer, comms: Comms) -> Transformer:
+    """Return a model that shares the weights of `model` and uses `comms`; `model` itself is unchanged."""
 
     def twin(module: Any) -> Any:
         shallow = copy(module)
         shallow._modules = {name: child and twin(child) for name, child in module._modules.items()}
-        if hasattr(module, "exchange"):
-            shallow.exchange = exchange
+        if hasattr(module, "comms"):
+            shallow.comms = comms
         return shallow
 
     reader: Transformer = twin(model)

@@ -24,7 +24,7 @@ TINY = 1e-12
 """Minimum of an operand's largest value, against division by zero."""
 
 
-def used(weight: Tensor, exact: bool) -> Tensor:
+def local_weight(weight: Tensor, exact: bool) -> Tensor:
     """Return the local shard of a weight, or the whole weight if it is not sharded.
 
     With `exact`, gradients are rounded to multiples of `GRID`: up to 2^22 of them add up exactly in the 53 bits of
@@ -63,7 +63,7 @@ class Linear(nn.Module):
         """Scaling of float8 operands; None: no float8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = used(self.weight, self.exact).to(x.dtype)
+        weight = local_weight(self.weight, self.exact).to(x.dtype)
         if self.float8 is None:
             return F.linear(x, weight)
         return float8_product(x, weight, self.float8)
@@ -72,15 +72,15 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * w (arXiv 1910.07467), in fp32 or wider, returned in the dtype of x."""
 
-    def __init__(self, dim: int, eps: float, exchange: Comms) -> None:
+    def __init__(self, dim: int, eps: float, comms: Comms) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
-        self.exchange = exchange
+        self.comms = comms
         self.exact = False
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.exchange.shared(used(self.weight, self.exact)).to(x.dtype)
+        weight = self.comms.tp_replicated(local_weight(self.weight, self.exact)).to(x.dtype)
         if x.device.type != "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.rms_norm(x, weight.shape, weight, self.eps)
         apply: Any = _FusedRMSNorm.apply  # torch leaves it untyped

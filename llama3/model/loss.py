@@ -23,10 +23,10 @@ CPU_TOKENS = 256  # minimum per chunk: each chunk adds to the whole gradient of 
 DEVICE_CHUNK = 2**29  # 2 GiB of fp32: adding to that gradient takes a small part of a chunk's time
 
 
-class Sweep(NamedTuple):
+class LossResult(NamedTuple):
     """Result of one pass over the tokens."""
 
-    nats_T: Tensor
+    nll_T: Tensor
     d_hidden_TD: Tensor | None
     d_weight_VD: Tensor | None
     """fp32 or wider, the dtype of sums."""
@@ -39,28 +39,28 @@ class LossInputs(NamedTuple):
     weight_VD: Tensor
     targets_T: Tensor
     z_loss: float
-    exchange: Comms
+    comms: Comms
 
 
-def token_nats(
-    hidden_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, z_loss: float = 0.0, exchange: Comms | None = None
+def token_nll(
+    hidden_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, z_loss: float = 0.0, comms: Comms | None = None
 ) -> Tensor:
     """Return -log p(target) in nats, fp32 (fp64 for fp64 models) [B, S]; 0 where the target is `NO_TARGET`.
 
     With `z_loss` the gradient is that of nats + z_loss x log(Z)^2, Z the denominator of the softmax (PaLM, arXiv
     2204.02311, section 5); the value stays the likelihood, so that losses are comparable. With a vocabulary-parallel
-    `exchange`, `weight_VD` is this process's rows and the gradient of `hidden_BSD` a partial sum. Sum the result
+    `comms`, `weight_VD` is this process's rows and the gradient of `hidden_BSD` a partial sum. Sum the result
     directly: tokens with different gradients make backward recompute everything.
     """
-    apply: Any = _TokenNats.apply  # torch leaves it untyped
+    apply: Any = _TokenNLL.apply  # torch leaves it untyped
     gradients = torch.is_grad_enabled() and (hidden_BSD.requires_grad or weight_VD.requires_grad)
-    nats_T: Tensor = apply(
-        hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, exchange or NoComms(), gradients
+    nll_T: Tensor = apply(
+        hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, comms or NoComms(), gradients
     )
-    return nats_T.view_as(targets_BS)
+    return nll_T.view_as(targets_BS)
 
 
-class _TokenNats(torch.autograd.Function):
+class _TokenNLL(torch.autograd.Function):
     """p = softmax(h W^T); d nats / d logits = p - onehot(target); d log(Z)^2 / d logits = 2 log(Z) p."""
 
     @staticmethod
@@ -70,14 +70,14 @@ class _TokenNats(torch.autograd.Function):
         weight_VD: Tensor,
         targets_T: Tensor,
         z_loss: float,
-        exchange: Comms,
+        comms: Comms,
         gradients: bool,
     ) -> Tensor:
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
-        ctx.settings = z_loss, exchange
-        sweep = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, z_loss, exchange), None, gradients)
+        ctx.settings = z_loss, comms
+        sweep = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, z_loss, comms), None, gradients)
         ctx.sweeps = [sweep]
-        return sweep.nats_T
+        return sweep.nll_T
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
@@ -100,7 +100,7 @@ class _TokenNats(torch.autograd.Function):
         return d_hidden, d_weight.to(weight_VD.dtype), None, None, None, None
 
 
-def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Sweep:
+def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> LossResult:
     """Return the nats and, with `gradients`, those of their sum weighted by `scale_T` (None: all by 1).
 
     Products run in the dtype of the hidden states, sums and the softmax in fp32 (fp64 if the model is): torch's fused
@@ -108,9 +108,9 @@ def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Swee
     """
     hidden, weight, targets = problem.hidden_TD, problem.weight_VD.to(problem.hidden_TD.dtype), problem.targets_T
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    nats_T = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    nll_T = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     # The row of each target in this process's shard of the weight; -1 if absent or on another process.
-    rows_T = targets - problem.exchange.first_row(len(weight))
+    rows_T = targets - problem.comms.vocab_start(len(weight))
     rows_T = rows_T.masked_fill((rows_T < 0) | (rows_T >= len(weight)), -1)
     counted_T = (targets != NO_TARGET).to(wide)
     d_hidden = torch.empty_like(hidden) if gradients else None
@@ -123,12 +123,12 @@ def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Swee
     for start in range(0, len(hidden), size):
         chunk = slice(start, min(start + size, len(hidden)))
         e_CV = (hidden[chunk] @ weight.T).to(wide)
-        largest_C1 = problem.exchange.largest(e_CV.amax(-1, keepdim=True))
+        largest_C1 = problem.comms.all_reduce_max(e_CV.amax(-1, keepdim=True))
         e_CV.sub_(largest_C1)
         index_C1, absent_C = rows_T[chunk].clamp(min=0).unsqueeze(1), rows_T[chunk] < 0
-        target_logit_C = problem.exchange.total(e_CV.gather(1, index_C1).squeeze(1).masked_fill(absent_C, 0))
-        sums_C = problem.exchange.total(e_CV.exp_().sum(-1))
-        nats_T[chunk] = (sums_C.log() - target_logit_C) * counted_T[chunk]
+        target_logit_C = problem.comms.all_reduce_sum(e_CV.gather(1, index_C1).squeeze(1).masked_fill(absent_C, 0))
+        sums_C = problem.comms.all_reduce_sum(e_CV.exp_().sum(-1))
+        nll_T[chunk] = (sums_C.log() - target_logit_C) * counted_T[chunk]
         if d_hidden is None or d_weight is None:
             continue
         z_C = 1 + 2 * problem.z_loss * (sums_C.log() + largest_C1.squeeze(1))
@@ -142,4 +142,4 @@ def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Swee
             torch.addmm(d_weight, d_CV.T, scaled_CD, out=d_weight)
         else:
             d_weight.add_(d_CV.T @ scaled_CD)
-    return Sweep(nats_T, d_hidden, d_weight)
+    return LossResult(nll_T, d_hidden, d_weight)

@@ -1,7 +1,7 @@
 """Recompute cheap activations in backward; keep only their inputs (Megatron, arXiv 2205.05198, section 4.2.2).
 
 Used for normed and gathered inputs, SwiGLU products and gathered keys. Autograd saves such a value once per reader; in
-`made_again` it saves a promise, which the first reader in backward fulfills (with the same bits) and the last drops.
+`recomputed` it saves a promise, which the first reader in backward fulfills (with the same bits) and the last drops.
 Costs one pass over memory, or one gather, per value, and per half of a split (zero-bubble) backward. Disables
 autograd's check for in-place writes. Not for torch.compile, nor inside torch.utils.checkpoint.
 """
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 
-def made_again(value: Tensor, make: Callable[..., Tensor], *kept: Tensor, wanted: bool = True) -> Any:
+def recomputed(value: Tensor, make: Callable[..., Tensor], *kept: Tensor, wanted: bool = True) -> Any:
     """Return a context in which autograd saves, instead of tensors that share memory with `value`, how to make them.
 
     `make(*kept)` must give the same bits in the same memory layout, with collectives in the same order on every
@@ -38,7 +38,7 @@ def made_again(value: Tensor, make: Callable[..., Tensor], *kept: Tensor, wanted
     return saved_tensors_hooks(pack, _unpack)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., F] (SwiGLU, arXiv 2002.05202); autograd saves only gate and up."""
     apply: Any = _Gated.apply  # torch leaves it untyped
     product: Tensor = apply(gate, up)

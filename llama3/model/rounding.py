@@ -13,6 +13,6 @@ MODE = "MKL_CBWR"
 """MKL reads it at the first product of a process; AUTO keeps the fastest instructions of the processor."""
 
 
-def keep_rounding() -> None:
+def use_reproducible_matmul() -> None:
     """Turn on reproducible products, unless a mode is set. Call it before the first product of the process."""
     os.environ.setdefault(MODE, "AUTO")

@@ -1,7 +1,8 @@
 """Records of the messages that a rank sends in a step, for the planner. No torch; readable as JSON.
 
-`llama3.parallel.comm_trace` fills them from the engine; pipeline transfers are computed here. Bytes are those of whole
-tensors: a ring moves (n - 1) / n of them per process in a gather or a reduce-scatter, twice that in an all-reduce.
+`llama3.parallel.comm_trace` fills them from the engine; pipeline transfers are computed here. Bytes are those of
+whole tensors: a ring moves (n - 1) / n of them per process in a gather or a reduce-scatter, twice that in an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class RankTrace:
     stages: list[StageTrace]
 
     def as_json(self) -> str:
-        """Return the trace as JSON."""
         return json.dumps(asdict(self))
 
     def step_bytes(self, micro_batches: int) -> dict[str, int]:
@@ -81,7 +81,6 @@ class RankTrace:
 
     @classmethod
     def from_json(cls, text: str) -> RankTrace:
-        """Return the trace that `as_json` wrote."""
         data = json.loads(text)
         stages = [
             StageTrace(stage["stage"], stage["layers"], [Collective(**fields) for fields in stage["collectives"]])
@@ -90,11 +89,11 @@ class RankTrace:
         return cls(data["rank"], data["world"], stages)
 
 
-def transfers(number: int, spec: Model, layout: Layout, load: Load) -> list[Collective]:
+def transfers(number: int, config: Model, layout: Layout, load: Load) -> list[Collective]:
     """Return what stage `number` sends to its neighbours for each micro-batch: [B, S, D] of this process's tokens."""
     if layout.pp == 1:
         return []
-    size = load.micro_batch * load.seq // (layout.cp * layout.tp) * spec.dim * load.narrow
+    size = load.micro_batch * load.seq_len // (layout.cp * layout.tp) * config.dim * load.narrow
     ways = [("forward", number < layout.stages - 1), ("backward", number > 0)]
-    dtype = NAMES[load.compute]
+    dtype = NAMES[load.precision]
     return [Collective("send", "pp", phase, "each", "ends", size, dtype, 2, 1) for phase, has_peer in ways if has_peer]

@@ -53,50 +53,50 @@ class MeshComms:
     def __init__(self, world: ParallelContext) -> None:
         self.tensor, self.context = world.axis("tp"), world.axis("cp")
 
-    def gather(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD if self.tensor.size == 1 else _call(_Gather, x_BSD, 1, self.tensor.group)
+    def all_gather(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_AllGather, x_BSD, 1, self.tensor.group)
 
-    def scatter(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD if self.tensor.size == 1 else _call(_Scatter, x_BSD, 1, self.tensor.group)
+    def reduce_scatter(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.tensor.size == 1 else _call(_ReduceScatter, x_BSD, 1, self.tensor.group)
 
-    def shared(self, weight: Tensor) -> Tensor:
-        return weight if self.tensor.size == 1 else _call(_Shared, weight, self.tensor.group)
+    def tp_replicated(self, weight: Tensor) -> Tensor:
+        return weight if self.tensor.size == 1 else _call(_SumGradients, weight, self.tensor.group)
 
-    def first_row(self, rows: int) -> int:
+    def vocab_start(self, rows: int) -> int:
         return rows * self.tensor.rank
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return x if self.tensor.size == 1 else all_reduce(x, "max", self.tensor.group)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         return x if self.tensor.size == 1 else all_reduce(x, "sum", self.tensor.group)
 
-    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.context.size == 1:
             return k, v
-        both = _call(_Gather, torch.cat([k, v], dim=-1), 1, self.context.group)
+        both = _call(_AllGather, torch.cat([k, v], dim=-1), 1, self.context.group)
         k_all, v_all = both.chunk(2, dim=-1)
         return k_all, v_all
 
-    def positions(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.context.size == 1:
-            positions = torch.arange(seq, device=device)
+            positions = torch.arange(seq_len, device=device)
             return positions, positions
-        parts = [held_positions(seq, rank, self.context.size).to(device) for rank in range(self.context.size)]
+        parts = [cp_positions(seq_len, rank, self.context.size).to(device) for rank in range(self.context.size)]
         return parts[self.context.rank], torch.cat(parts)
 
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens * self.context.size * (1 if whole else self.tensor.size)
 
 
-def held_positions(seq: int, rank: int, size: int) -> Tensor:
-    """Return the positions of a sequence of `seq` tokens that context-parallel process `rank` of `size` holds (int64).
+def cp_positions(seq_len: int, rank: int, size: int) -> Tensor:
+    """Return the positions of a sequence of `seq_len` tokens of context-parallel process `rank` of `size` (int64).
 
     Head and tail chunk pairs: process 0 of 2 holds chunks 0 and 3 of four.
     """
     if size == 1:
-        return torch.arange(seq)
-    chunks = torch.arange(seq).chunk(2 * size)
+        return torch.arange(seq_len)
+    chunks = torch.arange(seq_len).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
@@ -105,7 +105,7 @@ def _call(function: Any, *arguments: Any) -> Tensor:
     return result
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """All-gather along `dim`; the backward pass reduce-scatters."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(gradients[0], *ctx.place), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     """Reduce-scatter along `dim`; the backward pass all-gathers."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class _Scatter(torch.autograd.Function):
         return all_gather(gradients[0], *ctx.place), None, None
 
 
-class _Shared(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     """The same weight on every process; its gradient is the sum over their tokens."""
 
     @staticmethod

@@ -1,14 +1,13 @@
-"""How one model is cut over processes, and what must divide what. Pure Python: the planner uses it without torch.
+"""How a model is split over processes, and which sizes must divide which. No torch: the planner uses it.
 
-A layout is where a run works, never what it makes: every layout gives the loss of one process. World size is
-tp x cp x pp x dp, and dp is what the other three leave. The order is Llama 3's, [TP, CP, PP, DP] from the innermost
-(section 3.3.2): neighbours in rank talk most. Every refusal names the field, the numbers and what to write instead.
+Every layout gives the loss of one process. World size is tp x cp x pp x dp; dp follows from the other three. The order
+is Llama 3's, [TP, CP, PP, DP] from the innermost (section 3.3.2): neighbors in rank communicate most.
 """
 
 from __future__ import annotations
 
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +17,8 @@ from llama3.recipe.sections import Model
 FIELD = "cluster.layout"
 AXES = ("dp", "pp", "cp", "tp")
 """Mesh axes, outermost first."""
+ROWS = 128_256
+"""Embedding rows of Llama 3: 128,000 and 256 special tokens."""
 
 
 class Layout(BaseModel):
@@ -31,32 +32,32 @@ class Layout(BaseModel):
     """Context parallel: processes that share each sequence."""
     pp: int = Field(default=1, ge=1)
     """Pipeline parallel: processes that share the layers."""
-    replicas: int = Field(default=1, ge=1)
-    """Copies of the sharded state (HSDP): shards stay inside dp / replicas processes."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the sharded state (HSDP): FSDP shards over dp / dp_replicate processes."""
     zero: Literal[2, 3] = 2
     """2: weights stay gathered from forward to backward; 3: gathered again, less memory."""
-    virtual: int = Field(default=1, ge=1)
+    vpp: int = Field(default=1, ge=1)
     """Pipeline stages per process (V); more of them shrink the bubble and send more."""
-    contiguous: int = Field(default=0, ge=0)
+    microbatch_group_size: int = Field(default=0, ge=0)
     """Micro-batches that a stage runs in a row (N of section 3.3.2); 0: as many as pp."""
     schedule: Literal["interleaved", "1f1b", "zero-bubble"] = "interleaved"
-    """Order of pipeline work."""
+    """Order of pipeline actions."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, those of the feed-forward half of each layer, or all."""
     compile: bool = False
     """Compile each block (minutes at the start; a tenth faster on GPUs)."""
     async_tp: bool = False
-    """Overlap tensor-parallel exchange with matrix products (GPUs with NVLink, needs compile)."""
+    """Overlap tensor-parallel communication with matrix products (GPUs with NVLink, needs compile)."""
 
     @property
     def model_parallel(self) -> int:
-        """Processes that hold one copy of the model's arithmetic: tp x cp x pp."""
+        """Processes that compute one copy of the model: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     @property
     def stages(self) -> int:
         """Pipeline stages over all processes."""
-        return self.pp * self.virtual
+        return self.pp * self.vpp
 
     def dp(self, world: int) -> int:
         """Return the data-parallel size of `world` processes. Raises ValueError if they do not divide."""
@@ -68,52 +69,62 @@ class Layout(BaseModel):
             )
         return world // self.model_parallel
 
-    def check(self, spec: Model, rows: int, world: int) -> None:
-        """Raise ValueError, one line per fault, if a model of shape `spec` cannot be cut this way."""
+    def check(self, config: Model, rows: int, world: int) -> None:
+        """Raise ValueError, one line per fault, if a model of shape `config` cannot be split this way."""
         if self.schedule == "zero-bubble":
             check_split(self.zero, self.recompute, self.compile)
-        faults = [*self._tensor_faults(spec, rows), *self._pipeline_faults(spec), *self._data_faults(world)]
+        faults = []
+        counts = {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": config.ffn, "embedding rows": rows}
+        if odd := [f"{name} {count}" for name, count in counts.items() if count % self.tp]:
+            common = gcd(*counts.values())
+            divisors = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            faults.append(f"tp: {self.tp} does not divide {', '.join(odd)}; use one of {divisors}")
+        if self.async_tp and not (self.compile and self.tp > 1):
+            faults.append(f"async_tp: needs compile: true and tp above 1, which is {self.tp}; leave it out")
+        if self.pp == 1 and self.vpp > 1:
+            faults.append(f"vpp: {self.vpp} stages per process need pp above 1; leave it out")
+        if self.pp > 1 and config.tied_embeddings:
+            faults.append(f"pp: {self.pp} separates a tied embedding from its output; set model.tied_embeddings: false")
+        if self.pp > 1 and self.stages > config.layers + 2:  # the ends count as a layer each
+            faults.append(f"pp: {self.pp} x vpp {self.vpp} stages are too many for {config.layers} layers")
+        if self.schedule == "1f1b" and self.vpp > 1:
+            faults.append(f"schedule: 1f1b has one stage per process, vpp is {self.vpp}; write interleaved")
+        dp = self.dp(world)
+        if dp % self.dp_replicate:
+            faults.append(f"dp_replicate: {self.dp_replicate} does not divide the data-parallel size {dp}")
         if faults:
             raise ValueError("\n".join(f"{FIELD}.{fault}" for fault in faults))
 
     @property
     def pieces(self) -> int:
-        """Parts into which tensor and context parallelism cut a sequence."""
+        """Parts into which tensor and context parallelism split a sequence."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
-    def check_sequence(self, seq: int) -> None:
-        """Raise ValueError if sequences of `seq` tokens cannot be cut this way."""
+    def check_sequence(self, seq_len: int) -> None:
+        """Raise ValueError if sequences of `seq_len` tokens cannot be split this way."""
         pieces = self.pieces
-        if seq % pieces:
+        if seq_len % pieces:
             raise ValueError(
-                f"{FIELD}: sequence {seq} does not split into {pieces} parts (twice cp {self.cp}, if above 1, times "
-                f"tp {self.tp}); use sequences that are a multiple of {pieces}"
+                f"{FIELD}: sequence {seq_len} does not split into {pieces} parts (twice cp {self.cp}, if above 1, "
+                f"times tp {self.tp}); use sequences that are a multiple of {pieces}"
             )
 
-    def _tensor_faults(self, spec: Model, rows: int) -> list[str]:
-        counts = {"heads": spec.heads, "kv_heads": spec.kv_heads, "ffn": spec.ffn, "embedding rows": rows}
-        odd = [f"{name} {count}" for name, count in counts.items() if count % self.tp]
-        common = gcd(*counts.values())
-        able = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
-        faults = [f"tp: {self.tp} does not divide {', '.join(odd)}; of all of them {able} do"] if odd else []
-        if self.async_tp and not (self.compile and self.tp > 1):
-            faults.append(f"async_tp: needs compile: true and tp above 1, which is {self.tp}; leave it out")
-        return faults
 
-    def _pipeline_faults(self, spec: Model) -> list[str]:
-        faults = []
-        if self.pp == 1 and self.virtual > 1:
-            faults.append(f"virtual: {self.virtual} stages per process need pp above 1; leave it out")
-        if self.pp > 1 and spec.tied_embeddings:
-            faults.append(f"pp: {self.pp} parts a tied embedding from its output; set model.tied_embeddings: false")
-        if self.pp > 1 and self.stages > spec.layers + 2:  # the ends count as a layer each
-            faults.append(f"pp: {self.pp} x virtual {self.virtual} stages are too many for {spec.layers} layers")
-        if self.schedule == "1f1b" and self.virtual > 1:
-            faults.append(f"schedule: 1f1b has one stage per process, virtual is {self.virtual}; write interleaved")
-        return faults
+class Published(NamedTuple):
+    """A row of Table 4 (arXiv 2407.21783): how the 405B was trained."""
 
-    def _data_faults(self, world: int) -> list[str]:
-        dp = self.dp(world)
-        if dp % self.replicas:
-            return [f"replicas: {self.replicas} does not divide the data-parallel size {dp}"]
-        return []
+    world: int
+    layout: Layout
+    seq_len: int
+    sequences: int
+    """Per data-parallel rank and step."""
+    tflops: float
+    """BF16, per GPU, as published."""
+
+
+TABLE_4 = (
+    Published(8_192, Layout(tp=8, pp=16), 8_192, 32, 430),
+    Published(16_384, Layout(tp=8, pp=16), 8_192, 16, 400),
+    Published(16_384, Layout(tp=8, cp=16, pp=16), 131_072, 16, 380),
+)
+"""TP 8, CP 1 or 16, PP 16; data parallelism follows: 64, 128, 8."""

@@ -1,51 +1,23 @@
-"""Estimate the memory of every rank by arithmetic: weights, optimizer, gradients, activations. No torch, no device.
+"""Estimate the memory of every rank by arithmetic: weights, optimizer, gradients, activations. No torch.
 
-Tests compare the kept activations, gathered weights and gradients with the engine's storages, to the byte; temporary
-memory is an upper bound. Not counted: extra copies of CPU attention, allocator fragmentation, collective buffers, the
-CUDA context. Shapes: D model, F feed-forward hidden, V vocabulary rows, K E features of all key/value heads.
+Tests compare activations, gathered weights and gradients with the engine's storages, to the byte; temporaries are an
+upper bound. Not counted: extra copies of CPU attention, allocator fragmentation, collective buffers, the CUDA context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
+from llama3.model.param_table import Param, layer_params, param_table
 from llama3.parallel.layout import Layout
-from llama3.parallel.pipeline_schedule import held, split_layers
+from llama3.parallel.pipeline_schedule import peak_in_flight, split_layers
 from llama3.recipe.sections import Model
 
 # Sizes of the local weights
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter: its global shape and the dimension that tensor parallelism cuts (None: whole on every process)."""
-
-    name: str
-    shape: tuple[int, ...]
-    cut: int | None
-
-    def part(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of a tensor-parallel process's part."""
-        return tuple(size // tp if dim == self.cut else size for dim, size in enumerate(self.shape))
-
-    def gathered(self, tp: int, shards: int) -> int:
-        """Return the elements of the part as FSDP gathers it over `shards` processes, padding included."""
-        return self.slot(tp, shards) * shards
-
-    def slot(self, tp: int, shards: int) -> int:
-        """Return the elements that every process sets aside for its shard."""
-        first, *rest = self.part(tp)
-        return -(-first // shards) * prod(rest)
-
-    def held(self, tp: int, shards: int, rank: int) -> int:
-        """Return the elements that process `rank` of `shards` really holds."""
-        first, *rest = self.part(tp)
-        size = -(-first // shards)
-        return min(size, max(0, first - rank * size)) * prod(rest)
 
 
 @dataclass(frozen=True)
@@ -57,57 +29,33 @@ class PipelineStage:
     first: bool
     last: bool
 
-    def ends(self, spec: Model, rows: int) -> Iterator[Weight]:
-        """Yield the weights outside of layers."""
-        if self.first:
-            yield Weight("embedding.weight", (rows, spec.dim), 0)
-        if self.last:
-            yield Weight("norm.weight", (spec.dim,), None)
-        if self.last and not spec.tied_embeddings:
-            yield Weight("output.weight", (rows, spec.dim), 0)
+    def ends(self, config: Model, rows: int) -> tuple[Param, ...]:
+        """Return the parameters outside of layers."""
+        return param_table(config, rows, range(0), self.first, self.last)
 
-    def weights(self, spec: Model, rows: int) -> Iterator[Weight]:
-        """Yield every weight of the stage, under the names of the whole model."""
-        yield from self.ends(spec, rows)
-        for layer in self.layers:
-            for weight in layer_weights(spec):
-                yield Weight(f"layers.{layer}.{weight.name}", weight.shape, weight.cut)
+    def params(self, config: Model, rows: int) -> tuple[Param, ...]:
+        """Return every parameter of the stage, under the names of the whole model."""
+        return param_table(config, rows, self.layers, self.first, self.last)
 
 
-def layer_weights(spec: Model) -> tuple[Weight, ...]:
-    """Return the weights of one layer: o and down are cut by input features, the other matrices by output features."""
-    return _layer_weights(spec.dim, spec.ffn, spec.kv_heads * (spec.dim // spec.heads))
+def shard_elements(params: Iterable[Param], tp: int, shards: int) -> int:
+    """Return the elements that each of `shards` ranks allocates for its FSDP shards of `params`, padding included.
+
+    A gather returns `shards` times as many.
+    """
+    shapes = [param.local_shape(tp) for param in params]
+    return sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
 
 
-@cache
-def _layer_weights(dim: int, ffn: int, narrow: int) -> tuple[Weight, ...]:
-    return (
-        Weight("attention_norm.weight", (dim,), None),
-        Weight("attention.q.weight", (dim, dim), 0),
-        Weight("attention.k.weight", (narrow, dim), 0),
-        Weight("attention.v.weight", (narrow, dim), 0),
-        Weight("attention.o.weight", (dim, dim), 1),
-        Weight("ffn_norm.weight", (dim,), None),
-        Weight("ffn.gate.weight", (ffn, dim), 0),
-        Weight("ffn.up.weight", (ffn, dim), 0),
-        Weight("ffn.down.weight", (dim, ffn), 1),
-    )
+@lru_cache(maxsize=4096)  # a layout search reads it thousands of times
+def layer_elements(config: Model, tp: int, shards: int) -> int:
+    return shard_elements(layer_params(config), tp, shards)
 
 
-def layer_elements(spec: Model, tp: int, pieces: int) -> tuple[int, int]:
-    """Return the elements that a process sets aside for its shard of a layer, and that FSDP gathers of it."""
-    return _layer_elements(layer_weights(spec), tp, pieces)
-
-
-@cache  # a search of layouts asks thousands of times
-def _layer_elements(weights: tuple[Weight, ...], tp: int, pieces: int) -> tuple[int, int]:
-    return sum(one.slot(tp, pieces) for one in weights), sum(one.gathered(tp, pieces) for one in weights)
-
-
-def stages(spec: Model, layout: Layout, pipeline_rank: int) -> list[PipelineStage]:
+def stages(config: Model, layout: Layout, pipeline_rank: int) -> list[PipelineStage]:
     """Return the stages that a pipeline rank holds: every pp-th one, from its own number."""
     last = layout.stages - 1
-    ranges = split_layers(spec.layers, layout.stages)
+    ranges = split_layers(config.layers, layout.stages)
     return [PipelineStage(n, ranges[n], n == 0, n == last) for n in range(pipeline_rank, layout.stages, layout.pp)]
 
 
@@ -121,8 +69,7 @@ class RankCoords:
     tp: int
 
     @classmethod
-    def of(cls, rank: int, layout: Layout) -> RankCoords:
-        """Return where `rank` stands."""
+    def from_rank(cls, rank: int, layout: Layout) -> RankCoords:
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)
         dp, pp = divmod(rest, layout.pp)
@@ -130,37 +77,42 @@ class RankCoords:
 
 
 def shards(layout: Layout, world: int) -> int:
-    """Return over how many processes FSDP cuts each part: dp and cp together, within one replica."""
-    return layout.dp(world) // layout.replicas * layout.cp
+    """Return the number of processes over which FSDP shards: dp and cp together, within one replica."""
+    return layout.dp(world) // layout.dp_replicate * layout.cp
 
 
-def local_parameters(spec: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
-    """Return how many parameters `rank` holds; what tensor parallelism does not cut counts on each of its processes."""
-    place, pieces = RankCoords.of(rank, layout), shards(layout, world)
-    within = place.dp % (layout.dp(world) // layout.replicas)
+def local_parameters(config: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
+    """Return the number of parameters on `rank`; what tensor parallelism does not cut counts on each of its ranks."""
+    place, pieces = RankCoords.from_rank(rank, layout), shards(layout, world)
+    within = place.dp % (layout.dp(world) // layout.dp_replicate)
     mine = within * layout.cp + place.cp
-    parts = stages(spec, layout, place.pp)
-    return sum(weight.held(layout.tp, pieces, mine) for stage in parts for weight in stage.weights(spec, rows))
+    parts = stages(config, layout, place.pp)
+    shapes = [param.local_shape(layout.tp) for stage in parts for param in stage.params(config, rows)]
+    total = 0
+    for first, *rest in shapes:  # FSDP shards the first axis; the last shards may be short or empty
+        size = -(-first // pieces)
+        total += min(size, max(0, first - mine * size)) * prod(rest)
+    return total
 
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
 CHUNK = {"cpu": 2**21, "cuda": 2**29}
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1}
-"""As in `llama3.model.loss`: logits that are worked on at a time, and the fewest tokens."""
+"""As in `llama3.model.loss`: logits of a chunk, and least tokens."""
 
 
 @dataclass(frozen=True)
 class Load:
     """What a process works on in a step."""
 
-    seq: int
+    seq_len: int
     """Tokens of a sequence."""
     micro_batch: int = 1
     """Sequences of a forward pass."""
     micro_batches: int = 1
     """Forward passes of a step and process."""
-    compute: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
     exact: bool = False
     """Whether gradients are summed in fp64."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -168,7 +120,7 @@ class Load:
     @property
     def narrow(self) -> int:
         """Bytes of an activation."""
-        return BYTES[self.compute]
+        return BYTES[self.precision]
 
     @property
     def wide(self) -> int:
@@ -196,21 +148,21 @@ class RankMemory:
     moments: int
     """AdamW's two, beside it."""
     sharded_gradients: int
-    """After the reduction; what was accumulated is given up for it, layer by layer."""
+    """After the reduction, which frees the accumulated gradients layer by layer."""
     gathered: int
-    """Weights that matrix products read, in the compute type; embedding, last norm and output in the master's."""
+    """Gathered weights of the layers in the compute type; embedding, last norm and output in the master's."""
     gradients: int
     """Accumulated over micro-batches, before they are reduced."""
     reduction: int
-    """What the reduction of the largest group (a layer, or the ends) takes in."""
+    """Input of the reduction of the largest group (a layer, or the ends)."""
     activations: int
     """Kept for the backward pass, for every micro-batch in flight."""
     recomputed: int
-    """Activations of one layer that its checkpoint, if there is one, makes again."""
+    """Activations of one layer that activation checkpointing recomputes."""
     temporaries: int
-    """The most at once in the backward pass of a layer: gradients, and inputs or keys that are made again."""
+    """Peak in the backward pass of a layer: gradients, and inputs or keys that are recomputed."""
     loss: int
-    """Of a chunk of tokens: logits, their gradient, and the product that makes the gradient of the output matrix."""
+    """Of a chunk of tokens: logits, their gradient, and the gradient of the output matrix before it is added."""
     in_flight: int
     """Most micro-batches times stages at once."""
 
@@ -222,110 +174,123 @@ class RankMemory:
 
     @property
     def passing(self) -> int:
-        """Bytes that come and go, the most at once: in the loss, or in the backward pass of the last layer."""
+        """Peak of temporary bytes: in the loss, or in the backward pass of the last layer."""
         return max(self.loss, self.recomputed + self.temporaries + self.reduction)
 
     def as_dict(self) -> dict[str, int]:
-        """Return every figure by name, with the total."""
         return {**asdict(self), "total": self.total}
 
 
 def memory(
-    spec: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] | None = None
+    config: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] | None = None
 ) -> list[RankMemory]:
-    """Return the memory of a process of each of `ranks` of the pipeline, or of all; its peers hold as much or less.
+    """Return the memory of the fullest process of each of `ranks` of the pipeline, or of all.
 
-    Raises ValueError if the layout does not fit `spec`, `world` or the sequence.
+    Raises ValueError if the layout does not fit `config`, `world` or the sequence.
     """
-    layout.check(spec, rows, world)
-    layout.check_sequence(load.seq)
-    return [_rank(spec, rows, layout, world, load, rank) for rank in (range(layout.pp) if ranks is None else ranks)]
+    layout.check(config, rows, world)
+    layout.check_sequence(load.seq_len)
+    return [_rank(config, rows, layout, world, load, rank) for rank in (range(layout.pp) if ranks is None else ranks)]
 
 
-def _rank(spec: Model, rows: int, layout: Layout, world: int, load: Load, rank: int) -> RankMemory:
-    parts, pieces = stages(spec, layout, rank), shards(layout, world)
-    local = _slots(spec, rows, layout, pieces, parts)
-    groups = _groups(spec, rows, layout, pieces, parts)
-    most, flying = _peak(spec, rows, layout, load, parts, rank)
+def memory_line(need: RankMemory) -> str:
+    """Return a line with the memory of a process by purpose, in GiB."""
+    parts = [
+        f"{name.replace('_', ' ')} {size / 2**30:.1f}"
+        for name, size in need.as_dict().items()
+        if name not in ("pipeline_rank", "in_flight", "total") and size
+    ]
+    return f"{need.total / 2**30:.0f} GiB on pipeline rank {need.pipeline_rank}: {', '.join(parts)}"
+
+
+def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int) -> RankMemory:
+    parts, pieces = stages(config, layout, rank), shards(layout, world)
+    # FSDP gathers and reduces in groups: the ends of each stage, and each layer.
+    ends = [shard_elements(part.ends(config, rows), layout.tp, pieces) for part in parts]
+    layers = [layer_elements(config, layout.tp, pieces)] * sum(len(part.layers) for part in parts)
+    local = sum(ends) + sum(layers)
+    if world > 1:
+        at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
+        gathered = pieces * (sum(ends) * load.master + sum(at_once) * load.narrow)
+    else:  # without FSDP, copies of the layers in the compute type
+        gathered = sum(layers) * load.narrow if load.narrow != load.master else 0
+    most, flying = _peak(config, rows, layout, load, parts, rank)
     return RankMemory(
         pipeline_rank=rank,
         master=local * load.master,
         moments=2 * local * load.master,
         sharded_gradients=local * load.master,
-        gathered=_gathered(layout, load, groups, len(parts)) if world > 1 else _casts(spec, parts, load),
-        gradients=sum(groups) * load.reduced if world > 1 and load.micro_batches > 1 else 0,
-        reduction=max(groups) * load.reduced if world > 1 else 0,
+        gathered=gathered,
+        gradients=pieces * local * load.reduced if world > 1 and load.micro_batches > 1 else 0,
+        reduction=pieces * max(ends + layers) * load.reduced if world > 1 else 0,
         activations=most,
-        recomputed=_recomputed(spec, layout, load),
-        temporaries=_temporaries(spec, layout, load),
-        loss=_loss(spec, rows, layout, load) if parts[-1].last else 0,
+        recomputed=_recomputed(config, layout, load),
+        temporaries=_temporaries(config, layout, load),
+        loss=_loss(config, rows, layout, load) if parts[-1].last else 0,
         in_flight=flying,
     )
 
 
-def _peak(spec: Model, rows: int, layout: Layout, load: Load, parts: list[PipelineStage], rank: int) -> tuple[int, int]:
-    """Return the most bytes of activations, and the most micro-batches times stages, that a rank's schedule holds."""
-    alike = {
-        (len(part.layers), part.first, part.last): stage_activations(spec, rows, layout, load, part)
-        for part in _kinds(parts)
-    }
-    sizes = [alike[len(part.layers), part.first, part.last] for part in parts]
-    moments = held(layout.schedule, layout.pp, layout.virtual, load.micro_batches, layout.contiguous, rank)
+def _peak(
+    config: Model, rows: int, layout: Layout, load: Load, parts: list[PipelineStage], rank: int
+) -> tuple[int, int]:
+    """Return the peak bytes of activations, and the peak of micro-batches times stages, of a rank's schedule."""
+    kinds = {(len(part.layers), part.first, part.last): part for part in parts}  # stages of a kind keep the same
+    by_kind = {kind: stage_activations(config, rows, layout, load, part) for kind, part in kinds.items()}
+    sizes = [by_kind[len(part.layers), part.first, part.last] for part in parts]
+    moments = peak_in_flight(
+        layout.schedule, layout.pp, layout.vpp, load.micro_batches, layout.microbatch_group_size, rank
+    )
     most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in moments)
     return most, max(sum(counts) for counts in moments)
 
 
-def _kinds(parts: list[PipelineStage]) -> list[PipelineStage]:
-    """Return one of each kind of stage: what keeps the same."""
-    return list({(len(part.layers), part.first, part.last): part for part in parts}.values())
-
-
-def stage_activations(spec: Model, rows: int, layout: Layout, load: Load, part: PipelineStage) -> int:
+def stage_activations(config: Model, rows: int, layout: Layout, load: Load, part: PipelineStage) -> int:
     """Return the bytes that a stage keeps of one micro-batch from its forward to its backward pass."""
     tokens, c, w = _tokens(layout, load), load.narrow, load.wide
-    total = len(part.layers) * layer_activations(spec, layout, load, layout.recompute)
-    total += load.seq // layout.cp * (spec.dim // spec.heads) * w  # the rotary table
+    total = len(part.layers) * layer_activations(config, layout, load, layout.recompute)
+    total += load.seq_len // layout.cp * config.head_dim * w  # the rotary table
     if layout.recompute == "full":
         total += _mask(layout, load) // c  # as bool, to be read again
     if part.first and layout.tp > 1:
-        total += tokens * 9  # where in my rows of the table, and whether there
+        total += tokens * 9  # index into the local rows of the embedding (int64), and whether it is local (bool)
     if not part.last:
-        total += c  # one number stands for what it returned, which was sent
+        total += c  # the output was sent and freed; one element remains
     if part.last:
-        total += _norm(spec, layout, load) + (spec.dim * c if c != load.master else 0)  # with its weight cast
-        total += 2 * tokens * spec.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
-        total += rows // layout.tp * spec.dim * w  # the loss makes gradients with the logits, in the forward pass
+        total += _norm(config, layout, load) + (config.dim * c if c != load.master else 0)  # with its weight cast
+        total += 2 * tokens * config.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
+        total += rows // layout.tp * config.dim * w  # the loss makes gradients with the logits, in the forward pass
     return total
 
 
-def layer_activations(spec: Model, layout: Layout, load: Load, recompute: str) -> int:
+def layer_activations(config: Model, layout: Layout, load: Load, recompute: str) -> int:
     """Return the bytes that one layer keeps of a micro-batch."""
-    entering = _tokens(layout, load) // layout.tp * spec.dim * load.narrow
-    attention, feed_forward = _halves(spec, layout, load, spare=not layout.compile)
+    entering = _tokens(layout, load) // layout.tp * config.dim * load.narrow
+    attention, feed_forward = _halves(config, layout, load, spare=not layout.compile)
     return {"none": attention + feed_forward, "selective": attention + entering, "full": entering}[recompute]
 
 
-def _halves(spec: Model, layout: Layout, load: Load, spare: bool) -> tuple[int, int]:
-    """Return what the attention and the feed-forward half of a layer keep.
+def _halves(config: Model, layout: Layout, load: Load, spare: bool) -> tuple[int, int]:
+    """Return the bytes that the attention and the feed-forward half of a layer keep.
 
-    Without `spare`, as autograd and a compiled block, they keep what is else made again (`llama3.model.recompute`) too:
-    normed inputs, keys and values of peers, silu(gate) and its product with up.
+    Without `spare` (plain autograd, a compiled block) they also keep what `llama3.model.recompute` recomputes: normed
+    inputs, keys and values of peers, silu(gate) and its product with up.
     """
-    tokens, keys, hidden = _tokens(layout, load), _keys(spec, layout, load), _hidden(spec, layout, load)
-    queries = tokens * spec.dim // layout.tp * load.narrow
-    attended = queries + tokens * spec.heads // layout.tp * load.wide  # with the sum under each softmax
-    attention = _norm(spec, layout, load) + queries + keys + attended + _mask(layout, load)
-    feed_forward = _norm(spec, layout, load) + 2 * hidden
+    tokens, keys, hidden = _tokens(layout, load), _keys(config, layout, load), _hidden(config, layout, load)
+    queries = tokens * config.dim // layout.tp * load.narrow
+    attended = queries + tokens * config.heads // layout.tp * load.wide  # with the sum under each softmax
+    attention = _norm(config, layout, load) + queries + keys + attended + _mask(layout, load)
+    feed_forward = _norm(config, layout, load) + 2 * hidden
     if spare:
         return attention, feed_forward
-    normed = tokens * spec.dim * load.narrow
+    normed = tokens * config.dim * load.narrow
     return attention + normed + (layout.cp - 1) * keys, feed_forward + normed + 2 * hidden
 
 
-def _recomputed(spec: Model, layout: Layout, load: Load) -> int:
-    """Return what checkpoints of a layer make again, whole, for its backward pass."""
-    entering = _tokens(layout, load) // layout.tp * spec.dim * load.narrow
-    attention, feed_forward = _halves(spec, layout, load, spare=False)
+def _recomputed(config: Model, layout: Layout, load: Load) -> int:
+    """Return the bytes that activation checkpointing of a layer recomputes for its backward pass."""
+    entering = _tokens(layout, load) // layout.tp * config.dim * load.narrow
+    attention, feed_forward = _halves(config, layout, load, spare=False)
     return {
         "none": 0,
         "selective": feed_forward - entering,
@@ -333,75 +298,47 @@ def _recomputed(spec: Model, layout: Layout, load: Load) -> int:
     }[layout.recompute]
 
 
-def _temporaries(spec: Model, layout: Layout, load: Load) -> int:
-    """Return the most bytes that the backward pass of a layer has at once, beside what is kept and its weights' part.
+def _temporaries(config: Model, layout: Layout, load: Load) -> int:
+    """Return the peak of temporary bytes in the backward pass of a layer.
 
-    The gradient of the residual stream, and the larger of: gradients of the feed-forward's three hidden tensors; a
-    normed input made again, its gradients of two products and that of one hidden tensor; keys and values of all peers,
-    their gradients twice, and those of queries, of what attention returned, and of that before.
+    The gradient of the residual stream, and the largest of: gradients of the feed-forward's three hidden tensors; a
+    recomputed normed input, its gradients of two products and that of one hidden tensor; keys and values of all peers,
+    their gradients twice, and gradients of queries, attention's output, and attention's input.
     """
-    tokens, hidden = _tokens(layout, load), _hidden(spec, layout, load)
-    whole, everyone = tokens * spec.dim * load.narrow, layout.cp * _keys(spec, layout, load)
+    tokens, hidden = _tokens(layout, load), _hidden(config, layout, load)
+    whole, everyone = tokens * config.dim * load.narrow, layout.cp * _keys(config, layout, load)
     return whole // layout.tp + max(3 * hidden, 3 * whole + hidden, 3 * everyone + 3 * whole // layout.tp)
 
 
-def _hidden(spec: Model, layout: Layout, load: Load) -> int:
+def _hidden(config: Model, layout: Layout, load: Load) -> int:
     """Return the size of one hidden tensor of the feed-forward block."""
-    return _tokens(layout, load) * spec.ffn // layout.tp * load.narrow
+    return _tokens(layout, load) * config.ffn // layout.tp * load.narrow
 
 
-def _keys(spec: Model, layout: Layout, load: Load) -> int:
+def _keys(config: Model, layout: Layout, load: Load) -> int:
     """Return the size of the keys and values of this process's tokens."""
-    return 2 * _tokens(layout, load) * spec.kv_heads * (spec.dim // spec.heads) // layout.tp * load.narrow
+    return 2 * _tokens(layout, load) * config.kv_dim // layout.tp * load.narrow
 
 
 def _tokens(layout: Layout, load: Load) -> int:
-    return load.micro_batch * load.seq // layout.cp
+    return load.micro_batch * load.seq_len // layout.cp
 
 
-def _norm(spec: Model, layout: Layout, load: Load) -> int:
-    """Return what a norm keeps: its input, and a statistic of each token."""
-    return _tokens(layout, load) // layout.tp * (spec.dim * load.narrow + load.wide)
+def _norm(config: Model, layout: Layout, load: Load) -> int:
+    """Return the bytes that a norm keeps: its input, and a statistic of each token."""
+    return _tokens(layout, load) // layout.tp * (config.dim * load.narrow + load.wide)
 
 
 def _mask(layout: Layout, load: Load) -> int:
-    """Return the dense mask of a layer: CPUs need it for keys that context parallelism has put in another order."""
+    """Return the bytes of a layer's dense mask, which CPUs need where context parallelism reorders keys."""
     if load.device != "cpu" or layout.cp == 1:
         return 0
-    return load.micro_batch * load.seq // layout.cp * load.seq * load.narrow
+    return load.micro_batch * load.seq_len // layout.cp * load.seq_len * load.narrow
 
 
-def _groups(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[PipelineStage]) -> list[int]:
-    """Return the elements that FSDP gathers at once: the ends of each stage, then each layer."""
-    _, layer = layer_elements(spec, layout.tp, pieces)
-    ends = [sum(weight.gathered(layout.tp, pieces) for weight in part.ends(spec, rows)) for part in parts]
-    return ends + [layer] * sum(len(part.layers) for part in parts)
-
-
-def _gathered(layout: Layout, load: Load, groups: list[int], parts: int) -> int:
-    ends, layers = groups[:parts], groups[parts:]
-    at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
-    return sum(ends) * load.master + sum(at_once) * load.narrow
-
-
-def _casts(spec: Model, parts: list[PipelineStage], load: Load) -> int:
-    """Return the copies in the compute type that a process without FSDP keeps of its layers."""
-    if load.narrow == load.master:
-        return 0
-    each, _ = layer_elements(spec, 1, 1)
-    return sum(len(part.layers) for part in parts) * each * load.narrow
-
-
-def _slots(spec: Model, rows: int, layout: Layout, pieces: int, parts: list[PipelineStage]) -> int:
-    """Return the elements that a process sets aside for its shards: layers are alike, so one is counted for all."""
-    each, _ = layer_elements(spec, layout.tp, pieces)
-    ends = sum(weight.slot(layout.tp, pieces) for part in parts for weight in part.ends(spec, rows))
-    return sum(len(part.layers) for part in parts) * each + ends
-
-
-def _loss(spec: Model, rows: int, layout: Layout, load: Load) -> int:
-    """Return a chunk's logits in both types and their gradient, and the product that is added to the weights'."""
+def _loss(config: Model, rows: int, layout: Layout, load: Load) -> int:
+    """Return the bytes of a chunk's logits in both types, their gradient, and the output matrix' gradient."""
     mine, c, w = rows // layout.tp, load.narrow, load.wide
     chunk = min(max(CHUNK[load.device] // mine, CHUNK_TOKENS[load.device]), _tokens(layout, load))
-    cast = 2 * mine * spec.dim * c if c != w else 0
+    cast = 2 * mine * config.dim * c if c != w else 0
     return chunk * mine * (2 * c + w) + cast

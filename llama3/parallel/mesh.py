@@ -43,12 +43,12 @@ class ParallelContext:
     """The FSDP mesh: dp and cp together, with replicas outside if there are any."""
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process is rank 0, which writes shared files."""
         return self.rank == 0
 
     @property
-    def first_of_copy(self) -> bool:
+    def is_tp_rank0(self) -> bool:
         """Whether this process is tensor-parallel rank 0, which counts shared values."""
         return self.axis("tp").rank == 0
 
@@ -56,17 +56,12 @@ class ParallelContext:
         """Return this process's rank, size and group on an axis."""
         if self.mesh is None:
             return Axis(0, 1)
-        if name == "dp":  # no group: nothing is exchanged on it but gradients, by FSDP
+        if name == "dp":  # no group: only FSDP communicates on it
             inner = self.mesh["shard"]
             rank = self.mesh["replica"].get_local_rank() * inner.size() + inner.get_local_rank()
             return Axis(rank, self.mesh["replica"].size() * inner.size())
         axis = self.mesh[name]
         return Axis(axis.get_local_rank(), axis.size(), axis.get_group() if axis.size() > 1 else None)
-
-    @property
-    def tensor_mesh(self) -> Any:
-        """The mesh over which tensor parallelism cuts weights."""
-        return self.mesh["tp"]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all processes, in place; on every process the same bits."""
@@ -74,15 +69,15 @@ class ParallelContext:
             torch.distributed.all_reduce(tensor)
         return tensor
 
-    def from_leader(self, value: T) -> T:
-        """Return the leader's `value` on every process."""
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's `value` on every process."""
         if self.size == 1:
             return value
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every process's `value`, in the order of ranks."""
         if self.size == 1:
             return [value]
@@ -90,8 +85,7 @@ class ParallelContext:
         torch.distributed.all_gather_object(values, value)
         return [value for value in values if value is not None]
 
-    def wait(self) -> None:
-        """Wait until every process reaches this call."""
+    def barrier(self) -> None:
         if self.size > 1:
             torch.distributed.barrier()
 
@@ -109,82 +103,70 @@ def init_distributed(
     layout = layout or Layout()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     layout.dp(size)
-    local_device = _device(device)
+    local_device = torch.device("cpu")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(
+                f"device: {device}, but process {index} of node {socket.gethostname()} sees {count} CUDA devices "
+                f"(torch {torch.__version__}); correct the node's driver, its torch or processes_per_node, or train "
+                "on processors with device: cpu and gpus: false"
+            )
+        local_device = torch.device("cuda", index)
+        torch.cuda.set_device(local_device)
     if size == 1 and not meshed:
         yield ParallelContext(0, 1, local_device, layout)
         return
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
     backend = "nccl" if local_device.type == "cuda" else "gloo"
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
         meshes = make_meshes(local_device.type, layout, size)
-        wait_at_most(timeout_s)
+        for group in distributed_c10d._world.pg_map:  # a mesh creates its groups with torch's default, 30 min on gloo
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         yield ParallelContext(rank, size, local_device, layout, *meshes)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def wait_at_most(seconds: float) -> None:
-    """Set the timeout of every group: a mesh creates its groups with torch's default (30 minutes on gloo)."""
-    from torch.distributed import distributed_c10d
-
-    for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:
     """Return the mesh of all processes and that of FSDP; also on the fake process group, for any number of them."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    shards = layout.dp(size) // layout.replicas
-    shape = (layout.replicas, shards, layout.pp, layout.cp, layout.tp)
+    shards = layout.dp(size) // layout.dp_replicate
+    shape = (layout.dp_replicate, shards, layout.pp, layout.cp, layout.tp)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard", "pp", "cp", "tp"))
     inner = mesh["shard", "cp"]._flatten("fsdp")
-    return mesh, DeviceMesh._concatenate([mesh["replica"], inner]) if layout.replicas > 1 else inner
+    return mesh, DeviceMesh._concatenate([mesh["replica"], inner]) if layout.dp_replicate > 1 else inner
 
 
-def _device(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= count:
-        raise ValueError(
-            f"device: {name}, but process {index} of node {socket.gethostname()} sees {count} CUDA devices (torch "
-            f"{torch.__version__}); correct the node's driver, its torch or processes_per_node, or train on processors "
-            "with device: cpu and gpus: false"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this process's part of a sharded tensor, sharing memory; a plain tensor is its own part."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a sharded tensor gathered on its mesh (all processes of it must call it); a plain one as it is."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
-# Broadcast results and errors: a process that fails alone would leave its peers waiting for their whole timeout
+# Broadcast results and errors: peers of a process that fails alone would wait for their whole timeout.
 
 
 def run_on_rank0_and_broadcast(world: ParallelContext, do: Callable[[], T]) -> T:
     """Call `do` on rank 0 and return its result, or raise its error, on every process."""
     value: T | None = None
     failure: Exception | None = None
-    if world.leads:
+    if world.is_rank0:
         try:
             value = do()
         except Exception as error:
-            failure = tellable(error, world.rank)
-    value, failure = world.from_leader((value, failure))
+            failure = picklable_error(error, world.rank)
+    value, failure = world.broadcast_object((value, failure))
     if failure is not None:
         raise failure
     return value  # type: ignore[return-value]
@@ -196,13 +178,13 @@ def raise_on_all_ranks(world: ParallelContext, do: Callable[[], None]) -> None:
     try:
         do()
     except Exception as error:
-        failure = tellable(error, world.rank)
-    first = next((error for (error,) in world.gathered((failure,)) if error is not None), None)
+        failure = picklable_error(error, world.rank)
+    first = next((error for (error,) in world.all_gather_object((failure,)) if error is not None), None)
     if first is not None:
         raise first
 
 
-def tellable(error: Exception, rank: int) -> Exception:
+def picklable_error(error: Exception, rank: int) -> Exception:
     """Return an error that can be pickled: built-in errors and our own; others become a RuntimeError."""
     if type(error).__module__.split(".")[0] in ("builtins", "llama3", "storage"):
         return error

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llama3.model.init import initial_value
 from llama3.model.linear import Linear, RMSNorm, use_float8
+from llama3.model.param_table import param_row
 from llama3.model.transformer import Transformer
 from llama3.parallel.comms import MeshComms
-from llama3.parallel.mesh import ParallelContext, local
+from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
 
@@ -45,9 +45,9 @@ def shard(model: Transformer, world: ParallelContext, compute: torch.dtype | Non
 
 
 def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
-    """Have a sharded model reduce its gradients once, after the last micro-batch; a plain model needs nothing.
+    """Make a sharded model reduce its gradients only after the last micro-batch; no-op for a plain model.
 
-    With ZeRO-3 the layers give up what they gathered after every micro-batch.
+    With ZeRO-3 the layers free their gathered weights after every micro-batch.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -66,18 +66,13 @@ def release(model: Transformer) -> None:
             module.reshard()
 
 
-# Tensor parallelism: columns, then rows, so that a pair of products needs one exchange; arithmetic is on local
-# tensors, because DTensor dispatch doubles the time of small models
-
-BY_OUTPUT = ("q.weight", "k.weight", "v.weight", "gate.weight", "up.weight", "embedding.weight", "output.weight")
-BY_INPUT = ("o.weight", "down.weight")
+# Tensor parallelism: columns, then rows, so that a pair of products needs one exchange. Arithmetic is on local tensors:
+# DTensor dispatch doubles the time of small models.
 
 
 def placement(name: str) -> Shard | Replicate:
-    """Return the placement of the weight `name` on the tensor-parallel axis."""
-    if name.endswith(BY_OUTPUT):
-        return Shard(0)
-    return Shard(1) if name.endswith(BY_INPUT) else Replicate()
+    axis = param_row(name).tp_axis
+    return Replicate() if axis is None else Shard(axis)
 
 
 def cut(model: nn.Module, mesh: Any) -> None:
@@ -94,7 +89,7 @@ Value = Callable[[str, torch.Size], Tensor]
 
 
 def empty_parts(
-    spec: Model,
+    config: Model,
     rows: int,
     world: ParallelContext,
     master: torch.dtype,
@@ -107,55 +102,33 @@ def empty_parts(
     `master` is the type of weights, `compute` that of products (None: the same), in the blocks as float8 if asked.
     """
     layout = world.layout
-    ranges = split_layers(spec.layers, layout.stages)
+    ranges = split_layers(config.layers, layout.stages)
     parts = {}
     for stage in range(world.axis("pp").rank, layout.stages, layout.pp):
         first, last = stage == 0, stage == layout.stages - 1
         with torch.device("meta"):
-            model = Transformer(spec, rows, ranges[stage], first, last, MeshComms(world)).to(master)
+            model = Transformer(config, rows, ranges[stage], first, last, MeshComms(world)).to(master)
         model.compute, model.recompute = compute, layout.recompute
         for module in model.modules():
             if isinstance(module, Linear | RMSNorm | Transformer):
                 module.exact = exact
         if layout.tp > 1:
-            cut(model, world.tensor_mesh)
+            cut(model, world.mesh["tp"])
         if float8:
             use_float8(model.layers)
-        if layout.compile:
-            compile_blocks(model, world)
+        if layout.compile and layout.async_tp:  # not run: no GPU was at hand
+            from torch._inductor import config as inductor
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            if world.device.type != "cuda":
+                raise ValueError("cluster.layout.async_tp: needs GPUs; leave it out on processors")
+            inductor._micro_pipeline_tp = True
+            enable_symm_mem_for_group(world.axis("tp").group.group_name)
+        if layout.compile:  # each block by itself: equal blocks share the work, and a sequence ramp compiles again
+            for block in model.layers.values():
+                block.compile()
         shard(model, world, compute, exact)
         parts[stage] = model
-    return parts
-
-
-def compile_blocks(model: Transformer, world: ParallelContext) -> None:
-    """Compile each block by itself: equal blocks share the work, and a sequence ramp compiles again."""
-    if world.layout.async_tp:  # not run: no GPU was at hand
-        from torch._inductor import config
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        if world.device.type != "cuda":
-            raise ValueError("cluster.layout.async_tp: needs GPUs; leave it out on processors")
-        config._micro_pipeline_tp = True
-        enable_symm_mem_for_group(world.axis("tp").group.group_name)
-    for block in model.layers.values():
-        block.compile()
-
-
-def build_parts(
-    spec: Model,
-    rows: int,
-    seed: int,
-    world: ParallelContext,
-    master: torch.dtype,
-    compute: torch.dtype | None,
-    exact: bool = False,
-) -> dict[int, Transformer]:
-    """Return this process's pipeline stages with the initial weights of `seed`."""
-    parts = empty_parts(spec, rows, world, master, compute, exact)
-    for model in parts.values():
-        model.to_empty(device=world.device)
-    fill(parts.values(), lambda name, shape: initial_value(spec, seed, name, shape), world)
     return parts
 
 
@@ -164,11 +137,11 @@ def fill(parts: Iterable[Transformer], value: Value, world: ParallelContext) -> 
     with torch.no_grad():
         for part in parts:
             for name, parameter in part.named_parameters():
-                share = my_share(value(name, parameter.shape), name, world)
-                local(parameter).copy_(share.to(parameter.dtype))
+                share = local_shard(value(name, parameter.shape), name, world)
+                to_local(parameter).copy_(share.to(parameter.dtype))
 
 
-def my_share(whole: Tensor, name: str, world: ParallelContext) -> Tensor:
+def local_shard(whole: Tensor, name: str, world: ParallelContext) -> Tensor:
     """Return what this process holds of the parameter `name`: cut by tensor parallelism first, by FSDP then."""
     if world.mesh is None:
         return whole

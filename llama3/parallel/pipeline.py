@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from llama3.parallel.mesh import ParallelContext
-from llama3.parallel.pipeline_schedule import Action, Lists, actions, check_split
+from llama3.parallel.pipeline_schedule import Lists, actions, check_split
 
 TORCH = {
     "F": _ComputationType.FORWARD,
@@ -40,7 +40,7 @@ class Pipeline:
     """This rank's parts of a model, run together with those of the other ranks of the pp axis."""
 
     def __init__(self, parts: Mapping[int, nn.Module], world: ParallelContext) -> None:
-        """Take `parts`, this rank's `Transformer`s by stage number (stage s lives on rank s % pp).
+        """Take `parts`, this rank's `Transformer`s by stage number (stage s is on rank s % pp).
 
         Raises ValueError if the layout's schedule does not exist, or cannot work with its other settings.
         """
@@ -64,82 +64,92 @@ class Pipeline:
     def evaluate(
         self, tokens_BS: Tensor, documents_BS: Tensor | None, targets_BS: Tensor, micro_batch: int
     ) -> Tensor | None:
-        """Return what `run` returns, without gradients."""
         return self._step(tokens_BS, documents_BS, targets_BS, micro_batch, backward=False)
 
     def _step(
         self, tokens_BS: Tensor, documents_BS: Tensor | None, targets_BS: Tensor, micro_batch: int, backward: bool
     ) -> Tensor | None:
-        batch, seq = tokens_BS.shape
+        batch, seq_len = tokens_BS.shape
         assert batch % micro_batch == 0, f"{batch} sequences in micro-batches of {micro_batch}"
-        schedule = self._schedule(micro_batch, seq, batch // micro_batch, backward)
+        schedule = self._schedule(micro_batch, seq_len, batch // micro_batch, backward)
         inputs = (tokens_BS,) if 0 in self.parts else ()
         more: dict[str, Any] = {} if documents_BS is None else {"documents": documents_BS}
         if self.layout.stages - 1 in self.parts:
             more["targets_BS"] = targets_BS
         schedule.step(*inputs, target=targets_BS, return_outputs=False, **more)  # type: ignore[no-untyped-call]
-        return schedule.take_nats()
+        return schedule.take_nll()
 
-    def _schedule(self, micro_batch: int, seq: int, count: int, backward: bool) -> _Schedule:
-        """Return the schedule of this shape and count; all are kept, they hold no tensors between steps.
-
-        torch's stages keep the first shape that they saw: another one ended the process (gloo: EnforceNotMet).
-        """
-        key = micro_batch, seq, count, backward
-        if key not in self.schedules:
-            layout = self.layout
-            lists = actions(layout.schedule, layout.pp, layout.virtual, count, layout.contiguous)
-            stages = [self._stage(number, micro_batch, seq) for number in self.parts]
-            self.schedules[key] = _Schedule(stages, lists, count, backward, layout.zero == 2)
+    def _schedule(self, micro_batch: int, seq_len: int, count: int, backward: bool) -> _Schedule:
+        """Return the schedule of this shape and count; all are kept, they hold no tensors between steps."""
+        # torch's stages keep their first shape: another one ended the process (gloo: EnforceNotMet).
+        key, layout = (micro_batch, seq_len, count, backward), self.layout
+        if key in self.schedules:
+            return self.schedules[key]
+        stages: list[_Stage] = []
+        group = self.world.axis("pp").group
+        for number, part in self.parts.items():
+            # Shapes are given: torch would run a micro-batch forward and back to find them.
+            model: Any = part
+            dtype = model.compute or next(model.parameters()).dtype
+            shape = micro_batch, seq_len // layout.tp, model.config.dim
+            hidden_BSD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            tokens_BS = torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
+            wide = torch.promote_types(dtype, torch.float32)
+            nll_BS = torch.empty(micro_batch, seq_len, dtype=wide, device="meta", requires_grad=True)
+            inputs = tokens_BS if number == 0 else hidden_BSD
+            outputs = nll_BS if number == layout.stages - 1 else hidden_BSD
+            stages.append(
+                _Stage(
+                    part,
+                    number,
+                    layout.stages,
+                    self.world.device,
+                    input_args=(inputs,),
+                    output_args=(outputs,),
+                    group=group,
+                )
+            )
+        lists = actions(layout.schedule, layout.pp, layout.vpp, count, layout.microbatch_group_size)
+        self.schedules[key] = _Schedule(stages, lists, count, backward, layout.zero == 2)
         return self.schedules[key]
-
-    def _stage(self, number: int, micro_batch: int, seq: int) -> _Stage:
-        """Return a new stage of known shapes: torch finds them out by running a micro-batch forward and back."""
-        part: Any = self.parts[number]
-        dtype = part.compute or next(part.parameters()).dtype
-        shape = micro_batch, seq // self.layout.tp, part.spec.dim
-        hidden_BSD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        tokens_BS = torch.empty(micro_batch, seq, dtype=torch.int64, device="meta")
-        wide = torch.promote_types(dtype, torch.float32)
-        nats_BS = torch.empty(micro_batch, seq, dtype=wide, device="meta", requires_grad=True)
-        first, last = number == 0, number == self.layout.stages - 1
-        return _Stage(
-            part,
-            number,
-            self.layout.stages,
-            self.world.device,
-            input_args=(tokens_BS if first else hidden_BSD,),
-            output_args=(nats_BS if last else hidden_BSD,),
-            group=self.world.axis("pp").group,
-        )
 
 
 class _Schedule(_PipelineScheduleRuntime):
     """torch's runtime with our action lists. The loss is a sum, so gradients are not divided by the micro-batches."""
 
     def __init__(self, stages: list[_Stage], lists: Lists, count: int, backward: bool, gather: bool) -> None:
-        loss = _total if backward else None
+        loss = (lambda nll_BS, targets_BS: nll_BS.sum()) if backward else None
         super().__init__(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self.stages = stages
+        computations = {}
+        for rank, ours in enumerate(lists):  # gather weights at the start, reduce gradients after a stage's last action
+            theirs = [
+                _Action(stage, GATHER, None) for stage in dict.fromkeys(action.stage for action in ours) if gather
+            ]
+            last_of = {action.stage: index for index, action in enumerate(ours)}
+            for index, (stage, kind, micro_batch) in enumerate(ours):
+                theirs.append(_Action(stage, TORCH[kind], micro_batch))
+                if last_of[stage] == index:
+                    theirs.append(_Action(stage, REDUCE, None))
+                    theirs += [_Action(stage, RELEASE, None)] if gather else []
+            computations[rank] = theirs
         ranks = len(lists)
         lowered = _add_send_recv(
-            {rank: _with_weights(mine, gather) for rank, mine in enumerate(lists)},
-            stage_to_rank=lambda stage: stage % ranks,
-            num_stages=stages[0].num_stages,
+            computations, stage_to_rank=lambda stage: stage % ranks, num_stages=stages[0].num_stages
         )
         self._prepare_schedule_with_comms(lowered, format="compute_comms")  # type: ignore[arg-type]
         if not backward:
-            for rank, mine in self.pipeline_order_with_comms.items():
-                self.pipeline_order_with_comms[rank] = [a for a in mine if a.computation_type in FORWARD_ONLY]
+            for rank, order in self.pipeline_order_with_comms.items():
+                self.pipeline_order_with_comms[rank] = [a for a in order if a.computation_type in FORWARD_ONLY]
         if not gather:  # FSDP's hooks gather layer by layer
             self.unsharded_stages.update(stage.stage_index for stage in stages)
 
-    def take_nats(self) -> Tensor | None:
+    def take_nll(self) -> Tensor | None:
         """Return the nats of all micro-batches of the last step [B, S], once; None without the last stage."""
-        nats = [nats_BS for stage in self.stages for nats_BS in stage.nats]
+        nll = [nll_BS for stage in self.stages for nll_BS in stage.nll]
         for stage in self.stages:
-            stage.nats.clear()
-        return torch.cat(nats) if nats else None
+            stage.nll.clear()
+        return torch.cat(nll) if nll else None
 
 
 class _Stage(PipelineStage):
@@ -148,12 +158,12 @@ class _Stage(PipelineStage):
     # torch keeps one buffer per micro-batch, stage and direction: 8.6 GB on a rank of the 405B (TP 8, V 8, M 16). It
     # also keeps sent outputs until their gradient arrives, 4.3 GB there; give_up_data frees them.
 
-    nats: list[Tensor]
+    nll: list[Tensor]
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.hidden = (more["output_args"] if self.is_first else more["input_args"])[0]
-        self.nats = []
+        self.nll = []
 
     def _prepare_forward_infra(self, *arguments: Any, **more: Any) -> Any:
         result = super()._prepare_forward_infra(*arguments, **more)
@@ -191,7 +201,7 @@ class _Stage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *arguments, **more)  # type: ignore[no-untyped-call]
         _drop(infos)
         if self.is_last:
-            self.nats.append(output.detach())
+            self.nll.append(output.detach())
             if not self.has_backward:
                 del self.fwd_cache[fwd_chunk_id]
         return output
@@ -203,8 +213,8 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **more: Any) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **more)  # type: ignore[no-untyped-call]
         if isinstance(self.submod, FSDPModule):
-            # FSDP moves gradients to the type of its reduction after a backward pass of autograd, which W is not:
-            # without this the W of several micro-batches were added up in bf16
+            # FSDP casts gradients to its reduction's type after a backward pass of autograd, which W is not: without
+            # this, the W of several micro-batches would be summed in bf16.
             fully_shard.state(self.submod)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def _fill(self, infos: Iterable[Any]) -> None:
@@ -225,20 +235,3 @@ def _received(infos: Iterable[Any]) -> list[Any]:
 def _drop(infos: Iterable[Any]) -> None:
     for info in _received(infos):
         info.buffer = torch.empty(0)  # torch 2.11 sets its .grad, so not None
-
-
-def _total(nats_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    return nats_BS.sum()
-
-
-def _with_weights(mine: list[Action], gather: bool) -> list[_Action]:
-    """Return torch's actions of one rank: gather weights at the start, reduce gradients after a stage's last."""
-    lowered = [_Action(stage, GATHER, None) for stage in dict.fromkeys(action.stage for action in mine) if gather]
-    ends = {action.stage: place for place, action in enumerate(mine)}
-    for place, (stage, kind, micro_batch) in enumerate(mine):
-        lowered.append(_Action(stage, TORCH[kind], micro_batch))
-        if ends[stage] == place:
-            lowered.append(_Action(stage, REDUCE, None))
-            if gather:
-                lowered.append(_Action(stage, RELEASE, None))
-    return lowered

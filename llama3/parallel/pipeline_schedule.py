@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 Kind = Literal["1f1b", "interleaved", "zero-bubble"]
@@ -27,7 +27,7 @@ class Action(NamedTuple):
 
 
 ROUNDS = 2
-"""Rounds, of as many micro-batches as ranks, after which a schedule of equal ones only repeats itself (see `held`)."""
+"""Rounds of as many micro-batches as ranks after which a schedule repeats itself (see `peak_in_flight`)."""
 Lists = list[list[Action]]
 """Actions of each rank, in order."""
 
@@ -43,98 +43,92 @@ class Times:
     stages: tuple[float, ...] = ()
     """Factor of each stage, where stages are not equal."""
 
-    def of(self, action: Action) -> float:
-        """Return the duration of `action`."""
+    def duration(self, action: Action) -> float:
         input_gradient = self.backward - self.weight
         each = {"F": self.forward, "B": self.backward, "I": input_gradient, "W": self.weight}[action.kind]
         return each * (self.stages[action.stage] if self.stages else 1.0)
 
 
-def check(kind: str, pipeline: int, virtual: int, micro_batches: int, contiguous: int) -> None:
+def check(kind: str, pipeline: int, vpp: int, micro_batches: int, microbatch_group_size: int) -> None:
     """Raise ValueError if no such schedule exists; the arguments are those of `actions`."""
-    sizes = {"pp": pipeline, "virtual": virtual, "micro-batches": micro_batches}
+    sizes = {"pp": pipeline, "vpp": vpp, "micro-batches": micro_batches}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{FIELD}.{name}: {size} is not a number of them; write 1 or more")
+            raise ValueError(f"{FIELD}.{name}: {size} is too small; write 1 or more")
     if kind not in ("1f1b", "interleaved", "zero-bubble"):
         raise ValueError(f"{FIELD}.schedule: {kind!r} is unknown; write interleaved, 1f1b or zero-bubble")
-    if contiguous < 0:
-        raise ValueError(f"{FIELD}.contiguous: {contiguous} micro-batches in a row; write 0 (as many as pp) or more")
-    if kind == "1f1b" and virtual > 1:
-        raise ValueError(f"{FIELD}.schedule: 1f1b has one stage per process, virtual is {virtual}; write interleaved")
-    if pipeline == 1 and virtual > 1:
-        raise ValueError(f"{FIELD}.virtual: {virtual} stages per process need pp above 1; write virtual: 1")
+    if microbatch_group_size < 0:
+        raise ValueError(
+            f"{FIELD}.microbatch_group_size: {microbatch_group_size} is negative; write 0 (as many as pp) or more"
+        )
+    if kind == "1f1b" and vpp > 1:
+        raise ValueError(f"{FIELD}.schedule: 1f1b has one stage per process, vpp is {vpp}; write interleaved")
+    if pipeline == 1 and vpp > 1:
+        raise ValueError(f"{FIELD}.vpp: {vpp} stages per process need pp above 1; write vpp: 1")
 
 
 def check_split(zero: int, recompute: str, compiled: bool) -> None:
     """Raise ValueError if zero-bubble cannot cut backward passes in two with these settings of a layout."""
-    why = {
-        f"zero: {zero} gives weights up before the second half; write zero: 2": zero != 2,
+    conflicts = {
+        f"zero: {zero} frees weights before the second half; write zero: 2": zero != 2,
         f"recompute: {recompute} computes activations twice; write recompute: none": recompute != "none",
-        "compile: true makes one piece of a backward pass; write compile: false": compiled,
+        "compile: true makes a backward pass one piece; write compile: false": compiled,
     }
-    for reason, wrong in why.items():
-        if wrong:
-            raise ValueError(f"{FIELD}.{reason}, or schedule: interleaved instead of zero-bubble")
+    for message, conflict in conflicts.items():
+        if conflict:
+            raise ValueError(f"{FIELD}.{message}, or schedule: interleaved instead of zero-bubble")
 
 
-def actions(kind: Kind, pipeline: int, virtual: int, micro_batches: int, contiguous: int = 0) -> Lists:
+def actions(kind: Kind, pipeline: int, vpp: int, micro_batches: int, microbatch_group_size: int = 0) -> Lists:
     """Return each rank's actions in order.
 
-    `contiguous` 0 is `pipeline`; more than `micro_batches` is as many as there are, so that one setting serves a batch
-    that grows. Raises ValueError as `check`.
+    `microbatch_group_size` 0 is `pipeline`; more than `micro_batches` is as many as there are, so that one setting
+    serves a batch that grows. Raises ValueError as `check`.
     """
-    check(kind, pipeline, virtual, micro_batches, contiguous)
-    rounds = _rounds(micro_batches, min(contiguous or pipeline, micro_batches))
-    lists = [_one_rank(rank, pipeline, virtual, rounds) for rank in range(pipeline)]
+    check(kind, pipeline, vpp, micro_batches, microbatch_group_size)
+    rounds = _rounds(micro_batches, min(microbatch_group_size or pipeline, micro_batches))
+    lists = [_one_rank(rank, pipeline, vpp, rounds) for rank in range(pipeline)]
     return _split(lists) if kind == "zero-bubble" else lists
 
 
-def ideal_bubble(pipeline: int, virtual: int, micro_batches: int) -> float:
+def ideal_bubble(pipeline: int, vpp: int, micro_batches: int) -> float:
     """Return (P - 1) / (V M): waiting as a share of working, where N >= P and transfers take no time."""
-    return (pipeline - 1) / (virtual * micro_batches)
+    return (pipeline - 1) / (vpp * micro_batches)
 
 
 def bubble(lists: Lists, times: Times | None = None) -> float:
     """Return the waiting of a simulated step as a share of the work of the busiest rank."""
     times = times or Times()
-    work = max(sum(times.of(action) for action in mine) for mine in lists)
-    return max(finish(lists, times).values()) / work - 1
+    work = max(sum(times.duration(action) for action in order) for order in lists)
+    return max(action_end_times(lists, times).values()) / work - 1
 
 
 def in_flight(lists: Lists) -> list[int]:
     """Return, for each rank, the most activations held at once; one is that of a stage for a micro-batch."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    most = []
-    for mine in lists:
-        held = peak = 0
-        for action in mine:
-            held += change[action.kind]
-            peak = max(peak, held)
-        most.append(peak)
-    return most
+    return [max(accumulate((change[action.kind] for action in order), initial=0)) for order in lists]
 
 
 @cache
-def held(
-    kind: Kind, pipeline: int, virtual: int, micro_batches: int, contiguous: int, rank: int
+def peak_in_flight(
+    kind: Kind, pipeline: int, vpp: int, micro_batches: int, microbatch_group_size: int, rank: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return how many micro-batches each stage of `rank` holds at its fullest moments, those that no other exceeds.
 
     Rounds of one length repeat the first ones: only `ROUNDS` and those that shorter ones need to fill the pipeline are
     simulated, and the cost does not grow with the batch. Raises ValueError as `check`.
     """
-    check(kind, pipeline, virtual, micro_batches, contiguous)
-    rounds = _rounds(micro_batches, min(contiguous or pipeline, micro_batches))
+    check(kind, pipeline, vpp, micro_batches, microbatch_group_size)
+    rounds = _rounds(micro_batches, min(microbatch_group_size or pipeline, micro_batches))
     if len({len(batch) for batch in rounds}) == 1:
         rounds = rounds[: ROUNDS + (pipeline - 1) // len(rounds[0])]
     if kind == "zero-bubble":
-        mine = _split([_one_rank(each, pipeline, virtual, rounds) for each in range(pipeline)])[rank]
+        order = _split([_one_rank(each, pipeline, vpp, rounds) for each in range(pipeline)])[rank]
     else:
-        mine = _one_rank(rank, pipeline, virtual, rounds)
-    change, running = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * virtual
+        order = _one_rank(rank, pipeline, vpp, rounds)
+    change, running = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * vpp
     seen: set[tuple[int, ...]] = set()
-    for action, after in zip(mine, [*mine[1:], Action(0, "B", 0)], strict=True):
+    for action, after in zip(order, [*order[1:], Action(0, "B", 0)], strict=True):
         running[action.stage // pipeline] += change[action.kind]
         if action.kind == "F" and after.kind != "F":
             seen.add(tuple(running))
@@ -145,28 +139,29 @@ def held(
     )
 
 
-def finish(lists: Lists, times: Times | None = None) -> dict[Action, float]:
+def action_end_times(lists: Lists, times: Times | None = None) -> dict[Action, float]:
     """Return the end time of each action if every rank starts an action as soon as its inputs are ready.
 
     Fails with AssertionError on a deadlock.
     """
-    times, last = times or Times(), _last_stage(lists)
+    times, last = times or Times(), max(action.stage for order in lists for action in order)
+    transfer = times.transfer if len(lists) > 1 else 0.0
     ends: dict[Action, float] = {}
-    clocks, places = [0.0] * len(lists), [0] * len(lists)
+    clocks, done = [0.0] * len(lists), [0] * len(lists)
     ranks = set(range(len(lists)))
     while ranks:
         before = len(ends)
         for rank in sorted(ranks):
-            while places[rank] < len(lists[rank]):
-                action = lists[rank][places[rank]]
-                ready = _ready(action, ends, last, len(lists), times.transfer)
+            while done[rank] < len(lists[rank]):
+                action = lists[rank][done[rank]]
+                ready = _ready(action, ends, last, transfer)
                 if ready is None:
                     break
-                clocks[rank] = ends[action] = max(clocks[rank], ready) + times.of(action)
-                places[rank] += 1
+                clocks[rank] = ends[action] = max(clocks[rank], ready) + times.duration(action)
+                done[rank] += 1
             else:
                 ranks.discard(rank)
-        assert len(ends) > before or not ranks, f"ranks {sorted(ranks)} wait for each other for ever"
+        assert len(ends) > before or not ranks, f"ranks {sorted(ranks)} wait for each other"
     return ends
 
 
@@ -180,8 +175,8 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
     """
     if not 1 <= stages <= layers + 2:
         raise ValueError(
-            f"{FIELD}.pp x {FIELD}.virtual: {stages} stages for {layers} layers leave a stage without any; "
-            f"{layers + 2} are the most (the first with only the embedding, the last with only the output)"
+            f"{FIELD}.pp x {FIELD}.vpp: {stages} stages are too many for {layers} layers; use at most {layers + 2} "
+            "(the first with only the embedding, the last with only the output)"
         )
     each, left = divmod(layers + 2, stages)
     sizes = [each] * stages
@@ -194,21 +189,21 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def _rounds(micro_batches: int, contiguous: int) -> list[range]:
-    """Split micro-batches evenly into rounds of `contiguous` or more."""
+def _rounds(micro_batches: int, microbatch_group_size: int) -> list[range]:
+    """Split micro-batches evenly into rounds of `microbatch_group_size` or more."""
     # Even rounds keep the bubble at (P - 1) / (V M) for every M; a short last round costs up to 4.5 times as much,
     # and some such schedules deadlock (P <= 5, V <= 4).
-    count = micro_batches // contiguous
+    count = micro_batches // microbatch_group_size
     ends = [micro_batches * number // count for number in range(count + 1)]
     return [range(first, end) for first, end in pairwise(ends)]
 
 
-def rank_actions(rank: int, pipeline: int, virtual: int, rounds: Sequence[range], warm_up: int) -> list[Action]:
+def rank_actions(rank: int, pipeline: int, vpp: int, rounds: Sequence[range], warm_up: int) -> list[Action]:
     """Return `warm_up` forwards, then one backward after each forward, then the rest.
 
     `rounds`: the micro-batches that a stage runs in a row each time.
     """
-    stages = range(rank, pipeline * virtual, pipeline)
+    stages = range(rank, pipeline * vpp, pipeline)
     forward = [Action(stage, "F", number) for batch in rounds for stage in stages for number in batch]
     backward = [Action(stage, "B", number) for batch in rounds for stage in reversed(stages) for number in batch]
     first = min(warm_up, len(forward))
@@ -216,15 +211,15 @@ def rank_actions(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]
     return forward[:first] + steady + backward[len(forward) - first :]
 
 
-def _one_rank(rank: int, pipeline: int, virtual: int, rounds: Sequence[range]) -> list[Action]:
+def _one_rank(rank: int, pipeline: int, vpp: int, rounds: Sequence[range]) -> list[Action]:
     """Return the actions of `rank`, with the warm-up forwards of its schedule."""
     warm_up = pipeline - 1 - rank
-    if virtual > 1:
+    if vpp > 1:
         # Neighbors differ by two, which hides transfers. Rank 0 is ahead of the last rank by at most two rounds;
         # without the bound, N = 1 with P = 3, V = 2 deadlocks.
         sizes = [len(batch) for batch in rounds]
-        warm_up = 2 * max(warm_up, pipeline - 1 - min(sizes)) + (virtual - 1) * max(sizes)
-    return rank_actions(rank, pipeline, virtual, rounds, warm_up)
+        warm_up = 2 * max(warm_up, pipeline - 1 - min(sizes)) + (vpp - 1) * max(sizes)
+    return rank_actions(rank, pipeline, vpp, rounds, warm_up)
 
 
 def _split(lists: Lists) -> Lists:
@@ -233,49 +228,41 @@ def _split(lists: Lists) -> Lists:
     Simulated with F, I and W of equal length. A rank holds no more activations than the rank of `lists` with the
     most: at that number, W comes before the next F.
     """
-    last, limit, times = _last_stage(lists), max(in_flight(lists)), Times()
-    waiting = [[a._replace(kind="I") if a.kind == "B" else a for a in reversed(mine)] for mine in lists]
-    owed: Lists = [[] for _ in lists]  # W of each rank, oldest first
+    last, limit, times = max(action.stage for order in lists for action in order), max(in_flight(lists)), Times()
+    waiting = [[a._replace(kind="I") if a.kind == "B" else a for a in reversed(order)] for order in lists]
+    deferred: Lists = [[] for _ in lists]  # W of each rank, oldest first
     split: Lists = [[] for _ in lists]
-    clocks, held = [0.0] * len(lists), [0] * len(lists)
+    clocks, activations = [0.0] * len(lists), [0] * len(lists)
     ends: dict[Action, float] = {}
-    while any(waiting) or any(owed):
-        offers = []
-        for rank, mine in enumerate(waiting):
-            full = mine and mine[-1].kind == "F" and held[rank] == limit
-            ready = _ready(mine[-1], ends, last, len(lists), 0.0) if mine and not full else None
+    while any(waiting) or any(deferred):
+        candidates = []
+        for rank, order in enumerate(waiting):
+            full = order and order[-1].kind == "F" and activations[rank] == limit
+            ready = _ready(order[-1], ends, last, 0.0) if order and not full else None
             if ready is not None:
-                offers.append((max(clocks[rank], ready), 0, rank))
-            if owed[rank]:
-                offers.append((clocks[rank], 1, rank))
-        start, fills, rank = min(offers)
-        action = owed[rank].pop(0) if fills else waiting[rank].pop()
+                candidates.append((max(clocks[rank], ready), 0, rank))
+            if deferred[rank]:
+                candidates.append((clocks[rank], 1, rank))
+        start, is_weight, rank = min(candidates)
+        action = deferred[rank].pop(0) if is_weight else waiting[rank].pop()
         if action.kind == "I":
-            owed[rank].append(action._replace(kind="W"))
-        held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
-        clocks[rank] = ends[action] = start + times.of(action)
+            deferred[rank].append(action._replace(kind="W"))
+        activations[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
+        clocks[rank] = ends[action] = start + times.duration(action)
         split[rank].append(action)
     return split
 
 
-def _ready(action: Action, ends: dict[Action, float], last: int, ranks: int, transfer: float) -> float | None:
+def _ready(action: Action, ends: dict[Action, float], last: int, transfer: float) -> float | None:
     """Return the time at which the inputs of `action` are ready, or None if not yet known."""
     stage, kind, number = action
     if kind == "W":
         return ends.get(Action(stage, "I", number))
     if kind == "F":
-        return 0.0 if stage == 0 else _arrival(ends.get(Action(stage - 1, "F", number)), ranks, transfer)
+        hidden = ends.get(Action(stage - 1, "F", number))
+        return 0.0 if stage == 0 else None if hidden is None else hidden + transfer
     own = ends.get(Action(stage, "F", number))
     if stage == last or own is None:
         return own
     gradient = ends.get(Action(stage + 1, "B", number), ends.get(Action(stage + 1, "I", number)))
-    arrival = _arrival(gradient, ranks, transfer)
-    return None if arrival is None else max(own, arrival)
-
-
-def _arrival(end: float | None, ranks: int, transfer: float) -> float | None:
-    return None if end is None else end + (transfer if ranks > 1 else 0.0)
-
-
-def _last_stage(lists: Lists) -> int:
-    return max(action.stage for mine in lists for action in mine)
+    return None if gradient is None else max(own, gradient + transfer)

@@ -181,6 +181,6 @@ def checkpoint_bytes(parameters: int, master: int = 4) -> float:
     return 3.0 * master * parameters
 
 
-def total_of(stages: Sequence[StageTime]) -> tuple[float, float]:
+def total_days_and_gpu_hours(stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return days and GPU-hours of stages."""
     return sum(stage.seconds for stage in stages) / 86_400, sum(stage.gpu_hours for stage in stages)

@@ -22,7 +22,16 @@ from torch.nn import functional as F
 from llama3.model.attention import AttentionMask, attend
 from llama3.model.comms import NoComms
 from llama3.model.linear import RMSNorm
-from llama3.planner.device_curves import BACK, BACKWARD, ELEMENTWISE, FORWARD, GEMM, Calibration, MeasuredPoint, fitted
+from llama3.planner.device_curves import (
+    BACK,
+    BACKWARD,
+    ELEMENTWISE,
+    FORWARD,
+    GEMM,
+    Calibration,
+    MeasuredPoint,
+    fit_calibration,
+)
 from llama3.train.peak_flops import device_name
 
 Call = Callable[[], object]
@@ -77,7 +86,7 @@ class DeviceBenchmark:
 
 
 def calibrate(
-    device: str = "auto", seconds: float = 60.0, say: Callable[[MeasuredPoint], object] = lambda _: None
+    device: str = "auto", seconds: float = 60.0, log: Callable[[MeasuredPoint], object] = lambda _: None
 ) -> Calibration:
     """Measure `device` (auto, cpu or cuda) for about `seconds`, longer if two sizes of each kind need it.
 
@@ -85,22 +94,24 @@ def calibrate(
     """
     if not seconds > 0:
         raise ValueError(f"seconds: {seconds:g} leaves no time to measure; write 30 or more")
-    target = device_at_hand(device)
+    target = resolve_device(device)
     reach, points = REACH[target.type], list[MeasuredPoint]()
     for groups, share in (
-        (gemms(reach, target), 0.5),
-        (attentions(reach, target), 0.35),
-        (layers(reach, target), 0.15),
+        (gemm_cases(reach, target), 0.5),
+        (attention_cases(reach, target), 0.35),
+        (elementwise_cases(reach, target), 0.15),
     ):
-        for point in measured(groups, share * seconds, target):
-            say(point)
+        for point in measure_groups(groups, share * seconds, target):
+            log(point)
             points.append(point)
     date = datetime.now(UTC).isoformat(timespec="milliseconds")
     threads = torch.get_num_threads() if target.type == "cpu" else 0
-    return Calibration(fitted(points, device_name(target), date), tuple(points), date, torch.__version__, threads)
+    return Calibration(
+        fit_calibration(points, device_name(target), date), tuple(points), date, torch.__version__, threads
+    )
 
 
-def gemms(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
+def gemm_cases(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
     """Yield the products for each side: square, gate and up in one, down, and square of fewer rows.
 
     Amounts and seconds are those of one product: `spend` prices gradients like the forward product.
@@ -109,52 +120,54 @@ def gemms(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBen
         rows = reach.rows
         shapes = [(rows, side, side), (rows // 4, side, side), (rows, side, 8 * side), (rows, 4 * side, side)]
         yield [
-            DeviceBenchmark(GEMM, (m, k, n), 2.0 * m * k * n, partial(products, m, k, n, device), 3)
+            DeviceBenchmark(GEMM, (m, k, n), 2.0 * m * k * n, partial(linear_layer_ops, m, k, n, device), 3)
             for m, k, n in shapes
         ]
 
 
-def attentions(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
+def attention_cases(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
     """Yield both passes at each length. FLOPs of the forward pass: 2 T S D, as `step_time.layer_work` counts them."""
     for length in reach.lengths:
         batch = max(1, reach.rows // length)
         shape, flops = (batch, length, HEADS[0], FEATURES), 2.0 * batch * length**2 * HEADS[0] * FEATURES
-        passes = [partial(attention, batch, length, HEADS, FEATURES, backward, device) for backward in (False, True)]
+        passes = [partial(attention_op, batch, length, HEADS, FEATURES, backward, device) for backward in (False, True)]
         yield [
             DeviceBenchmark(FORWARD, shape, flops, passes[0]),
             DeviceBenchmark(BACK, shape, BACKWARD * flops, passes[1]),
         ]
 
 
-def layers(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
+def elementwise_cases(reach: MeasuredSizes, device: torch.device) -> Iterator[list[DeviceBenchmark]]:
     """Yield a layer's elementwise work at each width D, hidden 3.5 D. Bytes: as `layer_work`, backward twice."""
     for width in reach.widths:
         hidden, rows = width * 7 // 2, reach.rows
         moved = 3.0 * rows * (10 * width + 5 * hidden) * 2
-        yield [DeviceBenchmark(ELEMENTWISE, (rows, width), moved, partial(elementwise, rows, width, hidden, device))]
+        yield [DeviceBenchmark(ELEMENTWISE, (rows, width), moved, partial(elementwise_op, rows, width, hidden, device))]
 
 
-def measured(groups: Iterator[list[DeviceBenchmark]], limit_s: float, device: torch.device) -> Iterator[MeasuredPoint]:
+def measure_groups(
+    groups: Iterator[list[DeviceBenchmark]], limit_s: float, device: torch.device
+) -> Iterator[MeasuredPoint]:
     """Yield the points of the first two groups, and of later ones while there is time for them."""
     began, least_s = time.monotonic(), 0.0
     for number, cases in enumerate(groups):
         left = limit_s - (time.monotonic() - began)
         if number >= 2 and least_s > left:
             return
-        points = [timed(case, left / GROWTH / len(cases), device) for case in cases]
+        points = [measure_case(case, left / GROWTH / len(cases), device) for case in cases]
         yield from points
         calls_s = sum(point.seconds * case.parts for case, point in zip(cases, points, strict=True))
         least_s = GROWTH * (LEAST + 2) * calls_s
 
 
-def timed(case: DeviceBenchmark, limit_s: float, device: torch.device) -> MeasuredPoint:
+def measure_case(case: DeviceBenchmark, limit_s: float, device: torch.device) -> MeasuredPoint:
     """Return the point of a case: warmed up, then repeated for about `limit_s`, from `LEAST` to `MOST` times."""
     call = case.prepare()
-    seconds_of(call, 1, device)  # warm-up; the first products of a process on a CPU also repack weights
-    first = max(seconds_of(call, 1, device), 1e-7)
+    time_calls(call, 1, device)  # warm-up; the first products of a process on a CPU also repack weights
+    first = max(time_calls(call, 1, device), 1e-7)
     at_once = ceil(SHORT_S / first)
     repeats = min(MOST, max(LEAST, int(limit_s / (first * at_once))))
-    times = [seconds_of(call, at_once, device) / case.parts for _ in range(repeats)]
+    times = [time_calls(call, at_once, device) / case.parts for _ in range(repeats)]
     low, _, high = quantiles(times, n=4, method="inclusive")
     middle = median(times)
     return MeasuredPoint(case.what, case.shape, case.amount, middle, (high - low) / middle, repeats)
@@ -163,7 +176,7 @@ def timed(case: DeviceBenchmark, limit_s: float, device: torch.device) -> Measur
 # The model's calls on random numbers: these cost a device more power than zeros, and so lower clocks, as in training
 
 
-def products(rows: int, inner: int, columns: int, device: torch.device) -> Call:
+def linear_layer_ops(rows: int, inner: int, columns: int, device: torch.device) -> Call:
     """Return the three products of a linear layer [T, I] -> [T, C]: forward, gradients of input and of weight."""
     x_TI, weight_CI, gradient_TC = (
         torch.randn(*size, dtype=DTYPE, device=device) for size in ((rows, inner), (columns, inner), (rows, columns))
@@ -177,7 +190,7 @@ def products(rows: int, inner: int, columns: int, device: torch.device) -> Call:
     return call
 
 
-def attention(
+def attention_op(
     batch: int, length: int, heads: tuple[int, int], features: int, backward: bool, device: torch.device
 ) -> Call:
     """Return causal attention over whole sequences; `heads` are those of queries and of keys.
@@ -195,7 +208,7 @@ def attention(
     return lambda: torch.autograd.grad(out, (queries, keys, values), gradient, retain_graph=True)
 
 
-def elementwise(rows: int, width: int, hidden: int, device: torch.device) -> Call:
+def elementwise_op(rows: int, width: int, hidden: int, device: torch.device) -> Call:
     """Return two norms with their residual sums and one SwiGLU, forward and backward."""
     stream_TD = torch.randn(rows, width, dtype=DTYPE, device=device, requires_grad=True)
     gate_TF, up_TF = (torch.randn(rows, hidden, dtype=DTYPE, device=device, requires_grad=True) for _ in range(2))
@@ -213,7 +226,7 @@ def elementwise(rows: int, width: int, hidden: int, device: torch.device) -> Cal
     return call
 
 
-def seconds_of(call: Call, times: int, device: torch.device) -> float:
+def time_calls(call: Call, times: int, device: torch.device) -> float:
     """Return the seconds of one of `times` calls in a row, by the device's own clock where it has one."""
     if device.type != "cuda":
         began = time.perf_counter()
@@ -230,7 +243,7 @@ def seconds_of(call: Call, times: int, device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / times
 
 
-def device_at_hand(asked: str) -> torch.device:
+def resolve_device(asked: str) -> torch.device:
     """Return the device that `asked` (auto, cpu, cuda) names. Raises ValueError if it is missing."""
     present = torch.cuda.is_available()
     if asked not in ("auto", "cpu", "cuda") or (asked == "cuda" and not present):

@@ -21,7 +21,7 @@ from llama3.planner.topology import Layer
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Algorithm = Literal["ring", "tree", "halving nearest-first", "halving farthest-first"]
 """Halving's order is that of a reduce-scatter, whose first step sends half of the data. An all-gather runs it backward
-(doubling), so with nearest-first neighbors always exchange the most."""
+(doubling), so with nearest-first neighbors always comms the most."""
 LIBRARY: tuple[Algorithm, ...] = ("ring", "tree")
 """Algorithms of NCCL."""
 ALL: tuple[Algorithm, ...] = (*LIBRARY, "halving nearest-first", "halving farthest-first")
@@ -53,19 +53,21 @@ class CollectiveCurve:
     per_byte: float
     """Seconds per byte of the whole tensor."""
 
-    def at(self, size: float) -> float:
+    def seconds_at(self, size: float) -> float:
         """Return the seconds for `size` bytes."""
         return self.start + self.per_byte * size
 
 
-def contiguous(size: int, layers: Sequence[Layer], stride: int = 1) -> CommGroup:
+def contiguous_group(size: int, layers: Sequence[Layer], stride: int = 1) -> CommGroup:
     """Return a group of neighbors, `stride` GPUs apart. Raises ValueError if the cluster is too small."""
     if size * stride > layers[-1].gpus:
         raise ValueError(f"group: {size} members {stride} apart do not fit {layers[-1].gpus:,} GPUs; take fewer")
     return CommGroup(size, tuple(min(size, max(1, layer.gpus // stride)) for layer in layers))
 
 
-def line(kind: Kind, group: CommGroup, layers: Sequence[Layer], algorithm: Algorithm = "ring") -> CollectiveCurve:
+def collective_curve(
+    kind: Kind, group: CommGroup, layers: Sequence[Layer], algorithm: Algorithm = "ring"
+) -> CollectiveCurve:
     """Return the time of a collective as a line over its size.
 
     Raises ValueError for a tree that is not an all-reduce, and for halving in a group whose size is no power of two.
@@ -87,32 +89,40 @@ def line(kind: Kind, group: CommGroup, layers: Sequence[Layer], algorithm: Algor
             )
 
 
-def seconds(kind: Kind, size: float, group: CommGroup, layers: Sequence[Layer], algorithm: Algorithm = "ring") -> float:
-    """Return the time of a collective over `size` bytes of the whole tensor. Raises ValueError as `line`."""
-    return line(kind, group, layers, algorithm).at(size)
+def collective_seconds(
+    kind: Kind, size: float, group: CommGroup, layers: Sequence[Layer], algorithm: Algorithm = "ring"
+) -> float:
+    """Return the seconds of a collective over `size` bytes (whole tensor). Raises ValueError as `collective_curve`."""
+    return collective_curve(kind, group, layers, algorithm).seconds_at(size)
 
 
-def able(kind: Kind, group: CommGroup, among: Sequence[Algorithm] = ALL) -> list[Algorithm]:
-    """Return the algorithms of `among` that support the collective (see `line`)."""
+def supported_algorithms(kind: Kind, group: CommGroup, among: Sequence[Algorithm] = ALL) -> list[Algorithm]:
+    """Return the algorithms of `among` that support the collective (see `collective_curve`)."""
     power_of_two = group.size & (group.size - 1) == 0
     usable = {"ring": True, "tree": kind == "all-reduce"}
     return [algorithm for algorithm in among if usable.get(algorithm, power_of_two)]
 
 
-def choose(
+def fastest_algorithm(
     kind: Kind, size: float, group: CommGroup, layers: Sequence[Layer], among: Sequence[Algorithm] = LIBRARY
 ) -> tuple[Algorithm, float]:
     """Return the fastest algorithm for a message, and its seconds."""
-    times = {algorithm: line(kind, group, layers, algorithm).at(size) for algorithm in able(kind, group, among)}
+    times = {
+        algorithm: collective_curve(kind, group, layers, algorithm).seconds_at(size)
+        for algorithm in supported_algorithms(kind, group, among)
+    }
     best = min(times, key=lambda algorithm: times[algorithm])
     return best, times[best]
 
 
-def curve(
+def algorithm_curves(
     kind: Kind, sizes: Floats, group: CommGroup, layers: Sequence[Layer], among: Sequence[Algorithm] = ALL
 ) -> dict[Algorithm, Floats]:
     """Return the seconds of each supported algorithm at each size in bytes, for a plot."""
-    lines = {algorithm: line(kind, group, layers, algorithm) for algorithm in able(kind, group, among)}
+    lines = {
+        algorithm: collective_curve(kind, group, layers, algorithm)
+        for algorithm in supported_algorithms(kind, group, among)
+    }
     return {algorithm: timing.start + timing.per_byte * sizes for algorithm, timing in lines.items()}
 
 
@@ -123,14 +133,14 @@ def crossover(
 
     Two straight lines cross at most once; a ring never has less latency.
     """
-    ring, other = (line(kind, group, layers, algorithm) for algorithm in ("ring", fast))
+    ring, other = (collective_curve(kind, group, layers, algorithm) for algorithm in ("ring", fast))
     behind, gains = ring.start - other.start, other.per_byte - ring.per_byte
     if behind <= 0:
         return 0.0
     return behind / gains if gains > ROUNDING * ring.per_byte else float("inf")
 
 
-def ring_rate(group: CommGroup, layers: Sequence[Layer]) -> float:
+def ring_bandwidth(group: CommGroup, layers: Sequence[Layer]) -> float:
     """Return the bytes per second on each link of a ring.
 
     Where it leaves a group of the layer below, it has the cards of all its members there, as other rings of the same
@@ -149,7 +159,7 @@ def _ring(ways: int, group: CommGroup, layers: Sequence[Layer]) -> CollectiveCur
     latency = (group.size - borders[0]) * layers[0].latency_s
     for inner, outer, layer in zip(borders, borders[1:], layers[1:], strict=False):
         latency += (inner - outer) * layer.latency_s
-    return CollectiveCurve(ways * latency, ways * (group.size - 1) / group.size / ring_rate(group, layers))
+    return CollectiveCurve(ways * latency, ways * (group.size - 1) / group.size / ring_bandwidth(group, layers))
 
 
 def _tree(group: CommGroup, layers: Sequence[Layer]) -> CollectiveCurve:
@@ -157,7 +167,7 @@ def _tree(group: CommGroup, layers: Sequence[Layer]) -> CollectiveCurve:
     servers = -(-group.size // group.per_layer[0])
     outermost = next(layer for members, layer in zip(group.per_layer, layers, strict=True) if members == group.size)
     climb = (group.per_layer[0] - 1) * layers[0].latency_s + (servers - 1).bit_length() * outermost.latency_s
-    return CollectiveCurve(2 * climb, 2 / (TREE_RATE * ring_rate(group, layers)))
+    return CollectiveCurve(2 * climb, 2 / (TREE_RATE * ring_bandwidth(group, layers)))
 
 
 def _halving(ways: int, group: CommGroup, layers: Sequence[Layer], nearest_first: bool) -> CollectiveCurve:

@@ -16,13 +16,13 @@ from math import exp, log, sqrt
 import numpy as np
 
 from llama3.planner.hardware import Accelerator
-from llama3.train.peak_flops import peak_of
+from llama3.train.peak_flops import peak_flops
 
 BACKWARD = 2.5
 """Work of attention's backward pass over its forward one: five products in place of two (arXiv 2205.14135)."""
 ATTENTION = 550e12
 """Assumed rate of attention on Hopper, forward, FLOP/s (FlashAttention-3, arXiv 2407.08608: 400 to 650 at 8K, 16K)."""
-REALISED, HALF = 0.76, 320.0
+REALIZED, HALF = 0.76, 320.0
 """Priors: rate of products in a step over their rate alone, and the side at which half of the ceiling is reached. The
 first fits Table 4's first row (0.611 of the H100's peak) and absorbs all that is not modeled (launch gaps, falling
 clocks, messages that slow products down); half is Megatron's."""
@@ -86,24 +86,24 @@ class AttentionCurve:
     backward: tuple[float, ...]
     measured: bool = False
 
-    def seconds(self, flops: float, seq: int, backward: bool) -> float:
-        """Return the time of `flops` forward operations at length `seq`, or of the backward pass that follows them."""
+    def seconds(self, flops: float, seq_len: int, backward: bool) -> float:
+        """Return the seconds of `flops` forward operations at length `seq_len`, or of their backward pass."""
         rates = self.backward if backward else self.forward
-        after = bisect_right(self.lengths, seq)
+        after = bisect_right(self.lengths, seq_len)
         if after in (0, len(self.lengths)):
             rate = rates[min(after, len(self.lengths) - 1)]
         else:
             low, high = self.lengths[after - 1], self.lengths[after]
-            share = log(seq / low) / log(high / low)
+            share = log(seq_len / low) / log(high / low)
             rate = rates[after - 1] * (1 - share) + rates[after] * share
         return flops * (BACKWARD if backward else 1.0) / rate
 
-    def extrapolates(self, seq: int) -> str:
+    def extrapolates(self, seq_len: int) -> str:
         """Return that a length is outside the measured range, or ""."""
         low, high = self.lengths[0], self.lengths[-1]
-        if not self.measured or low <= seq <= high:
+        if not self.measured or low <= seq_len <= high:
             return ""
-        return f"attention over {seq:,} tokens: outside of the measured {low:,} to {high:,}"
+        return f"attention over {seq_len:,} tokens: outside of the measured {low:,} to {high:,}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Curves:
         return cls(**data, gemm=GemmCurve(**gemm), attention=AttentionCurve(**attention), memory=MemoryCurve(**memory))
 
 
-def priors(accelerator: Accelerator) -> Curves:
+def prior_curves(accelerator: Accelerator) -> Curves:
     """Return the assumed curves of an accelerator that was not measured, from its description.
 
     Attention is proportional to the peak. Other devices than Hopper are scaled from it, and `source` says so.
@@ -171,16 +171,16 @@ def priors(accelerator: Accelerator) -> Curves:
         accelerator.name,
         "bf16",
         source,
-        GemmCurve(peak, REALISED * accelerator.reached_tflops / accelerator.dense_tflops, HALF),
+        GemmCurve(peak, REALIZED * accelerator.reached_tflops / accelerator.dense_tflops, HALF),
         AttentionCurve((1,), (rate,), (rate,)),
         MemoryCurve(accelerator.memory_tb_s * 1e12 * MEMORY),
     )
 
 
-def in_a_step(measured: Curves) -> Curves:
-    """Return measured curves for a training step, where products reach `REALISED` of their rate alone."""
-    gemm = replace(measured.gemm, ceiling=measured.gemm.ceiling * REALISED)
-    return replace(measured, gemm=gemm, source=f"{measured.source}; products times {REALISED}, as fitted on Table 4")
+def derate_for_step(measured: Curves) -> Curves:
+    """Return measured curves for a training step, where products reach `REALIZED` of their rate alone."""
+    gemm = replace(measured.gemm, ceiling=measured.gemm.ceiling * REALIZED)
+    return replace(measured, gemm=gemm, source=f"{measured.source}; products times {REALIZED}, as fitted on Table 4")
 
 
 def fit_gemm(shapes: Sequence[Shape], seconds: Sequence[float], peak_flops: float) -> GemmCurve:
@@ -305,7 +305,7 @@ class Calibration:
         )
 
 
-def fitted(points: Sequence[MeasuredPoint], device: str, date: str) -> Curves:
+def fit_calibration(points: Sequence[MeasuredPoint], device: str, date: str) -> Curves:
     """Return the curves through measured points of every kind; lengths of attention in ascending order.
 
     Where the maker's peak is not known, shares are of the fastest product, and `source` says so. Elementwise work
@@ -314,7 +314,7 @@ def fitted(points: Sequence[MeasuredPoint], device: str, date: str) -> Curves:
     gemm, forward, backward, elementwise = (
         [point for point in points if point.what == kind] for kind in (GEMM, FORWARD, BACK, ELEMENTWISE)
     )
-    peak = peak_of(device, "bf16")
+    peak = peak_flops(device, "bf16")
     flops = peak.flops if peak else max(point.rate for point in gemm)
     shapes = [(rows, inner, columns) for rows, inner, columns in (point.shape for point in gemm)]
     lengths = tuple(point.shape[1] for point in forward)

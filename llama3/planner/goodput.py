@@ -16,7 +16,7 @@ from scipy.optimize import minimize_scalar
 
 VALID = 0.15
 """Largest (R + s + dt / 2) / M of the closed form, which is linear in the failures. Below it is within 2 points of the
-simulation (`uptime.play`)."""
+simulation (`uptime.simulate`)."""
 LONGEST_INTERVAL_S = 86_400.0
 
 
@@ -89,7 +89,7 @@ class CheckpointInterval:
     """Whether `interval_s` is the time of a save."""
 
 
-def exposure(mtti_s: float, restart_s: float, interval_s: float, costs: CheckpointCosts) -> float:
+def failure_cost_share(mtti_s: float, restart_s: float, interval_s: float, costs: CheckpointCosts) -> float:
     """Return (R + s + dt / 2) / M: the wall time that a failure costs, over the time between two failures."""
     return (restart_s + costs.save_s + interval_s / 2) / mtti_s
 
@@ -104,25 +104,27 @@ def effective_time(mtti_s: float, restart_s: float, interval_s: float, costs: Ch
             raise ValueError(f"{name}: {value:g} s; write a time above 0")
     if restart_s < 0:
         raise ValueError(f"restart_s: {restart_s:g} is negative; write 0 or more")
-    if exposure(mtti_s, restart_s, interval_s, costs) >= VALID:
+    if failure_cost_share(mtti_s, restart_s, interval_s, costs) >= VALID:
         return None
-    return first_order(mtti_s, restart_s, interval_s, costs)
+    return first_order_effective_time(mtti_s, restart_s, interval_s, costs)
 
 
-def best_cadence(mtti_s: float, restart_s: float, costs: CheckpointCosts) -> CheckpointInterval:
+def best_checkpoint_interval(mtti_s: float, restart_s: float, costs: CheckpointCosts) -> CheckpointInterval:
     """Return the interval with the most effective time. Raises ValueError for impossible times."""
     if mtti_s <= 0:
         raise ValueError(f"mtti_s: {mtti_s:g} s; write a time above 0")
     shortest = max(costs.save_s, 1e-3)
     longest = max(LONGEST_INTERVAL_S, 2 * shortest)
     result = minimize_scalar(
-        lambda interval: -first_order(mtti_s, restart_s, interval, costs),
+        lambda interval: -first_order_effective_time(mtti_s, restart_s, interval, costs),
         bounds=(shortest, longest),
         method="bounded",
         options={"xatol": 1e-3},
     )
     interval = float(result.x)
-    if first_order(mtti_s, restart_s, shortest, costs) >= first_order(mtti_s, restart_s, interval, costs):
+    if first_order_effective_time(mtti_s, restart_s, shortest, costs) >= first_order_effective_time(
+        mtti_s, restart_s, interval, costs
+    ):
         interval = shortest
     share = effective_time(mtti_s, restart_s, interval, costs)
     return CheckpointInterval(interval, sqrt(2 * costs.block_s * mtti_s), share, interval == shortest)
@@ -137,11 +139,11 @@ def longest_restart(target: float, mtti_s: float, interval_s: float, costs: Chec
         raise ValueError(f"target: {target:g} is not a share of wall time; write 0.9 for 90 %")
     slowed = target * (1 + costs.blocked_s(interval_s) / interval_s)
     restart = (1 - slowed) * mtti_s - costs.save_s - interval_s / 2
-    valid = exposure(mtti_s, restart, interval_s, costs) < VALID
+    valid = failure_cost_share(mtti_s, restart, interval_s, costs) < VALID
     return restart if restart >= 0 and valid else None
 
 
-def first_order(mtti_s: float, restart_s: float, interval_s: float, costs: CheckpointCosts) -> float:
+def first_order_effective_time(mtti_s: float, restart_s: float, interval_s: float, costs: CheckpointCosts) -> float:
     """Return the formula's value, valid or not: for comparing intervals, and for showing where it ends."""
-    lost = exposure(mtti_s, restart_s, interval_s, costs)
+    lost = failure_cost_share(mtti_s, restart_s, interval_s, costs)
     return (1 - lost) / (1 + costs.blocked_s(interval_s) / interval_s)

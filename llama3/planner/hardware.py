@@ -1,6 +1,6 @@
 """Accelerators and servers as data: small YAML files with a source beside each figure.
 
-A preset is meant to be copied and edited: `herd plan show h100` prints it, and a file's path works in place of a
+A preset is meant to be copied and edited: `herd plan presets h100` prints it, and a file's path works in place of a
 preset's name. Figures that no maker publishes have the source "assumed"; `herd plan calibrate` measures a machine.
 """
 
@@ -22,7 +22,7 @@ SPARSE = 1.5
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-class Described(BaseModel):
+class SourcedFigures(BaseModel):
     """Figures, each with its source."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -32,7 +32,7 @@ class Described(BaseModel):
     """Field -> source of its figure; "assumed" where none is published."""
 
     @model_validator(mode="after")
-    def _sources_of_fields(self) -> Described:
+    def _sources_of_fields(self) -> SourcedFigures:
         if unknown := sorted(set(self.sources) - set(type(self).model_fields)):
             raise ValueError(f"sources: {', '.join(unknown)} name no field; the fields are {', '.join(self.figures())}")
         return self
@@ -47,7 +47,7 @@ class Described(BaseModel):
         return self.sources.get(field, "yours")
 
 
-class Accelerator(Described):
+class Accelerator(SourcedFigures):
     """A GPU."""
 
     driver_name: str = ""
@@ -70,7 +70,7 @@ class Accelerator(Described):
         return self
 
 
-class Server(Described):
+class Server(SourcedFigures):
     """A machine: GPUs with direct links between them, and their network cards."""
 
     gpus: int = Field(ge=1)
@@ -120,8 +120,8 @@ def read_description(named: str | dict[str, Any], field: str, mark: str, near: P
         if named not in (known := preset_names(mark)):
             raise ValueError(
                 f"{field}: {named!r} is unknown hardware, and nothing is guessed for it; presets are "
-                f"{', '.join(known)}; or copy one (herd plan show NAME > FILE.yaml), put your figures in, and give the "
-                "file"
+                f"{', '.join(known)}; or copy one (herd plan presets NAME > FILE.yaml), put your figures in, and give "
+                "the file"
             )
         preset: dict[str, Any] = yaml.safe_load(preset_text(named))
         return preset
@@ -132,11 +132,11 @@ def read_description(named: str | dict[str, Any], field: str, mark: str, near: P
     except yaml.YAMLError as error:
         raise ValueError(f"{field}: {path} is not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{field}: {path} is not a mapping; see herd plan show h100 for an example")
+        raise ValueError(f"{field}: {path} is not a mapping; see herd plan presets h100 for an example")
     return data
 
 
-def validated(kind: type[Kind], data: dict[str, Any], field: str) -> Kind:
+def validate_description(kind: type[Kind], data: dict[str, Any], field: str) -> Kind:
     """Return `data` as a `kind`. Raises ValueError with a line per fault."""
     try:
         return kind.model_validate(data)
@@ -155,7 +155,7 @@ def load_accelerator(named: str | dict[str, Any], near: Path | None = None, spar
     Raises ValueError.
     """
     field = "cluster.accelerator"
-    accelerator = validated(Accelerator, read_description(named, field, "dense_tflops", near), field)
+    accelerator = validate_description(Accelerator, read_description(named, field, "dense_tflops", near), field)
     known = PEAKS.get(accelerator.driver_name, {}).get("bf16")
     if known is not None and not sparse and accelerator.dense_tflops * 1e12 > SPARSE * known:
         raise ValueError(
@@ -168,4 +168,4 @@ def load_accelerator(named: str | dict[str, Any], near: Path | None = None, spar
 
 def load_server(named: str | dict[str, Any], near: Path | None = None) -> Server:
     """Return a preset, a file or a mapping as a server. Raises ValueError."""
-    return validated(Server, read_description(named, "cluster.server", "link_gb_s", near), "cluster.server")
+    return validate_description(Server, read_description(named, "cluster.server", "link_gb_s", near), "cluster.server")

@@ -38,9 +38,9 @@ LADDER: tuple[tuple[Literal[2, 3], Literal["none", "selective", "full"]], ...] =
 class LayoutQuery:
     """The job for which a layout is searched."""
 
-    spec: Model
+    config: Model
     rows: int
-    seq: int
+    seq_len: int
     batch: int
     """Tokens of a step."""
     world: int
@@ -48,7 +48,7 @@ class LayoutQuery:
     memory_bytes: float
     """Of one GPU."""
     server_gpus: int = 8
-    compute: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
 
     @property
     def limit(self) -> float:
@@ -91,64 +91,64 @@ class Rejected(NamedTuple):
 class SearchResult:
     """Layouts that fit, the fastest first, and those that were rejected."""
 
-    wanted: LayoutQuery
+    query: LayoutQuery
     fitting: list[Candidate] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
     @property
-    def looked_at(self) -> int:
+    def considered(self) -> int:
         """Number of layouts that were considered."""
         return len(self.fitting) + len(self.rejected)
 
 
-def search(wanted: LayoutQuery, model: StepModel) -> SearchResult:
-    """Return every layout of `wanted`, the fitting ones by time per step."""
-    result = SearchResult(wanted)
-    for cut, micro_batch in cuts(wanted):
+def search_layouts(query: LayoutQuery, model: StepModel) -> SearchResult:
+    """Return every layout of `query`, the fitting ones by time per step."""
+    result = SearchResult(query)
+    for cut, micro_batch in enumerate_layouts(query):
         try:
-            cut.check(wanted.spec, wanted.rows, wanted.world)
-            cut.check_sequence(wanted.seq)
-            _check_batch(wanted, cut, micro_batch)
+            cut.check(query.config, query.rows, query.world)
+            cut.check_sequence(query.seq_len)
+            _check_batch(query, cut, micro_batch)
         except ValueError as error:
             result.rejected.append(Rejected(cut, micro_batch, str(error)))
             continue
-        count = wanted.batch // wanted.seq // (cut.dp(wanted.world) * micro_batch)
-        load = Load(wanted.seq, micro_batch, count, wanted.compute)
-        for layout in _pipelines(wanted, cut, count):
-            fitting = _first_that_fits(wanted, layout, load)
+        count = query.batch // query.seq_len // (cut.dp(query.world) * micro_batch)
+        load = Load(query.seq_len, micro_batch, count, query.precision)
+        for layout in _pipelines(query, cut, count):
+            fitting = _first_that_fits(query, layout, load)
             if isinstance(fitting, Rejected):
                 result.rejected.append(fitting)
             else:
-                result.fitting.append(candidate(wanted, fitting[0], load, fitting[1], model))
+                result.fitting.append(make_candidate(query, fitting[0], load, fitting[1], model))
     result.fitting.sort(key=lambda candidate: (candidate.time.total, candidate.memory.total))
     return result
 
 
-def candidate(wanted: LayoutQuery, layout: Layout, load: Load, needs: RankMemory, model: StepModel) -> Candidate:
+def make_candidate(query: LayoutQuery, layout: Layout, load: Load, needs: RankMemory, model: StepModel) -> Candidate:
     """Return a layout with its step time and free memory."""
-    time = model.predict(layout, wanted.world, load)
-    work = flops_per_token(wanted.spec, wanted.rows, wanted.seq).causal * wanted.batch
-    tflops = work / wanted.world / time.total / 1e12
-    return Candidate(layout, load, wanted.world, needs, time, tflops, wanted.limit - needs.total)
+    time = model.predict(layout, query.world, load)
+    work = flops_per_token(query.config, query.rows, query.seq_len).causal * query.batch
+    tflops = work / query.world / time.total / 1e12
+    return Candidate(layout, load, query.world, needs, time, tflops, query.limit - needs.total)
 
 
-def judge(wanted: LayoutQuery, layout: Layout, micro_batch: int, model: StepModel) -> Candidate:
+def evaluate_layout(query: LayoutQuery, layout: Layout, micro_batch: int, model: StepModel) -> Candidate:
     """Return a given layout with its time, whether or not it fits. Raises ValueError for an impossible layout.
 
     `micro_batch`: sequences, at most.
     """
-    layout.check(wanted.spec, wanted.rows, wanted.world)
-    layout.check_sequence(wanted.seq)
-    _check_batch(wanted, layout, 1)
-    sequences = wanted.batch // wanted.seq // layout.dp(wanted.world)
-    load = Load(wanted.seq, *dealt(layout, sequences, micro_batch), wanted.compute)
-    return candidate(wanted, layout, load, _fullest(wanted, layout, load, every=True), model)
+    layout.check(query.config, query.rows, query.world)
+    layout.check_sequence(query.seq_len)
+    _check_batch(query, layout, 1)
+    sequences = query.batch // query.seq_len // layout.dp(query.world)
+    load = Load(query.seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision)
+    return make_candidate(query, layout, load, _fullest(query, layout, load, every=True), model)
 
 
-def _check_batch(wanted: LayoutQuery, layout: Layout, micro_batch: int) -> None:
+def _check_batch(query: LayoutQuery, layout: Layout, micro_batch: int) -> None:
     """Raise ValueError if the sequences of a step do not divide evenly."""
-    dp = layout.dp(wanted.world)
-    sequences = wanted.batch // wanted.seq
+    dp = layout.dp(query.world)
+    sequences = query.batch // query.seq_len
     if sequences % (dp * micro_batch):
         raise ValueError(
             f"batch: {sequences} sequences do not split over dp {dp} x micro-batch {micro_batch}; "
@@ -156,7 +156,7 @@ def _check_batch(wanted: LayoutQuery, layout: Layout, micro_batch: int) -> None:
         )
 
 
-def dealt(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
+def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
     """Return the size and number of the micro-batches into which the engine splits a process's `sequences`.
 
     At most `most` sequences each. A pipeline needs equal micro-batches; without one the last may be smaller.
@@ -167,31 +167,31 @@ def dealt(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
     return size, -(-sequences // size)
 
 
-def cuts(wanted: LayoutQuery) -> Iterator[tuple[Layout, int]]:
+def enumerate_layouts(query: LayoutQuery) -> Iterator[tuple[Layout, int]]:
     """Yield every combination of TP, CP and PP that divides the GPUs, with every micro-batch."""
-    for tp in _powers(wanted.server_gpus):
-        for cp in _powers(max(1, wanted.seq // LEAST_CHUNK)):
-            left, odd = divmod(wanted.world, tp * cp)
+    for tp in _powers(query.server_gpus):
+        for cp in _powers(max(1, query.seq_len // LEAST_CHUNK)):
+            left, odd = divmod(query.world, tp * cp)
             if odd:
                 continue
-            for pp in (size for size in range(1, wanted.spec.layers + 3) if left % size == 0):
+            for pp in (size for size in range(1, query.config.layers + 3) if left % size == 0):
                 yield from ((Layout(tp=tp, cp=cp, pp=pp), size) for size in MICRO_BATCHES)
 
 
-def _pipelines(wanted: LayoutQuery, cut: Layout, micro_batches: int) -> Iterator[Layout]:
+def _pipelines(query: LayoutQuery, cut: Layout, micro_batches: int) -> Iterator[Layout]:
     """Yield a cut with every number of virtual stages, and of micro-batches in a row, that differ."""
     pp = cut.pp
-    most = (wanted.spec.layers + 2) // pp  # more would leave a stage without layers
-    for virtual in sorted({*_powers(most), most}) if pp > 1 else [1]:
-        for contiguous in (pp, 2 * pp) if pp > 1 and 2 * pp <= micro_batches else (pp,):
-            yield cut.model_copy(update={"virtual": virtual, "contiguous": contiguous})
+    most = (query.config.layers + 2) // pp  # more would leave a stage without layers
+    for vpp in sorted({*_powers(most), most}) if pp > 1 else [1]:
+        for microbatch_group_size in (pp, 2 * pp) if pp > 1 and 2 * pp <= micro_batches else (pp,):
+            yield cut.model_copy(update={"vpp": vpp, "microbatch_group_size": microbatch_group_size})
 
 
 def _powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length())]
 
 
-def _first_that_fits(wanted: LayoutQuery, layout: Layout, load: Load) -> tuple[Layout, RankMemory] | Rejected:
+def _first_that_fits(query: LayoutQuery, layout: Layout, load: Load) -> tuple[Layout, RankMemory] | Rejected:
     """Return the layout with the cheapest ZeRO level and recomputation that fits, or why none does."""
 
     def with_rung(number: int) -> Layout:
@@ -200,41 +200,41 @@ def _first_that_fits(wanted: LayoutQuery, layout: Layout, load: Load) -> tuple[L
 
     for number in range(len(LADDER)):
         tried = with_rung(number)
-        needs = _fullest(wanted, tried, load)
-        if needs.total <= wanted.limit:
+        needs = _fullest(query, tried, load)
+        if needs.total <= query.limit:
             return tried, needs
         # Most layouts that fail at all fail at the end of the ladder too; looking there first saves the others.
-        if number == 0 and (least := _fullest(wanted, with_rung(-1), load)).total > wanted.limit:
+        if number == 0 and (least := _fullest(query, with_rung(-1), load)).total > query.limit:
             break
-    return Rejected(layout, load.micro_batch, f"memory: {too_much(least, wanted.limit)}", least.total)
+    return Rejected(layout, load.micro_batch, f"memory: {memory_error(least, query.limit)}", least.total)
 
 
-def _fullest(wanted: LayoutQuery, layout: Layout, load: Load, every: bool = False) -> RankMemory:
+def _fullest(query: LayoutQuery, layout: Layout, load: Load, every: bool = False) -> RankMemory:
     """Return the memory of the fullest process, of all or of those that can be the fullest (`_fullest_ranks`).
 
     If the first of these is too full, no other is computed.
     """
-    first, *others = range(layout.pp) if every else _fullest_ranks(wanted.spec.layers, layout.pp, layout.virtual)
-    (most,) = memory(wanted.spec, wanted.rows, layout, wanted.world, load, [first])
-    if most.total > wanted.limit and not every:
+    first, *others = range(layout.pp) if every else _fullest_ranks(query.config.layers, layout.pp, layout.vpp)
+    (most,) = memory(query.config, query.rows, layout, query.world, load, [first])
+    if most.total > query.limit and not every:
         return most
-    needs = memory(wanted.spec, wanted.rows, layout, wanted.world, load, others)
+    needs = memory(query.config, query.rows, layout, query.world, load, others)
     return max([most, *needs], key=lambda need: need.total)
 
 
 @cache
-def _fullest_ranks(layers: int, pp: int, virtual: int) -> tuple[int, ...]:
+def _fullest_ranks(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Return the pipeline ranks that can need most memory: the ends, and the earliest with each number of layers.
 
     Of two with as many layers the earlier one holds more micro-batches. The second rank is the fullest most often.
     """
-    ranges = split_layers(layers, pp * virtual)
+    ranges = split_layers(layers, pp * vpp)
     counts = [tuple(len(stage) for stage in ranges[rank::pp]) for rank in range(pp)]
     earliest = [counts.index(count) for count in dict.fromkeys(counts)]
     return tuple(dict.fromkeys((min(1, pp - 1), 0, pp - 1, *earliest)))
 
 
-def too_much(needs: RankMemory, limit: float) -> str:
+def memory_error(needs: RankMemory, limit: float) -> str:
     """Return what does not fit, in GB by component, the largest first."""
     sizes = memory_parts(needs)
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]))

@@ -12,7 +12,7 @@ from math import prod
 from typing import cast, get_args
 
 from llama3.parallel.layout import Layout
-from llama3.planner.collectives import CommGroup, Kind, choose
+from llama3.planner.collectives import CommGroup, Kind, fastest_algorithm
 from llama3.planner.topology import Fabric
 
 
@@ -28,7 +28,7 @@ class Network:
 
     def group(self, axis: str, layout: Layout, world: int) -> CommGroup:
         """Return the group of an axis: tp, cp, pp, fsdp (dp and cp together) or replica."""
-        within = layout.dp(world) // layout.replicas
+        within = layout.dp(world) // layout.dp_replicate
         axes: tuple[tuple[int, int], ...]  # stride and size, the inner axis first
         match axis:
             case "tp":
@@ -40,7 +40,7 @@ class Network:
             case "fsdp":
                 axes = ((layout.tp, layout.cp), (layout.model_parallel, within))
             case "replica":
-                axes = ((layout.model_parallel * within, layout.replicas),)
+                axes = ((layout.model_parallel * within, layout.dp_replicate),)
             case _:
                 raise ValueError(f"axis: {axis!r} is unknown; write tp, cp, pp, fsdp or replica")
         if axes not in self._groups:
@@ -51,7 +51,7 @@ class Network:
     def seconds(self, kind: str, size: float, group: CommGroup) -> float:
         """Return the time of a collective over `size` bytes of the whole tensor, by the algorithm of NCCL."""
         assert kind in get_args(Kind), f"{kind} is not a collective"
-        return choose(cast(Kind, kind), size, group, self.layers)[1]
+        return fastest_algorithm(cast(Kind, kind), size, group, self.layers)[1]
 
     def send(self, size: float, layout: Layout) -> float:
         """Return the time of a message of `size` bytes to the next pipeline stage."""

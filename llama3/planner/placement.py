@@ -98,23 +98,25 @@ def free_slots(layout: Layout, world: int, fabric: Fabric, available: Ints | Non
     return slots
 
 
-def contiguous(layout: Layout, world: int, fabric: Fabric, available: Ints | None = None) -> Placement:
+def contiguous_placement(layout: Layout, world: int, fabric: Fabric, available: Ints | None = None) -> Placement:
     """Return rank i on the i-th free GPU. Raises ValueError as `free_slots`."""
-    return on_slots(free_slots(layout, world, fabric, available), world)
+    return fill_slots(free_slots(layout, world, fabric, available), world)
 
 
-def shuffled(layout: Layout, world: int, fabric: Fabric, available: Ints | None = None, seed: int = 0) -> Placement:
+def shuffled_placement(
+    layout: Layout, world: int, fabric: Fabric, available: Ints | None = None, seed: int = 0
+) -> Placement:
     """Return slots in random order, as a scheduler without knowledge of the network assigns them."""
     slots = free_slots(layout, world, fabric, available)
-    return on_slots(np.random.default_rng(seed).permutation(slots), world)
+    return fill_slots(np.random.default_rng(seed).permutation(slots), world)
 
 
-def on_slots(slots: Ints, world: int) -> Placement:
+def fill_slots(slots: Ints, world: int) -> Placement:
     """Return ranks on slots, one slot after another."""
     return Placement(slots.reshape(-1)[:world])
 
 
-def fragmented(fabric: Fabric, taken: float = 0.25, seed: int = 0) -> Ints:
+def fragmented_gpus(fabric: Fabric, taken: float = 0.25, seed: int = 0) -> Ints:
     """Return the GPUs that are free when other jobs hold a random share of the servers.
 
     Raises ValueError if `taken` is not from 0 to below 1.
@@ -129,26 +131,26 @@ def fragmented(fabric: Fabric, taken: float = 0.25, seed: int = 0) -> Ints:
 # Orders of slots, as permutations of all free slots: the first `used` hold the job, in the order of ranks
 
 
-def starts(shape: tuple[int, int, int], group: Ints) -> Iterator[Ints]:
+def candidate_orders(shape: tuple[int, int, int], group: Ints) -> Iterator[Ints]:
     """Yield candidate orders for a job of `shape` slots [DP, PP, slots of a stage]; `group`: of each free slot.
 
     First plain contiguous order. Then every mix of: ranks in the order [TP, CP, PP, DP] or with DP inside PP; cut
     anywhere, or at stages, parts of the pipeline (or of DP), whole replicas; groups as wired, or the fullest first.
     """
     for stage_major in (False, True):
-        for block in blocks(shape, stage_major):
+        for block in block_sizes(shape, stage_major):
             for fullest in (False, True):
-                yield packed(shape, group, block, stage_major, fullest)
+                yield pack_blocks(shape, group, block, stage_major, fullest)
 
 
-def blocks(shape: tuple[int, int, int], stage_major: bool = False) -> list[int]:
+def block_sizes(shape: tuple[int, int, int], stage_major: bool = False) -> list[int]:
     """Return block sizes in slots: 1, a stage, and multiples of it that divide a replica (or all of a stage)."""
     dp, pp, stage = shape
     along = dp if stage_major else pp
     return sorted({1, *(stage * count for count in range(1, along + 1) if along % count == 0)})
 
 
-def packed(
+def pack_blocks(
     shape: tuple[int, int, int], group: Ints, block: int, stage_major: bool = False, fullest: bool = False
 ) -> Ints:
     """Return the order that fills each group with whole blocks first, then the remainders of the groups."""
@@ -166,10 +168,10 @@ def packed(
     return order
 
 
-def improved(
+def improve_by_swaps(
     order: Ints, used: int, sizes: list[int], cut: Callable[[Ints], float], groups: list[Ints], seed: int
 ) -> Ints:
-    """Return `order` after random swaps of blocks of `sizes` slots, none of which increases the cut.
+    """Return `order` after random swaps of blocks of `axis_sizes` slots, none of which increases the cut.
 
     `cut`: bytes that cross, given the groups [used] of a job's slots. `groups`: of each free slot, for each layer; the
     last is cut, and no rank leaves its group of the others. Swapping blocks works where Kernighan-Lin does not: a ring
@@ -191,7 +193,7 @@ def improved(
     return order
 
 
-def in_rank_order(order: Ints, group: Ints, used: int) -> Ints:
+def sort_within_groups(order: Ints, group: Ints, used: int) -> Ints:
     """Return `order` with the job's slots in each group assigned by rank, nearest first."""
     order = order.copy()
     by_group = np.argsort(group[order[:used]], kind="stable")
@@ -221,7 +223,7 @@ class AxisBytes:
                 raise ValueError(f"{name}: {size:g} bytes is negative; write 0 or more")
 
     @classmethod
-    def of(cls, sent: Iterable[Collective], layout: Layout, micro_batches: int) -> AxisBytes:
+    def from_collectives(cls, sent: Iterable[Collective], layout: Layout, micro_batches: int) -> AxisBytes:
         """Return the bytes of the collectives of a GPU, all its stages together.
 
         A ring moves (n - 1) / n of a tensor per GPU in a gather or a reduce-scatter, and twice that in an all-reduce
@@ -231,7 +233,7 @@ class AxisBytes:
         for message in sent:
             times = message.count * (micro_batches if message.when == "each" else 1)
             if message.kind == "send":
-                total["pp"] = max(total["pp"], 2.0 * layout.virtual * times * message.bytes)
+                total["pp"] = max(total["pp"], 2.0 * layout.vpp * times * message.bytes)
             else:
                 ways = 2 if message.kind == "all-reduce" else 1
                 share = ways * (message.group_size - 1) / message.group_size
@@ -278,7 +280,7 @@ def axis_traffic(
     `by`: rings run through their members in the order of GPUs or of ranks. A ring with members in k > 1 pods crosses
     pods k times in the order of GPUs, and at nearly every member in the order of ranks on scattered GPUs.
     """
-    group_sizes = sizes(layout, placement.world)
+    group_sizes = axis_sizes(layout, placement.world)
     placement.check(layout, fabric)
     layers = tuple(layer.name for layer in fabric.layers())
     traffic = []
@@ -286,7 +288,7 @@ def axis_traffic(
         if size == 1:
             continue
         pairs = axis_pairs(axis, layout, placement, sent, by)
-        number = layer_numbers(fabric, placement.gpus[pairs.source], placement.gpus[pairs.target])
+        number = joining_layers(fabric, placement.gpus[pairs.source], placement.gpus[pairs.target])
         counts = np.bincount(number, minlength=len(layers))
         volume = np.bincount(number, pairs.bytes, minlength=len(layers))
         shares = tuple((counts / counts.sum()).tolist())
@@ -294,24 +296,24 @@ def axis_traffic(
     return traffic
 
 
-def crossing(rows: Iterable[AxisTraffic]) -> dict[str, float]:
+def bytes_above_server(rows: Iterable[AxisTraffic]) -> dict[str, float]:
     """Return, for each layer above the server, the bytes of a step that go up to it or through it."""
     traffic = list(rows)
     names = traffic[0].layers if traffic else ()
     return {name: sum(sum(axis.bytes[number:]) for axis in traffic) for number, name in enumerate(names) if number}
 
 
-def sizes(layout: Layout, world: int) -> dict[str, int]:
+def axis_sizes(layout: Layout, world: int) -> dict[str, int]:
     """Return the members of a group of each axis. Raises ValueError if the layout does not divide `world`."""
-    within = layout.dp(world) // layout.replicas
-    return {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": within * layout.cp, "replica": layout.replicas}
+    within = layout.dp(world) // layout.dp_replicate
+    return {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": within * layout.cp, "replica": layout.dp_replicate}
 
 
 def ring_numbers(layout: Layout, world: int) -> dict[str, Ints]:
     """Return, for each axis with ring collectives, [world]: the ring number of each rank; innermost axis first."""
     dp = layout.dp(world)
-    within = dp // layout.replicas
-    rank = np.arange(world).reshape(layout.replicas, within, layout.pp, layout.cp, layout.tp)
+    within = dp // layout.dp_replicate
+    rank = np.arange(world).reshape(layout.dp_replicate, within, layout.pp, layout.cp, layout.tp)
     # A ring has the number of its lowest rank: that of its members where every coordinate that varies in it is 0.
     lowest = {"tp": rank[..., :1], "cp": rank[..., :1, :], "dp": rank[:, :1, :, :1], "replica": rank[:1]}
     return {axis: np.broadcast_to(first, rank.shape).reshape(-1) for axis, first in lowest.items()}
@@ -323,7 +325,7 @@ def axis_pairs(axis: str, layout: Layout, placement: Placement, sent: AxisBytes,
         return pipeline_pairs(layout, placement.world, sent.pp)
     ring = ring_numbers(layout, placement.world)[axis]
     inside = placement.gpus if by == "gpu" else np.arange(placement.world)
-    order = np.lexsort((inside, ring)).reshape(-1, sizes(layout, placement.world)[axis])
+    order = np.lexsort((inside, ring)).reshape(-1, axis_sizes(layout, placement.world)[axis])
     source, target = order.reshape(-1), np.roll(order, -1, axis=1).reshape(-1)
     return AxisMessages(source, target, np.full(len(source), getattr(sent, axis)))
 
@@ -336,14 +338,14 @@ def pipeline_pairs(layout: Layout, world: int, size: float) -> AxisMessages:
     ranks = np.arange(world).reshape(-1, layout.pp, layout.cp * layout.tp)
     following = np.roll(ranks, -1, axis=1)
     half = np.full(ranks.shape, size / 2)
-    half[:, -1] *= (layout.virtual - 1) / layout.virtual
-    if layout.virtual == 1:
+    half[:, -1] *= (layout.vpp - 1) / layout.vpp
+    if layout.vpp == 1:
         ranks, following, half = ranks[:, :-1], following[:, :-1], half[:, :-1]
     source, target, size_each = (array.reshape(-1) for array in (ranks, following, half))
     return AxisMessages(np.append(source, target), np.append(target, source), np.append(size_each, size_each))
 
 
-def layer_numbers(fabric: Fabric, source: Ints, target: Ints) -> Ints:
+def joining_layers(fabric: Fabric, source: Ints, target: Ints) -> Ints:
     """Return, for pairs of GPUs, the number of the innermost layer that joins them."""
     sizes = (layer.gpus for layer in fabric.layers())
     apart: Ints = np.sum([source // size != target // size for size in sizes], axis=0)  # groups nest
@@ -354,7 +356,7 @@ def layer_numbers(fabric: Fabric, source: Ints, target: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class PlacementChoice:
     """A rank order and its traffic beside that of other orders."""
 
     placement: Placement
@@ -393,7 +395,7 @@ class Ring(NamedTuple):
     """Of one crossing of a ring, times the parallel rings through the same slots."""
 
 
-class Demand(NamedTuple):
+class SlotTraffic(NamedTuple):
     """Messages between slots of ranks in a step."""
 
     rings: list[Ring]
@@ -427,28 +429,30 @@ def _crossings(ring: Ints, group: Ints) -> int:
 
 def minimum_cut(
     layout: Layout, world: int, fabric: Fabric, sent: AxisBytes, available: Ints | None = None, seed: int = 0
-) -> Recommendation:
+) -> PlacementChoice:
     """Return the recommended order of ranks on the free GPUs (`available`; None: all).
 
     The exact minimum is NP-hard (graph partitioning). Meta's scheduler searches for it too (Gangidi et al., SIGCOMM
-    2024, unpublished); this search is ours: the best of `starts`, improved by seeded swaps. The outermost
+    2024, unpublished); this search is ours: the best of `candidate_orders`, improved by seeded swaps. The outermost
     oversubscribed layer never carries more than under contiguous order; an inner one may, if an outer one gained.
     Contention on single links is not modeled. Raises ValueError as `free_slots`, or for a layout that does not divide
     `world`.
     """
     slots = free_slots(layout, world, fabric, available)
-    best = on_slots(slots[_search(layout, world, fabric, demand(layout, world, fabric, sent), slots, seed)], world)
-    random = shuffled(layout, world, fabric, available, seed)
+    best = fill_slots(
+        slots[_search(layout, world, fabric, slot_traffic(layout, world, fabric, sent), slots, seed)], world
+    )
+    random = shuffled_placement(layout, world, fabric, available, seed)
     orders: dict[str, tuple[Placement, Order]] = {
-        "contiguous": (on_slots(slots, world), "gpu"),
+        "contiguous": (fill_slots(slots, world), "gpu"),
         "recommended": (best, "gpu"),
         "random": (random, "rank"),
         RINGS: (random, "gpu"),
     }
     traffic = {name: axis_traffic(layout, fabric, order, sent, by) for name, (order, by) in orders.items()}
     layer = next((tier.name for tier in reversed(fabric.tiers) if tier.oversubscription > 1), "")
-    crossings = {name: crossing(axes) for name, axes in traffic.items()}
-    return Recommendation(best, traffic["recommended"], crossings, layer)
+    crossings = {name: bytes_above_server(axes) for name, axes in traffic.items()}
+    return PlacementChoice(best, traffic["recommended"], crossings, layer)
 
 
 def slot_groups(fabric: Fabric, slots: Ints) -> list[Ints]:
@@ -458,7 +462,7 @@ def slot_groups(fabric: Fabric, slots: Ints) -> list[Ints]:
     return [slots[:, 0] // size for size in reversed(tiers)]
 
 
-def demand(layout: Layout, world: int, fabric: Fabric, sent: AxisBytes) -> Demand:
+def slot_traffic(layout: Layout, world: int, fabric: Fabric, sent: AxisBytes) -> SlotTraffic:
     """Return the messages between slots; ranks of one slot share all coordinates but their tensor-parallel one."""
     size = slot_size(layout, fabric)
     rings = []
@@ -468,7 +472,7 @@ def demand(layout: Layout, world: int, fabric: Fabric, sent: AxisBytes) -> Deman
         rings.append(Ring(members, getattr(sent, axis) * parallel))
     source, target, volume = pipeline_pairs(layout, world, sent.pp)
     first = source % size == 0
-    return Demand(
+    return SlotTraffic(
         [ring for ring in rings if ring.bytes and np.bincount(ring.number).max() > 1],
         source[first] // size,
         target[first] // size,
@@ -476,17 +480,17 @@ def demand(layout: Layout, world: int, fabric: Fabric, sent: AxisBytes) -> Deman
     )
 
 
-def _search(layout: Layout, world: int, fabric: Fabric, needs: Demand, slots: Ints, seed: int) -> Ints:
+def _search(layout: Layout, world: int, fabric: Fabric, needs: SlotTraffic, slots: Ints, seed: int) -> Ints:
     """Return the order of slots that cuts least, or plain order if none cuts less."""
     size = slots.shape[1]
     shape, used = (layout.dp(world), layout.pp, layout.cp * layout.tp // size), world // size
     plain, groups = np.arange(len(slots)), slot_groups(fabric, slots)
     if not groups:
         return plain
-    best = min(starts(shape, groups[0]), key=lambda order: needs.cut(groups[0][order[:used]]))
+    best = min(candidate_orders(shape, groups[0]), key=lambda order: needs.cut(groups[0][order[:used]]))
     for depth, group in enumerate(groups):
-        best = improved(best, used, blocks(shape), needs.cut, groups[: depth + 1], seed)
-        best = in_rank_order(best, group, used)
+        best = improve_by_swaps(best, used, block_sizes(shape), needs.cut, groups[: depth + 1], seed)
+        best = sort_within_groups(best, group, used)
     for group in groups:  # the first layer where the two differ decides
         cut, plain_cut = needs.cut(group[best[:used]]), needs.cut(group[plain[:used]])
         if abs(cut - plain_cut) > LEAST_GAIN * plain_cut:

@@ -13,7 +13,14 @@ from typing import Any, Literal
 from llama3.parallel.layout import Layout
 from llama3.planner.budget import Budget
 from llama3.planner.device_curves import Curves
-from llama3.planner.layout_search import Candidate, LayoutQuery, SearchResult, judge, search, too_much
+from llama3.planner.layout_search import (
+    Candidate,
+    LayoutQuery,
+    SearchResult,
+    evaluate_layout,
+    memory_error,
+    search_layouts,
+)
 from llama3.planner.network import Network
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import StepModel
@@ -30,7 +37,7 @@ NUDGE = 1e-5
 
 
 @dataclass(frozen=True)
-class OnFabric:
+class FabricProjection:
     """A job on one cluster."""
 
     fabric: Fabric
@@ -39,14 +46,16 @@ class OnFabric:
     best: Candidate
 
 
-def step_model(wanted: LayoutQuery, fabric: Fabric, curves: Curves) -> StepModel:
+def fabric_step_model(query: LayoutQuery, fabric: Fabric, curves: Curves) -> StepModel:
     """Return the step model of a cluster, with the share of a card's rate under its routing."""
-    return StepModel(wanted.spec, wanted.rows, Network(fabric, bandwidth_share(fabric)), curves)
+    return StepModel(query.config, query.rows, Network(fabric, bandwidth_share(fabric)), curves)
 
 
-def on_fabric(wanted: LayoutQuery, fabric: Fabric, curves: Curves, layout: Layout) -> OnFabric:
+def project_on_fabric(query: LayoutQuery, fabric: Fabric, curves: Curves, layout: Layout) -> FabricProjection:
     """Return a job on a cluster, with micro-batches of one sequence. Raises ValueError for an impossible layout."""
-    return OnFabric(fabric, bandwidth_share(fabric), judge(wanted, layout, 1, step_model(wanted, fabric, curves)))
+    return FabricProjection(
+        fabric, bandwidth_share(fabric), evaluate_layout(query, layout, 1, fabric_step_model(query, fabric, curves))
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class StagePlacement:
 
 
 @dataclass(frozen=True)
-class Projected:
+class ProjectedSegment:
     """One segment of a stage on its layout."""
 
     stage: str
@@ -86,10 +95,10 @@ class Projection:
     rows: int
     fabric: Fabric
     curves: Curves
-    parts: tuple[Projected, ...]
+    parts: tuple[ProjectedSegment, ...]
 
     @property
-    def main(self) -> Projected:
+    def main(self) -> ProjectedSegment:
         """The part that takes longest: the one that pages and tables explain."""
         return max(self.parts, key=lambda part: part.seconds * part.best.world)
 
@@ -105,14 +114,14 @@ def project(
     most = max([gpus, *(place.gpus for place in places.values())])
     if most > fabric.gpus:
         raise ValueError(f"gpus: {most:,} are more than the {fabric.gpus:,} of {fabric.name}; ask for fewer")
-    parts: list[Projected] = []
+    parts: list[ProjectedSegment] = []
     for span in Schedule(recipe).trained:
         place = places.get(span.name) or places.get(span.stage.name) or StagePlacement(gpus)
-        parts += _project_span(recipe.model, rows, fabric, curves, span, place, recipe.compute)
+        parts += _project_span(recipe.model, rows, fabric, curves, span, place, recipe.precision)
     return Projection(recipe, rows, fabric, curves, tuple(parts))
 
 
-def most_gpus(fabric: Fabric, span: StageSpan) -> int:
+def max_gpus(fabric: Fabric, span: StageSpan) -> int:
     """Return the largest power of two of the cluster's GPUs that is no more than the sequences of a step allow.
 
     One sequence may be split over a server by tensor parallelism, over 16 pipeline ranks, and by context parallelism
@@ -120,49 +129,51 @@ def most_gpus(fabric: Fabric, span: StageSpan) -> int:
     """
     most = fabric.gpus
     for segment in span.segments:
-        parts = fabric.server.gpus * PIPELINE * max(1, segment.seq // CHUNK)
-        most = min(most, segment.batch // segment.seq * parts)
+        parts = fabric.server.gpus * PIPELINE * max(1, segment.seq_len // CHUNK)
+        most = min(most, segment.batch // segment.seq_len * parts)
     return 1 << (most.bit_length() - 1)
 
 
 def _project_span(
-    spec: Model, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, compute: str
-) -> list[Projected]:
+    config: Model, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, compute: str
+) -> list[ProjectedSegment]:
     """Return the segments of a span, all on the layout that is fastest for the segment with most tokens."""
 
-    def query(segment: Segment, gpus: int) -> LayoutQuery:
+    def query_for(segment: Segment, gpus: int) -> LayoutQuery:
         memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
-        seq, batch = segment.seq, segment.batch
-        return LayoutQuery(spec, rows, seq, batch, gpus, memory, per_server, compute)  # type: ignore[arg-type]
+        seq_len, batch = segment.seq_len, segment.batch
+        return LayoutQuery(config, rows, seq_len, batch, gpus, memory, per_server, compute)  # type: ignore[arg-type]
 
-    def on_layout(gpus: int, layout: Layout, micro_batch: int, result: SearchResult | None) -> list[Projected]:
+    def on_layout(gpus: int, layout: Layout, micro_batch: int, result: SearchResult | None) -> list[ProjectedSegment]:
         """Return each segment on one layout, whether or not it fits. Raises ValueError for an impossible layout."""
         parts = []
         for segment in span.segments:
-            wanted = query(segment, gpus)
-            best = judge(wanted, layout, micro_batch, step_model(wanted, fabric, curves))
-            searched = result if result is not None and result.wanted.seq == segment.seq else None
-            parts.append(Projected(span.name, segment, best, searched, best.tflops / fabric.accelerator.dense_tflops))
+            query = query_for(segment, gpus)
+            best = evaluate_layout(query, layout, micro_batch, fabric_step_model(query, fabric, curves))
+            searched = result if result is not None and result.query.seq_len == segment.seq_len else None
+            parts.append(
+                ProjectedSegment(span.name, segment, best, searched, best.tflops / fabric.accelerator.dense_tflops)
+            )
         return parts
 
     if place.layout is not None:
         parts = on_layout(place.gpus, place.layout, place.micro_batch, None)
         for part in parts:
-            check_fits(span.name, query(part.segment, place.gpus), part.best, fabric, curves)
+            check_fits(span.name, query_for(part.segment, place.gpus), part.best, fabric, curves)
         return parts
     heaviest = max(span.segments, key=lambda segment: segment.tokens)
-    wanted = query(heaviest, place.gpus or most_gpus(fabric, span))
+    query = query_for(heaviest, place.gpus or max_gpus(fabric, span))
     result = None
-    while not place.gpus and wanted.world > 1:  # no number was requested: halve until a layout fits
-        result = search(wanted, step_model(wanted, fabric, curves))
+    while not place.gpus and query.world > 1:  # no number was requested: halve until a layout fits
+        result = search_layouts(query, fabric_step_model(query, fabric, curves))
         if result.fitting:
             break
-        wanted, result = replace(wanted, world=wanted.world // 2), None
-    result = result or _search(wanted, fabric, curves, span.name)
+        query, result = replace(query, world=query.world // 2), None
+    result = result or _search(query, fabric, curves, span.name)
     faults = ""
     for candidate in result.fitting:
         try:
-            parts = on_layout(result.wanted.world, candidate.layout, candidate.load.micro_batch, result)
+            parts = on_layout(result.query.world, candidate.layout, candidate.load.micro_batch, result)
         except ValueError as error:  # the layout is impossible for another length of the stage
             faults = faults or str(error)
             continue
@@ -170,7 +181,7 @@ def _project_span(
             return parts
         faults = faults or "memory"
     raise ValueError(
-        f"{span.name}: no layout of {result.wanted.world:,} GPUs serves all its lengths ({faults}); take other GPUs, "
+        f"{span.name}: no layout of {result.query.world:,} GPUs serves all its lengths ({faults}); take other GPUs, "
         "or let the stage advance from length to length, so that each has its own layout"
     )
 
@@ -180,8 +191,8 @@ def check_fits(name: str, asked: LayoutQuery, best: Candidate, fabric: Fabric, c
     if best.margin < 0:
         other = _search(asked, fabric, curves, name).fitting[0]
         raise ValueError(
-            f"{name}: {_describe(best)} does not fit: {too_much(best.memory, asked.limit)}; {_describe(other)} would, "
-            f"with {other.memory.total / 1e9:.1f}"
+            f"{name}: {_describe(best)} does not fit: {memory_error(best.memory, asked.limit)}; {_describe(other)} "
+            f"would, with {other.memory.total / 1e9:.1f}"
         )
 
 
@@ -189,30 +200,30 @@ def _describe(candidate: Candidate) -> str:
     layout = candidate.layout
     return (
         f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {candidate.dp}, zero {layout.zero}, recompute "
-        f"{layout.recompute}, virtual {layout.virtual}, micro-batch {candidate.load.micro_batch}"
+        f"{layout.recompute}, vpp {layout.vpp}, micro-batch {candidate.load.micro_batch}"
     )
 
 
-def _search(wanted: LayoutQuery, fabric: Fabric, curves: Curves, name: str) -> SearchResult:
+def _search(query: LayoutQuery, fabric: Fabric, curves: Curves, name: str) -> SearchResult:
     """Return the layouts of a query. Raises ValueError, with a number of GPUs that would do, if none fits."""
-    result = search(wanted, step_model(wanted, fabric, curves))
+    result = search_layouts(query, fabric_step_model(query, fabric, curves))
     if result.fitting:
         return result
     reasons = [rejected.why for rejected in result.rejected]
     nearest = next((why for why in reasons if why.startswith("memory")), reasons[0])
-    enough = smallest_cluster(wanted, fabric, curves)
+    enough = smallest_cluster(query, fabric, curves)
     remedy = f"{enough:,} GPUs would do" if enough else f"no number of GPUs of {fabric.name} would do"
     raise ValueError(
-        f"{name}: no layout of {wanted.world:,} GPUs fits sequences of {wanted.seq:,} ({nearest}); {remedy}"
+        f"{name}: no layout of {query.world:,} GPUs fits sequences of {query.seq_len:,} ({nearest}); {remedy}"
     )
 
 
-def smallest_cluster(wanted: LayoutQuery, fabric: Fabric, curves: Curves) -> int:
+def smallest_cluster(query: LayoutQuery, fabric: Fabric, curves: Curves) -> int:
     """Return the fewest servers' GPUs, doubling, on which a layout fits; 0 if none does up to the whole cluster."""
     gpus = 1
     while gpus <= fabric.gpus:
-        query = replace(wanted, world=gpus)
-        if search(query, step_model(query, fabric, curves)).fitting:
+        query = replace(query, world=gpus)
+        if search_layouts(query, fabric_step_model(query, fabric, curves)).fitting:
             return gpus
         gpus *= 2
     return 0
@@ -222,7 +233,7 @@ def smallest_cluster(wanted: LayoutQuery, fabric: Fabric, curves: Curves) -> int
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UncertainInput:
     """An uncertain parameter and its range."""
 
     name: str
@@ -235,7 +246,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Effect:
+class Sensitivity:
     """Effect of an unknown on a quantity."""
 
     name: str
@@ -258,39 +269,39 @@ class Effect:
 
 
 UNKNOWNS = (
-    Unknown(
+    UncertainInput(
         "speed of matrix products", 0.9, 1.1, Budget.with_products, "assumed; Table 4's rows were predicted within 2 %"
     ),
-    Unknown("speed of the network", 0.7, 1.2, Budget.with_messages, "assumed"),
-    Unknown(
+    UncertainInput("speed of the network", 0.7, 1.2, Budget.with_messages, "assumed"),
+    UncertainInput(
         "goodput",
         0.95,
         1.04,
         Budget.with_goodput,
         "more than 90 % (arXiv 2407.21783, section 3.3.4) to 97 % (arXiv 2312.11805) are published",
     ),
-    Unknown(
+    UncertainInput(
         "price of a GPU-hour",
         0.6,
         1.6,
         lambda budget, factor: budget.with_price(gpu_hour=budget.prices.gpu_hour * factor),
         "assumed: prices of 1.5 to 4 around 2.5",
     ),
-    Unknown(
+    UncertainInput(
         "power drawn by a GPU",
         0.8,
         1.1,
         lambda budget, factor: budget.with_price(gpu_load=min(1.0, budget.prices.gpu_load * factor)),
         "assumed; at most gpu_watts",
     ),
-    Unknown(
+    UncertainInput(
         "PUE",
         1.0,
         1.35,
         lambda budget, factor: budget.with_price(pue=max(1.0, budget.prices.pue * factor)),
         "assumed: 1.1 at large sites; the mean of all was 1.58 in 2023 (Uptime Institute)",
     ),
-    Unknown(
+    UncertainInput(
         "price of storage",
         0.5,
         2.0,
@@ -300,12 +311,12 @@ UNKNOWNS = (
 )
 
 
-def effects(budget: Budget, quantity: Quantity, most: int = 3) -> list[Effect]:
+def sensitivities(budget: Budget, quantity: Quantity, most: int = 3) -> list[Sensitivity]:
     """Return the unknowns that move `quantity` most, the largest first; those that do not move it are left out."""
     moving = []
     for unknown in UNKNOWNS:
 
-        def value(factor: float, unknown: Unknown = unknown) -> float:
+        def value(factor: float, unknown: UncertainInput = unknown) -> float:
             return float(getattr(unknown.change(budget, factor), quantity))
 
         planned = value(1.0)
@@ -313,7 +324,7 @@ def effects(budget: Budget, quantity: Quantity, most: int = 3) -> list[Effect]:
         # At a bound (goodput 1, PUE 1, full load) only the side that can move counts.
         slope = (above + below) / 2 if above and below else above + below
         elasticity = slope / NUDGE / planned if planned else 0.0
-        effect = Effect(unknown.name, value(unknown.low), value(unknown.high), planned, unknown.why, elasticity)
+        effect = Sensitivity(unknown.name, value(unknown.low), value(unknown.high), planned, unknown.why, elasticity)
         if effect.swing > 1e-9:
             moving.append(effect)
     return sorted(moving, key=lambda effect: -effect.swing)[:most]

@@ -13,11 +13,10 @@ from functools import cache
 from scipy.optimize import brentq
 
 from llama3.model.flops import flops_per_token
-from llama3.parallel.check_layout import ROWS, TABLE_4
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import ROWS, TABLE_4, Layout
 from llama3.parallel.memory import Load
-from llama3.planner.device_curves import Curves, priors
-from llama3.planner.layout_search import Candidate, LayoutQuery, judge
+from llama3.planner.device_curves import Curves, prior_curves
+from llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_layout
 from llama3.planner.network import Network
 from llama3.planner.step_time import StepModel
 from llama3.planner.topology import Fabric, load_fabric
@@ -29,44 +28,44 @@ VIRTUAL = 8
 """Stages per rank: 126 layers with embedding and output as one each are 128 = 16 x 8 (section 3.3.2)."""
 
 
-def meta_layout(row: int, virtual: int = VIRTUAL) -> Layout:
+def meta_layout(row: int, vpp: int = VIRTUAL) -> Layout:
     """Return the layout of a row of Table 4, 0 the first."""
     layout = TABLE_4[row].layout
-    return layout.model_copy(update={"virtual": virtual, "contiguous": layout.pp})
+    return layout.model_copy(update={"vpp": vpp, "microbatch_group_size": layout.pp})
 
 
-def wanted(row: int) -> LayoutQuery:
+def table4_query(row: int) -> LayoutQuery:
     """Return the layout query of a row of Table 4."""
     published = TABLE_4[row]
-    return LayoutQuery(llama_405b(), ROWS, published.seq, TABLE_4_BATCH, published.world, 80e9)
+    return LayoutQuery(llama_405b_config(), ROWS, published.seq_len, TABLE_4_BATCH, published.world, 80e9)
 
 
 @cache
-def llama_405b() -> Model:
+def llama_405b_config() -> Model:
     """Return the model shape of the 405B."""
     return Model.model_validate({"preset": "405b"})
 
 
 @cache
-def roce_24k() -> Fabric:
+def roce_24k_fabric() -> Fabric:
     """Return the cluster on which it was trained."""
     return load_fabric("roce-24k")
 
 
 def step_model(curves: Curves) -> StepModel:
     """Return the step model of the 405B on the RoCE cluster."""
-    return StepModel(llama_405b(), ROWS, Network(roce_24k()), curves)
+    return StepModel(llama_405b_config(), ROWS, Network(roce_24k_fabric()), curves)
 
 
-def predict(row: int, curves: Curves, virtual: int = VIRTUAL) -> Candidate:
+def predict_table4_row(row: int, curves: Curves, vpp: int = VIRTUAL) -> Candidate:
     """Return the prediction of a row of Table 4."""
-    return judge(wanted(row), meta_layout(row, virtual), 1, step_model(curves))
+    return evaluate_layout(table4_query(row), meta_layout(row, vpp), 1, step_model(curves))
 
 
 @cache
-def fitted(virtual: int = VIRTUAL, attention_tflops: float | None = None) -> Curves:
+def fitted_h100_curves(vpp: int = VIRTUAL, attention_tflops: float | None = None) -> Curves:
     """Return Hopper's curves with the ceiling of products that gives the first row of Table 4."""
-    start = priors(roce_24k().accelerator)
+    start = prior_curves(roce_24k_fabric().accelerator)
     if attention_tflops is not None:
         start = start.with_attention(attention_tflops * 1e12)
 
@@ -74,8 +73,13 @@ def fitted(virtual: int = VIRTUAL, attention_tflops: float | None = None) -> Cur
         return replace(start, gemm=replace(start.gemm, ceiling=ceiling))
 
     target = TABLE_4[0].tflops
-    work = flops_per_token(llama_405b(), ROWS, wanted(0).seq).causal * TABLE_4_BATCH / TABLE_4[0].world / 1e12
-    layout, load = meta_layout(0, virtual), Load(wanted(0).seq, 1, TABLE_4[0].sequences)
+    work = (
+        flops_per_token(llama_405b_config(), ROWS, table4_query(0).seq_len).causal
+        * TABLE_4_BATCH
+        / TABLE_4[0].world
+        / 1e12
+    )
+    layout, load = meta_layout(0, vpp), Load(table4_query(0).seq_len, 1, TABLE_4[0].sequences)
 
     def miss(ceiling: float) -> float:
         return work / step_model(curves(ceiling)).predict(layout, TABLE_4[0].world, load).total - target
@@ -85,4 +89,4 @@ def fitted(virtual: int = VIRTUAL, attention_tflops: float | None = None) -> Cur
 
 def llama3_model() -> StepModel:
     """Return the step model fitted on the first row of Table 4."""
-    return step_model(fitted())
+    return step_model(fitted_h100_curves())

@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.special import pdtr, pdtrik
 
-from llama3.parallel.pipeline_schedule import Kind, Times, actions, finish
-from llama3.planner.hardware import Described, read_description, validated
+from llama3.parallel.pipeline_schedule import Kind, Times, action_end_times, actions
+from llama3.planner.hardware import SourcedFigures, read_description, validate_description
 
 HOURS = 24.0
 NODE_DAY_FAILURES = 6.50e-3
@@ -73,7 +73,7 @@ class Cause(BaseModel):
     """Scheduled by an operator."""
 
 
-class FailureModel(Described):
+class FailureModel(SourcedFigures):
     """Observed interruptions of a fleet over some days, and the rates that follow."""
 
     days: float = Field(gt=0)
@@ -86,7 +86,7 @@ class FailureModel(Described):
     @classmethod
     def load(cls, named: str | dict[str, Any] = "failures-llama3", near: Path | None = None) -> FailureModel:
         """Return the model of a preset, a YAML file or a mapping. Raises ValueError if it is invalid."""
-        return validated(cls, read_description(named, "failures", "causes", near), "failures")
+        return validate_description(cls, read_description(named, "failures", "causes", near), "failures")
 
     @property
     def unexpected(self) -> int:
@@ -118,7 +118,7 @@ class FailureModel(Described):
 
 
 @dataclass(frozen=True)
-class Offenders:
+class RepeatOffenders:
     """Hosts that fail more often than the others. Such hosts are known to exist; how many is assumed."""
 
     share: float = 0.02
@@ -160,10 +160,12 @@ Trace = tuple[Failure, ...]
 """In the order of time."""
 
 
-def make_trace(model: FailureModel, fleet: Fleet, days: float, seed: int, offenders: Offenders | None = None) -> Trace:
+def make_trace(
+    model: FailureModel, fleet: Fleet, days: float, seed: int, offenders: RepeatOffenders | None = None
+) -> Trace:
     """Return the interruptions of a job on `fleet` in `days` days: the same for the same arguments."""
     rng = np.random.default_rng(seed)
-    weights = (offenders or Offenders(share=0.0)).weights(fleet.hosts, rng)
+    weights = (offenders or RepeatOffenders(share=0.0)).weights(fleet.hosts, rng)
     failures: list[Failure] = []
     for cause in model.causes:
         count = int(rng.poisson(model.per_hour(cause, fleet) * days * HOURS))
@@ -176,30 +178,30 @@ def make_trace(model: FailureModel, fleet: Fleet, days: float, seed: int, offend
     return tuple(sorted(failures))
 
 
-def scaled(trace: Iterable[Failure], factor: float, until_s: float = float("inf")) -> Trace:
+def scale_trace(trace: Iterable[Failure], factor: float, until_s: float = float("inf")) -> Trace:
     """Return `trace` with its times multiplied by `factor`, up to `until_s` of the new time."""
     moved = (Failure(**{**asdict(failure), "time_s": failure.time_s * factor}) for failure in trace)
     return tuple(failure for failure in moved if failure.time_s < until_s)
 
 
-def counts(trace: Iterable[Failure]) -> Counter[str]:
+def failures_by_cause(trace: Iterable[Failure]) -> Counter[str]:
     """Return the number of failures by cause."""
     return Counter(failure.cause for failure in trace)
 
 
-def repeaters(trace: Iterable[Failure], times: int = 2) -> dict[int, int]:
+def repeat_offenders(trace: Iterable[Failure], times: int = 2) -> dict[int, int]:
     """Return the hosts that broke at least `times` times, and how often: candidates for removal."""
     broken = Counter(failure.host for failure in trace if failure.spare)
     return {host: count for host, count in broken.most_common() if count >= times}
 
 
-def to_json(trace: Sequence[Failure]) -> str:
+def trace_to_json(trace: Sequence[Failure]) -> str:
     """Return `trace` as JSON text."""
     return json.dumps([asdict(failure) for failure in trace], indent=1)
 
 
-def from_json(text: str) -> Trace:
-    """Return the trace that `to_json` wrote. Raises ValueError for another text."""
+def trace_from_json(text: str) -> Trace:
+    """Return the trace that `trace_to_json` wrote. Raises ValueError for another text."""
     try:
         return tuple(sorted(Failure(**fields) for fields in json.loads(text)))
     except (TypeError, json.JSONDecodeError) as error:
@@ -224,7 +226,7 @@ def llama3_failures() -> FailureModel:
 # Spare hosts
 
 
-def away_on_average(model: FailureModel, fleet: Fleet, repair_s: float) -> float:
+def mean_hosts_in_repair(model: FailureModel, fleet: Fleet, repair_s: float) -> float:
     """Return how many hosts of `fleet` are in repair at a time, on average. Raises ValueError."""
     if repair_s <= 0:
         raise ValueError(f"repair_s: {repair_s:g} s; write the repair time of a host, above 0")
@@ -239,14 +241,14 @@ def spare_hosts(model: FailureModel, fleet: Fleet, repair_s: float, sure: float 
     """
     if not 0 < sure < 1:
         raise ValueError(f"sure: {sure:g} is not a share of the time; write 0.99 for 99 %")
-    mean = away_on_average(model, fleet, repair_s)
+    mean = mean_hosts_in_repair(model, fleet, repair_s)
     spares = max(0, int(pdtrik(sure, mean)) - 1)  # scipy.stats has this too, for half a second of imports
     while pdtr(spares, mean) < sure:
         spares += 1
     return spares
 
 
-def enough_share(trace: Iterable[Failure], span_s: float, repair_s: float, spares: int) -> float:
+def spares_suffice_share(trace: Iterable[Failure], span_s: float, repair_s: float, spares: int) -> float:
     """Return the share of `span_s` in which at most `spares` hosts of a trace are in repair.
 
     The first repair time is left out, as no host is in repair when a trace begins. Raises ValueError if none is left.
@@ -265,8 +267,8 @@ def enough_share(trace: Iterable[Failure], span_s: float, repair_s: float, spare
 # Slow hosts: synchronous training waits for the slowest
 
 
-def lengthening(
-    pipeline: int, virtual: int, micro_batches: int, slow: Mapping[int, float], exposed: float = 0.0
+def step_slowdown(
+    pipeline: int, vpp: int, micro_batches: int, slow: Mapping[int, float], exposed: float = 0.0
 ) -> float:
     """Return the share by which a step gets longer when the pipeline ranks in `slow` take longer by these factors.
 
@@ -279,22 +281,22 @@ def lengthening(
         raise ValueError(f"slow: rank {rank} at {slow[rank]:g} x; ranks are 0 to {pipeline - 1}, factors above 0")
     if not 0 <= exposed < 1:
         raise ValueError(f"exposed: {exposed:g} is not a share of a step; write 0 to 1")
-    kind: Kind = "interleaved" if virtual > 1 else "1f1b"
-    schedule = actions(kind, pipeline, virtual, micro_batches)
+    kind: Kind = "interleaved" if vpp > 1 else "1f1b"
+    schedule = actions(kind, pipeline, vpp, micro_batches)
 
     def step(factors: Mapping[int, float]) -> float:
         """Return the length of a step, in forward passes of a stage; stages are on the ranks round-robin."""
-        stages = tuple(factors.get(stage % pipeline, 1.0) for stage in range(pipeline * virtual))
-        return max(finish(schedule, Times(stages=stages)).values())
+        stages = tuple(factors.get(stage % pipeline, 1.0) for stage in range(pipeline * vpp))
+        return max(action_end_times(schedule, Times(stages=stages)).values())
 
     return (step(slow) / step({}) - 1) * (1 - exposed)
 
 
-def one_slow_host(pipeline: int, virtual: int, micro_batches: int, factor: float = MEGASCALE_SLOW) -> list[float]:
+def slowdown_by_rank(pipeline: int, vpp: int, micro_batches: int, factor: float = MEGASCALE_SLOW) -> list[float]:
     """Return the share by which a step gets longer, for a slow host at each pipeline rank."""
-    return [lengthening(pipeline, virtual, micro_batches, {rank: factor}) for rank in range(pipeline)]
+    return [step_slowdown(pipeline, vpp, micro_batches, {rank: factor}) for rank in range(pipeline)]
 
 
-def without_waiting(hosts: int, factor: float = MEGASCALE_SLOW) -> float:
+def slowdown_without_waiting(hosts: int, factor: float = MEGASCALE_SLOW) -> float:
     """Return the lengthening if no host waited for another, the mean over all hosts: an ablation."""
     return (factor - 1) / hosts

@@ -67,21 +67,21 @@ class Clos:
         return up, first + self.racks * self.uplinks + targets // self.cards * self.uplinks + spines
 
 
-def zone(fabric: Fabric, racks: int) -> Clos:
+def make_zone(fabric: Fabric, racks: int) -> Clos:
     """Return `racks` racks (the innermost tier) of a cluster's zone, with at most 64 cards each."""
     server = fabric.server.gpus
     cards = max(server, min(fabric.tiers[0].gpus, MOST_CARDS) // server * server)
     return Clos(racks, cards, server, max(1, round(cards * fabric.uplinks)))
 
 
-def broken(clos: Clos, failed: float, rng: np.random.Generator) -> Bools:
+def failed_links(clos: Clos, failed: float, rng: np.random.Generator) -> Bools:
     """Return the failed cables between racks and spines, (racks, uplinks): a random share `failed` of them."""
     cables = np.zeros(clos.racks * clos.uplinks, dtype=bool)
     cables[rng.choice(len(cables), round(failed * len(cables)), replace=False)] = True
     return cables.reshape(clos.racks, clos.uplinks)
 
 
-def rings(clos: Clos, replica: int, taken: float, rng: np.random.Generator) -> Ints:
+def job_rings(clos: Clos, replica: int, taken: float, rng: np.random.Generator) -> Ints:
     """Return the cards of a job, (members, rings): a column is a ring, in which each card sends to the next row.
 
     One ring per position in a replica, as data parallelism has in the order [TP, CP, PP, DP]. `replica`: GPUs of a
@@ -163,8 +163,8 @@ def pair_rates(job: RoutedJob, seed: int) -> Floats:
     `slowdown`.
     """
     clos, rng = job.clos, np.random.default_rng(seed)
-    members = rings(clos, job.replica, job.taken, rng)
-    failed = broken(clos, job.failed, rng)
+    members = job_rings(clos, job.replica, job.taken, rng)
+    failed = failed_links(clos, job.failed, rng)
     sources, targets = members.ravel(), np.roll(members, -1, axis=0).ravel()
     spread = job.routing == "adaptive"
     flows = 1 if spread else job.queue_pairs
@@ -178,8 +178,8 @@ def pair_rates(job: RoutedJob, seed: int) -> Floats:
             f"failed: no spine joins racks {source_racks[flow]} and {target_racks[flow]} any more; "
             "let fewer cables fail"
         )
-    use = _sprayed(clos, sources, targets, whole) if spread else _routed(job, sources, targets, whole, rng)
-    rates = max_min(use, np.ones(clos.links))
+    use = _sprayed_paths(clos, sources, targets, whole) if spread else _hashed_paths(job, sources, targets, whole, rng)
+    rates = max_min_fair(use, np.ones(clos.links))
     pairs: Floats = rates.reshape(*members.shape, flows).sum(axis=-1)
     return pairs
 
@@ -198,12 +198,14 @@ def bandwidth_share(fabric: Fabric) -> float:
     racks = min(RING, fabric.tiers[1].gpus // fabric.tiers[0].gpus) if len(fabric.tiers) > 1 else 1
     if racks == 1:
         return 1.0
-    clos = zone(fabric, racks)
+    clos = make_zone(fabric, racks)
     share = ring_share(RoutedJob(clos, fabric.routing, fabric.queue_pairs, replica=clos.cards))
     return min(1.0, share * fabric.tiers[1].oversubscription)
 
 
-def _routed(job: RoutedJob, sources: Ints, targets: Ints, whole: Bools, rng: np.random.Generator) -> sparse.csr_array:
+def _hashed_paths(
+    job: RoutedJob, sources: Ints, targets: Ints, whole: Bools, rng: np.random.Generator
+) -> sparse.csr_array:
     """Return the links of flows that each take one path, (links, flows)."""
     from scipy import sparse
 
@@ -224,7 +226,7 @@ def _routed(job: RoutedJob, sources: Ints, targets: Ints, whole: Bools, rng: np.
     return sparse.csr_array((np.ones(len(links)), (links, flows)), shape=(clos.links, len(sources)))
 
 
-def _sprayed(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sparse.csr_array:
+def _sprayed_paths(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sparse.csr_array:
     """Return the links of flows that are spread evenly over all working paths, (links, flows)."""
     from scipy import sparse
 
@@ -242,7 +244,7 @@ def _sprayed(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sparse.c
 # Max-min fairness. L links, F flows; rates in the unit of the capacities
 
 
-def max_min(use: sparse.sparray, capacity: Floats) -> Floats:
+def max_min_fair(use: sparse.sparray, capacity: Floats) -> Floats:
     """Return the max-min fair rates, (F,): no flow can get more without taking from one that has no more.
 
     `use`: (L, F), the part of a flow's rate that a link carries: 1 on its path, less where a flow is spread over

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 
+from llama3.model.param_table import layer_params
 from llama3.parallel.comm_records import Collective, transfers
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, PipelineStage, layer_elements, shards
+from llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
 from llama3.parallel.pipeline_schedule import Kind, actions, bubble, split_layers
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.device_curves import Curves
@@ -34,7 +36,7 @@ class LayerWork:
     """Rows, inner and columns of each matrix product, as this GPU computes it."""
     attention: float = 0.0
     """FLOPs of scores and values, the causal half."""
-    seq: int = 0
+    seq_len: int = 0
     """Length of the sequence that attention reads."""
     moved: float = 0.0
     """Bytes that norms, rotary embedding, SwiGLU and residual sums read and write."""
@@ -57,48 +59,47 @@ class LayerSeconds:
         return self.gemm + self.attention + self.elementwise + self.recompute + self.tp + self.cp
 
 
-def layer_work(spec: Model, layout: Layout, load: Load) -> LayerWork:
+def layer_work(config: Model, layout: Layout, load: Load) -> LayerWork:
     """Return a layer's work. q, k and v count as one product, gate and up as another.
 
     Attention: scores and values are 2 products of T x S x D / tp, half of it under the mask: 2 T S D / tp. Documents
     are taken to be as long as the sequence; shorter ones make attention cheaper.
     """
-    tokens, c, tp = load.micro_batch * load.seq // layout.cp, load.narrow, layout.tp
-    kv_dim = spec.kv_heads * (spec.dim // spec.heads)
-    products = (
-        (tokens, spec.dim, (spec.dim + 2 * kv_dim) // tp),
-        (tokens, spec.dim // tp, spec.dim),
-        (tokens, spec.dim, 2 * spec.ffn // tp),
-        (tokens, spec.ffn // tp, spec.dim),
-    )
-    norms_and_sums = 2 * (2 + 3) * spec.dim
-    hidden = 5 * spec.ffn + 2 * (spec.dim + kv_dim)  # silu and product; rotation of queries and keys
+    tokens, c, tp = load.micro_batch * load.seq_len // layout.cp, load.narrow, layout.tp
+    products = []
+    matrices = [param for param in layer_params(config) if param.row.kind == "matrix"]
+    for tp_axis, group in groupby(matrices, key=lambda param: param.row.tp_axis):  # column-parallel, then row-parallel
+        shapes = [param.shape for param in group]
+        columns, inner = sum(shape[0] for shape in shapes), shapes[0][1]
+        products.append((tokens, inner, columns // tp) if tp_axis == 0 else (tokens, inner // tp, columns))
+    norms_and_sums = 2 * (2 + 3) * config.dim
+    hidden = 5 * config.ffn + 2 * (config.dim + config.kv_dim)  # silu and product; rotation of queries and keys
     moved = tokens // tp * (norms_and_sums + hidden) * c
-    return LayerWork(products, 2.0 * tokens * load.seq * spec.dim / tp, load.seq, float(moved))
+    return LayerWork(tuple(products), 2.0 * tokens * load.seq_len * config.dim / tp, load.seq_len, float(moved))
 
 
-def head_work(spec: Model, rows: int, layout: Layout, load: Load) -> LayerWork:
+def head_work(config: Model, rows: int, layout: Layout, load: Load) -> LayerWork:
     """Return the work of the last norm, output matrix and loss: logits are read and written four times, in fp32."""
-    tokens = load.micro_batch * load.seq // layout.cp
+    tokens = load.micro_batch * load.seq_len // layout.cp
     moved = tokens * (rows // layout.tp) * 4 * load.wide
-    return LayerWork(((tokens, spec.dim, rows // layout.tp),), moved=float(moved))
+    return LayerWork(((tokens, config.dim, rows // layout.tp),), moved=float(moved))
 
 
-def embedding_work(spec: Model, layout: Layout, load: Load) -> LayerWork:
+def embedding_work(config: Model, layout: Layout, load: Load) -> LayerWork:
     """Return the work of the embedding, which reads and writes rows."""
-    tokens = load.micro_batch * load.seq // layout.cp
-    return LayerWork(moved=2.0 * tokens * spec.dim * load.narrow)
+    tokens = load.micro_batch * load.seq_len // layout.cp
+    return LayerWork(moved=2.0 * tokens * config.dim * load.narrow)
 
 
-def spend(work: LayerWork, curves: Curves, recompute: str, again: bool = True) -> LayerSeconds:
+def compute_seconds(work: LayerWork, curves: Curves, recompute: str, again: bool = True) -> LayerSeconds:
     """Return the seconds of `work` forward and backward, without messages.
 
     The backward pass computes two products for each and moves twice the bytes. `recompute` is that of a layout. With
     `again`, cheap activations that are not kept (norms, silu) are recomputed too.
     """
     products = [curves.gemm.seconds(*shape) for shape in work.products]
-    forward = curves.attention.seconds(work.attention, work.seq, False) if work.attention else 0.0
-    backward = curves.attention.seconds(work.attention, work.seq, True) if work.attention else 0.0
+    forward = curves.attention.seconds(work.attention, work.seq_len, False) if work.attention else 0.0
+    backward = curves.attention.seconds(work.attention, work.seq_len, True) if work.attention else 0.0
     moved = curves.memory.seconds(work.moved)
     recomputed = {
         "none": moved / 2 if again else 0.0,
@@ -133,13 +134,13 @@ class StepTime:
         return float(sum(vars(self).values()))
 
     @property
-    def products(self) -> float:
+    def gemm_bound(self) -> float:
         """Seconds that shrink with faster matrix products: theirs, and their share of bubble and imbalance."""
         working = self.gemm + self.attention + self.elementwise + self.recompute + self.tp + self.cp
         return self.gemm * (1 + (self.bubble + self.imbalance) / working)
 
     @property
-    def messages(self) -> float:
+    def exposed_comm(self) -> float:
         """Seconds of exposed messages."""
         return self.tp + self.cp + self.pp + self.dp
 
@@ -158,14 +159,14 @@ class PipelineTiming:
     """Of the embedding, and of the last norm, output and loss."""
     layers: tuple[int, ...]
     """Of each pipeline rank."""
-    virtual: int
+    vpp: int
     micro_batches: int
     transfer: float = 0.0
     """Seconds of a message to the next stage."""
     exposed: float = 0.0
     """Seconds of exposed FSDP messages."""
     optimizer: float = 0.0
-    contiguous: int = 0
+    microbatch_group_size: int = 0
     schedule: Kind = "interleaved"
 
     @property
@@ -188,29 +189,31 @@ class PipelineTiming:
             **mean_rank,
             pp=2 * (len(ranks) - 1) * self.transfer,
             dp=self.exposed,
-            bubble=waits(len(ranks), self.virtual, count, self.contiguous, self.schedule) * mean,
+            bubble=pipeline_idle(len(ranks), self.vpp, count, self.microbatch_group_size, self.schedule) * mean,
             imbalance=count * (max(ranks) - mean),
             optimizer=self.optimizer,
         )
 
 
 @cache
-def waits(ranks: int, virtual: int, micro_batches: int, contiguous: int = 0, schedule: Kind = "interleaved") -> float:
+def pipeline_idle(
+    ranks: int, vpp: int, micro_batches: int, microbatch_group_size: int = 0, schedule: Kind = "interleaved"
+) -> float:
     """Return how long a pipeline rank is idle in a step, in units of its own work for one micro-batch.
 
     (PP - 1) / V from PP micro-batches on (arXiv 2407.21783, section 3.3.2). With fewer, M, a rank idles PP - M turns in
     each of its V rounds: PP - M + (M - 1) / V. Where M is nearly PP, or fewer than PP micro-batches run in a row, ranks
     idle longer than that, so the schedule is simulated. Zero-bubble is simulated too.
     """
-    in_a_row = min(contiguous or ranks, micro_batches)
+    in_a_row = min(microbatch_group_size or ranks, micro_batches)
     if schedule == "zero-bubble":
         count = min(micro_batches, 2 * ranks) if in_a_row >= ranks else micro_batches  # periodic from 2 PP on
-        return bubble(actions(schedule, ranks, virtual, count, contiguous)) * count
+        return bubble(actions(schedule, ranks, vpp, count, microbatch_group_size)) * count
     if in_a_row >= ranks:
-        return (ranks - 1) / virtual
+        return (ranks - 1) / vpp
     if in_a_row == micro_batches and 3 * micro_batches < 2 * ranks:
-        return ranks - micro_batches + (micro_batches - 1) / virtual
-    return bubble(actions("interleaved", ranks, virtual, micro_batches, contiguous)) * micro_batches
+        return ranks - micro_batches + (micro_batches - 1) / vpp
+    return bubble(actions("interleaved", ranks, vpp, micro_batches, microbatch_group_size)) * micro_batches
 
 
 class StepModel:
@@ -220,13 +223,13 @@ class StepModel:
     messages of different axes do not compete for the network.
     """
 
-    def __init__(self, spec: Model, rows: int, network: Network, curves: Curves) -> None:
-        self.spec, self.rows, self.network, self.curves = spec, rows, network, curves
+    def __init__(self, config: Model, rows: int, network: Network, curves: Curves) -> None:
+        self.config, self.rows, self.network, self.curves = config, rows, network, curves
         layer, none = range(1), range(0)
         self._pieces = (
             PipelineStage(1, layer, False, False),
             PipelineStage(0, none, True, False),
-            PipelineStage(spec.layers + 1, none, False, True),
+            PipelineStage(config.layers + 1, none, False, True),
         )
         """One layer, the embedding and the head, as stages."""
         self._cache: dict[tuple[int | str | bool, ...], tuple[LayerSeconds, LayerSeconds, LayerSeconds]] = {}
@@ -238,41 +241,38 @@ class StepModel:
     def pipeline(self, layout: Layout, world: int, load: Load) -> PipelineTiming:
         """Return the inputs of the pipeline model, from which a step is computed or drawn."""
         layer, embedding, head = self._micro_batch(layout, load)
-        ranges = split_layers(self.spec.layers, layout.stages)
+        ranges = split_layers(self.config.layers, layout.stages)
         layers = tuple(sum(len(stage) for stage in ranges[rank :: layout.pp]) for rank in range(layout.pp))
-        sent = transfers(1 if layout.stages > 2 else 0, self.spec, layout, load)
+        sent = transfers(1 if layout.stages > 2 else 0, self.config, layout, load)
         pieces = shards(layout, world)
-        elements, _ = layer_elements(self.spec, layout.tp, pieces)
-        ends = [
-            sum(weight.slot(layout.tp, pieces) for weight in stage.ends(self.spec, self.rows)) for stage in self._pieces
-        ]
-        local = max(layers) * elements + _fullest(ends, layout)
+        ends = [shard_elements(stage.ends(self.config, self.rows), layout.tp, pieces) for stage in self._pieces]
+        local = max(layers) * layer_elements(self.config, layout.tp, pieces) + _fullest(ends, layout)
         return PipelineTiming(
             layer,
             (embedding, head),
             layers,
-            layout.virtual,
+            layout.vpp,
             load.micro_batches,
             self.network.send(sent[0].bytes, layout) if sent else 0.0,
             self._exposed(layout, world, load, layers, layer),
             self.curves.memory.seconds(local * STATE_BYTES * load.master / 4),
-            layout.contiguous,
+            layout.microbatch_group_size,
             layout.schedule,
         )
 
     def _micro_batch(self, layout: Layout, load: Load) -> tuple[LayerSeconds, LayerSeconds, LayerSeconds]:
         """Return the seconds of a layer, the embedding and the head for a micro-batch."""
-        key = (layout.tp, layout.cp, load.seq, load.micro_batch, layout.recompute, layout.compile, load.compute)
+        key = (layout.tp, layout.cp, load.seq_len, load.micro_batch, layout.recompute, layout.compile, load.precision)
         if key not in self._cache:
-            head = head_work(self.spec, self.rows, layout, load)
+            head = head_work(self.config, self.rows, layout, load)
             spent = [
-                spend(layer_work(self.spec, layout, load), self.curves, layout.recompute),
-                spend(embedding_work(self.spec, layout, load), self.curves, "none", again=False),
-                spend(head, self.curves, "none", again=False),
+                compute_seconds(layer_work(self.config, layout, load), self.curves, layout.recompute),
+                compute_seconds(embedding_work(self.config, layout, load), self.curves, "none", again=False),
+                compute_seconds(head, self.curves, "none", again=False),
             ]
             world, timed = layout.model_parallel, list[LayerSeconds]()
             for seconds, stage in zip(spent, self._pieces, strict=True):
-                sent = stage_volumes(stage, self.spec, self.rows, layout, world, load)
+                sent = stage_volumes(stage, self.config, self.rows, layout, world, load)
                 tp, cp = (self._seconds(sent, axis, layout, world) for axis in ("tp", "cp"))
                 timed.append(replace(seconds, tp=tp, cp=cp))
             self._cache[key] = (timed[0], timed[1], timed[2])
@@ -290,7 +290,7 @@ class StepModel:
 
         With ZeRO-3 weights are gathered for every micro-batch, each layer's behind the one before.
         """
-        sent = [stage_volumes(stage, self.spec, self.rows, layout, world, load) for stage in self._pieces]
+        sent = [stage_volumes(stage, self.config, self.rows, layout, world, load) for stage in self._pieces]
         once = self._seconds([message for message in sent[0] if message.when != "each"], "fsdp", layout, world)
         ends = _fullest([self._seconds(messages, "fsdp", layout, world) for messages in sent[1:]], layout)
         replica = [self._seconds(messages, "replica", layout, world) for messages in sent]

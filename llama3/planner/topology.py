@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llama3.planner.hardware import (
     Accelerator,
-    Described,
     Server,
+    SourcedFigures,
     load_accelerator,
     load_server,
     preset_names,
     read_description,
-    validated,
+    validate_description,
 )
 
 FIELD = "cluster"
@@ -43,7 +43,7 @@ class Tier(BaseModel):
     """Time of a message up through this tier and down."""
 
 
-class Fabric(Described):
+class Fabric(SourcedFigures):
     """A cluster: its servers, and the network between them."""
 
     accelerator: Accelerator
@@ -137,4 +137,6 @@ def make_fabric(data: dict[str, Any], near: Path | None = None, sparse: bool = F
         if field not in data:
             raise ValueError(f"{FIELD}.{field}: is missing; write a preset such as {preset}, or its figures")
     accelerator = load_accelerator(data["accelerator"], near, sparse)
-    return validated(Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD)
+    return validate_description(
+        Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD
+    )

@@ -18,7 +18,7 @@ from llama3.planner.goodput import (
     CheckpointCosts,
     CheckpointInterval,
     Recovery,
-    best_cadence,
+    best_checkpoint_interval,
     longest_restart,
 )
 from llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
@@ -32,7 +32,7 @@ TARGET = 0.90
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedRun:
     """Wall time of a simulated job by use, in seconds."""
 
     span_s: float
@@ -55,7 +55,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanAndSpread:
     """Effective time over many traces."""
 
     mean: float
@@ -67,14 +67,14 @@ class Spread:
     """95th percentile of the traces."""
 
     @classmethod
-    def of(cls, shares: Sequence[float]) -> Spread:
+    def from_shares(cls, shares: Sequence[float]) -> MeanAndSpread:
         """Return the spread of at least two shares."""
         low, high = np.quantile(shares, [0.05, 0.95])
         error = np.std(shares, ddof=1) / np.sqrt(len(shares))
         return cls(float(np.mean(shares)), float(error), float(low), float(high))
 
 
-class Cycle:
+class SaveCycle:
     """Work and save in turn: the work done and committed some time after a start."""
 
     def __init__(self, interval_s: float, costs: CheckpointCosts) -> None:
@@ -95,7 +95,7 @@ class Cycle:
         return 0.0 if since_first < 0 else (floor(since_first / self.period_s) + 1) * self.interval_s
 
 
-class Hosts:
+class SparePool:
     """Spare hosts: a broken host becomes a spare after its repair."""
 
     def __init__(self, recovery: Recovery) -> None:
@@ -108,14 +108,16 @@ class Hosts:
         return time_s if self.free is None else max(time_s, heappushpop(self.free, time_s + self.repair_s))
 
 
-def play(trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts, recovery: Recovery) -> Played:
+def simulate(
+    trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts, recovery: Recovery
+) -> SimulatedRun:
     """Return how a job with the failures of `trace` uses `span_s` seconds.
 
     A failure is detected (at once or by a timeout), takes a spare host if hardware broke, and restarts the job from the
     newest committed save; a second failure meanwhile restarts the recovery. Not modeled: slow steps, saves that fail,
     notice before planned interruptions, and silent data corruption. Raises ValueError.
     """
-    cycle, hosts = Cycle(interval_s, costs), Hosts(recovery)
+    cycle, hosts = SaveCycle(interval_s, costs), SparePool(recovery)
     up_since = ready = useful = lost = running = waiting = 0.0
     failures = [failure for failure in trace if failure.time_s < span_s]
     for failure in failures:
@@ -129,7 +131,7 @@ def play(trace: Trace, span_s: float, interval_s: float, costs: CheckpointCosts,
         up_since = ready + recovery.relaunch_s + costs.load_s
     elapsed = max(0.0, span_s - up_since)
     useful, running = useful + cycle.done_s(elapsed), running + elapsed
-    return Played(span_s, useful, lost, running - useful - lost, span_s - running, waiting, len(failures))
+    return SimulatedRun(span_s, useful, lost, running - useful - lost, span_s - running, waiting, len(failures))
 
 
 def monte_carlo(
@@ -140,10 +142,12 @@ def monte_carlo(
     costs: CheckpointCosts,
     recovery: Recovery,
     seeds: Iterable[int] = SEEDS,
-) -> Spread:
+) -> MeanAndSpread:
     """Return the effective time of a job on `fleet` over seeded traces of `days` days. Raises ValueError."""
     traces = (make_trace(model, fleet, days, seed) for seed in seeds)
-    return Spread.of([play(trace, days * 86_400, interval_s, costs, recovery).share for trace in traces])
+    return MeanAndSpread.from_shares(
+        [simulate(trace, days * 86_400, interval_s, costs, recovery).share for trace in traces]
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class Uptime:
     """Between two checkpoints, from the recipe."""
     cadence: CheckpointInterval
     """The best interval."""
-    spread: Spread
+    spread: MeanAndSpread
     """Effective training time over seeded traces at `interval_s`."""
     spares: int
     """Spare hosts needed so that one is available 99 % of the time."""
@@ -191,7 +195,7 @@ def uptime(
         mtti_s,
         restart_s,
         interval_s,
-        best_cadence(mtti_s, restart_s, costs),
+        best_checkpoint_interval(mtti_s, restart_s, costs),
         monte_carlo(model, fleet, DAYS, interval_s, costs, recovery, UPTIME_SEEDS),
         spare_hosts(model, fleet, recovery.repair_s),
         longest_restart(TARGET, mtti_s, interval_s, costs),

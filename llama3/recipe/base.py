@@ -1,4 +1,4 @@
-"""What all sections of a recipe share: no unknown keys, nothing changes after reading, docstrings describe fields."""
+"""Base class of recipe sections, and safe reading of YAML."""
 
 from __future__ import annotations
 
@@ -16,32 +16,28 @@ Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Domain = Literal["general", "math", "code", "multilingual"]
 DOMAINS: tuple[Domain, ...] = ("general", "math", "code", "multilingual")
 SPECIAL_TOKENS = 256
-"""Reserved ids right after the base vocabulary."""
+"""Reserved ids after the base vocabulary."""
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-# YAML text to plain data that can be walked: what its aliases stand for is counted before it is made.
-#
-# A kilobyte of aliases of aliases stands for more values than a memory holds, and an alias can hold itself. What
-# this gives up: an alias that stands for very much, or for what it is part of.
-
-MOST = 100_000
-"""Values that the aliases of one file may stand for."""
+MAX_ALIASED = 100_000
+"""Maximum values of all expanded aliases of a file."""
 
 
 def read_plain(text: str | bytes) -> Any:
-    """Return what YAML text holds. Raises yaml.YAMLError."""
+    """Return the plain data of a YAML text. Raises yaml.YAMLError."""
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         sizes: dict[int, float] = {}
-        if _size(node, sizes) - len(sizes) > MOST:
-            raise yaml.YAMLError(f"its aliases stand for more than {MOST:,} values; write out what they mean")
+        # before construction: a kilobyte of nested aliases can expand beyond memory, and an alias can contain itself
+        if _expanded_size(node, sizes) - len(sizes) > MAX_ALIASED:
+            raise yaml.YAMLError(f"its aliases expand to more than {MAX_ALIASED:,} values; write the values out")
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply; a recipe needs less than ten levels") from None
@@ -49,11 +45,11 @@ def read_plain(text: str | bytes) -> Any:
         loader.dispose()
 
 
-def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Return how many values a node stands for, each alias written out; without end for one that holds itself."""
+def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Return the number of values of a node with all aliases expanded; infinite if it contains itself."""
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
-        parts = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        children = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
         nested = isinstance(node, yaml.CollectionNode)
-        sizes[id(node)] = 1 + (sum(_size(part, sizes) for part in parts) if nested else 0)
+        sizes[id(node)] = 1 + (sum(_expanded_size(child, sizes) for child in children) if nested else 0)
     return sizes[id(node)]

@@ -1,4 +1,4 @@
-"""The data half of a recipe but for `curate`: sources, tokenizer, token shards."""
+"""The data fields of a recipe: sources, curation, tokenizer, token shards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from pydantic import Field, FiniteFloat, model_validator
 from llama3.recipe.base import DOMAINS, Domain, Name, Section
 from llama3.recipe.units import Bytes, Share, Tokens
 
-# Heuristic quality rules of a recipe: one bound per statistic, and the published rule sets by name.
-#
-# A rule set (`rules: [gopher, fineweb]`) fills in the published bounds; a bound written beside it wins, and `null`
-# switches one off. Sources: Gopher, arXiv 2112.11446, appendix A.1.1 and table A1; C4, arXiv 1910.10683, section
-# 2.2; FineWeb, arXiv 2406.17557, section 3.4; FineWeb-2, arXiv 2506.20920 and the configurations by language of its
-# repository huggingface/fineweb-2 (commits 05e6729 and d331bee). How each statistic is measured:
-# `llama3/data/kernels/statistics.py`.
-
+# Published rule sets (`rules: [gopher, fineweb]`); a bound in the recipe wins over them, and null switches one off.
+# Gopher: arXiv 2112.11446, appendix A.1.1 and table A1; C4: arXiv 1910.10683, section 2.2; FineWeb: arXiv 2406.17557,
+# section 3.4; FineWeb-2: arXiv 2506.20920 and the language configurations of huggingface/fineweb-2 (commits 05e6729 and
+# d331bee). `llama3/data/kernels/statistics.py` measures the statistics.
 RuleSet = Literal["gopher", "repetition", "c4", "fineweb", "fineweb2"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gopher": {
@@ -26,8 +22,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "repetition": {
         "max_duplicate_lines": 0.3, "max_duplicate_paragraphs": 0.3, "max_duplicate_line_chars": 0.2,
-        "max_duplicate_paragraph_chars": 0.2, "max_top_gram": {2: 0.20, 3: 0.18, 4: 0.16},
-        "max_duplicate_grams": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10},
+        "max_duplicate_paragraph_chars": 0.2, "max_top_ngram": {2: 0.20, 3: 0.18, 4: 0.16},
+        "max_duplicate_ngrams": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10},
     },
     "c4": {"min_sentences": 5, "max_braces": 0, "max_placeholder_text": 0},
     "fineweb": {
@@ -37,13 +33,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "fineweb2": {
         "min_words": 50, "max_words": 100_000, "min_mean_word": 3, "max_mean_word": 10, "max_symbols_per_word": 0.1,
         "max_bullet_lines": 0.9, "max_ellipsis_lines": 0.3, "min_alphabetic_words": 0.8, "max_duplicate_lines": 0.3,
-        "max_top_gram": {2: 0.20, 3: 0.18, 4: 0.16},
-        "max_duplicate_grams": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10},
+        "max_top_ngram": {2: 0.20, 3: 0.18, 4: 0.16},
+        "max_duplicate_ngrams": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10},
         "min_punctuated_lines": 0.12, "max_duplicate_line_chars_strict": 0.1, "max_newlines_per_word": 0.3,
     },
 }  # fmt: skip
 _BY_LANGUAGE = (
-    "max_duplicate_lines", "max_top_gram", "max_duplicate_grams", "min_punctuated_lines", "min_mean_word",
+    "max_duplicate_lines", "max_top_ngram", "max_duplicate_ngrams", "min_punctuated_lines", "min_mean_word",
     "max_mean_word", "min_alphabetic_words", "max_newlines_per_word",
 )  # fmt: skip
 _FINEWEB2: dict[str, tuple[Any, ...]] = {
@@ -78,103 +74,93 @@ _FINEWEB2: dict[str, tuple[Any, ...]] = {
     "vi": (0.293, (223, 197, 171), (178, 163, 150, 136, 124, 111), 0.333, 3, 11, 0.803, 0.103),
     "zh": (0.287, (256, 201, 171), (198, 182, 167, 154, 140, 127), 0.106, 1, 5, 0.735, 0.178),
 }
-"""Two-letter language -> bounds in the order of _BY_LANGUAGE; n-grams, from 2 and 5 words on, in thousandths."""
+"""Two-letter language -> bounds in the order of _BY_LANGUAGE; n-grams of 2 to 4 and 5 to 10 words, in thousandths."""
 TUNED = tuple(_FINEWEB2)
-"""Languages for which `fineweb2` has bounds."""
-
+"""Languages with bounds in `fineweb2`."""
 
 Count = Annotated[int, Field(ge=0)]
 Portion = Annotated[float, Field(ge=0, le=1)]
-"""A share as a number: published bounds are written 0.3, not 30%."""
+"""A share as a number, as in the published rule sets: 0.3, not 30%."""
 Amount = Annotated[float, Field(ge=0)]
 
 
-def published(rules: Any) -> dict[str, Any]:
-    """Return the bounds of the rule sets named by `rules`; of two sets that bound the same, the later one wins."""
+def rule_set_bounds(rules: Any) -> dict[str, Any]:
+    """Return the bounds of the rule sets `rules`; a later set wins."""
     bounds: dict[str, Any] = {}
     for name in map(str, rules) if isinstance(rules, list) else ():
         bounds |= PUBLISHED.get(name, {})
     return bounds
 
 
-def tuned(language: str) -> dict[str, Any]:
-    """Return the bounds of `fineweb2` for a two-letter language; none for one that it was not tuned for."""
-    bounds = dict(zip(_BY_LANGUAGE, _FINEWEB2.get(language, ()), strict=False))
-    for field, least in (("max_top_gram", 2), ("max_duplicate_grams", 5)):
-        if field in bounds:
-            bounds[field] = {size: share / 1000 for size, share in enumerate(bounds[field], least)}
-    return bounds
-
-
 class Quality(Section):
-    """Bounds on the statistics of a document; the first that it breaks is the reason for which it is dropped."""
+    """Bounds on the statistics of a document. The first violated bound is the reason to drop it; null: no bound."""
 
     rules: list[RuleSet] = Field(default_factory=list)
-    """Published rule sets whose bounds hold here: gopher, repetition, c4, fineweb, fineweb2. The last is tuned for each
-    of 30 languages; of others and of English its bounds are Gopher's and FineWeb's."""
+    """Published rule sets: gopher, repetition, c4, fineweb, fineweb2. `fineweb2` has bounds for 30 languages; in other
+    languages and in English it uses the bounds of Gopher and FineWeb."""
     min_chars: Count | None = 100
-    """Characters; short documents teach little and cost a begin and an end token each."""
+    """Minimum characters; short documents teach little, and each costs a begin and an end token."""
     max_chars: Count | None = 2_000_000
-    """Characters; longer documents are dumps and concatenations more often than texts."""
+    """Maximum characters; longer documents are often dumps and concatenations."""
     max_symbol_chars: Portion | None = 0.4
-    """Largest share of characters that are neither letters, digits nor blanks."""
+    """Maximum share of characters that are not letters, digits or blanks."""
     min_words: Count | None = None
+    """Minimum words."""
     max_words: Count | None = None
-    """Words; in scripts without spaces about two characters, in Thai and Lao four."""
+    """Maximum words. A word is about two characters in scripts without spaces, four in Thai and Lao."""
     min_mean_word: Amount | None = None
-    """Mean length of a word in characters."""
+    """Minimum mean length of a word in characters."""
     max_mean_word: Amount | None = None
-    """Mean length of a word in characters; a page of addresses has long ones."""
+    """Maximum mean length of a word in characters; lists of addresses have long words."""
     max_symbols_per_word: Amount | None = None
-    """Number signs and ellipses (the larger count of the two) for each word."""
+    """Maximum number signs per word, and maximum ellipses per word."""
     max_bullet_lines: Portion | None = None
-    """Share of lines that begin with a list mark; `*` is one only before a blank."""
+    """Maximum share of lines that start with a list mark; `*` counts only before a blank."""
     max_ellipsis_lines: Portion | None = None
-    """Share of lines that end with an ellipsis."""
+    """Maximum share of lines that end with an ellipsis."""
     min_alphabetic_words: Portion | None = None
-    """Share of words, here all that stands between blanks, with at least one letter."""
+    """Minimum share of words, here split at blanks, with at least one letter."""
     min_stop_words: Count | None = None
-    """How many different ones of the words the, be, to, of, and, that, have, with occur; for English."""
+    """Minimum number of different words among the, be, to, of, and, that, have, with; for English."""
     max_duplicate_lines: Portion | None = 0.3
-    """Share of lines that repeat an earlier line; those without a letter or digit (fences, brackets) never do."""
+    """Maximum share of lines that repeat an earlier line; lines without a letter or digit do not count as repeats."""
     max_duplicate_paragraphs: Portion | None = None
-    """Share of paragraphs that repeat an earlier one."""
+    """Maximum share of paragraphs that repeat an earlier paragraph."""
     max_duplicate_line_chars: Portion | None = None
-    """Share of characters in lines that repeat an earlier line."""
+    """Maximum share of characters in lines that repeat an earlier line."""
     max_duplicate_paragraph_chars: Portion | None = None
-    """Share of characters in paragraphs that repeat an earlier one."""
-    max_top_gram: dict[int, Amount] = Field(default_factory=lambda: {2: 0.2})
-    """n -> largest share of characters that the most frequent n-gram of words covers (n from 2 to 4)."""
-    max_duplicate_grams: dict[int, Amount] = Field(default_factory=dict)
-    """n -> largest share of characters in n-grams of words that repeat an earlier one (n from 5 to 10)."""
+    """Maximum share of characters in paragraphs that repeat an earlier paragraph."""
+    max_top_ngram: dict[int, Amount] = Field(default_factory=lambda: {2: 0.2})
+    """n -> maximum share of characters in the most frequent word n-gram (n from 2 to 4)."""
+    max_duplicate_ngrams: dict[int, Amount] = Field(default_factory=dict)
+    """n -> maximum share of characters in word n-grams that repeat an earlier one (n from 5 to 10)."""
     min_punctuated_lines: Portion | None = None
-    """Share of lines that end with punctuation."""
+    """Minimum share of lines that end with punctuation."""
     max_short_lines: Portion | None = None
-    """Share of lines of at most 30 characters."""
+    """Maximum share of lines of at most 30 characters."""
     max_duplicate_line_chars_strict: Portion | None = None
-    """FineWeb's bound on characters in repeated lines, over all characters but line ends."""
+    """FineWeb's maximum share of characters in repeated lines, of all characters except line ends."""
     max_newlines_per_word: Amount | None = None
-    """Lines but one for each word, without blank lines; a list has many."""
+    """Maximum line ends between non-blank lines per word; lists have many."""
     min_sentences: Count | None = None
-    """Sentences, in lines of three words or more that end with punctuation."""
+    """Minimum sentences, in lines of three words or more that end with punctuation."""
     max_braces: Count | None = None
-    """Curly braces: pages of code and templates, not prose."""
+    """Maximum curly braces; code and templates have many."""
     max_placeholder_text: Count | None = None
-    """How often the printer's filler text (the one that begins with lorem) occurs."""
+    """Maximum occurrences of `lorem ipsum` text."""
     max_dirty_words: Amount | None = None
-    """Words out of `curate.dirty_words` for each word."""
+    """Maximum words from `curate.dirty_words` per word."""
     max_divergence: Amount | None = None
-    """KL divergence of a document's words from those of its domain, nats for each word (arXiv 2407.21783, 3.1.1)."""
+    """Maximum KL divergence from the words of the document's domain, in nats per word (arXiv 2407.21783, 3.1.1)."""
 
     @model_validator(mode="before")
     @classmethod
     def _published(cls, given: Any) -> Any:
-        """Put the bounds of the named rule sets under those that are written."""
-        return {**published(given.get("rules")), **given} if isinstance(given, dict) else given
+        return {**rule_set_bounds(given.get("rules")), **given} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for field, lengths in (("max_top_gram", range(2, 5)), ("max_duplicate_grams", range(5, 11))):
+        for field, lengths in (("max_top_ngram", range(2, 5)), ("max_duplicate_ngrams", range(5, 11))):
             wrong = [size for size in getattr(self, field) if size not in lengths]
             if wrong:
                 raise ValueError(f"{field}: {wrong[0]} words; write {lengths[0]} to {lengths[-1]}")
@@ -184,86 +170,82 @@ class Quality(Section):
                 raise ValueError(f"min_{name} {least} is above max_{name} {most}: no document could pass; swap them")
         return self
 
-    def spoken(self, language: str, but: Collection[str] = ()) -> Quality:
-        """Return these rules with the bounds that `fineweb2` has for `language`, where they are among the rules.
+    def for_language(self, language: str, but: Collection[str] = ()) -> Quality:
+        """Return these rules with the `fineweb2` bounds of `language`, if `fineweb2` is among the rules.
 
-        Bounds that the recipe sets itself stay, as do the fields of `but`.
+        Bounds set by the recipe itself and the fields of `but` do not change.
         """
         if "fineweb2" not in self.rules:
             return self
-        ours = published(self.rules)
-        same = {field for field, bound in ours.items() if getattr(self, field) == bound} - set(but)
-        return self.model_copy(update={field: bound for field, bound in tuned(language).items() if field in same})
+        bounds = dict(zip(_BY_LANGUAGE, _FINEWEB2.get(language, ()), strict=False))
+        for field, least in (("max_top_ngram", 2), ("max_duplicate_ngrams", 5)):
+            if field in bounds:
+                bounds[field] = {size: share / 1000 for size, share in enumerate(bounds[field], least)}
+        defaults = {
+            field for field, bound in rule_set_bounds(self.rules).items() if getattr(self, field) == bound
+        } - set(but)
+        return self.model_copy(update={field: bound for field, bound in bounds.items() if field in defaults})
 
     def changed(self, fields: dict[str, Any]) -> Quality:
-        """Return these rules with other values in `fields`, checked again.
+        """Return these rules with other values in `fields`, validated again.
 
-        `rules` in it stand in the place of the old ones: bounds that only those gave go back to their defaults.
+        New `rules` replace the old ones: bounds that only the old rule sets set go back to their defaults.
         """
         kept = self.model_dump()
         if "rules" in fields:
-            kept = {name: value for name, value in kept.items() if published(self.rules).get(name, ...) != value}
-        return Quality.model_validate({**kept, **published(fields.get("rules", [])), **fields})
-
-
-# The `curate` part of a recipe: every step of curation, its parameters and its defaults.
-#
-# A step that is left out of a recipe runs with the defaults below or, where the default is None or empty, not at
-# all. Quality rules are in `quality.py`.
-
-_WEB: list[Domain] = ["general", "multilingual"]
-_GENERAL: list[Domain] = ["general"]
+            kept = {name: value for name, value in kept.items() if rule_set_bounds(self.rules).get(name, ...) != value}
+        return Quality.model_validate({**kept, **rule_set_bounds(fields.get("rules", [])), **fields})
 
 
 class Dedup(Section):
-    """Removal of repeated documents: by URL, exact, and near (MinHash), each domain and language for itself."""
+    """Removal of repeated documents within each domain and language: by URL, exact, and near (MinHash)."""
 
     url: Literal["newest", "all"] = "newest"
-    """Drop the documents of a URL that have an earlier date than its newest one (arXiv 2407.21783, section 3.1.1), or
-    keep all. Documents without a date stay."""
+    """Of the documents of one URL, keep the newest (arXiv 2407.21783, section 3.1.1) and those without a date, or keep
+    all."""
     jaccard: float = Field(default=0.8, gt=0, le=1)
-    """Two documents whose word shingles overlap at least this much are one; 1 keeps all but exact copies."""
+    """Minimum overlap of the word shingles of two near duplicates; 1: only exact copies."""
     shingle: int = Field(default=5, ge=1)
     """Words per shingle."""
     bands: int = Field(default=20, ge=1, le=64)
-    """MinHash bands; more bands find more candidate pairs. 20 x 6 finds 99.8 % of pairs at Jaccard 0.8, where the usual
-    14 x 8 finds 92 %; what it finds too much is verified away."""
+    """MinHash bands; more bands find more candidate pairs. 20 x 6 finds 99.8 % of pairs at Jaccard 0.8, the usual
+    14 x 8 finds 92 %; a check of each pair removes false candidates."""
     rows: int = Field(default=6, ge=1, le=64)
     """Hashes per band; more rows find fewer candidate pairs."""
 
 
 class Lines(Section):
-    """Removal of lines: those that many documents share, and those that repeat themselves."""
+    """Removal of lines that many documents share, and of lines that repeat themselves."""
 
-    domains: list[Domain] = Field(default_factory=lambda: list(_WEB))
-    """Domains whose lines are removed; in code and worked problems the lines that repeat are the language itself."""
+    domains: list[Domain] = Field(["general", "multilingual"])
+    """Domains to clean; in code and math repeated lines are normal."""
     max_copies: int | None = Field(default=6, ge=1)
-    """Remove every copy of a line that stands more often than this in one bucket; None keeps all."""
-    bucket: int = Field(default=30_000_000, ge=1)
-    """Documents per bucket; the buckets are formed by id, each domain and language for itself."""
+    """Remove all copies of a line with more copies than this in one bucket; null: keep all."""
+    bucket_documents: int = Field(default=30_000_000, ge=1)
+    """Documents per bucket; each domain and language is split into buckets by document id."""
     min_chars: int = Field(default=8, ge=1)
-    """Shorter lines (brackets, list marks) are never removed as copies, nor are fences of code."""
-    max_repeated_grams: Share | None = None
-    """Remove a line when more than this share of its words lies in n-grams that it repeats; logs and error dumps."""
-    gram: int = Field(default=5, ge=2)
-    """Words per n-gram of the rule above."""
+    """Minimum characters of a line to count as a copy; fences of code never count."""
+    max_repeated_ngrams: Share | None = None
+    """Remove a line if more than this share of its words is in repeated n-grams, as in logs; null: keep all."""
+    ngram: int = Field(default=5, ge=2)
+    """Words per n-gram of `max_repeated_ngrams`."""
 
 
 class QualityScore(Section):
-    """A quality score of every document, and the least one to keep."""
+    """A quality score of each document, and the minimum to keep a document."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
-    """Column of the score; the first score of the list also decides which copy of a document is kept."""
+    """Column of the score; deduplication keeps the copy with the highest value of the first score."""
     domains: list[Domain] = Field(default_factory=list)
-    """Domains that are scored; empty: all."""
+    """Domains to score; empty: all."""
     good: list[str] = Field(default_factory=list)
-    """Files, folders or globs of documents that deserve a high score: a linear classifier is trained on them."""
+    """Files, folders or globs of good documents, to train a linear classifier."""
     bad: list[str] = Field(default_factory=list)
-    """Files of documents that deserve a low score; empty: a sample of the documents to be scored."""
+    """Files of bad documents; empty: a sample of the documents to score."""
     model: str | None = None
-    """Instead of `good`: folder of a Hugging Face sequence classifier, run in batches on a GPU where there is one."""
+    """Folder of a Hugging Face sequence classifier, instead of `good`; it runs in batches, on a GPU if there is one."""
     min: float | None = Field(default=None, ge=0, le=1)
-    """Drop documents that score below; None scores only."""
+    """Drop documents with a lower score; null: drop none."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -273,14 +255,14 @@ class QualityScore(Section):
 
 
 class Topics(Section):
-    """Classification of documents by topic, to hold down topics that the web has too much of."""
+    """Classification of documents by topic, to limit topics that are too frequent on the web."""
 
     seeds: dict[str, list[str]] = Field(min_length=2)
-    """Topic -> files of example documents; a linear classifier is trained on them."""
-    domains: list[Domain] = Field(default_factory=lambda: list(_GENERAL))
-    """Domains that are classified."""
+    """Topic -> files of example documents, to train a linear classifier."""
+    domains: list[Domain] = Field(["general"])
+    """Domains to classify."""
     caps: dict[str, Share] = Field(default_factory=dict)
-    """Topic -> largest share of its domain's text; what is above is dropped, lowest score first, then by hash."""
+    """Topic -> maximum share of its domain's text; the documents with the lowest score are dropped, then by hash."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -293,53 +275,53 @@ class Topics(Section):
 
 
 class Benchmark(Section):
-    """An evaluation set whose examples must not be trained on."""
+    """An evaluation set; its examples must not be in the training data."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
     uri: str
-    """jsonl or parquet files with one example a line."""
+    """jsonl or parquet files with one example per line."""
     fields: list[str] = Field(min_length=1)
-    """Fields that make up an example, in order; a list field is joined with blanks. A document is compared with all of
-    them together and with each that has at least 8 words."""
+    """Fields of an example, in order; the items of a list are joined with blanks. Documents are compared with all
+    fields together and with each field of at least 8 words."""
     threshold: Share = Share.parse("50%")
-    """An example counts as contaminated when this share of its words lies in n-grams of the training text."""
+    """An example is contaminated if at least this share of its words is in n-grams of the training text."""
     action: Literal["drop", "report"] = "drop"
-    """Drop documents that alone cover an example to the threshold, or only report them."""
+    """`drop` documents that alone contain an example to the threshold, or only `report` them."""
 
 
 class Curate(Section):
-    """How raw documents become training documents."""
+    """How raw documents become training documents. A step runs with its defaults, or not if the default is empty."""
 
     on_error: Literal["fail", "skip"] = "fail"
-    """What an unreadable file, line or document does: end the run before anything is written, or be counted. A store
-    that does not answer, and a file that changes meanwhile, end the run in any case."""
+    """On an unreadable file, line or document: `fail` before any output, or `skip` and count it. A store that does not
+    answer and a file that changes during the run always fail."""
     max_lost: Share = Share.parse("1%")
-    """Under `skip`: the largest share of a domain's files, or of its bytes, that may be left out as unreadable."""
+    """With `skip`: maximum share of unreadable files or bytes in a domain."""
     extractor: Literal["resiliparse", "trafilatura"] = "resiliparse"
-    """HTML to text: fast, or some ten times slower and more precise about what is boilerplate."""
+    """HTML to text; trafilatura is about ten times slower and removes boilerplate more precisely."""
     repair: bool = True
-    """Undo wrongly decoded text (mojibake) in documents where a cheap test sees it."""
+    """Repair wrongly decoded text (mojibake) in documents where a fast test finds it."""
     block: list[str] = Field(default_factory=list)
-    """Files of hosts, one a line, whose documents (and those of their subdomains) are dropped."""
+    """Files of hosts, one per line; documents of these hosts and their subdomains are dropped."""
     redact: list[Literal["email", "ip"]] = Field(default_factory=list)
-    """Personal data replaced by a placeholder."""
+    """Kinds of personal data to replace by a placeholder."""
     languages: list[str] = Field(default_factory=list)
-    """Languages to keep in the multilingual domain; empty keeps all."""
+    """Languages to keep in the multilingual domain; empty: all."""
     dedup: Dedup = Dedup()
     lines: Lines = Lines()
     quality: Quality = Quality()
     quality_for: dict[str, dict[str, Any]] = Field(
         default_factory=lambda: {"code": {"max_symbol_chars": 0.8, "max_duplicate_lines": 0.75}}
     )
-    """Domain or two-letter language -> fields of `quality` that differ there; a language wins over its domain. Naming
-    `rules` there takes these sets instead of those of `quality`."""
+    """Domain or two-letter language -> its changes to `quality`; a language wins over its domain. `rules` here replace
+    those of `quality`."""
     dirty_words: list[str] = Field(default_factory=list)
-    """Files of words, one a line, counted in every document; `quality.max_dirty_words` bounds the count."""
+    """Files of words, one per line, to count in each document; `quality.max_dirty_words` bounds the count."""
     scores: list[QualityScore] = Field(default_factory=list)
     topics: Topics | None = None
     decontaminate: list[Benchmark] = Field(default_factory=list)
-    held_out: Share = Share.parse("2%")
-    """Share of documents kept out of training for evaluation, chosen by a hash of the text."""
+    validation_fraction: Share = Share.parse("2%")
+    """Share of documents to keep for evaluation and not train on, chosen by a hash of the text."""
 
     @model_validator(mode="after")
     def _overrides(self) -> Self:
@@ -355,50 +337,45 @@ class Curate(Section):
     def quality_of(self, domain: str, language: str) -> Quality:
         """Return the rules for documents of `domain` in `language`."""
         merged = {**self.quality_for.get(domain, {}), **self.quality_for.get(language, {})}
-        return (self.quality.changed(merged) if merged else self.quality).spoken(language, merged)
+        return (self.quality.changed(merged) if merged else self.quality).for_language(language, merged)
 
     @property
     def by_language(self) -> list[str]:
-        """Languages for which the rules of any domain differ."""
+        """Languages with rules that differ from those of their domain."""
         sets = [self.quality.rules, *(fields.get("rules", ()) for fields in self.quality_for.values())]
         named = [key for key in self.quality_for if key not in DOMAINS]
         return sorted({*named, *(TUNED if any("fineweb2" in rules for rules in sets) else ())})
 
 
-# What studies found, as a recipe carries it: of a data source, and of what they changed in the recipe itself.
-#
-# It is written by `herd study apply` and decides nothing of what a run makes: no artifact's key knows it. So a
-# recipe can ask for it (`require_judged`), a reader of a resolved recipe sees where a number comes from, and a
-# judgement that is added later makes nothing anew. What this gives up: nobody checks that the study exists; its
-# digest finds it.
-
-Said = Literal["helps", "hurts", "mixed", "no significant difference"]
+# `herd study apply` writes the results of studies into a recipe. They do not change the key of any artifact.
+Effect = Literal["helps", "hurts", "mixed", "no significant difference"]
 Level = Literal["nothing", "judged", "not hurting", "helps"]
-ENOUGH: dict[Level, tuple[Said, ...]] = {
+ENOUGH: dict[Level, tuple[Effect, ...]] = {
     "judged": ("helps", "hurts", "mixed", "no significant difference"),
     "not hurting": ("helps", "no significant difference"),
     "helps": ("helps",),
 }
-"""Level that a recipe can ask for -> judgements that meet it."""
+"""Required level -> verdicts that satisfy it."""
 StudyDigest = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]
-"""First digits of the digest of a study, quoted in YAML: digits alone would be read as a number."""
+"""First digits of a study's digest; quoted in YAML, which reads digits alone as a number."""
 
 
 class AnnealingVerdict(Section):
-    """What a study found out about a data source: the gain of a model that was annealed on it over one that was not."""
+    """The result of a study of a data source: the gain from annealing a model on it."""
 
     study: Name
     digest: StudyDigest
-    """Of the study's question, its first 12 digits or more."""
-    says: Said
-    """Over all scores; `mixed`: it helps some and hurts others."""
+    """At least the first 12 digits of the digest of the study."""
+    says: Effect
+    """Effect over all scores; `mixed`: it helps some scores and hurts others."""
     score: str
-    """Key of the score that shows it most clearly: `eval/bpb/math`."""
+    """Score with the clearest effect, such as `eval/bpb/math`."""
     gain: FiniteFloat
-    """How much better that score is with the source; below 0 it is worse."""
+    """Improvement of that score with the source; negative: it is worse."""
     low: FiniteFloat
     """Lower end of the 95 % interval of the gain."""
     high: FiniteFloat
+    """Upper end of the interval."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -416,55 +393,55 @@ class Studied(Section):
     study: Name
     digest: StudyDigest
     changed: list[str] = Field(min_length=1)
-    """Fields that it changed, as `--set` names them."""
+    """Changed fields, named as for `--set`."""
 
     def __str__(self) -> str:
         return f"{self.study} {self.digest}: {', '.join(self.changed)}"
 
 
 class Source(Section):
-    """Where documents of one domain come from."""
+    """Documents of one domain."""
 
     uri: str
-    """`installed` for text found on this machine, or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`.
-    A recipe with a `<placeholder>` in any text can be planned and not run."""
+    """`installed` (text on this machine), or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`. A
+    recipe with a `<placeholder>` in any text can be planned but not run."""
     format: Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"] = "auto"
-    """How to read the files; `auto` goes by the file's ending. Packed text (.gz, .zst, .bz2, .xz) is unpacked."""
+    """File format; `auto`: from the file name. Compressed files (.gz, .zst, .bz2, .xz) are unpacked."""
     ignore: list[str] = Field(default_factory=list, exclude_if=lambda ignore: not ignore)
-    """Globs of file names, or of paths below the folder, to pass over: `["*.png", "old/*"]`. Hidden files, checksums
-    and, beside records, README and LICENSE are passed over anyway; any other file that is no text is an error."""
+    """Globs of file names, or of paths below the folder, to skip: `["*.png", "old/*"]`. Hidden files, checksums and,
+    beside records, README and LICENSE are always skipped; any other file that is not text is an error."""
     text: str = "text"
-    """The column or JSON field that holds the text."""
+    """Column or JSON field of the text."""
     language: str | None = None
-    """Two-letter language of every document here; left out, it is detected."""
-    licence: str = "unknown"
-    """Recorded with every document."""
+    """Two-letter language of all documents; null: detected per document."""
+    license: str = "unknown"
+    """License to store with each document."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the domain's tokens relative to its other sources; left out everywhere, all documents are pooled."""
+    """Share of the domain's tokens relative to its other sources; null in all sources: their documents are pooled."""
     limit: Bytes | None = None
-    """Read at most this much text."""
+    """Maximum text to read; null: all."""
     name: Name | None = None
-    """A source with a name stands apart: no mix draws from it, only stages that name it under `add`. None of its
-    documents is held out, so that a model trained on it is scored on the same text as one that is not."""
-    judged: AnnealingVerdict | None = Field(default=None, exclude_if=lambda judged: judged is None)
-    """What a study of kind `annealing` found about it, written by `herd study apply`; changes nothing that is made."""
+    """Name for `extra_sources` of stages. Mixes do not use a named source, and none of its documents is kept for
+    validation, so that models with and without it are scored on the same text."""
+    annealing_verdict: AnnealingVerdict | None = Field(default=None, exclude_if=lambda verdict: verdict is None)
+    """Result of a study of kind `annealing`, written by `herd study apply`; it does not change any artifact."""
     system: bool = True
-    """`installed` only: also read manual pages, /usr/share/doc and system translations where they exist."""
+    """`installed` only: also read manual pages, /usr/share/doc and system translations."""
 
 
 class TrainTokenizer(Section):
     """Train a byte-level BPE on the curated documents."""
 
     vocab: int = Field(ge=256, le=128_000)
-    """Base tokens, at most 128,000; 256 special tokens come on top."""
+    """Base tokens; 256 special tokens are added."""
     sample: Bytes = Bytes.parse("8GB")
-    """Most text to learn from, drawn by domain in the shares of `mix`."""
+    """Maximum text to train on, sampled by domain in the shares of `mix`."""
     mix: str | None = None
-    """Mix by whose shares the sample is drawn; left out, the first stage's."""
+    """Mix of the sample; null: the mix of the first stage."""
 
 
 class TokenizerConfig(Section):
-    """Exactly one of: a tokenizer to train, a tokenizer to use."""
+    """A tokenizer to train or a tokenizer to use; write exactly one."""
 
     train: TrainTokenizer | None = None
     use: str | None = None
@@ -478,11 +455,11 @@ class TokenizerConfig(Section):
 
 
 class TokenShards(Section):
-    """How tokens are stored and ordered."""
+    """Storage and order of tokens."""
 
     dtype: Literal["auto", "uint16", "uint32"] = "auto"
-    """Integer type on disk; `auto` takes the smallest that holds the vocabulary."""
-    unit: Tokens | None = None
-    """Tokens taken from one domain in a row; by default the longest sequence, so that long documents stay whole."""
+    """Integer type on disk; `auto`: the smallest type for the vocabulary."""
+    chunk_tokens: Tokens | None = None
+    """Tokens to take from one domain in a row; null: the longest sequence, so that long documents stay whole."""
     max_epochs: float = Field(default=4.0, gt=0)
-    """How often a domain may be repeated (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""
+    """Maximum repetitions of a domain (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""

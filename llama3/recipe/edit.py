@@ -1,14 +1,13 @@
-"""Change fields in the text of a recipe and leave every other character as it is.
+"""Change fields in the text of a recipe and keep all other characters.
 
-The YAML parser says where in the text each value stands; the new value is put there, and a comment on the line above.
-A library that reads and writes comments would keep those too, but lays out the whole file anew: aligned columns and
-broken lines are lost. After each change the text is read again and must say exactly the old plus the change. What this
-gives up: a value that others stand on (anchors, merged keys) may not be changed this way, and is refused.
+The YAML parser gives the position of each value in the text, and the new value replaces these characters. The new text
+must parse to the old data plus the change, so changes of anchored and merged values are errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -17,20 +16,22 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from llama3.recipe.base import read_plain
 from llama3.recipe.load import RecipeError, element
 
+# Not the round trip of ruamel.yaml 0.19: it rewrites aligned columns and broken lines inside brackets. With the best
+# width and indentation it changes other lines of 9 of our 19 recipes, e.g. 6 of the 45 lines of quickstart.yaml.
 WIDTH = 120
 STEP = 2
-"""Columns by which a level of a block is indented."""
+"""Columns of one level of indentation."""
 INLINE = 80
-"""Nested values up to this length are written on their key's line."""
+"""Nested values up to this length are written on the line of their key."""
 Changed = tuple[str, int]
-"""A changed text, and where in it the change stands."""
+"""A changed text and the position of the change."""
 
 
 def with_field(text: str, keys: Sequence[str], value: Any, comment: str = "") -> str:
-    """Return `text` with the field that `keys` lead to set to plain data, and `# comment` above its line.
+    """Return `text` with plain data in the field of `keys`, and `# comment` above its line.
 
-    Elements of lists are named by their `name` or number. A comment above the line that begins with the same two words
-    is replaced. Raises RecipeError if there is no such element, or the text cannot be changed in this one place.
+    Elements of lists are given by `name` or number. A comment above the line with the same first two words is replaced.
+    Raises RecipeError if the element does not exist, or if the change affects other fields.
     """
     expected, node = _read(text)
     where = ".".join(keys)
@@ -39,21 +40,25 @@ def with_field(text: str, keys: Sequence[str], value: Any, comment: str = "") ->
 
 
 def with_element(text: str, keys: Sequence[str], value: Any, comment: str = "") -> str:
-    """Return `text` with plain data added at the end of the list that `keys` (of mappings) lead to.
+    """Return `text` with plain data at the end of the list of `keys` (of mappings); a missing list is created.
 
-    A list that is missing or empty is written anew. Raises RecipeError as `with_field` does.
+    Raises RecipeError as `with_field` does.
     """
     expected, node = _read(text)
-    place: Any = expected
+    items: Any = expected
     for key in keys:
         pair = _pair(node, key)
-        if pair is None or not place[key]:
+        if pair is None or not items[key]:
             return with_field(text, keys, [value], comment)
-        node, place = pair[1], place[key]
+        node, items = pair[1], items[key]
     if not isinstance(node, SequenceNode):
-        raise RecipeError(f"{'.'.join(keys)}: is no list; write - before its entry")
-    place.append(value)
-    new, at = _added(text, node, value)
+        raise RecipeError(f"{'.'.join(keys)}: is not a list; write - before its entry")
+    items.append(value)
+    if node.flow_style:
+        new, at = _appended(text, node.value[-1], node.value[0].start_mark.column, value)
+    else:
+        end = _line(text, _end(text, node))[1]
+        new, at = f"{text[:end]}\n{' ' * node.start_mark.column}- {_flow(value)}{text[end:]}", end + 1
     return _checked(new, expected, ".".join(keys), comment, at)
 
 
@@ -67,160 +72,130 @@ def _read(text: str) -> tuple[dict[str, Any], Node]:
     return plain, node
 
 
-def _set(text: str, node: Node, place: Any, keys: Sequence[str], value: Any, where: str, flow: bool = False) -> Changed:
-    """Set a field below `node`, in the text and in `place`, the plain data that it stands for."""
+def _set(text: str, node: Node, plain: Any, keys: Sequence[str], value: Any, where: str, flow: bool = False) -> Changed:
+    """Set a field below `node`, in the text and in `plain`, the data of `node`; `flow`: inside brackets."""
     key, *rest = keys
-    flow = flow or _is_flow(node)
+    flow = flow or bool(getattr(node, "flow_style", False))
     if isinstance(node, SequenceNode):
-        number = element(place, key, where)
+        number = element(plain, key, where)
         old = node.value[number]
         if rest:
-            return _set(text, old, place[number], rest, value, where, flow)
-        place[number] = value
-        return f"{text[: _start(old)]}{_flow(value)}{text[_end(text, old) :]}", _start(old)
+            return _set(text, old, plain[number], rest, value, where, flow)
+        plain[number] = value
+        return f"{text[: old.start_mark.index]}{_flow(value)}{text[_end(text, old) :]}", old.start_mark.index
     if not isinstance(node, MappingNode):
         raise RecipeError(f"{where}: the field before {key!r} has no fields")
     pair = _pair(node, key)
     if pair is not None and rest:
-        return _set(text, pair[1], place[key], rest, value, where, flow)
-    place[key] = _nested(rest, value)
-    return _inserted(text, node, key, place[key], flow) if pair is None else _replaced(text, pair, value, flow)
+        return _set(text, pair[1], plain[key], rest, value, where, flow)
+    plain[key] = reduce(lambda inner, name: {name: inner}, reversed(rest), value)
+    return _inserted(text, node, key, plain[key], flow) if pair is None else _replaced(text, pair, value, flow)
 
 
 def _pair(node: Node, key: str) -> tuple[Node, Node] | None:
-    """Return key and value nodes of a mapping; of two equal keys the last counts, as it does for the parser."""
+    """Return key and value nodes of a mapping; the last of two equal keys, as the parser does."""
     pairs = node.value if isinstance(node, MappingNode) else []
     return next((pair for pair in reversed(pairs) if pair[0].value == key), None)
 
 
 def _checked(new: str, expected: object, where: str, comment: str, at: int) -> str:
-    """Return the changed text with its comment if it says what is expected."""
-    new = _commented(new, at, comment) if comment else new
+    """Return `new` with `comment` above the line of `at`. Raises RecipeError unless it parses to `expected`."""
+    if comment:
+        begin, end = _line(new, at)
+        indent = " " * _indent(new[begin:end])
+        above = new.rfind("\n", 0, max(0, begin - 1)) + 1
+        same_study = begin > 0 and new[above:begin].split()[:3] == ["#", *comment.split()[:2]]
+        new = f"{new[: above if same_study else begin]}{indent}# {comment}\n{new[begin:]}"
     try:
-        said = read_plain(new)
+        parsed = read_plain(new)
     except yaml.YAMLError:
-        said = None
-    if said != expected:
-        raise RecipeError(f"{where}: cannot be changed alone where it stands (an anchor?); change it by hand")
+        parsed = None
+    if parsed != expected:
+        raise RecipeError(f"{where}: cannot be changed without other fields (an anchor?); change it by hand")
     return new
 
 
-def _commented(text: str, at: int, comment: str) -> str:
-    """Put the comment above the line of the character `at`, in place of one that begins alike."""
-    begin = text.rfind("\n", 0, at) + 1
-    indent = _indent(text, at)
-    above = text.rfind("\n", 0, max(0, begin - 1)) + 1
-    before = text[above:begin].split()
-    alike = bool(begin) and before[:3] == ["#", *comment.split()[:2]]
-    return f"{text[: above if alike else begin]}{indent}# {comment}\n{text[begin:]}"
-
-
 def _replaced(text: str, pair: tuple[Node, Node], value: Any, flow: bool) -> Changed:
-    """Replace the value of a key: on its line if it is short or within brackets, else as a block below it."""
+    """Replace the value of a key: on its line if it is short or inside brackets, else as a block below it."""
     key, old = pair
-    start, end, colon = _start(old), _end(text, old), text.index(":", key.end_mark.index) + 1
+    at, start, end = key.start_mark.index, old.start_mark.index, _end(text, old)
+    colon = text.index(":", key.end_mark.index) + 1
     if not _fits(value, flow):
-        return f"{text[:colon]}{_block(value, key.start_mark.column + STEP)}{text[end:]}", _start(key)
+        return f"{text[:colon]}{_block(value, key.start_mark.column + STEP)}{text[end:]}", at
     if isinstance(value, dict | list) and _too_wide(text, start, _flow(value)):
-        column = len(_indent(text, start)) + STEP
-        return f"{text[:colon]}\n{' ' * column}{_flow(value, column)}{text[end:]}", _start(key)
+        column = _indent(text[slice(*_line(text, start))]) + STEP
+        return f"{text[:colon]}\n{' ' * column}{_flow(value, column)}{text[end:]}", at
     beside = start > colon and "\n" not in text[colon:start]
-    return f"{text[:start] if beside else text[:colon] + ' '}{_flow(value)}{text[end:]}", _start(key)
-
-
-def _added(text: str, node: SequenceNode, value: Any) -> Changed:
-    """Add an element at the end of a list that has some."""
-    if not _is_flow(node):
-        at = _line_end(text, _end(text, node))
-        return f"{text[:at]}\n{' ' * node.start_mark.column}- {_flow(value)}{text[at:]}", at + 1
-    at, column = _end(text, node.value[-1]), node.value[0].start_mark.column
-    gap = _gap(text, at, column, _flow(value))
-    return f"{text[:at]},{gap}{_flow(value, column)}{text[at:]}", at + 1 + len(gap)
-
-
-def _gap(text: str, at: int, column: int, new: str) -> str:
-    """Return what parts a new element within brackets from the one before it: a blank, or a line's end."""
-    return f"\n{' ' * column}" if _too_wide(text, at, new) else " "
-
-
-def _too_wide(text: str, at: int, new: str) -> bool:
-    """Return whether the line of `at` is too long with the characters of `new` added."""
-    return _line_end(text, at) - text.rfind("\n", 0, at) + len(new) > WIDTH
+    return f"{text[:start] if beside else text[:colon] + ' '}{_flow(value)}{text[end:]}", at
 
 
 def _inserted(text: str, node: MappingNode, key: str, value: Any, flow: bool) -> Changed:
     """Add a key at the end of a mapping."""
+    if flow and not node.value:
+        at = node.start_mark.index + 1
+        return f"{text[:at]}{_flow({key: value})[1:-1]}{text[at:]}", at
     if flow:
-        if not node.value:
-            at = _start(node) + 1
-            return f"{text[:at]}{_flow({key: value})[1:-1]}{text[at:]}", at
-        at, column = _end(text, node.value[-1][1]), node.value[0][0].start_mark.column
-        gap = _gap(text, at, column, _flow({key: value}))
-        return f"{text[:at]},{gap}{_flow({key: value}, column)[1:-1]}{text[at:]}", at + 1 + len(gap)
-    at, column = _line_end(text, _end(text, node)), node.start_mark.column
-    head = f"\n{' ' * column}{_flow(key)}:"
+        return _appended(text, node.value[-1][1], node.value[0][0].start_mark.column, {key: value}, pair=True)
+    end, column = _line(text, _end(text, node))[1], node.start_mark.column
     body = f" {_flow(value)}" if _fits(value, flow) else _block(value, column + STEP)
-    return f"{text[:at]}{head}{body}{text[at:]}", at + 1
+    return f"{text[:end]}\n{' ' * column}{_flow(key)}:{body}{text[end:]}", end + 1
 
 
-def _nested(keys: Sequence[str], value: Any) -> Any:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
+def _appended(text: str, last: Node, column: int, value: Any, pair: bool = False) -> Changed:
+    """Add `value`, or its only key with `pair`, after the node `last` inside brackets."""
+    at, new = _end(text, last), _flow(value, column)
+    gap = f"\n{' ' * column}" if _too_wide(text, at, _flow(value)) else " "
+    return f"{text[:at]},{gap}{new[1:-1] if pair else new}{text[at:]}", at + 1 + len(gap)
+
+
+def _too_wide(text: str, at: int, new: str) -> bool:
+    """Return whether the line of `at` is too long after adding `new`."""
+    begin, end = _line(text, at)
+    return end - begin + 1 + len(new) > WIDTH
 
 
 def _fits(value: Any, flow: bool) -> bool:
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    deep = [one for one in inner if isinstance(one, dict | list) and one]
-    return flow or not deep or (len(_flow(value)) <= INLINE and not (isinstance(value, list) and len(deep) > 1))
+    """Return whether `value` is written on the line of its key."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    nested = [item for item in items if isinstance(item, dict | list) and item]
+    return flow or not nested or (len(_flow(value)) <= INLINE and not (isinstance(value, list) and len(nested) > 1))
 
 
 def _flow(value: Any, column: int | None = None) -> str:
-    """Return plain data as YAML that may stand inside brackets: on one line, or on lines that begin at `column`."""
+    """Return plain data as YAML for use inside brackets: on one line, or on lines that start at `column`."""
     width = 10**6 if column is None else WIDTH - column
     listed = yaml.safe_dump([value], default_flow_style=True, width=width, allow_unicode=True, sort_keys=False)
     return f"\n{' ' * (column or 0)}".join(listed.strip()[1:-1].split("\n"))
 
 
 def _block(value: dict[str, Any] | list[Any], column: int) -> str:
-    """Return a collection as lines that begin at `column`: an element a line, what is nested deeper below its key."""
+    """Return a collection as lines that start at `column`: one per element, deeper values below their key."""
     line = f"\n{' ' * column}"
     if isinstance(value, list):
-        return "".join(f"{line}- {_flow(one, column + STEP)}" for one in value)
-    inner = ((_flow(key), one) for key, one in value.items())
+        return "".join(f"{line}- {_flow(item, column + STEP)}" for item in value)
     return "".join(
-        f"{line}{key}: {_flow(one, column + STEP)}"
-        if _fits(one, False)
-        else f"{line}{key}:{_block(one, column + STEP)}"
-        for key, one in inner
+        f"{line}{_flow(key)}:"
+        + (f" {_flow(item, column + STEP)}" if _fits(item, False) else _block(item, column + STEP))
+        for key, item in value.items()
     )
 
 
-def _is_flow(node: Node) -> bool:
-    return isinstance(node, MappingNode | SequenceNode) and bool(node.flow_style)
-
-
-def _start(node: Node) -> int:
-    return int(node.start_mark.index)
-
-
 def _end(text: str, node: Node) -> int:
-    """Return where a value ends; the parser ends a block only behind the comments that follow it."""
+    """Return the end of a value; the parser's end of a block is after the comments behind it."""
     end = int(node.end_mark.index)
     if isinstance(node, ScalarNode):
         return len(text[:end].rstrip()) if node.style in ("|", ">") else end
-    if _is_flow(node) or not node.value:
+    if getattr(node, "flow_style", False) or not node.value:
         return end
     last = node.value[-1]
     return _end(text, last[1] if isinstance(last, tuple) else last)
 
 
-def _indent(text: str, at: int) -> str:
-    """Return the blanks that the line of `at` begins with."""
-    line = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
-    return line[: len(line) - len(line.lstrip())]
+def _line(text: str, at: int) -> tuple[int, int]:
+    """Return start and end of the line of the character `at`."""
+    end = text.find("\n", at)
+    return text.rfind("\n", 0, at) + 1, len(text) if end < 0 else end
 
 
-def _line_end(text: str, at: int) -> int:
-    found = text.find("\n", at)
-    return len(text) if found < 0 else found
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -1,11 +1,12 @@
-"""Small phrases in a recipe that stand for a rule: a stage's learning rate, a promotion gate and what it judges."""
+"""Rules that a recipe writes as phrases: a stage's learning rate, promotion gates and the scores that they judge."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator
 
@@ -14,19 +15,19 @@ from llama3.recipe.units import _Quantity
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
 _METRIC = re.compile(r"eval(/[a-z0-9_.*-]+)+")
+MAX_ITEMS = 10_000_000
+"""Largest number of items suggested to the user; beyond it the difference is too close to the allowance."""
 
 
 @dataclass(frozen=True)
 class StageRate(_Quantity):
-    """Learning rate inside a stage: linear from where it stands to `end`, or held where it stands."""
+    """Learning rate in a stage: linear from the scheduled rate to `end`, or constant (None)."""
 
     end: float | None
     example = "linear to 0"
 
     @classmethod
-    def parse(cls, text: object) -> StageRate:
-        if isinstance(text, StageRate):
-            return text
+    def _parse(cls, text: object) -> Self:
         match = re.fullmatch(rf"linear to {_NUMBER}", text) if isinstance(text, str) else None
         if text == "constant":
             return cls(None)
@@ -39,78 +40,181 @@ class StageRate(_Quantity):
 
 
 @dataclass(frozen=True)
-class GateRule(_Quantity):
-    """What a candidate's metric must satisfy; all but `at most` and `at least` compare it with the champion's."""
+class ScoreChange:
+    """A candidate's score against the champion's, as a rule judges it."""
 
-    kind: str
+    candidate: float
+    champion: float
+    lower_is_better: bool
+    worse: float
+    """How much worse the candidate is, on the samples of both models if they were compared; below 0: better."""
+    upper: float | None = None
+    """Upper end of the paired 95 % interval of `worse`; None if no samples were compared."""
+    p: float = math.nan
+    """After Holm's correction over the `family` scores of the rule if it is `by_p`."""
+    family: int = 1
+    significant: bool = False
+    n: int = 0
+    items: str = "questions"
+    """What `n` counts: documents or questions."""
+    remedy: str = ""
+    """How to get more of them."""
+
+
+@dataclass(frozen=True)
+class GateRule(_Quantity):
+    """What a score must satisfy. A new kind is one subclass of `AbsoluteRule` or `RelativeRule`, in `GATE_RULES`."""
+
     bound: float = 0.0
-    example = "no worse than 0.5%"
+    example: ClassVar[str] = "no worse than 0.5%"
+    syntax: ClassVar[str] = ""
+    """As a recipe writes it, a regular expression in which `{}` is the bound."""
+    scale: ClassVar[int] = 1
+    """Bound in the recipe / `bound`: 100 for percent and points."""
+    by_p: ClassVar[bool] = False
+    """Whether the p of the paired difference decides, corrected by Holm over the rule's scores."""
 
     @classmethod
-    def parse(cls, text: object) -> GateRule:
-        if isinstance(text, GateRule):
-            return text
-        words = text if isinstance(text, str) else ""
-        if words in ("better", "no significant drop"):
-            return cls(words)
-        if match := re.fullmatch(rf"no worse than {_NUMBER}%", words):
-            return cls("no worse than", float(match[1]) / 100)
-        if match := re.fullmatch(rf"no drop over {_NUMBER} points?", words):
-            return cls("no drop over", float(match[1]) / 100)
-        if match := re.fullmatch(rf"(at most|at least) {_NUMBER}", words):
-            return cls(match[1], float(match[2]))
-        raise ValueError(
-            f"{text!r} is not a rule: write 'better', 'no worse than 0.5%', 'no drop over 5 points', "
-            "'no significant drop', 'at most 2.5' or 'at least 0.3'"
-        )
+    def _parse(cls, text: object) -> GateRule:
+        for rule in GATE_RULES:
+            if isinstance(text, str) and (match := re.fullmatch(rule.syntax.format(_NUMBER), text)):
+                return rule(float(match[1]) / rule.scale) if match.groups() else rule()
+        examples = [repr(rule.example) for rule in GATE_RULES]
+        raise ValueError(f"{text!r} is not a rule: write {', '.join(examples[:-1])} or {examples[-1]}")
+
+    @property
+    def kind(self) -> str:
+        """The rule without its bound."""
+        return self.syntax.partition(" {}")[0]
 
     def __str__(self) -> str:
-        if self.kind in ("better", "no significant drop"):
-            return self.kind
-        if self.kind == "no drop over":
-            return f"{self.kind} {self.bound * 100:.12g} points"
-        percent = self.kind == "no worse than"
-        return f"{self.kind} {self.bound * 100:.12g}%" if percent else f"{self.kind} {self.bound:.12g}"
+        return self.syntax.removesuffix("?").format(f"{self.bound * self.scale:.12g}")
+
+
+class AbsoluteRule(GateRule):
+    """A rule on the candidate's score alone."""
+
+    def holds(self, value: float) -> bool:
+        raise NotImplementedError
+
+
+class RelativeRule(GateRule):
+    """A rule on the difference from the champion's score."""
+
+    percent: ClassVar[bool] = False
+    """Whether reasons give differences in percent of the champion's score."""
+
+    def allowance(self, champion: float) -> float:
+        """Return how much worse than the champion's a score may be."""
+        return 0.0
+
+    def threshold(self, champion: float, lower_is_better: bool) -> float:
+        """Return the worst value that passes (`better`: the value to beat)."""
+        return champion + (self.allowance(champion) if lower_is_better else -self.allowance(champion))
+
+    def judge(self, change: ScoreChange) -> tuple[bool, str]:
+        """Return whether `change` passes, and the condition as text."""
+        allowance, text = self.allowance(change.champion), f"allowed {str(self).removeprefix(f'{self.kind} ')}"
+        if change.upper is None:
+            sign = 1 if change.lower_is_better else -1
+            return sign * (change.candidate - self.threshold(change.champion, change.lower_is_better)) <= 0, text
+        passed = change.upper <= allowance
+        if not passed and change.worse < allowance:
+            # an interval narrows with 1 / sqrt(n): say how many items would show that the difference is allowed
+            half, room, remedy = change.upper - change.worse, allowance - change.worse, change.remedy
+            if half < room * math.sqrt(MAX_ITEMS / change.n):
+                remedy = f"about {math.ceil(change.n * (half / room) ** 2):,} would; {remedy}"
+            text += f", which {change.n} {change.items} cannot show; {remedy}"
+        return passed, text
+
+
+class Better(RelativeRule):
+    example, syntax, percent = "better", "better", True
+
+    def judge(self, change: ScoreChange) -> tuple[bool, str]:
+        if change.upper is None:
+            return change.worse < 0, "it must be better"
+        return change.upper < 0, "it must be better at the 95% bound"
+
+
+class NoWorseThan(RelativeRule):
+    example, syntax, scale, percent = "no worse than 0.5%", "no worse than {}%", 100, True
+
+    def allowance(self, champion: float) -> float:
+        return self.bound * abs(champion)
+
+
+class NoDropOver(RelativeRule):
+    example, syntax, scale = "no drop over 5 points", "no drop over {} points?", 100
+
+    def allowance(self, champion: float) -> float:
+        return self.bound
+
+
+class NoSignificantDrop(RelativeRule):
+    example, syntax, by_p = "no significant drop", "no significant drop", True
+
+    def judge(self, change: ScoreChange) -> tuple[bool, str]:
+        passed = not (change.worse > 0 and change.significant)
+        over = f" after Holm over {change.family}" if change.family > 1 else ""
+        return passed, f"p {change.p:.2g}{over}: {'no' if passed else 'a'} significant drop"
+
+
+class AtMost(AbsoluteRule):
+    example, syntax = "at most 2.5", "at most {}"
+
+    def holds(self, value: float) -> bool:
+        return value <= self.bound
+
+
+class AtLeast(AbsoluteRule):
+    example, syntax = "at least 0.3", "at least {}"
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound
+
+
+GATE_RULES: tuple[type[GateRule], ...] = (Better, NoWorseThan, NoDropOver, NoSignificantDrop, AtMost, AtLeast)
 
 
 def _metric(text: str) -> str:
-    """Return the name of a score, or a pattern of names. Raises ValueError if no evaluation ever has such a score."""
+    """Return `text`. Raises ValueError if no evaluation has such a score."""
     if not _METRIC.fullmatch(text):
         raise ValueError(
             f"{text!r} is not a score: names begin with eval/ and have a-z, 0-9, _, . and - between slashes; "
             "write eval/bpb, eval/bpb/math or a pattern such as eval/bpb/*"
         )
     if text == "eval/short-context":
-        raise ValueError(f"{text!r} is measured between sequence lengths only; write it under advance: of that stage")
+        raise ValueError(f"{text!r} is measured between sequence lengths only; write it under gates: of that stage")
     means, domain = text.split("/")[1], (*text.split("/"), "")[2]
     if means in ("bpb", "bpb_macro") and domain and not any(matches(domain, name) for name in DOMAINS):
-        raise ValueError(f"{text!r} is no domain's bits per byte; the domains are {', '.join(DOMAINS)}")
+        raise ValueError(f"{text!r}: unknown domain; write one of {', '.join(DOMAINS)}")
     return text
 
 
 Metric = Annotated[str, AfterValidator(_metric)]
-"""Name of a score (`eval/bpb/math`), or a pattern in which `*` stands for anything between two slashes."""
+"""Name of a score (`eval/bpb/math`) or a pattern; `*` matches any text between two slashes."""
 
 
 def matches(pattern: str, metric: str) -> bool:
-    """Return whether `metric` is `pattern`, or one of the names that it stands for."""
+    """Return whether `metric` matches `pattern`."""
     return re.fullmatch("[^/]*".join(map(re.escape, pattern.split("*"))), metric) is not None
 
 
-def assign(patterns: Iterable[str], metrics: Iterable[str]) -> dict[str, list[str]]:
-    """Return pattern -> the metrics that it is to judge, sorted: each goes to the most exact pattern that matches it.
+def assign_rules(patterns: Iterable[str], metrics: Iterable[str]) -> dict[str, list[str]]:
+    """Return pattern -> its metrics, sorted; each metric goes to the most exact pattern.
 
-    A name is more exact than any pattern, then the one with more letters, then the first. A name without `*` judges
-    itself though it is not among `metrics`.
+    A name is more exact than a pattern, then more letters win, then the first. A name always gets itself, also if it is
+    not in `metrics`.
     """
-    found: dict[str, list[str]] = {pattern: [] if "*" in pattern else [pattern] for pattern in patterns}
-    for metric in sorted(set(metrics) - found.keys()):
-        if fitting := [pattern for pattern in found if "*" in pattern and matches(pattern, metric)]:
-            found[max(fitting, key=lambda pattern: len(pattern.replace("*", "")))].append(metric)
-    return found
+    assigned: dict[str, list[str]] = {pattern: [] if "*" in pattern else [pattern] for pattern in patterns}
+    for metric in sorted(set(metrics) - assigned.keys()):
+        if matching := [pattern for pattern in assigned if "*" in pattern and matches(pattern, metric)]:
+            assigned[max(matching, key=lambda pattern: len(pattern.replace("*", "")))].append(metric)
+    return assigned
 
 
 def default_policy() -> dict[str, GateRule]:
-    """Return the rules of a recipe that gives none: better overall, no domain given up for it, no task lost."""
+    """Return the default rules: better bits per byte overall, no worse in any domain, no large drop in any task."""
     policy = {"eval/bpb": "better", "eval/bpb/*": "no worse than 0.5%", "eval/*": "no drop over 5 points"}
     return {metric: GateRule.parse(rule) for metric, rule in policy.items()}

@@ -1,4 +1,4 @@
-"""Read a recipe from YAML, apply overrides, and turn every mistake into a line that says what to write instead."""
+"""Read a recipe from YAML, apply overrides, and report each mistake with its field, value and remedy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from storage.secrets import refuse_secrets
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run; the text has one line per fault: field, value, remedy."""
+    """An invalid recipe; the message has one line per fault: field, value, remedy."""
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Return the recipe in the YAML file `path` with `overrides` such as `curate.dedup.jaccard=0.7` applied.
+    """Return the recipe in the YAML file `path` with `overrides` such as `curate.dedup.jaccard=0.7`.
 
-    Raises RecipeError naming the file and each faulty field.
+    Raises RecipeError.
     """
     try:
         data = read_plain(path.read_text(encoding="utf-8"))
@@ -35,13 +35,13 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def parse_recipe(data: object, name: str, overrides: list[str] | None = None) -> Recipe:
-    """Return the recipe that the mapping `data` describes; `name` is what errors call it. Raises RecipeError."""
+    """Return the recipe of the mapping `data`; errors start with `name`. Raises RecipeError."""
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
     for override in overrides or []:
         apply_override(data, override)
     try:
-        refuse_secrets(data, name)  # before anything that would repeat one in a message
+        refuse_secrets(data, name)  # before any message that could show one
     except ValueError as error:
         raise RecipeError(str(error)) from None
     try:
@@ -51,12 +51,12 @@ def parse_recipe(data: object, name: str, overrides: list[str] | None = None) ->
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe with every default filled in, as plain data: what is digested, logged and shown."""
+    """Return the recipe with all defaults as plain data, for digests, logs and pages."""
     return recipe.model_dump(mode="json", by_alias=True)
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML that `load_recipe` reads back to an equal recipe."""
+    """Return the resolved recipe as YAML; `load_recipe` reads it back to an equal recipe."""
     return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -67,28 +67,24 @@ def digest(data: object) -> str:
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set the field of `data` that `override` names (`stages.2.for=1M`, `mix.base.math=25%`). Raises RecipeError."""
+    """Apply `override` such as `stages.2.for=1M` or `mix.base.math=25%` to `data`. Raises RecipeError."""
     (*parents, last), text = override_parts(override)
-    place: Any = data
+    section: Any = data
     for key in parents:
-        if isinstance(place, list):
-            place = place[element(place, key, override)]
+        if isinstance(section, list):
+            section = section[element(section, key, override)]
         else:
-            place = place.setdefault(key, {})
-        if not isinstance(place, dict | list):
+            section = section.setdefault(key, {})
+        if not isinstance(section, dict | list):
             raise RecipeError(f"override {override!r}: {key!r} has no fields")
-    place[element(place, last, override) if isinstance(place, list) else last] = _value(text, override)
-
-
-def _value(text: str, override: str) -> Any:
     try:
-        return read_plain(text)
+        section[element(section, last, override) if isinstance(section, list) else last] = read_plain(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: {text!r} is not YAML: {error}") from None
 
 
 def override_parts(override: str) -> tuple[list[str], str]:
-    """Return the keys that lead to the field of an override, and its value as YAML. Raises RecipeError."""
+    """Return the keys and the YAML value of an override. Raises RecipeError."""
     path, separator, text = override.partition("=")
     if not separator:
         raise RecipeError(f"override {override!r}: write field.subfield=value")
@@ -96,8 +92,8 @@ def override_parts(override: str) -> tuple[list[str], str]:
 
 
 def element(items: list[Any], key: str, override: str) -> int:
-    """Return the place in a list that `key` means: an element's `name`, or its number. Raises RecipeError."""
-    named = [place for place, item in enumerate(items) if isinstance(item, dict) and item.get("name") == key]
+    """Return the index of the element with the name or number `key`. Raises RecipeError."""
+    named = [index for index, item in enumerate(items) if isinstance(item, dict) and item.get("name") == key]
     if named:
         return named[0]
     if key.isdigit() and int(key) < len(items):
@@ -106,43 +102,32 @@ def element(items: list[Any], key: str, override: str) -> int:
 
 
 def fault_lines(error: ValidationError, model: type[BaseModel], name: str) -> str:
-    """Return a line for each fault that `model` found in the file called `name`: field, value, remedy."""
-    faults = [line for fault in error.errors() for line in _explain(dict(fault), model)]
-    return "\n".join(f"{name}: {line}" for line in faults)
-
-
-def _explain(fault: dict[str, Any], root: type[BaseModel]) -> list[str]:
-    whole = root.__name__.lower()
-    field = ".".join(str(part) for part in fault["loc"]) or whole
-    if fault["type"] == "extra_forbidden":
-        return [f"{field}: unknown key; {_nearest(fault['loc'], root)}"]
-    if fault["type"] == "missing":
-        return [f"{field}: is missing"]
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "value_error":
-        lines = message.split("\n")
-        return lines if field == whole else [f"{field}: {line}" for line in lines]
-    return [f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"]
-
-
-def _nearest(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
-    known = _fields_at(location[:-1], root)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
-
-
-def _fields_at(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
-    """Return the keys that the schema `root` knows at `location`."""
-    models = [root]
-    for part in location:
-        fields = [field for model in models for key, field in model.model_fields.items() if part in (key, field.alias)]
-        if fields:
-            models = [model for field in fields for model in models_in(field.annotation)]
-    return [field.alias or key for model in models for key, field in model.model_fields.items()]
+    """Return a line for each fault that `model` found in the file `name`: field, value, remedy."""
+    lines = []
+    root = model.__name__.lower()
+    for fault in error.errors():
+        field = ".".join(map(str, fault["loc"])) or root
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            models = [model]
+            for part in fault["loc"][:-1]:
+                fields = [field for m in models for key, field in m.model_fields.items() if part in (key, field.alias)]
+                models = [inner for field in fields for inner in models_in(field.annotation)] or models
+            keys = [info.alias or key for m in models for key, info in m.model_fields.items()]
+            close = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(keys)}"
+            lines.append(f"{field}: unknown key; {hint}")
+        elif fault["type"] == "missing":
+            lines.append(f"{field}: is missing")
+        elif fault["type"] == "value_error":
+            lines += [line if field == root else f"{field}: {line}" for line in message.split("\n")]
+        else:
+            lines.append(f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}")
+    return "\n".join(f"{name}: {line}" for line in lines)
 
 
 def models_in(annotation: object) -> list[type[BaseModel]]:
-    """Return the models that a field's annotation mentions, however nested."""
+    """Return all models in the annotation of a field."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in models_in(argument)]

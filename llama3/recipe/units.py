@@ -1,9 +1,7 @@
-"""Quantities as people write them: `252M`, `4Mi`, `8000 steps`, `50%`, `10 min`, `40MB`.
+"""Quantities with units: `252M`, `4Mi`, `8000 steps`, `50%`, `10 min`, `40MB`.
 
-A size without its unit is the classic cause of a wrong run (steps read as tokens, 4M as 4Mi), so each
-quantity is a type of its own that parses and prints itself, and a bare number is refused with the text to
-write instead. Printing is exact: `parse(str(x)) == x` for every value. What this gives up: a recipe cannot
-be written with plain integers.
+A number without a unit is an error, because steps read as tokens or 4M read as 4Mi spoil a run. Each type parses and
+prints itself, exactly: `parse(str(x)) == x`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -24,17 +22,22 @@ _BYTES = {
     "B": 1,
 }
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+N = TypeVar("N")
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*([a-z]*)\s*")
 
 
 class _Quantity:
-    """Lets a value type be a pydantic field: parsed from its text, written back as its text."""
+    """A value type as a pydantic field: parsed from text and serialized as text."""
 
     example: ClassVar[str]
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Return the value that `text` writes. Raises ValueError with the form to use."""
+        """Return the value of `text`, or `text` itself if it is a value. Raises ValueError with the form to use."""
+        return text if isinstance(text, cls) else cls._parse(text)
+
+    @classmethod
+    def _parse(cls, text: object) -> Self:
         raise NotImplementedError
 
     @classmethod
@@ -61,6 +64,13 @@ def _whole(amount: Fraction, text: object, unit: str) -> int:
     return int(amount)
 
 
+def _scaled(text: object, expected: str, scales: dict[str, int], noun: str) -> int:
+    amount, unit, word = _split(text, expected)
+    if unit not in scales or word:
+        raise ValueError(f"{text!r} is not {expected}")
+    return _whole(amount * scales[unit], text, noun)
+
+
 def _shortest(count: int, scales: dict[str, int]) -> str:
     """Return the shortest exact text with at most three decimals, such as `2.87T` or `4Mi`; "" if none."""
     texts = []
@@ -77,9 +87,7 @@ class Tokens(_Quantity, int):
     example = "252M"
 
     @classmethod
-    def parse(cls, text: object) -> Tokens:
-        if isinstance(text, Tokens):
-            return text
+    def _parse(cls, text: object) -> Self:
         expected = "a number of tokens: write 252M, 4Mi or 500 tokens"
         amount, unit, word = _split(text, expected)
         if unit == "tokens":
@@ -97,16 +105,14 @@ class Tokens(_Quantity, int):
 
 @dataclass(frozen=True)
 class Span(_Quantity):
-    """A stretch of training, counted in tokens (`252M`) or in optimizer steps (`8000 steps`, `1.2M steps`)."""
+    """A length of training in tokens (`252M`) or in optimizer steps (`8000 steps`, `1.2M steps`)."""
 
     amount: int
     unit: str
     example = "8000 steps"
 
     @classmethod
-    def parse(cls, text: object) -> Span:
-        if isinstance(text, Span):
-            return text
+    def _parse(cls, text: object) -> Self:
         amount, unit, word = _split(text, "a length: write 8000 steps, 1.2M steps or 252M")
         if "steps" not in (unit, word):
             return cls(Tokens.parse(text), "tokens")
@@ -115,6 +121,10 @@ class Span(_Quantity):
             raise ValueError(f"{text!r}: steps are counted in powers of 1000, write 1.2M steps")
         return cls(_whole(amount * scale, text, "steps"), "steps")
 
+    def pick(self, step: N, position: N) -> N:
+        """Return `step` or `position`, the one in this span's unit."""
+        return step if self.unit == "steps" else position
+
     def __str__(self) -> str:
         if self.unit == "tokens":
             return str(Tokens(self.amount))
@@ -122,14 +132,12 @@ class Span(_Quantity):
 
 
 class Share(_Quantity, Fraction):
-    """An exact share of a whole, written in percent: `50%`, `12.5%`."""
+    """An exact share in percent: `50%`, `12.5%`."""
 
     example = "25%"
 
     @classmethod
-    def parse(cls, text: object) -> Share:
-        if isinstance(text, Share):
-            return text
+    def _parse(cls, text: object) -> Self:
         amount, unit, word = _split(text, "a share: write 25%")
         if unit != "%" or word:
             raise ValueError(f"{text!r} is not a share: write 25%")
@@ -147,13 +155,8 @@ class Duration(_Quantity, int):
     example = "10 min"
 
     @classmethod
-    def parse(cls, text: object) -> Duration:
-        if isinstance(text, Duration):
-            return text
-        amount, unit, word = _split(text, "a time: write 30 s, 10 min, 2 h or 1 d")
-        if unit not in _SECONDS or word:
-            raise ValueError(f"{text!r} is not a time: write 30 s, 10 min, 2 h or 1 d")
-        return cls(_whole(amount * _SECONDS[unit], text, "seconds"))
+    def _parse(cls, text: object) -> Self:
+        return cls(_scaled(text, "a time: write 30 s, 10 min, 2 h or 1 d", _SECONDS, "seconds"))
 
     def __str__(self) -> str:
         unit = next((u for u, s in _SECONDS.items() if self and self % s == 0), "s")
@@ -168,13 +171,8 @@ class Bytes(_Quantity, int):
     example = "40MB"
 
     @classmethod
-    def parse(cls, text: object) -> Bytes:
-        if isinstance(text, Bytes):
-            return text
-        amount, unit, word = _split(text, "a size in bytes: write 40MB or 2GiB")
-        if unit not in _BYTES or word:
-            raise ValueError(f"{text!r} is not a size in bytes: write 40MB or 2GiB")
-        return cls(_whole(amount * _BYTES[unit], text, "bytes"))
+    def _parse(cls, text: object) -> Self:
+        return cls(_scaled(text, "a size in bytes: write 40MB or 2GiB", _BYTES, "bytes"))
 
     def __str__(self) -> str:
         return _shortest(int(self), _BYTES) or f"{int(self)} B"
@@ -184,16 +182,14 @@ class Bytes(_Quantity, int):
 
 @dataclass(frozen=True)
 class Cadence(_Quantity):
-    """How often: every so many seconds (`10 min`) or every so many tokens (`100B`)."""
+    """An interval in seconds (`10 min`) or tokens (`100B`)."""
 
     amount: int
     unit: str
     example = "10 min"
 
     @classmethod
-    def parse(cls, text: object) -> Cadence:
-        if isinstance(text, Cadence):
-            return text
+    def _parse(cls, text: object) -> Self:
         try:
             return cls(Duration.parse(text), "seconds")
         except ValueError:
@@ -204,7 +200,7 @@ class Cadence(_Quantity):
 
 
 def tokens(count: float) -> str:
-    """Return a count of tokens rounded for reading, such as `251.7M`; not exact, for tables and logs."""
+    """Return a rounded number of tokens for tables and logs, such as `251.7M`."""
     for suffix, scale in _DECIMAL.items():
         if count >= scale:
             return f"{count / scale:.4g}{suffix}"

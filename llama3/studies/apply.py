@@ -16,7 +16,7 @@ from llama3.recipe.edit import with_element, with_field
 from llama3.recipe.load import RecipeError, override_parts, parse_recipe
 from llama3.studies.results import HELPS, StudyVerdict
 from llama3.studies.study import NewSource
-from llama3.studies.verdicts import judgement
+from llama3.studies.verdicts import source_effect
 
 DIGITS = 12
 """Digits of a study's digest in the recipe."""
@@ -43,23 +43,23 @@ def apply_study(text: str, overrides: Sequence[str], study: str, digest: str, no
     return _record_study(text, changed, study, digest, fields, note)
 
 
-def apply_judged(text: str, domain: str, source: int | str, judged: AnnealingVerdict) -> str:
+def apply_annealing_verdict(text: str, domain: str, source: int | str, judged: AnnealingVerdict) -> str:
     """Return the recipe `text` with the verdict on one of its sources, given by number or name.
 
     Raises ValueError if there is no such source.
     """
-    keys = ["sources", domain, str(source), "judged"]
+    keys = ["sources", domain, str(source), "annealing_verdict"]
     note = [str(judged)]
     changed = with_field(text, keys, judged.model_dump(mode="json"), _comment(judged.study, judged.digest, note))
     return _record_study(text, changed, judged.study, judged.digest, [".".join(keys)], note)
 
 
 def add_source(text: str, domain: str, source: Source) -> str:
-    """Return the recipe `text` with a new, judged source. A stage uses it only if its `add` names it.
+    """Return the recipe `text` with a new, judged source. A stage uses it only if its `extra_sources` names it.
 
     Raises ValueError if the source has no verdict, or if the recipe has a source with its name.
     """
-    judged = source.judged
+    judged = source.annealing_verdict
     if judged is None or source.name is None:
         raise ValueError(f"sources.{domain}: {source.uri} has no name or no judgement; both are needed to add it")
     plain = source.model_dump(mode="json", by_alias=True, exclude_defaults=True)
@@ -69,20 +69,20 @@ def add_source(text: str, domain: str, source: Source) -> str:
 
 
 def apply_annealing(text: str, new: Mapping[str, NewSource], verdict: StudyVerdict, study: str, digest: str) -> str:
-    """Return the recipe `text` with the verdicts of an annealing study on the sources `new`, by arm.
+    """Return the recipe `text` with the verdicts of an annealing study on the sources `new`, by variant.
 
-    A source that the recipe already has under the arm's name gets its verdict in any case; a source that it does not
-    have is added if it helps. Raises ValueError if neither applies to any source.
+    A source that the recipe already has under the variant's name gets its verdict in any case; a source that it does
+    not have is added if it helps. Raises ValueError if neither applies to any source.
     """
     changed = text
-    known = parse_recipe(read_plain(text), "recipe").apart
-    for arm, source in new.items():
-        annealing = judged(verdict, arm, study, digest)
-        if arm in known:
-            changed = apply_judged(changed, known[arm], arm, annealing)
+    known = parse_recipe(read_plain(text), "recipe").named_sources
+    for variant, source in new.items():
+        annealing = annealing_verdict_of(verdict, variant, study, digest)
+        if variant in known:
+            changed = apply_annealing_verdict(changed, known[variant], variant, annealing)
         elif annealing.says == HELPS:
-            plain = source.model_dump(mode="json", by_alias=True, exclude={"domain", "name", "judged"})
-            added = Source.model_validate({**plain, "name": arm, "judged": annealing})
+            plain = source.model_dump(mode="json", by_alias=True, exclude={"domain", "name", "annealing_verdict"})
+            added = Source.model_validate({**plain, "name": variant, "annealing_verdict": annealing})
             changed = add_source(changed, source.domain, added)
     if changed == text:
         raise ValueError(
@@ -91,18 +91,18 @@ def apply_annealing(text: str, new: Mapping[str, NewSource], verdict: StudyVerdi
     return changed
 
 
-def judged(verdict: StudyVerdict, arm: str, study: str, digest: str) -> AnnealingVerdict:
-    """Return the verdict on the source of `arm`, with the finding of the highest signal-to-noise ratio.
+def annealing_verdict_of(verdict: StudyVerdict, variant: str, study: str, digest: str) -> AnnealingVerdict:
+    """Return the verdict on the source of `variant`, with the finding of the highest signal-to-noise ratio.
 
-    Raises ValueError if the arm was not judged, or has too few repeats for an interval.
+    Raises ValueError if the variant was not judged, or has too few repeats for an interval.
     """
-    says = judgement(verdict, arm)
-    findings = [finding for finding in verdict.findings if finding.arm == arm]
+    says = source_effect(verdict, variant)
+    findings = [finding for finding in verdict.findings if finding.variant == variant]
     agreeing = [finding for finding in findings if finding.says == says] or findings
     clearest = max(agreeing, key=lambda finding: finding.signal_to_noise)
     if clearest.repeats < 2:
         raise ValueError(
-            f"{arm}: one repeat gives no interval to write down; raise annealing.draws to 3 and run it again"
+            f"{variant}: one repeat gives no interval to write down; raise annealing.draws to 3 and run it again"
         )
     gain, low, high = (float(f"{value:.{FIGURES}g}") for value in (clearest.gain, clearest.low, clearest.high))
     return AnnealingVerdict(

@@ -1,4 +1,4 @@
-"""Refuse a study before it costs anything: arms that cannot be compared, too few arms, too high a cost.
+"""Refuse a study before it costs anything: variants that cannot be compared, too few variants, too high a cost.
 
 Weak points that only reduce the confidence in an answer become flags of the verdict instead.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from llama3.recipe.load import RecipeError
 from llama3.recipe.units import tokens
-from llama3.studies.expand import ArmRun, ExpandedStudy, changed, check_mixes
-from llama3.studies.results import once
+from llama3.studies.expand import ExpandedStudy, VariantRun, changed_fields, check_mixes
+from llama3.studies.results import distinct_stages
 from llama3.studies.study import ANNEAL
 
 ALWAYS = ("name", "seed", "data_seed")
@@ -20,35 +20,35 @@ LEAST_BUDGETS, LEAST_SIZES = 3, 3
 """A line needs two minima, and a third to estimate its error; a parabola needs three points."""
 
 
-def check_study(posed: ExpandedStudy, runs: Sequence[ArmRun] | None = None) -> None:
-    """Raise RecipeError with one line per fault unless the arms can answer the question of the study."""
-    planned = posed.runs if runs is None else runs
-    faults = [*_check_names(posed), *_check_against_control(posed), *_check_ladder(posed)]
-    study, search = posed.study, posed.study.mix
+def check_study(expanded: ExpandedStudy, runs: Sequence[VariantRun] | None = None) -> None:
+    """Raise RecipeError with one line per fault unless the variants can answer the question of the study."""
+    planned = expanded.runs if runs is None else runs
+    faults = [*_check_names(expanded), *_check_against_control(expanded), *_check_ladder(expanded)]
+    study, search = expanded.study, expanded.study.mix
     if study.annealing and study.annealing.draws > 1 and len(study.seeds) > 1:  # draws of one seed share a checkpoint
         faults.append(
             f"annealing.draws: {study.annealing.draws} draws of {len(study.seeds)} seeds are not independent; "
             "use one seed with several draws"
         )
-    if search and (search.design or search.arms):  # only these arms enter the fit over shares
-        mixes = {run.arm.name: run.arm.shares for run in posed.runs if run.arm.name not in search.others}
+    if search and (search.design or search.variants):  # only these variants enter the fit over shares
+        mixes = {run.variant.name: run.variant.shares for run in expanded.runs if run.variant.name not in search.others}
         try:
             check_mixes([{str(domain): float(share) for domain, share in mix.items()} for mix in mixes.values()])
         except ValueError as error:
             faults.append(str(error))
-    limit, total = study.limits.flops, sum(work.flops for work in once(planned).values())
+    limit, total = study.limits.flops, sum(work.flops for work in distinct_stages(planned).values())
     if limit is not None and total > limit:
         faults.append(
             f"limits.flops: the runs take {total:.3g} operations on {tokens(sum(run.tokens for run in planned))} "
-            f"tokens, more than {limit:.3g}; reduce the arms, the repeats or their length, or raise the limit"
+            f"tokens, more than {limit:.3g}; reduce the variants, the repeats or their length, or raise the limit"
         )
     if faults:
         raise RecipeError("\n".join(f"{study.name}: {fault}" for fault in dict.fromkeys(faults)))
 
 
-def allowed(posed: ExpandedStudy) -> tuple[str, ...]:
-    """Return the recipe fields in which arms may differ from the control."""
-    study = posed.study
+def allowed_fields(expanded: ExpandedStudy) -> tuple[str, ...]:
+    """Return the recipe fields in which variants may differ from the control."""
+    study = expanded.study
     if study.compare:
         return (*study.compare.varies, *ALWAYS)
     if study.mix:
@@ -56,53 +56,53 @@ def allowed(posed: ExpandedStudy) -> tuple[str, ...]:
     return (f"stages.{ANNEAL}", *ALWAYS)
 
 
-def _check_names(posed: ExpandedStudy) -> Iterator[str]:
-    """Yield duplicate names of arms, and arms with equal recipes."""
-    for name, count in Counter(run.name for run in posed.runs).items():
+def _check_names(expanded: ExpandedStudy) -> Iterator[str]:
+    """Yield duplicate names of variants, and variants with equal recipes."""
+    for name, count in Counter(run.name for run in expanded.runs).items():
         if count > 1:
-            yield f"{name.rpartition(' ')[0]}: {count} arms have this name; rename one"
-    recipes = Counter((run.digest, run.repeat) for run in posed.runs)
-    for run in posed.runs:
+            yield f"{name.rpartition(' ')[0]}: {count} variants have this name; rename one"
+    recipes = Counter((run.digest, run.repeat) for run in expanded.runs)
+    for run in expanded.runs:
         if recipes[run.digest, run.repeat] > 1:
-            twin = next(other for other in posed.runs if other.digest == run.digest)
+            twin = next(other for other in expanded.runs if other.digest == run.digest)
             if twin.name != run.name:
-                yield f"{run.arm.name}: is the same recipe as {twin.arm.name}; leave one of them out"
+                yield f"{run.variant.name}: is the same recipe as {twin.variant.name}; leave one of them out"
 
 
-def _check_against_control(posed: ExpandedStudy) -> Iterator[str]:
+def _check_against_control(expanded: ExpandedStudy) -> Iterator[str]:
     """Yield other differences from the control than the study allows, and other numbers of tokens."""
-    if posed.study.ladder:
+    if expanded.study.ladder:
         return
-    control = next(run for run in posed.runs if run.arm.name == posed.control)
-    free_arms = posed.study.mix.others if posed.study.mix else {}
-    fields = allowed(posed)
-    for run in posed.runs:
-        if run.repeat == control.repeat and run.arm.name not in free_arms:
+    control = next(run for run in expanded.runs if run.variant.name == expanded.control)
+    free_variants = expanded.study.mix.others if expanded.study.mix else {}
+    fields = allowed_fields(expanded)
+    for run in expanded.runs:
+        if run.repeat == control.repeat and run.variant.name not in free_variants:
             extra = [
                 key
-                for key in changed(run.recipe, control.recipe)
+                for key in changed_fields(run.recipe, control.recipe)
                 if not any(key == field or key.startswith(f"{field}.") for field in fields)
             ]
             if extra:
                 yield (
-                    f"{run.arm.name}: also differs from {posed.control} in {', '.join(extra)}; the study varies "
+                    f"{run.variant.name}: also differs from {expanded.control} in {', '.join(extra)}; the study varies "
                     f"{', '.join(field for field in fields if field not in ALWAYS)}: name it under compare.varies, or "
-                    "give it to all arms with set"
+                    "give it to all variants with set"
                 )
-    for run in posed.runs:
-        if run.tokens != control.tokens:  # an arm with more training would seem to be a better recipe
+    for run in expanded.runs:
+        if run.tokens != control.tokens:  # a variant with more training would seem to be a better recipe
             yield (
-                f"{run.arm.name}: trains on {run.tokens:,} tokens, {posed.control} on {control.tokens:,}; "
+                f"{run.variant.name}: trains on {run.tokens:,} tokens, {expanded.control} on {control.tokens:,}; "
                 "end their last stages at one position that is a multiple of both batches"
             )
 
 
-def _check_ladder(posed: ExpandedStudy) -> Iterator[str]:
+def _check_ladder(expanded: ExpandedStudy) -> Iterator[str]:
     """Yield budgets with too few sizes, and too few budgets for a law."""
-    ladder = posed.study.ladder
+    ladder = expanded.study.ladder
     if ladder is None:
         return
-    sizes = Counter(run.arm.budget for run in posed.runs if run.repeat == 1)
+    sizes = Counter(run.variant.budget for run in expanded.runs if run.repeat == 1)
     if len(sizes) < LEAST_BUDGETS:
         yield f"ladder.budgets: {len(sizes)} budgets, a law needs {LEAST_BUDGETS}; add some a factor of two apart"
     low, high = ladder.tokens_per_parameter

@@ -16,7 +16,7 @@ from scipy import optimize, special
 
 from llama3.studies.forecast import Interval
 from llama3.studies.isoflop import Array, Optimum, Trial
-from llama3.studies.results import Cost, cost
+from llama3.studies.results import FlopsPerToken, fit_flops_per_token
 
 RUNS = 7
 """Minimum number of runs: five coefficients, and two degrees of freedom for the noise."""
@@ -33,7 +33,7 @@ GRID = np.linspace(-2.0, 2.0, 1601)
 
 
 @dataclass(frozen=True)
-class Form:
+class LossForm:
     """Coefficients of L = exp(e) + exp(p - a x) + exp(q - b y), x = ln N - mean, y = ln D - mean."""
 
     values: Array
@@ -46,20 +46,20 @@ class Form:
         """Exponent of the best number of tokens in operations: a / (a + b)."""
         return np.asarray(self.values[..., 3] / (self.values[..., 3] + self.values[..., 4]))
 
-    def at(self, parameters: Array, tokens: Array) -> Array:
+    def loss_at(self, parameters: Array, tokens: Array) -> Array:
         """Return the loss; arguments are broadcast after the draws."""
         e, p, q, a, b = np.moveaxis(self.values[..., None], -2, 0)
         x, y = np.log(parameters) - self.means[0], np.log(tokens) - self.means[1]
         return np.asarray(np.exp(e) + np.exp(p - a * x) + np.exp(q - b * y))
 
-    def best(self, flops: float, costs: Cost) -> Array:
+    def best(self, flops: float, costs: FlopsPerToken) -> Array:
         """Return [draws] parameters with the lowest loss for `flops` on the grid."""
         _, p, q, a, b = np.moveaxis(self.values[..., None], -2, 0)
         x, y = self.means
         budget = math.log(flops / 6) - x - y
         middle = (p - q + np.log(a / b) + b * budget) / (a + b) + x
         parameters = np.exp(middle + GRID * math.log(10))
-        losses = self.at(parameters, flops / costs.per_token(parameters))
+        losses = self.loss_at(parameters, flops / costs.per_token(parameters))
         return np.asarray(np.take_along_axis(parameters, losses.argmin(-1)[..., None], -1)[..., 0])
 
 
@@ -74,13 +74,13 @@ class Chinchilla:
     data: Interval
     """b, of tokens."""
     alpha: Interval
-    """a / (a + b): exponent of the best number of tokens in operations, comparable with the alpha of `isoflop.Law`."""
-    least: float
+    """a / (a + b): exponent of the best number of tokens in operations, as alpha of `isoflop.TokenLaw`."""
+    min_flops: float
     """Operations of the smallest run."""
-    most: float
-    form: Form
-    draws: Form
-    cost: Cost
+    max_flops: float
+    form: LossForm
+    draws: LossForm
+    cost: FlopsPerToken
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -90,16 +90,16 @@ class Chinchilla:
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss of a model of `parameters` after `tokens`."""
-        return float(self.form.at(np.array([parameters]), np.array([tokens]))[0])
+        return float(self.form.loss_at(np.array([parameters]), np.array([tokens]))[0])
 
-    def at(self, flops: float) -> Optimum:
+    def optimum(self, flops: float) -> Optimum:
         """Return the best allocation of `flops` operations. Raises ValueError unless they are above 0."""
         if not 0 < flops < math.inf:
             raise ValueError(f"ladder: {flops:g} operations; give a number above 0")
         value, draws = float(self.form.best(flops, self.cost)), self.draws.best(flops, self.cost)
         tokens = flops / self.cost.per_token(np.array([value, *draws]))
         return Optimum(
-            flops, Interval.of_draws(tokens[0], tokens[1:]), Interval.of_draws(value, draws), flops / self.most
+            flops, Interval.of_draws(tokens[0], tokens[1:]), Interval.of_draws(value, draws), flops / self.max_flops
         )
 
 
@@ -126,22 +126,22 @@ def fit_chinchilla(trials: Sequence[Trial]) -> Chinchilla:
         )
     # Bootstrap: residuals, widened for the five coefficients and by sqrt(df / chi2); each draw starts at the solution.
     fitted = special.logsumexp(np.stack([np.full_like(x, e), p - a * x, q - b * y]), axis=0)
-    spare, rng = len(x) - len(values), np.random.default_rng(0)
-    residuals = (target - fitted) * math.sqrt(len(x) / spare)
-    scale = np.sqrt(spare / rng.chisquare(spare, (DRAWS, 1)))
+    dof, rng = len(x) - len(values), np.random.default_rng(0)
+    residuals = (target - fitted) * math.sqrt(len(x) / dof)
+    scale = np.sqrt(dof / rng.chisquare(dof, (DRAWS, 1)))
     noise = scale * rng.choice(residuals - residuals.mean(), (DRAWS, len(x)))
-    form = Form(values, means)
-    draws = Form(np.array([_minimize(values, x, y, fitted + draw)[1] for draw in noise]), means)
+    form = LossForm(values, means)
+    draws = LossForm(np.array([_minimize(values, x, y, fitted + draw)[1] for draw in noise]), means)
     return Chinchilla(
         irreducible=Interval.of_draws(math.exp(e), np.exp(draws.values[:, 0])),
         size=Interval.of_draws(a, draws.values[:, 3]),
         data=Interval.of_draws(b, draws.values[:, 4]),
         alpha=Interval.of_draws(float(form.alpha), draws.alpha),
-        least=float(rows[:, 2].min()),
-        most=float(rows[:, 2].max()),
+        min_flops=float(rows[:, 2].min()),
+        max_flops=float(rows[:, 2].max()),
         form=form,
         draws=draws,
-        cost=cost(rows[:, 0].tolist(), rows[:, 1].tolist(), rows[:, 2].tolist()),
+        cost=fit_flops_per_token(rows[:, 0].tolist(), rows[:, 1].tolist(), rows[:, 2].tolist()),
     )
 
 

@@ -1,8 +1,8 @@
-"""Compare arms with a control: the gain of each arm on each score, its 95 % interval, and the findings.
+"""Compare variants with a control: the gain of each variant on each score, its 95 % interval, and the findings.
 
 Runs are paired by repeat and by document, and the interval includes the noise of both. Findings are corrected by Holm
-over all scores and arms of the study, so a study of equal arms declares a difference in at most 5 % of cases. The
-intervals are not corrected. With one repeat the noise of training is unknown, and nothing is significant.
+over all scores and variants of the study, so a study of equal variants declares a difference in at most 5 % of cases.
+The intervals are not corrected. With one repeat the noise of training is unknown, and nothing is significant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy import special
 from llama3.evaluate.significance import LEVEL, holm
 from llama3.evaluate.statistics import mean, ratio
 from llama3.evaluate.suite import BPB
-from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, Says, of_arm
+from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, Says, results_of_variant
 
 Array = NDArray[np.float64]
 UNITS = {"bits per byte": "bpb"}
@@ -30,13 +30,13 @@ LEAST = 1e-16
 
 @dataclass(frozen=True)
 class Contrast:
-    """Gain of one arm over the control on one score, before correction."""
+    """Gain of one variant over the control on one score, before correction."""
 
-    arm: str
+    variant: str
     score: str
     unit: str
     gain: float
-    """Above 0 the arm is better."""
+    """Above 0 the variant is better."""
     low: float
     """Ends of the 95 % interval."""
     high: float
@@ -49,63 +49,64 @@ class Contrast:
     """Standard error due to the repeats alone; NaN with one."""
 
 
-def comparable(
+def comparison_flags(
     outcomes: Sequence[RunResult],
     control: str,
-    arms: Sequence[str],
+    variants: Sequence[str],
     scores: Sequence[str] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """Return the weak points of a comparison of `arms` with `control`, each with what to add.
+    """Return the weak points of a comparison of `variants` with `control`, each with what to add.
 
-    Raises ValueError if nothing can be compared: no control, an arm without runs, two runs of one repeat, or arms that
-    trained on different numbers of tokens.
+    Raises ValueError if nothing can be compared: no control, a variant without runs, two runs of one repeat, or
+    variants that trained on different numbers of tokens.
     """
-    _check_arms(outcomes, control, arms)
+    _check_variants(outcomes, control, variants)
     flags = []
-    for arm in arms:
-        ours, theirs = of_arm(outcomes, arm).keys(), of_arm(outcomes, control).keys()
-        for name, missing in ((arm, sorted(theirs - ours)), (control, sorted(ours - theirs))):
+    for variant in variants:
+        ours, theirs = results_of_variant(outcomes, variant).keys(), results_of_variant(outcomes, control).keys()
+        for name, missing in ((variant, sorted(theirs - ours)), (control, sorted(ours - theirs))):
             if missing:
                 listed = ", ".join(str(number) for number in missing)
-                flags.append(f"{arm}: repeat {listed} of {name} is missing, its counterpart is left out; run it")
+                flags.append(f"{variant}: repeat {listed} of {name} is missing, its counterpart is left out; run it")
         match len(ours & theirs):
             case 0:
                 flags.append(
-                    f"{arm}: has no repeat in common with {control}, so it is not judged; run both with the same seeds"
+                    f"{variant}: has no repeat in common with {control}, so it is not judged; run both with the same "
+                    "seeds"
                 )
             case 1:
                 flags.append(
-                    f"{arm}: one repeat, so the interval lacks the noise of training and nothing is significant; "
+                    f"{variant}: one repeat, so the interval lacks the noise of training and nothing is significant; "
                     "add seeds"
                 )
             case 2:
                 flags.append(
-                    f"{arm}: two repeats estimate the noise of training badly, so only very large gains are "
+                    f"{variant}: two repeats estimate the noise of training badly, so only very large gains are "
                     "significant; add seeds"
                 )
-    paired = [arm for arm in arms if common_repeats(outcomes, arm, control)]
-    return [*flags, *_match_all(outcomes, control, paired, scores, weights or {})[1]]
+    paired = [variant for variant in variants if common_repeats(outcomes, variant, control)]
+    return [*flags, *_all_paired_gains(outcomes, control, paired, scores, weights or {})[1]]
 
 
 def findings(
     outcomes: Sequence[RunResult],
     control: str,
-    arms: Sequence[str],
+    variants: Sequence[str],
     scores: Sequence[str] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[Finding]:
-    """Return the contrasts of all arms as findings, after Holm's correction over all of them."""
-    gains = contrasts(outcomes, control, arms, scores, weights)
-    adjusted = holm({f"{contrast.arm} {contrast.score}": contrast.p for contrast in gains})
+    """Return the contrasts of all variants as findings, after Holm's correction over all of them."""
+    gains = uncorrected_contrasts(outcomes, control, variants, scores, weights)
+    adjusted = holm({f"{contrast.variant} {contrast.score}": contrast.p for contrast in gains})
     result = []
     for contrast in gains:
         says: Says = NOTHING
-        if adjusted[f"{contrast.arm} {contrast.score}"] <= LEVEL:
+        if adjusted[f"{contrast.variant} {contrast.score}"] <= LEVEL:
             says = HELPS if contrast.gain > 0 else HURTS
         result.append(
             Finding(
-                arm=contrast.arm,
+                variant=contrast.variant,
                 score=contrast.score,
                 gain=contrast.gain,
                 low=contrast.low,
@@ -118,40 +119,40 @@ def findings(
     return result
 
 
-def contrasts(
+def uncorrected_contrasts(
     outcomes: Sequence[RunResult],
     control: str,
-    arms: Sequence[str],
+    variants: Sequence[str],
     scores: Sequence[str] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> list[Contrast]:
-    """Return the gain of each arm on each score, without those that cannot be compared (see `comparable`).
+    """Return the gain of each variant on each score, without those that cannot be compared (see `comparison_flags`).
 
     `scores` are keys; None selects bits per byte of each domain and the accuracy of each task. `weights` {domain:
-    weight} build `eval/bpb` from the domains. The noise of the repeats is pooled over the given arms.
-    Raises ValueError as `comparable` does.
+    weight} build `eval/bpb` from the domains. The noise of the repeats is pooled over the given variants.
+    Raises ValueError as `comparison_flags` does.
     """
-    _check_arms(outcomes, control, arms)
-    matched = _match_all(outcomes, control, arms, scores, weights or {})[0]
+    _check_variants(outcomes, control, variants)
+    matched = _all_paired_gains(outcomes, control, variants, scores, weights or {})[0]
     if not matched:
         return []
-    # Pool the noise over arms of one score that have the same repeats.
-    variances, spare = np.zeros((len(matched), 2)), np.zeros((len(matched), 2))
+    # Pool the noise over variants of one score that have the same repeats.
+    variances, dof = np.zeros((len(matched), 2)), np.zeros((len(matched), 2))
     blocks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, pair in enumerate(matched):
         blocks.setdefault((pair.score, pair.repeats), []).append(index)
     for indices in blocks.values():
-        block = between(np.array([matched[index].gains for index in indices]))
-        variances[indices], spare[indices] = block.variances, block.spare
-    repeats = Between(variances, spare)
+        block = repeat_noise(np.array([matched[index].gains for index in indices]))
+        variances[indices], dof[indices] = block.variances, block.dof
+    repeats = RepeatNoise(variances, dof)
     gain = np.array([pair.gains.mean() for pair in matched])
     sampling, n = np.array([pair.sampling for pair in matched]), np.array([float(pair.n) for pair in matched])
     low, high = interval(gain, sampling, n, repeats)
-    p = two_sided(gain, sampling, n, repeats)
+    p = two_sided_p(gain, sampling, n, repeats)
     training = np.sqrt(variances.max(axis=1))
     return [
         Contrast(
-            arm=pair.arm,
+            variant=pair.variant,
             score=pair.score,
             unit=pair.unit,
             gain=float(gain[index]),
@@ -166,24 +167,26 @@ def contrasts(
     ]
 
 
-def _check_arms(outcomes: Sequence[RunResult], control: str, arms: Sequence[str]) -> None:
+def _check_variants(outcomes: Sequence[RunResult], control: str, variants: Sequence[str]) -> None:
     """Raise ValueError with one line per fault."""
-    names = list(dict.fromkeys(result.arm for result in outcomes))
+    names = list(dict.fromkeys(result.variant for result in outcomes))
     if control not in names:
-        raise ValueError(f"control: {control!r} has no finished run; the arms are {', '.join(names)}: run it too")
-    if control in arms or len(set(arms)) < len(arms) or not arms:
-        raise ValueError(f"arms: {list(arms)} against {control!r}; name at least one other arm, each once")
-    faults = [f"{arm}: has no finished run; run it, or leave it out" for arm in arms if arm not in names]
-    for arm in (control, *arms):
-        results = [result for result in outcomes if result.arm == arm]
+        raise ValueError(f"control: {control!r} has no finished run; the variants are {', '.join(names)}: run it too")
+    if control in variants or len(set(variants)) < len(variants) or not variants:
+        raise ValueError(f"variants: {list(variants)} against {control!r}; name at least one other variant, each once")
+    faults = [
+        f"{variant}: has no finished run; run it, or leave it out" for variant in variants if variant not in names
+    ]
+    for variant in (control, *variants):
+        results = [result for result in outcomes if result.variant == variant]
         if len({result.repeat for result in results}) < len(results):
             runs = ", ".join(result.run for result in results)
-            faults.append(f"{arm}: has two runs of one repeat ({runs}); leave one out")
-    tokens = {result.tokens for result in outcomes if result.arm == control}
+            faults.append(f"{variant}: has two runs of one repeat ({runs}); leave one out")
+    tokens = {result.tokens for result in outcomes if result.variant == control}
     for result in outcomes:
-        if result.arm in (control, *arms) and (tokens | {result.tokens}) != {min(tokens)}:
+        if result.variant in (control, *variants) and (tokens | {result.tokens}) != {min(tokens)}:
             faults.append(
-                f"{result.arm}: {result.run} trained on {result.tokens:,} tokens, {control} on {min(tokens):,}; "
+                f"{result.variant}: {result.run} trained on {result.tokens:,} tokens, {control} on {min(tokens):,}; "
                 "end their last stages at one position"
             )
     if faults:
@@ -194,10 +197,10 @@ def _check_arms(outcomes: Sequence[RunResult], control: str, arms: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Matched:
-    """Gains of one arm over the control on one score; above 0 the arm is better, whether the score rises or falls."""
+class PairedGains:
+    """Gains of one variant over the control on one score; above 0: better, whether the score rises or falls."""
 
-    arm: str
+    variant: str
     score: str
     unit: str
     repeats: tuple[int, ...]
@@ -209,9 +212,9 @@ class Matched:
     """Number of documents or questions; of a mean over domains, the smallest number in any."""
 
 
-def common_repeats(outcomes: Sequence[RunResult], arm: str, control: str) -> tuple[int, ...]:
-    """Return the repeats that both arms have, in order."""
-    return tuple(sorted(of_arm(outcomes, arm).keys() & of_arm(outcomes, control).keys()))
+def common_repeats(outcomes: Sequence[RunResult], variant: str, control: str) -> tuple[int, ...]:
+    """Return the repeats that both variants have, in order."""
+    return tuple(sorted(results_of_variant(outcomes, variant).keys() & results_of_variant(outcomes, control).keys()))
 
 
 def default_scores(outcomes: Sequence[RunResult]) -> list[str]:
@@ -228,56 +231,67 @@ def default_scores(outcomes: Sequence[RunResult]) -> list[str]:
     return sorted(keys, key=lambda key: (not key.startswith(f"{BPB}/"), key))
 
 
-def _match_all(
+def _all_paired_gains(
     outcomes: Sequence[RunResult],
     control: str,
-    arms: Sequence[str],
+    variants: Sequence[str],
     scores: Sequence[str] | None,
     weights: Mapping[str, float],
-) -> tuple[list[Matched], list[str]]:
+) -> tuple[list[PairedGains], list[str]]:
     """Return the matched gains, and a line for each score that cannot be compared."""
     matched, flags = [], []
     for score in default_scores(outcomes) if scores is None else scores:
-        for arm in arms:
+        for variant in variants:
             try:
-                matched.append(match(outcomes, arm, control, score, weights))
+                matched.append(paired_gains(outcomes, variant, control, score, weights))
             except ValueError as error:
                 flags.append(f"{error}; left out")
     return matched, list(dict.fromkeys(flags))
 
 
-def match(outcomes: Sequence[RunResult], arm: str, control: str, score: str, weights: Mapping[str, float]) -> Matched:
-    """Return the gains of `arm` on `score`. Raises ValueError with the reason if they cannot be computed.
+def paired_gains(
+    outcomes: Sequence[RunResult], variant: str, control: str, score: str, weights: Mapping[str, float]
+) -> PairedGains:
+    """Return the gains of `variant` on `score`. Raises ValueError with the reason if they cannot be computed.
 
     `eval/bpb` has no samples; with `weights` {domain: weight} it is computed from the measured domains. For any other
-    score without samples the squared standard errors of both arms are added, as if their questions were different:
+    score without samples the squared standard errors of both variants are added, as if their questions were different:
     such an interval is too wide.
     """
-    numbers = common_repeats(outcomes, arm, control)
+    numbers = common_repeats(outcomes, variant, control)
     if not numbers:
-        raise ValueError(f"{arm}: has no repeat in common with {control}; run both with the same seeds")
-    pairs = [(of_arm(outcomes, arm)[number], of_arm(outcomes, control)[number]) for number in numbers]
+        raise ValueError(f"{variant}: has no repeat in common with {control}; run both with the same seeds")
+    pairs = [
+        (results_of_variant(outcomes, variant)[number], results_of_variant(outcomes, control)[number])
+        for number in numbers
+    ]
     measured = {key for pair in pairs for run in pair for key in run.scores}
     present = {domain: weight for domain, weight in weights.items() if weight and f"{BPB}/{domain}" in measured}
     if score != BPB or not present:
-        return _match_one(arm, numbers, pairs, score)
+        return _paired_gains_of(variant, numbers, pairs, score)
     total = sum(present.values())
-    domains = [(weight / total, _match_one(arm, numbers, pairs, f"{BPB}/{name}")) for name, weight in present.items()]
+    domains = [
+        (weight / total, _paired_gains_of(variant, numbers, pairs, f"{BPB}/{name}")) for name, weight in present.items()
+    ]
     gains = np.sum([weight * domain.gains for weight, domain in domains], axis=0)
     sampling = sum(weight**2 * domain.sampling for weight, domain in domains)  # domains are independent samples
-    return Matched(arm, BPB, domains[0][1].unit, numbers, gains, sampling, min(domain.n for _, domain in domains))
+    return PairedGains(
+        variant, BPB, domains[0][1].unit, numbers, gains, sampling, min(domain.n for _, domain in domains)
+    )
 
 
-def _match_one(arm: str, numbers: tuple[int, ...], pairs: Sequence[tuple[RunResult, RunResult]], score: str) -> Matched:
-    runs = [run for pair in pairs for run in pair]  # arm, control, arm, control, ...
+def _paired_gains_of(
+    variant: str, numbers: tuple[int, ...], pairs: Sequence[tuple[RunResult, RunResult]], score: str
+) -> PairedGains:
+    runs = [run for pair in pairs for run in pair]  # variant, control, variant, control, ...
     missing = [run.run for run in runs if score not in run.scores]
     if missing:
-        raise ValueError(f"{arm}: {score} was not measured in {', '.join(missing)}; evaluate with the same suite")
+        raise ValueError(f"{variant}: {score} was not measured in {', '.join(missing)}; evaluate with the same suite")
     scores = [run.scores[score] for run in runs]
     odd = next((run.run for run in runs if run.scores[score].requests != scores[0].requests), None)
     if odd is not None:
         raise ValueError(
-            f"{arm}: {score} was measured on other questions in {odd} than in {runs[0].run}; evaluate both again"
+            f"{variant}: {score} was measured on other questions in {odd} than in {runs[0].run}; evaluate both again"
         )
     sign = 1.0 if scores[0].better == "higher" else -1.0
     unit = UNITS.get(scores[0].unit, scores[0].unit)
@@ -286,10 +300,14 @@ def _match_one(arm: str, numbers: tuple[int, ...], pairs: Sequence[tuple[RunResu
         values = np.array([value.value for value in scores])
         variances = [ours.scores[score].stderr ** 2 + theirs.scores[score].stderr ** 2 for ours, theirs in pairs]
         gains = sign * (values[0::2] - values[1::2])
-        return Matched(arm, score, unit, numbers, gains, float(np.mean(variances)), min(value.n for value in scores))
+        return PairedGains(
+            variant, score, unit, numbers, gains, float(np.mean(variances)), min(value.n for value in scores)
+        )
     first = samples[0]
     if any(run.ids != first.ids or not np.array_equal(run.denominators, first.denominators) for run in samples):
-        raise ValueError(f"{arm}: {score} has other documents in some runs than in others; evaluate all of them again")
+        raise ValueError(
+            f"{variant}: {score} has other documents in some runs than in others; evaluate all of them again"
+        )
     table = np.array([run.numerators for run in samples])
     differences = sign * (table[0::2] - table[1::2])  # [repeats, n]
     average = differences.mean(axis=0)
@@ -298,9 +316,9 @@ def _match_one(arm: str, numbers: tuple[int, ...], pairs: Sequence[tuple[RunResu
         sampling = ratio(average.tolist(), first.denominators.tolist()).stderr ** 2
     else:
         gains = np.array([mean(row.tolist(), first.groups).value for row in differences / first.denominators])
-        # As Agresti and Min add half a question to each side: answers that all agree do not prove that the arms do.
+        # As Agresti and Min add half a question to each side: answers that all agree do not prove that the variants do.
         sampling = mean((average / first.denominators).tolist(), first.groups).stderr ** 2 + 1 / (len(average) + 2) ** 2
-    return Matched(arm, score, unit, numbers, gains, sampling, len(average))
+    return PairedGains(variant, score, unit, numbers, gains, sampling, len(average))
 
 
 # Noise of a gain, from the repeats and from the documents
@@ -312,46 +330,47 @@ def _match_one(arm: str, numbers: tuple[int, ...], pairs: Sequence[tuple[RunResu
 
 
 @dataclass(frozen=True)
-class Between:
-    """Noise of the repeats in m mean gains, estimated twice: from an arm's own repeats, and pooled over all arms."""
+class RepeatNoise:
+    """Noise of the repeats in m mean gains: from a variant's own repeats, and pooled over all variants."""
 
     variances: Array
     """[m, 2] of the mean gain: own, pooled; NaN with a single repeat."""
-    spare: Array
+    dof: Array
     """[m, 2] degrees of freedom; 0 with a single repeat."""
 
 
-def between(gains: Array) -> Between:
-    """Return the noise of each arm's mean gain from its repeats; `gains` [arms, repeats] are relative to the control.
+def repeat_noise(gains: Array) -> RepeatNoise:
+    """Return the noise of each variant's mean gain from its repeats; `gains` [variants, repeats] are relative to the
+    control.
 
-    The residuals are pooled over the arms and the control, as in a randomized block design: (arms) (repeats - 1)
-    degrees of freedom instead of repeats - 1.
+    The residuals are pooled over the variants and the control, as in a randomized block design: (variants) (repeats -
+    1) degrees of freedom instead of repeats - 1.
     """
-    arms, repeats = gains.shape
+    variants, repeats = gains.shape
     if repeats < 2:
-        return Between(np.full((arms, 2), np.nan), np.zeros((arms, 2)))
+        return RepeatNoise(np.full((variants, 2), np.nan), np.zeros((variants, 2)))
     block = np.vstack([np.zeros(repeats), gains])
     rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
-    pooled = 2 * float((rest**2).sum()) / (arms * (repeats - 1)) / repeats
+    pooled = 2 * float((rest**2).sum()) / (variants * (repeats - 1)) / repeats
     own = gains.var(axis=1, ddof=1) / repeats
-    spare = np.tile([repeats - 1.0, arms * (repeats - 1.0)], (arms, 1))
-    return Between(np.stack([own, np.full(arms, pooled)], axis=1), spare)
+    dof = np.tile([repeats - 1.0, variants * (repeats - 1.0)], (variants, 1))
+    return RepeatNoise(np.stack([own, np.full(variants, pooled)], axis=1), dof)
 
 
-def half_width(p: Array, documents: Array, n: Array, repeats: Between) -> Array:
+def half_width(p: Array, documents: Array, n: Array, repeats: RepeatNoise) -> Array:
     """Return half the width of the 1 - p interval, [m]; `documents` are variances over `n` documents.
 
-    With one repeat (`spare` 0) only the documents count; a single document gives an infinite interval.
+    With one repeat (`dof` 0) only the documents count; a single document gives an infinite interval.
     """
-    # The wider of two intervals, each with its own quantile. The pooled quantile on an arm's own variance would miss
-    # the truth in up to a quarter of cases where this arm scatters more than the others (`coverage`). The pooled
+    # The wider of two intervals, each with its own quantile. The pooled quantile on a variant's own variance would miss
+    # the truth in up to a quarter of cases where this variant scatters more than the others (`coverage`). The pooled
     # estimate prevents narrow intervals from repeats that agree by chance. The price is power: add a repeat.
-    known = np.where(repeats.spare > 0, repeats.variances, 0.0)
-    wider = (_student_quantile(p[:, None], repeats.spare) ** 2 * known).max(axis=1)
+    known = np.where(repeats.dof > 0, repeats.variances, 0.0)
+    wider = (_student_quantile(p[:, None], repeats.dof) ** 2 * known).max(axis=1)
     return np.where(n > 1, np.sqrt(_student_quantile(p, n - 1) ** 2 * documents + wider), np.inf)
 
 
-def two_sided(gain: Array, documents: Array, n: Array, repeats: Between) -> Array:
+def two_sided_p(gain: Array, documents: Array, n: Array, repeats: RepeatNoise) -> Array:
     """Return the p at which the interval ends at 0, [m]: below 5 % exactly if the 95 % interval excludes 0.
 
     NaN with one repeat: the noise of training is unknown.
@@ -361,30 +380,31 @@ def two_sided(gain: Array, documents: Array, n: Array, repeats: Between) -> Arra
         middle = (low + high) / 2
         wide = half_width(np.exp(middle), documents, n, repeats) >= np.abs(gain)
         low, high = np.where(wide, middle, low), np.where(wide, high, middle)
-    return np.where(repeats.spare[:, 0] > 0, np.exp((low + high) / 2), np.nan)
+    return np.where(repeats.dof[:, 0] > 0, np.exp((low + high) / 2), np.nan)
 
 
-def interval(gain: Array, documents: Array, n: Array, repeats: Between) -> tuple[Array, Array]:
+def interval(gain: Array, documents: Array, n: Array, repeats: RepeatNoise) -> tuple[Array, Array]:
     """Return the ends of the 95 % interval, [m] each."""
     half = half_width(np.full(gain.shape, LEVEL), documents, n, repeats)
     return gain - half, gain + half
 
 
-def coverage(arms: int, repeats: int, scatter: float, tries: int = 2000, seed: int = 0) -> float:
-    """Return how often the interval of the last of `arms`, which scatters `scatter` x as widely, covers its true gain.
+def coverage(variants: int, repeats: int, scatter: float, tries: int = 2000, seed: int = 0) -> float:
+    """Return how often the interval of the last of `variants`, which scatters `scatter` x as widely, covers its true
+    gain.
 
     All true gains are 0, and the documents add no noise.
     """
     rng, covered = np.random.default_rng(seed), 0
     for _ in range(tries):
-        runs = rng.standard_normal((arms + 1, repeats))
+        runs = rng.standard_normal((variants + 1, repeats))
         runs[-1] *= scatter
         gains = runs[1:] - runs[0]
-        low, high = interval(gains.mean(axis=1), np.zeros(arms), np.full(arms, np.inf), between(gains))
+        low, high = interval(gains.mean(axis=1), np.zeros(variants), np.full(variants, np.inf), repeat_noise(gains))
         covered += bool(low[-1] <= 0 <= high[-1])
     return covered / tries
 
 
-def _student_quantile(p: Array, spare: Array) -> Array:
+def _student_quantile(p: Array, dof: Array) -> Array:
     """Return the two-sided quantile of Student's t."""
-    return np.asarray(-special.stdtrit(np.maximum(spare, 1), p / 2), np.float64)
+    return np.asarray(-special.stdtrit(np.maximum(dof, 1), p / 2), np.float64)

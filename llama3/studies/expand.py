@@ -1,6 +1,6 @@
-"""Expand a study into its runs: one resolved recipe for every arm and repeat.
+"""Expand a study into its runs: one resolved recipe for every variant and repeat.
 
-A run of an arm is an ordinary run: its recipe contains everything, so it can be repeated without the study. Runs are
+A run of a variant is an ordinary run: its recipe contains everything, so it can be repeated without the study. Runs are
 identified by the digest of their recipe only, so a study that is started again, or changed, reuses its finished runs.
 """
 
@@ -22,14 +22,13 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from llama3.model.flops import embedding_rows, flops_per_token, parameter_count, trained_flops
+from llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
 from llama3.recipe.base import DOMAINS, Domain, read_plain
 from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 from llama3.recipe.units import Share, Tokens
-from llama3.studies.published import batch_tokens, peak_lr
 from llama3.studies.study import (
     ANNEAL,
     BASE,
@@ -48,16 +47,106 @@ from llama3.tokens.mix import apportion
 from storage.artifact import flatten
 from storage.secrets import refuse_secrets
 
+# The scaling-law ladder of Llama 3 (arXiv 2407.21783, section 3.2.1). Published: the ends of the ranges of budgets,
+# sizes, peak rates and batches, and the law's two constants, in Figure 3 and, rounded, in the text. Assumed: the eight
+# budgets between the ends (1, 3 and 6 of each decade), and power laws between the ends of peak rate and batch, with the
+# lower peak for the larger model.
+
+BUDGETS = (6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21, 1e22)
+"""Operations; the ends are published, the rest is assumed."""
+SIZES = (40e6, 16e9)
+"""Parameters of the smallest and the largest model."""
+PEAK_LR = (4e-4, 2e-4)
+"""Peak rates of the smallest and the largest model."""
+BATCH_TOKENS = (250e3, 4e6)
+"""Tokens per step at the smallest and the largest budget."""
+FLAGSHIP_FLOPS = 3.8e25
+FLAGSHIP_TOKENS = 16.55e12
+"""The answer of the law at `FLAGSHIP_FLOPS` according to the text."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """N*(C) = A C^alpha, in tokens."""
+
+    alpha: float
+    coefficient: float
+
+    def tokens(self, flops: float) -> float:
+        """Return the best number of tokens for `flops`."""
+        return self.coefficient * math.pow(flops, self.alpha)
+
+
+FIGURE = PowerLaw(0.537, 0.299)
+"""Figure 3: 16.3T tokens at 3.8e25."""
+TEXT = PowerLaw(0.53, 0.29)
+"""The same constants, rounded, in the text: 10.5T tokens at 3.8e25."""
+
+
+@dataclass(frozen=True)
+class RoundingEffect:
+    """The factors by which rounding each constant multiplies the tokens at a budget."""
+
+    flops: float
+    alpha: float
+    coefficient: float
+    exact: float
+    """Tokens before rounding."""
+    rounded: float
+    """Tokens after rounding."""
+
+    def __str__(self) -> str:
+        return (
+            f"at {self.flops:.3g} FLOPs {self.exact:.3g} tokens become {self.rounded:.3g}: rounding alpha multiplies "
+            f"by {self.alpha:.3f}, since it counts for each of {math.log10(self.flops):.1f} decades, and rounding A by "
+            f"{self.coefficient:.3f}"
+        )
+
+
+def rounding_effect(
+    flops: float = FLAGSHIP_FLOPS, exact: PowerLaw = FIGURE, rounded: PowerLaw = TEXT
+) -> RoundingEffect:
+    """Return the effect of rounding a law's constants on its answer at `flops` operations.
+
+    A change of alpha by d multiplies by C^d: at 3.8e25 the third digit of alpha, 0.007, is worth a third of the tokens.
+    """
+    alpha, coefficient = flops ** (rounded.alpha - exact.alpha), rounded.coefficient / exact.coefficient
+    return RoundingEffect(flops, alpha, coefficient, exact.tokens(flops), rounded.tokens(flops))
+
+
+def peak_lr(parameters: float, sizes: tuple[float, float] = SIZES, peaks: tuple[float, float] = PEAK_LR) -> float:
+    """Return the peak rate of a model of `parameters`: a power law between the ends, constant outside."""
+    return _power_law_between(parameters, sizes, peaks)
+
+
+def batch_tokens(
+    flops: float,
+    budgets: tuple[float, float] = (BUDGETS[0], BUDGETS[-1]),
+    batches: tuple[float, float] = BATCH_TOKENS,
+) -> float:
+    """Return the tokens per step for a budget: a power law between the ends, constant outside."""
+    return _power_law_between(flops, budgets, batches)
+
+
+def _power_law_between(x: float, ends: tuple[float, float], values: tuple[float, float]) -> float:
+    if not 0 < ends[0] <= ends[1] or not x > 0 or not min(values) > 0:
+        raise ValueError(f"{x:g} between {ends} with values {values}: give numbers above 0, the lower end first")
+    if ends[0] == ends[1]:
+        return values[0]
+    share = min(1.0, max(0.0, math.log(x / ends[0]) / math.log(ends[1] / ends[0])))
+    return math.pow(values[0], 1 - share) * math.pow(values[1], share)
+
+
 MixShares = dict[Domain, Fraction]
 Array = NDArray[np.float64]
 STAGE = "main"
-"""The single stage of a ladder's arms."""
+"""The single stage of a ladder's variants."""
 PARTS = 1000
 """Shares are multiples of 1 / PARTS."""
 LEAST_SHARE = 1e-3
 """Replaces a share of 0, which has no logarithm."""
-ARMS = {"compare": "arms", "mix": "others"}
-"""Kinds of study to which arms can be added, and the field that lists them."""
+VARIANT_FIELDS = {"compare": "variants", "mix": "others"}
+"""Kinds of study to which variants can be added, and the field that lists them."""
 MOST_HEADS = 4096
 SPAN = 1.5
 """Range of depths that are tried, relative to the proportional depth."""
@@ -68,10 +157,10 @@ PROPORTION = 0.1
 
 
 @dataclass(frozen=True)
-class ArmRun:
-    """One repeat of an arm."""
+class VariantRun:
+    """One repeat of a variant."""
 
-    arm: Variant
+    variant: Variant
     repeat: int
     """Counted from 1."""
     recipe: Recipe
@@ -79,7 +168,7 @@ class ArmRun:
     @property
     def name(self) -> str:
         """Name for people: `math-30 2`."""
-        return f"{self.arm.name} {self.repeat}"
+        return f"{self.variant.name} {self.repeat}"
 
     @cached_property
     def digest(self) -> str:
@@ -91,24 +180,24 @@ class ArmRun:
 
     @cached_property
     def parameters(self) -> int:
-        return parameter_count(self.recipe.model, embedding_rows(self.recipe))
+        return parameter_count(self.recipe.model, vocab_rows(self.recipe))
 
     @cached_property
     def flops(self) -> float:
         """Training operations, including causal attention."""
-        return trained_flops(self.recipe, self.recipe.model, embedding_rows(self.recipe), self.tokens)
+        return trained_flops(self.recipe, self.recipe.model, vocab_rows(self.recipe), self.tokens)
 
 
 class ExpandedStudy:
     """A study with its base recipe, which together determine its runs."""
 
-    def __init__(self, study: Study, data: dict[str, Any], place: str) -> None:
-        self.study, self.data, self.place = study, data, place
+    def __init__(self, study: Study, data: dict[str, Any], path: str) -> None:
+        self.study, self.data, self.path = study, data, path
         self.base = self.recipe([])
 
     def recipe(self, overrides: Iterable[str]) -> Recipe:
         """Return the base recipe with the study's changes and `overrides`, under its own name. Raises RecipeError."""
-        return parse_recipe(copy.deepcopy(self.data), self.place, [*self.study.set, *overrides])
+        return parse_recipe(copy.deepcopy(self.data), self.path, [*self.study.set, *overrides])
 
     @cached_property
     def digest(self) -> str:
@@ -118,31 +207,31 @@ class ExpandedStudy:
 
     @cached_property
     def control(self) -> str:
-        """Name of the control arm; empty for a ladder."""
+        """Name of the control variant; empty for a ladder."""
         if self.study.compare:
             return self.study.compare.control
         return {"mix": BASE, "annealing": DEFAULT}.get(self.study.kind, "")
 
     @cached_property
-    def runs(self) -> list[ArmRun]:
-        """All runs, arm by arm. Raises ValueError."""
-        return list(arm_runs(self))
+    def runs(self) -> list[VariantRun]:
+        """All runs, variant by variant. Raises ValueError."""
+        return list(variant_runs(self))
 
 
 def load_study(
     path: Path, changes: Sequence[str] = (), further: Mapping[str, list[str]] | None = None
 ) -> ExpandedStudy:
-    """Return the study in the YAML file `path`, with `changes` of its base recipe and `further` arms.
+    """Return the study in the YAML file `path`, with `changes` of its base recipe and `further` variants.
 
     Raises RecipeError with the file and each faulty field.
     """
     data = _read(path)
     data["set"] = [*(data.get("set") or []), *changes]
     if further:
-        kind = next((kind for kind in ARMS if isinstance(data.get(kind), dict)), None)
+        kind = next((kind for kind in VARIANT_FIELDS if isinstance(data.get(kind), dict)), None)
         if kind is None:
-            raise RecipeError(f"{path}: takes no further arms; only a comparison or a mix search does")
-        data[kind][ARMS[kind]] = {**(data[kind].get(ARMS[kind]) or {}), **further}
+            raise RecipeError(f"{path}: takes no further variants; only a comparison or a mix search does")
+        data[kind][VARIANT_FIELDS[kind]] = {**(data[kind].get(VARIANT_FIELDS[kind]) or {}), **further}
     try:
         refuse_secrets(data, str(path))
         study = Study.model_validate(data)
@@ -164,23 +253,23 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def arm_runs(posed: ExpandedStudy) -> Iterator[ArmRun]:
-    """Yield every run of the study. Raises ValueError if its arms are invalid."""
-    study, base = posed.study, posed.base
+def variant_runs(expanded: ExpandedStudy) -> Iterator[VariantRun]:
+    """Yield every run of the study. Raises ValueError if its variants are invalid."""
+    study, base = expanded.study, expanded.base
     seeds = study.seeds or [base.seed]
     common = [f"name={study.name}", f"data_seed={base.seed if base.data_seed is None else base.data_seed}"]
     # In an annealing study each repeat reads other documents. Draws count from 1: draw 0 would continue the mix of the
-    # stage before, whose last chunks would then differ between control and arms, so the shared checkpoint would be
+    # stage before, whose last chunks would then differ between control and variants, so the shared checkpoint would be
     # trained twice.
     draws = range(1, study.annealing.draws + 1) if study.annealing else range(1)
-    for arm in arms_of(study, base):
+    for variant in study_variants(study, base):
         for index, (seed, draw) in enumerate(product(seeds, draws)):
-            offset = [f"stages.{ANNEAL}.draw={draw}"] if study.annealing else []
-            recipe = posed.recipe([*arm.overrides, *common, f"seed={seed}", *offset])
-            yield ArmRun(arm, index + 1, recipe)
+            offset = [f"stages.{ANNEAL}.data_offset={draw}"] if study.annealing else []
+            recipe = expanded.recipe([*variant.overrides, *common, f"seed={seed}", *offset])
+            yield VariantRun(variant, index + 1, recipe)
 
 
-def changed(one: Recipe, other: Recipe) -> list[str]:
+def changed_fields(one: Recipe, other: Recipe) -> list[str]:
     """Return the fields in which two recipes differ, stages by name: `stages.main.until`, `lr.peak`."""
     values = []
     for plain in (resolved(one), resolved(other)):
@@ -189,27 +278,27 @@ def changed(one: Recipe, other: Recipe) -> list[str]:
     return [key for key in keys if values[0].get(key) != values[1].get(key)]
 
 
-# The arms of each kind of study. What must not differ between them (documents, seeds) is set in `arm_runs`.
+# The variants of each kind of study. What must not differ between them (documents, seeds) is set in `variant_runs`.
 
 
-def arms_of(study: Study, base: Recipe) -> list[Variant]:
-    """Return the arms of a study of `base`, the control first. Raises ValueError if they are invalid."""
+def study_variants(study: Study, base: Recipe) -> list[Variant]:
+    """Return the variants of a study of `base`, the control first. Raises ValueError if they are invalid."""
     if study.ladder:
-        return ladder_arms(study.ladder, base)
+        return ladder_variants(study.ladder, base)
     if study.mix:
-        return _mix_arms(study.mix, base)
+        return _mix_variants(study.mix, base)
     if study.annealing:
-        return _annealing_arms(study.annealing, base)
+        return _annealing_variants(study.annealing, base)
     assert study.compare is not None
     control = study.compare.control
-    arms = [Variant(name, tuple(overrides)) for name, overrides in study.compare.arms.items()]
-    return sorted(arms, key=lambda arm: arm.name != control)
+    variants = [Variant(name, tuple(overrides)) for name, overrides in study.compare.variants.items()]
+    return sorted(variants, key=lambda variant: variant.name != control)
 
 
-def ladder_arms(ladder: Ladder, base: Recipe) -> list[Variant]:
-    """Return an arm for each budget and each size in its range of tokens per parameter, smallest budgets first."""
-    rows, arms = embedding_rows(base), []
-    counts = {name: parameter_count(spec, rows) for name, spec in ladder.sizes.items()}
+def ladder_variants(ladder: Ladder, base: Recipe) -> list[Variant]:
+    """Return a variant for each budget and each size in its range of tokens per parameter, smallest budgets first."""
+    rows, variants = vocab_rows(base), []
+    counts = {name: parameter_count(config, rows) for name, config in ladder.sizes.items()}
     by_count: dict[int, str] = {}
     for name, count in counts.items():
         if by_count.setdefault(count, name) != name:
@@ -219,29 +308,29 @@ def ladder_arms(ladder: Ladder, base: Recipe) -> list[Variant]:
     least, most = ladder.tokens_per_parameter
     mix = resolved(base)["stages"][0]["mix"]
     for budget in sorted(ladder.budgets):
-        batch = batch_of(ladder, budget)
-        for name, spec in sorted(ladder.sizes.items(), key=lambda item: counts[item[0]]):
-            tokens = budget / per_token(ladder, spec, rows)
+        batch = budget_batch(ladder, budget)
+        for name, config in sorted(ladder.sizes.items(), key=lambda item: counts[item[0]]):
+            tokens = budget / flops_per_ladder_token(ladder, config, rows)
             total = int(tokens // batch) * batch  # whole batches, so a run takes slightly less than its budget
             if not total or not least <= tokens / counts[name] <= most:
                 continue
             peak = peak_lr(counts[name], (min(counts.values()), max(counts.values())), ladder.peak)
-            shape = {**spec.model_dump(mode="json"), "max_seq": max(spec.max_seq, ladder.seq)}
+            shape = {**config.model_dump(mode="json"), "max_seq_len": max(config.max_seq_len, ladder.seq_len)}
             cosine = {"to": peak * ladder.decay, "over": f"{total} tokens"}
-            stage = {"name": STAGE, "until": f"{total} tokens", "seq": ladder.seq, "batch": f"{batch} tokens"}
+            stage = {"name": STAGE, "until": f"{total} tokens", "seq_len": ladder.seq_len, "batch": f"{batch} tokens"}
             overrides = (
                 override("model", shape),
                 override("lr", {"peak": peak, "warmup": str(ladder.warmup), "cosine": cosine}),
                 override("stages", [{**stage, "mix": mix}]),
                 override("evaluate.after", []),
             )
-            arms.append(Variant(f"{budget:.3g}-{name}".replace("+", ""), overrides, budget))
-    return arms
+            variants.append(Variant(f"{budget:.3g}-{name}".replace("+", ""), overrides, budget))
+    return variants
 
 
-def per_token(ladder: Ladder, spec: Model, rows: int) -> float:
+def flops_per_ladder_token(ladder: Ladder, config: Model, rows: int) -> float:
     """Return training operations per token of a size, by the study's formula."""
-    flops = flops_per_token(spec, rows, ladder.seq)
+    flops = flops_per_token(config, rows, ladder.seq_len)
     match ladder.formula:
         case "6N":
             return flops.six_n
@@ -253,42 +342,44 @@ def per_token(ladder: Ladder, spec: Model, rows: int) -> float:
             raise ValueError(f"ladder.formula: {ladder.formula!r} is none of 6N, causal and full")
 
 
-def batch_of(ladder: Ladder, budget: float) -> Tokens:
+def budget_batch(ladder: Ladder, budget: float) -> Tokens:
     """Return the tokens per step of a budget: a power of two of sequences."""
     target = batch_tokens(budget, (min(ladder.budgets), max(ladder.budgets)), ladder.batch)
     sequences = 1
-    while 2 * sequences * ladder.seq <= target * 2**0.5:
+    while 2 * sequences * ladder.seq_len <= target * 2**0.5:
         sequences *= 2
-    return Tokens(sequences * ladder.seq)
+    return Tokens(sequences * ladder.seq_len)
 
 
-def _mix_arms(search: MixSearch, base: Recipe) -> list[Variant]:
-    """Return an arm for each mix."""
+def _mix_variants(search: MixSearch, base: Recipe) -> list[Variant]:
+    """Return a variant for each mix."""
     if search.of not in base.mix:
         raise RecipeError(f"mix.of: {search.of!r} is not a mix of the recipe; it has {', '.join(base.mix)}")
     control = {domain: Fraction(base.mix[search.of].get(domain, 0)) for domain in DOMAINS}
-    mixes: dict[str, Shares] = {BASE: control, **(designed(search.design, control) if search.design else {})}
-    for name, mix in search.arms.items():
+    mixes: dict[str, Shares] = {BASE: control, **(design_mixes(search.design, control) if search.design else {})}
+    for name, mix in search.variants.items():
         if name == BASE:
-            raise RecipeError(f"mix.arms: {BASE!r} is the recipe's own mix, always an arm; choose another name")
+            raise RecipeError(f"mix.variants: {BASE!r} is the recipe's own mix, always a variant; choose another name")
         if (total := sum(mix.values())) != 1:
-            raise RecipeError(f"mix.arms.{name}: the shares sum to {Share(total)}; change them until they sum to 100%")
+            raise RecipeError(
+                f"mix.variants.{name}: the shares sum to {Share(total)}; change them until they sum to 100%"
+            )
         mixes[name] = {domain: Fraction(share) for domain, share in mix.items()}
 
     def text(shares: Mapping[Domain, Fraction]) -> dict[str, str]:
         return {domain: str(Share(share)) for domain, share in shares.items()}
 
     common: tuple[str, ...] = ()
-    if base.tokenizer.train:  # on the base mix in all arms, so that they share one tokenizer
+    if base.tokenizer.train:  # on the base mix in all variants, so that they share one tokenizer
         common = (override(f"mix.{TOKENIZER}", text(base.first_mix)), f"tokenizer.train.mix={TOKENIZER}")
-    arms = [
+    variants = [
         Variant(name, (override(f"mix.{search.of}", text(mix)), *common), shares=mix) for name, mix in mixes.items()
     ]
-    return [*arms, *(Variant(name, (*extra, *common), shares=control) for name, extra in search.others.items())]
+    return [*variants, *(Variant(name, (*extra, *common), shares=control) for name, extra in search.others.items())]
 
 
-def _annealing_arms(annealing: Annealing, base: Recipe) -> list[Variant]:
-    """Return the control and an arm for each new source. All recipes have all sources, so they share their tokens."""
+def _annealing_variants(annealing: Annealing, base: Recipe) -> list[Variant]:
+    """Return the control and a variant per new source. All recipes have all sources, so they share tokens."""
     names = [stage.name for stage in base.stages]
     if annealing.after not in names:
         raise RecipeError(
@@ -302,19 +393,26 @@ def _annealing_arms(annealing: Annealing, base: Recipe) -> list[Variant]:
         fields = source.model_dump(mode="json", by_alias=True, exclude={"domain"})
         by_domain.setdefault(source.domain, []).append({**fields, "name": name})
     # the study itself supplies the judgements
-    common = (override("sources", by_domain), "require_judged=nothing")
-    arms = []
-    for arm, add in ((DEFAULT, {}), *((name, {name: str(annealing.share)}) for name in annealing.new)):
-        stage = {**kept[-1], "name": ANNEAL, "until": None, "for": str(annealing.length), "mix": mix, "add": add}
-        stage |= {"lr": "linear to 0", "average": None, "advance": {}, "draw": 0}
-        arms.append(Variant(arm, (*common, override("stages", [*kept, stage]), override("evaluate.after", []))))
-    return arms
+    common = (override("sources", by_domain), "require_annealing_verdict=nothing")
+    variants = []
+    for variant, add in ((DEFAULT, {}), *((name, {name: str(annealing.share)}) for name in annealing.new)):
+        stage = {
+            **kept[-1],
+            "name": ANNEAL,
+            "until": None,
+            "for": str(annealing.length),
+            "mix": mix,
+            "extra_sources": add,
+        }
+        stage |= {"lr": "linear to 0", "weight_averaging": None, "gates": {}, "data_offset": 0}
+        variants.append(Variant(variant, (*common, override("stages", [*kept, stage]), override("evaluate.after", []))))
+    return variants
 
 
 # Mixes of a search
 
 
-def designed(design: MixDesign, base: Mapping[Domain, Fraction]) -> dict[str, MixShares]:
+def design_mixes(design: MixDesign, base: Mapping[Domain, Fraction]) -> dict[str, MixShares]:
     """Return the mixes of a design by name, without the base mix; domains without a share keep none.
 
     Raises ValueError if the step is too large for a domain.
@@ -329,10 +427,10 @@ def designed(design: MixDesign, base: Mapping[Domain, Fraction]) -> dict[str, Mi
             mixes = dict(_draws(present, design.count, design.spread, design.seed))
         case _:
             raise ValueError(f"mix.design.kind: {design.kind!r} is none of around, lattice and draws")
-    return {name: whole(mix) for name, mix in mixes.items() if whole(mix) != whole(present)}
+    return {name: round_shares(mix) for name, mix in mixes.items() if round_shares(mix) != round_shares(present)}
 
 
-def whole(shares: Mapping[Domain, Fraction]) -> MixShares:
+def round_shares(shares: Mapping[Domain, Fraction]) -> MixShares:
     """Return shares as multiples of 1 / PARTS that sum to 1, each within 1 / PARTS of its exact value."""
     counts = apportion(PARTS, list(shares.values()))
     return {domain: Fraction(count, PARTS) for domain, count in zip(shares, counts, strict=True)}
@@ -372,7 +470,7 @@ def _draws(base: MixShares, count: int, spread: float, seed: int) -> Iterator[tu
         yield f"draw-{number + 1}", dict(zip(base, (share / total for share in shares), strict=True))
 
 
-def domains_of(mixes: Collection[Mapping[str, object]]) -> tuple[str, ...]:
+def mixed_domains(mixes: Collection[Mapping[str, object]]) -> tuple[str, ...]:
     """Return the domains that have a share in any of the mixes; a mix may leave some out."""
     return tuple(dict.fromkeys(domain for mix in mixes for domain, share in mix.items() if share))
 
@@ -382,37 +480,37 @@ def share_table(mixes: Sequence[Mapping[str, float]], domains: Sequence[str]) ->
     return np.array([[float(mix.get(domain, 0.0)) for domain in domains] for mix in mixes])
 
 
-def logs(shares: Array) -> Array:
+def log_shares(shares: Array) -> Array:
     """Return logarithms of shares, at least that of `LEAST_SHARE`."""
     return np.asarray(np.log(np.maximum(shares, LEAST_SHARE)))
 
 
 def check_mixes(mixes: Sequence[Mapping[str, float]]) -> None:
     """Raise ValueError unless the mixes determine a fit with one coefficient per domain, and leave a residual."""
-    domains = domains_of(mixes)
+    domains = mixed_domains(mixes)
     if len(mixes) < len(domains) + 2:
         raise ValueError(
-            f"mix: {len(mixes)} mixes, where a fit over {len(domains)} domains takes {len(domains) + 2}; add arms, or "
-            "write design: {kind: around}"
+            f"mix: {len(mixes)} mixes, where a fit over {len(domains)} domains takes {len(domains) + 2}; add variants, "
+            "or write design: {kind: around}"
         )
-    columns = logs(share_table(mixes, domains))
+    columns = log_shares(share_table(mixes, domains))
     rows = np.column_stack([np.ones(len(mixes)), columns])
     if np.linalg.matrix_rank(rows, tol=1e-6) < rows.shape[1]:
         flat = [domain for domain, column in zip(domains, columns.T, strict=True) if np.ptp(column) < 1e-6]
         reason = f"{flat[0]} has one share in all of them" if flat else "their domains move together"
-        raise ValueError(f"mix: the mixes do not separate the domains: {reason}; add arms that move it alone")
+        raise ValueError(f"mix: the mixes do not separate the domains: {reason}; add variants that move it alone")
 
 
 # Model shapes with a given number of parameters
 
 
-def shape_for(parameters: float, like: Model, rows: int) -> Model:
+def scale_shape(parameters: float, like: Model, rows: int) -> Model:
     """Return `like` scaled in all proportions to about `parameters`, `rows` embedding rows included.
 
     Heads keep their size, the FFN its ratio to the width, key/value heads their number. The 8B scaled to 405B
     parameters has 118 layers of 16,384, where Llama 3 has 126 with a narrower FFN.
     """
-    size, ratio = like.dim // like.heads, like.ffn / like.dim
+    size, ratio = like.head_dim, like.ffn / like.dim
     widths = []
     for heads in range(like.kv_heads, MOST_HEADS, like.kv_heads):
         dim = heads * size
@@ -420,12 +518,14 @@ def shape_for(parameters: float, like: Model, rows: int) -> Model:
         shape = {"layers": layers, "dim": dim, "ffn": max(8, round(ratio * dim / 8) * 8), "heads": heads}
         widths.append(Model.model_validate({**like.model_dump(), "preset": "custom", **shape}))
 
-    def error(spec: Model) -> float:
+    def error(config: Model) -> float:
         # the loss depends little on the aspect ratio (arXiv 2001.08361, section 3.1)
-        aspect = _log_factor(spec.layers / spec.dim, like.layers / like.dim)
-        return _log_factor(parameter_count(spec, rows), parameters) + PROPORTION * aspect
+        aspect = _log_factor(config.layers / config.dim, like.layers / like.dim)
+        return _log_factor(parameter_count(config, rows), parameters) + PROPORTION * aspect
 
-    nearest_widths = nsmallest(WIDTHS, widths, key=lambda spec: _log_factor(parameter_count(spec, rows), parameters))
+    nearest_widths = nsmallest(
+        WIDTHS, widths, key=lambda config: _log_factor(parameter_count(config, rows), parameters)
+    )
     shapes = (
         wide.model_copy(update={"layers": layers})  # the depth compensates for whole heads
         for wide in nearest_widths
@@ -434,15 +534,15 @@ def shape_for(parameters: float, like: Model, rows: int) -> Model:
     return min(shapes, key=error)
 
 
-def nearest(parameters: float, sizes: Iterable[Model], rows: int) -> Model:
+def nearest_shape(parameters: float, sizes: Iterable[Model], rows: int) -> Model:
     """Return the shape whose parameter count differs by the smallest factor."""
-    return min(sizes, key=lambda spec: _log_factor(parameter_count(spec, rows), parameters))
+    return min(sizes, key=lambda config: _log_factor(parameter_count(config, rows), parameters))
 
 
-def shape_changes(spec: Model, base: Model) -> list[str]:
-    """Return the overrides that give a recipe with `base` the shape of `spec`."""
+def shape_changes(config: Model, base: Model) -> list[str]:
+    """Return the overrides that give a recipe with `base` the shape of `config`."""
     fields = ("layers", "dim", "ffn", "heads", "kv_heads", "tied_embeddings")
-    changes = {field: getattr(spec, field) for field in fields if getattr(spec, field) != getattr(base, field)}
+    changes = {field: getattr(config, field) for field in fields if getattr(config, field) != getattr(base, field)}
     return [f"model.{field}={str(value).lower()}" for field, value in changes.items()]
 
 

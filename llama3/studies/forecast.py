@@ -44,7 +44,7 @@ class EvaluatedPoint:
     run: str
     flops: float
     """Training operations up to it."""
-    nats: float
+    nll: float
     """Nats per byte of the gold answers."""
     accuracy: float
     n: int
@@ -72,37 +72,37 @@ class Forecast:
     beyond: float
     """`flops` divided by those of the largest run; above 1 it is extrapolated. The line has no floor, so a forecast far
     beyond the data is too optimistic."""
-    nats: Interval
+    nll: Interval
     accuracy: Interval
 
 
 @dataclass(frozen=True)
-class Fit:
+class ForecastFit:
     """Line and sigmoid through the points of one benchmark."""
 
     points: tuple[EvaluatedPoint, ...]
     chance: float
     line: LogLinearFit
-    curve: Curve
+    curve: AccuracyCurve
 
     @property
     def largest(self) -> float:
         """Operations of the largest run."""
         return max(point.flops for point in self.points)
 
-    def at(self, flops: float) -> Forecast:
+    def predict(self, flops: float) -> Forecast:
         """Return the expected score of a run of `flops` operations. Raises ValueError unless they are above 0."""
         if not 0 < flops < math.inf:
             raise ValueError(f"forecast: {flops:g} operations; give a number above 0")
         rng = np.random.default_rng(0)
-        nats = np.maximum(self.line.draws(math.log10(flops), rng), 0.0)
-        best = max(0.0, self.line.at(math.log10(flops)))
-        accuracy = self.curve.draws(nats, rng)
+        nll = np.maximum(self.line.draws(math.log10(flops), rng), 0.0)
+        best = max(0.0, self.line.predict(math.log10(flops)))
+        accuracy = self.curve.draws(nll, rng)
         return Forecast(
             flops,
             flops / self.largest,
-            Interval.of_draws(best, nats),
-            Interval.of_draws(float(self.curve.at(np.array(best))), accuracy),
+            Interval.of_draws(best, nll),
+            Interval.of_draws(float(self.curve.predict(np.array(best))), accuracy),
         )
 
 
@@ -117,23 +117,23 @@ class LogLinearFit:
     """Of the 2 x 2 normal matrix."""
     squares: float
     """Sum of squared residuals."""
-    spare: int
+    dof: int
     """Runs beyond the two that determine a line."""
 
-    def at(self, x: float) -> float:
+    def predict(self, x: float) -> float:
         return float(self.coefficients @ np.array([1.0, x - self.middle]))
 
     def draws(self, x: float, rng: np.random.Generator) -> Array:
         """Return draws of the nats of a new run at `x`."""
         # The exact t prediction interval. A bootstrap of five runs draws the same run thrice, and is far too narrow.
-        scatter = np.sqrt(self.squares / rng.chisquare(self.spare, DRAWS))
+        scatter = np.sqrt(self.squares / rng.chisquare(self.dof, DRAWS))
         row = np.array([1.0, x - self.middle])
         spread = math.sqrt(1 + float(row @ self.inverse @ row))
-        return self.at(x) + spread * scatter * rng.standard_normal(DRAWS)
+        return self.predict(x) + spread * scatter * rng.standard_normal(DRAWS)
 
 
 @dataclass(frozen=True)
-class Curve:
+class AccuracyCurve:
     """Accuracy over nats per byte: chance + (1 - chance) / (1 + exp(-(a + b (nats - middle))))."""
 
     coefficients: Array
@@ -143,31 +143,33 @@ class Curve:
     """Of the coefficients, for scatter of binomial size."""
     excess: float
     """Variance of the points around the sigmoid, in units of the binomial's; at least 1."""
-    spare: int
+    dof: int
     n: float
     """Questions of a point (harmonic mean)."""
 
-    def at(self, nats: Array) -> Array:
-        return _sigmoid(self.coefficients[0] + self.coefficients[1] * (nats - self.middle), self.chance)
+    def predict(self, nll: Array) -> Array:
+        return _sigmoid(self.coefficients[0] + self.coefficients[1] * (nll - self.middle), self.chance)
 
-    def draws(self, nats: Array, rng: np.random.Generator) -> Array:
+    def draws(self, nll: Array, rng: np.random.Generator) -> Array:
         """Return draws of the accuracy of models with `nats`: asymptotic errors of the fit, and own scatter."""
-        scale = np.sqrt(self.excess * self.spare / rng.chisquare(self.spare, len(nats)))
-        normal = rng.standard_normal((len(nats), 2)) @ np.linalg.cholesky(self.covariance).T
+        scale = np.sqrt(self.excess * self.dof / rng.chisquare(self.dof, len(nll)))
+        normal = rng.standard_normal((len(nll), 2)) @ np.linalg.cholesky(self.covariance).T
         a, b = (self.coefficients + normal * scale[:, None]).T
-        p = _sigmoid(a + b * (nats - self.middle), self.chance)
-        own = np.sqrt((self.excess - 1) * p * (1 - p) / self.n) * rng.standard_normal(len(nats))
+        p = _sigmoid(a + b * (nll - self.middle), self.chance)
+        own = np.sqrt((self.excess - 1) * p * (1 - p) / self.n) * rng.standard_normal(len(nll))
         return np.clip(p + own, 0.0, 1.0)
 
 
-def fit(points: Sequence[EvaluatedPoint], chance: float, straight: Collection[str] | None = None) -> Fit:
+def fit_forecast(
+    points: Sequence[EvaluatedPoint], chance: float, straight: Collection[str] | None = None
+) -> ForecastFit:
     """Return the two fits through `points` of a benchmark on which guessing scores `chance`.
 
     The line goes through the runs named in `straight`, such as the best of each budget of a ladder; None: through all.
     Raises ValueError that names what is missing: valid values, runs, points, or a slope in either step.
     """
     for point in points:
-        if not (0 < point.flops < math.inf and math.isfinite(point.nats) and 0 <= point.accuracy <= 1 <= point.n):
+        if not (0 < point.flops < math.inf and math.isfinite(point.nll) and 0 <= point.accuracy <= 1 <= point.n):
             raise ValueError(f"forecast: {point} is not a valid measurement; evaluate this checkpoint again")
     # Only the last point of a run: a checkpoint whose learning rate has not decayed lies above the line.
     ends = [point for point in _last_points(points).values() if straight is None or point.run in straight]
@@ -176,7 +178,7 @@ def fit(points: Sequence[EvaluatedPoint], chance: float, straight: Collection[st
             f"forecast: {runs} run(s) of different compute with {len(points)} evaluated checkpoint(s); "
             f"it takes {RUNS} and {POINTS}: train further sizes, or evaluate after further stages"
         )
-    x, y = np.log10([point.flops for point in ends]), np.array([point.nats for point in ends])
+    x, y = np.log10([point.flops for point in ends]), np.array([point.nll for point in ends])
     middle = float(x.mean())
     rows = np.stack([np.ones_like(x), x - middle], axis=1)
     inverse: Array = np.linalg.inv(rows.T @ rows).astype(np.float64)
@@ -190,7 +192,7 @@ def fit(points: Sequence[EvaluatedPoint], chance: float, straight: Collection[st
         raise ValueError(
             "forecast: accuracy does not rise as the gold answers become likelier in these runs; train larger ones"
         )
-    return Fit(tuple(points), chance, LogLinearFit(coefficients, middle, inverse, squares, len(x) - 2), curve)
+    return ForecastFit(tuple(points), chance, LogLinearFit(coefficients, middle, inverse, squares, len(x) - 2), curve)
 
 
 def _last_points(points: Sequence[EvaluatedPoint]) -> dict[str, EvaluatedPoint]:
@@ -198,14 +200,14 @@ def _last_points(points: Sequence[EvaluatedPoint]) -> dict[str, EvaluatedPoint]:
     return {point.run: point for point in sorted(points, key=lambda point: point.flops)}
 
 
-def _fit_curve(points: Sequence[EvaluatedPoint], chance: float) -> Curve | None:
+def _fit_curve(points: Sequence[EvaluatedPoint], chance: float) -> AccuracyCurve | None:
     """Return the maximum-likelihood sigmoid by damped Fisher scoring; None if the points do not determine it.
 
     Checkpoints of one run count as independent.
     """
-    nats, share, n = np.array([(point.nats, point.accuracy, point.n) for point in points], np.float64).T
-    middle = float(nats.mean())
-    rows = np.stack([np.ones_like(nats), nats - middle], axis=1)
+    nll, share, n = np.array([(point.nll, point.accuracy, point.n) for point in points], np.float64).T
+    middle = float(nll.mean())
+    rows = np.stack([np.ones_like(nll), nll - middle], axis=1)
 
     def log_likelihood(beta: Array) -> float:
         p = _sigmoid(rows @ beta, chance)
@@ -232,13 +234,13 @@ def _fit_curve(points: Sequence[EvaluatedPoint], chance: float) -> Curve | None:
     else:
         return None
     p = _sigmoid(rows @ beta, chance)
-    spare = len(points) - 2
-    excess = max(1.0, float((n * (share - p) ** 2 / (p * (1 - p))).sum()) / spare)
+    dof = len(points) - 2
+    excess = max(1.0, float((n * (share - p) ** 2 / (p * (1 - p))).sum()) / dof)
     _, information = gradient_and_information(beta)
     if np.linalg.cond(information) > 1e12:
         return None
     covariance: Array = np.linalg.inv(information).astype(np.float64)
-    return Curve(beta, middle, chance, covariance, excess, spare, float(len(n) / (1 / n).sum()))
+    return AccuracyCurve(beta, middle, chance, covariance, excess, dof, float(len(n) / (1 / n).sum()))
 
 
 def _sigmoid(logits: Array, chance: float) -> Array:
@@ -251,7 +253,7 @@ def _sigmoid(logits: Array, chance: float) -> Array:
 
 
 @dataclass(frozen=True)
-class HeldOutRun:
+class BacktestRow:
     """One run that was left out, and its forecast from smaller runs."""
 
     left_out: int
@@ -262,19 +264,19 @@ class HeldOutRun:
     forecast: Forecast
     expected: Interval
     """Range of a measured accuracy: the forecast with the sampling noise of the questions."""
-    nats: float
+    nll: float
     """Measured, per byte of the gold answers."""
     accuracy: float
     """Measured."""
 
     @property
-    def inside(self) -> bool:
+    def in_interval(self) -> bool:
         """Whether the measured accuracy lies in its expected 95 % interval."""
         return self.expected.low <= self.accuracy <= self.expected.high
 
     @property
-    def nats_inside(self) -> bool:
-        return self.forecast.nats.low <= self.nats <= self.forecast.nats.high
+    def nll_in_interval(self) -> bool:
+        return self.forecast.nll.low <= self.nll <= self.forecast.nll.high
 
     @property
     def error(self) -> float:
@@ -286,25 +288,25 @@ class HeldOutRun:
 class Backtest:
     """Forecasts of left-out runs. Rows are not independent: a run appears once for each fit."""
 
-    rows: tuple[HeldOutRun, ...]
+    rows: tuple[BacktestRow, ...]
     stopped: str
     """Why no more levels were left out."""
 
     @property
-    def inside(self) -> float:
+    def in_interval(self) -> float:
         """Share of accuracies inside their 95 % intervals."""
-        return fmean(row.inside for row in self.rows)
+        return fmean(row.in_interval for row in self.rows)
 
     @property
-    def nats_inside(self) -> float:
-        return fmean(row.nats_inside for row in self.rows)
+    def nll_in_interval(self) -> float:
+        return fmean(row.nll_in_interval for row in self.rows)
 
     @property
-    def borne_out(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether the accuracies and the nats outside their intervals are no more than expected by chance."""
         from scipy import stats  # half a second, which only a back-test pays
 
-        misses = (round(len(self.rows) * (1 - share)) for share in (self.inside, self.nats_inside))
+        misses = (round(len(self.rows) * (1 - share)) for share in (self.in_interval, self.nll_in_interval))
         return all(float(stats.binom.sf(missed - 1, len(self.rows), 0.05)) > CHANCE for missed in misses)
 
     @property
@@ -321,8 +323,9 @@ class Backtest:
 def backtest(points: Sequence[EvaluatedPoint], chance: float, straight: Collection[str] | None = None) -> Backtest:
     """Return the forecasts of runs left out of `points` of a benchmark on which guessing scores `chance`.
 
-    Level after level of compute is left out, largest first, as long as `fit` accepts the rest. With `straight`, as in
-    `fit`, only runs named in it are forecast. Raises ValueError if not even the largest run can be left out.
+    Level after level of compute is left out, largest first, as long as `fit_forecast` accepts the rest. With
+    `straight`, as in
+    `fit_forecast`, only runs named in it are forecast. Raises ValueError if not even the largest run can be left out.
     """
     ends = _last_points(points)
     levels: list[list[str]] = []
@@ -334,20 +337,20 @@ def backtest(points: Sequence[EvaluatedPoint], chance: float, straight: Collecti
         else:
             levels.append([run])
             first = point.flops
-    rows: list[HeldOutRun] = []
+    rows: list[BacktestRow] = []
     stopped = f"{len(levels)} level(s) of compute, of which {LEVELS} must remain; train further sizes"
     for left_out in range(1, len(levels) - LEVELS + 1):
         below = {run for level in levels[:-left_out] for run in level}
         try:
-            smaller = fit([point for point in points if point.run in below], chance, straight)
+            smaller = fit_forecast([point for point in points if point.run in below], chance, straight)
         except ValueError as error:
             stopped = str(error).removeprefix("forecast: ")
             break
         for run, point in ends.items():
             if run not in below and (straight is None or run in straight):
-                forecast = smaller.at(point.flops)
+                forecast = smaller.predict(point.flops)
                 expected = _with_sampling_noise(forecast.accuracy, point.n)
-                rows.append(HeldOutRun(left_out, run, len(below), forecast, expected, point.nats, point.accuracy))
+                rows.append(BacktestRow(left_out, run, len(below), forecast, expected, point.nll, point.accuracy))
     if not rows:
         raise ValueError(f"back-test: without the largest run nothing can be forecast: {stopped}")
     return Backtest(tuple(rows), stopped)
@@ -373,9 +376,9 @@ class TaskPoints:
     straight: Collection[str] | None = None
     """Runs of the line; None: all."""
 
-    def fit(self) -> Fit:
+    def fit(self) -> ForecastFit:
         """Return line and sigmoid. Raises ValueError."""
-        return fit(self.points, self.chance, self.straight)
+        return fit_forecast(self.points, self.chance, self.straight)
 
     def backtest(self) -> Backtest:
         """Return the forecasts of larger runs from smaller ones. Raises ValueError."""
@@ -394,7 +397,7 @@ def forecast_verdict(tasks: Mapping[str, TaskPoints], flops: float) -> StudyVerd
         except ValueError as error:
             flags.append(f"{name}: no forecast: {str(error).removeprefix('forecast: ')}")
             continue
-        forecast = fitted.at(flops)
+        forecast = fitted.predict(flops)
         accuracy = forecast.accuracy
         headline.append(
             f"{name} at {flops:.3g} operations: accuracy {accuracy.value:.3f}, 95 % {accuracy.low:.3f} to "
@@ -408,14 +411,15 @@ def forecast_verdict(tasks: Mapping[str, TaskPoints], flops: float) -> StudyVerd
             continue
         furthest = max(row.forecast.beyond for row in test.rows)
         headline.append(
-            f"{name}, largest runs left out: {sum(row.inside for row in test.rows)} of {len(test.rows)} accuracies "
-            f"inside their 95 % intervals, off by {test.mean_error:.3f} on average, up to {furthest:.3g} x beyond"
+            f"{name}, largest runs left out: {sum(row.in_interval for row in test.rows)} of {len(test.rows)} "
+            f"accuracies inside their 95 % intervals, off by {test.mean_error:.3f} on average, up to {furthest:.3g} x "
+            "beyond"
         )
-        if not test.borne_out:
+        if not test.is_calibrated:
             direction = "too high" if test.bias > 0 else "too low"
             flags.append(
-                f"{name}: smaller runs did not predict larger ones: {test.inside:.0%} of accuracies and "
-                f"{test.nats_inside:.0%} of nats inside 95 % intervals, forecasts {direction} by {abs(test.bias):.3f}; "
-                "add larger runs, and tune their rates and batches"
+                f"{name}: smaller runs did not predict larger ones: {test.in_interval:.0%} of accuracies and "
+                f"{test.nll_in_interval:.0%} of nats inside 95 % intervals, forecasts {direction} by "
+                f"{abs(test.bias):.3f}; add larger runs, and tune their rates and batches"
             )
     return StudyVerdict(headline=headline, flags=flags)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from llama3.studies.forecast import Interval
-from llama3.studies.results import Cost, cost
+from llama3.studies.results import FlopsPerToken, fit_flops_per_token
 
 BUDGETS = 3
 """Minimum number of budgets with a usable minimum: two for a line, and one more for the scatter around it."""
@@ -67,7 +67,7 @@ class Parabola:
     used: bool
     """Whether its minimum enters the law."""
 
-    def at(self, tokens: float) -> float:
+    def loss_at(self, tokens: float) -> float:
         """Return the loss after `tokens`."""
         x = math.log10(tokens) - self.middle
         return self.coefficients[0] + self.coefficients[1] * x + self.coefficients[2] * x**2
@@ -85,32 +85,32 @@ class Optimum:
 
 
 @dataclass(frozen=True)
-class Law:
+class TokenLaw:
     """N*(C) = A C^alpha, N* in tokens."""
 
     alpha: Interval
     coefficient: Interval
     """A. It is correlated with alpha: do not combine the ends of both intervals."""
-    least: float
+    min_flops: float
     """Smallest budget fitted."""
-    most: float
+    max_flops: float
     """Largest budget fitted."""
     line: PowerLawFit
-    cost: Cost
+    cost: FlopsPerToken
 
     @property
     def draws(self) -> Array:
         """[DRAWS, 2] log10 of N* at the line's middle, and alpha."""
         return self.line.draws
 
-    def at(self, flops: float) -> Optimum:
+    def optimum(self, flops: float) -> Optimum:
         """Return the best allocation of `flops` operations. Raises ValueError unless they are above 0."""
         if not 0 < flops < math.inf:
             raise ValueError(f"ladder: {flops:g} operations; give a number above 0")
         row = np.array([1.0, math.log10(flops) - self.line.middle])
-        tokens = power(float(row @ self.line.coefficients), self.draws @ row)
+        tokens = power_of_ten(float(row @ self.line.coefficients), self.draws @ row)
         low, value, high = self.cost.parameters(flops / np.array([tokens.high, tokens.value, tokens.low]))
-        return Optimum(flops, tokens, Interval(float(value), float(low), float(high)), flops / self.most)
+        return Optimum(flops, tokens, Interval(float(value), float(low), float(high)), flops / self.max_flops)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class IsoflopFit:
     """Parabolas, the law through their minima, and flags."""
 
     parabolas: tuple[Parabola, ...]
-    law: Law
+    law: TokenLaw
     flags: list[str]
 
 
-class NoLaw(ValueError):
+class NoLawError(ValueError):
     """Too few budgets have a usable minimum; the parabolas are kept for display."""
 
     def __init__(self, parabolas: Sequence[Parabola], flags: list[str]) -> None:
@@ -136,48 +136,50 @@ def fit_ladder(trials: Sequence[Trial], budgets: Sequence[float]) -> IsoflopFit:
     """Return the law that `trials` of `budgets` (operations) show.
 
     A budget without a usable minimum does not enter it, and is flagged with what to add. Raises ValueError for an
-    invalid run or one that belongs to no budget, and NoLaw if fewer than `BUDGETS` budgets remain.
+    invalid run or one that belongs to no budget, and NoLawError if fewer than `BUDGETS` budgets remain.
     """
     # Coverage of alpha's interval in 250 simulations each with Hoffmann's and Besiroglu's constants, grids around the
     # optimum (3 to 10 budgets, 3 to 7 sizes) and losses off by 0.05 to 0.5 %: 95 to 100 %; if whole budgets are off as
     # well, 91 to 98 %. A loss curve is not exactly a parabola: with one grid of sizes for all budgets, alpha is off by
-    # 0.002 to 0.015 over two decades of budgets and by up to 0.04 over three, more than the interval says. `lopsided`
-    # detects this with five sizes or more; `chinchilla.py` does not have this error.
+    # 0.002 to 0.015 over two decades of budgets and by up to 0.04 over three, more than the interval says.
+    # `has_cubic_term` detects this with five sizes or more; `chinchilla.py` does not have this error.
     grids, flags = _by_budget(trials, budgets)
     fits = {
         budget: Quadratic(np.log10([trial.tokens for trial in grid]), np.array([trial.loss for trial in grid]))
         for budget, grid in grids.items()
     }
-    noise = pooled(list(fits.values()))
+    noise = pooled_noise(list(fits.values()))
     used = [budget for budget, fit in fits.items() if _usable(fit, noise)]
     for budget, fit in fits.items():
         if flag := _flag_of(budget, fit, budget in used):
             flags.append(flag)
     z, kept = np.log10(used), [fits[budget] for budget in used]
-    if not noise.spare and len(used) >= BUDGETS:
-        noise = from_scatter(z, kept)
-    minima = dict(zip(fits, noise.minima(list(fits.values())), strict=True)) if noise.spare else {}
+    if not noise.dof and len(used) >= BUDGETS:
+        noise = noise_from_scatter(z, kept)
+    minima = dict(zip(fits, noise.minima(list(fits.values())), strict=True)) if noise.dof else {}
     parabolas = []
     for budget, grid in grids.items():
         fit, tokens = fits[budget], Interval(math.nan, math.nan, math.nan)
-        if fit.opens:
-            tokens = power(fit.lowest, minima.get(budget, np.array([math.nan])))
+        if fit.is_convex:
+            tokens = power_of_ten(fit.minimum, minima.get(budget, np.array([math.nan])))
         c0, c1, c2 = (float(value) for value in fit.coefficients)
-        loss = float(fit.at(np.array(fit.lowest)))
+        loss = float(fit.value_at(np.array(fit.minimum)))
         parabolas.append(
             Parabola(budget, tuple(grid), (c0, c1, c2), fit.middle, tokens, loss, fit.edge, budget in used)
         )
     if len(used) < BUDGETS:
-        raise NoLaw(parabolas, flags)
-    fitted = line(z, kept, noise, [minima[budget] for budget in used])
+        raise NoLawError(parabolas, flags)
+    fitted = fit_power_law(z, kept, noise, [minima[budget] for budget in used])
     height, alpha = (float(value) for value in fitted.coefficients)
-    law = Law(
+    law = TokenLaw(
         alpha=Interval.of_draws(alpha, fitted.draws[:, 1]),
-        coefficient=power(height - alpha * fitted.middle, fitted.draws @ np.array([1.0, -fitted.middle])),
-        least=min(used),
-        most=max(used),
+        coefficient=power_of_ten(height - alpha * fitted.middle, fitted.draws @ np.array([1.0, -fitted.middle])),
+        min_flops=min(used),
+        max_flops=max(used),
         line=fitted,
-        cost=cost(*zip(*((trial.parameters, trial.tokens, trial.flops) for trial in trials), strict=True)),
+        cost=fit_flops_per_token(
+            *zip(*((trial.parameters, trial.tokens, trial.flops) for trial in trials), strict=True)
+        ),
     )
     return IsoflopFit(tuple(parabolas), law, flags + _law_flags(fitted, kept))
 
@@ -211,19 +213,19 @@ def _by_budget(trials: Sequence[Trial], budgets: Sequence[float]) -> tuple[dict[
 
 def _usable(fit: Quadratic, noise: Noise) -> bool:
     """Whether the minimum lies inside the grid and the curvature exceeds the noise, two-sided at 5 %."""
-    if not fit.opens or not fit.x.min() < fit.lowest < fit.x.max():
+    if not fit.is_convex or not fit.x.min() < fit.minimum < fit.x.max():
         return False
-    if not noise.spare:
+    if not noise.dof:
         return True
     bend = float(np.linalg.norm(fit.inverse[2]))  # standard error of c2 for noise of size 1
-    return bool(fit.coefficients[2] > stats.t.ppf(0.975, noise.spare) * noise.size * bend)
+    return bool(fit.coefficients[2] > stats.t.ppf(0.975, noise.dof) * noise.size * bend)
 
 
 def _flag_of(budget: float, fit: Quadratic, used: bool) -> str:
     """Return the weak point of a budget's minimum and what to add; empty if there is none."""
     name, sizes = f"budget {budget:.3g}", len(np.unique(fit.x))
     out = "" if used else "; it does not enter the law"
-    if not fit.opens:
+    if not fit.is_convex:
         return f"{name}: the parabola opens downwards, so no size is best; add sizes on both sides, or seeds{out}"
     if fit.edge:
         size, other = ("largest", "larger") if fit.edge == "fewest tokens" else ("smallest", "smaller")
@@ -237,9 +239,9 @@ def _law_flags(fitted: PowerLawFit, used: Sequence[Quadratic]) -> list[str]:
     flags = []
     if len(used) == BUDGETS:
         flags.append(f"{BUDGETS} budgets leave the law one degree of freedom; add a fourth")
-    if max(fit.spare for fit in used) < 2:
+    if max(fit.dof for fit in used) < 2:
         flags.append("no budget has five runs, so it cannot be tested whether the curves are parabolas; add sizes")
-    if lopsided(used):
+    if has_cubic_term(used):
         flags.append(
             "the losses bend more on one side than a parabola does, which can move minima by more than intervals say; "
             "leave out sizes far from the minima, or go by L(N, D)"
@@ -252,7 +254,7 @@ def _law_flags(fitted: PowerLawFit, used: Sequence[Quadratic]) -> list[str]:
     return flags
 
 
-def power(value: float, draws: Array) -> Interval:
+def power_of_ten(value: float, draws: Array) -> Interval:
     """Return ten to the power of `value`, with the 95 % interval of `draws` [n]."""
     with np.errstate(over="ignore", under="ignore"):
         middle, low, high = np.power(10.0, [value, *np.quantile(draws, (0.025, 0.975))])
@@ -277,54 +279,56 @@ class Quadratic:
     def _rows(self, x: Array) -> Array:
         return np.stack([np.ones_like(x), x - self.middle, (x - self.middle) ** 2], axis=-1)
 
-    def at(self, x: Array) -> Array:
+    def value_at(self, x: Array) -> Array:
         return np.asarray(self._rows(x) @ self.coefficients)
 
     @property
-    def spare(self) -> int:
+    def dof(self) -> int:
         """Points beyond the three that determine a parabola."""
         return len(self.x) - 3
 
     @property
     def squares(self) -> float:
         """Sum of squared residuals."""
-        return float(((self.y - self.at(self.x)) ** 2).sum())
+        return float(((self.y - self.value_at(self.x)) ** 2).sum())
 
     @property
     def residuals(self) -> Array:
         """[n] residuals divided by sqrt(1 - leverage), without points that determine the parabola alone."""
         free = 1 - np.einsum("ni,in->n", self._rows(self.x), self.inverse)
         kept = free > 1e-9
-        return np.asarray((self.y - self.at(self.x))[kept] / np.sqrt(free[kept]))
+        return np.asarray((self.y - self.value_at(self.x))[kept] / np.sqrt(free[kept]))
 
     @property
     def cubic(self) -> tuple[float, int]:
         """Sum of squared residuals with a term of third degree, and points beyond the four that determine it."""
         rows = np.column_stack([self._rows(self.x), (self.x - self.middle) ** 3])
-        return float(((self.y - rows @ np.linalg.pinv(rows) @ self.y) ** 2).sum()), self.spare - 1
+        return float(((self.y - rows @ np.linalg.pinv(rows) @ self.y) ** 2).sum()), self.dof - 1
 
     @property
-    def opens(self) -> bool:
+    def is_convex(self) -> bool:
         """Whether it opens upwards."""
         return bool(self.coefficients[2] > 1e-12 * (1 + np.abs(self.y).max()))
 
     @cached_property
-    def lowest(self) -> float:
+    def minimum(self) -> float:
         """Position of the minimum; NaN if the parabola opens downwards."""
-        return float(-self.coefficients[1] / (2 * self.coefficients[2]) + self.middle) if self.opens else float("nan")
+        return (
+            float(-self.coefficients[1] / (2 * self.coefficients[2]) + self.middle) if self.is_convex else float("nan")
+        )
 
     @property
     def edge(self) -> Edge:
         """The edge at which the lowest loss is, or beyond which the minimum is."""
         best = self.x[self.y.argmin()]
-        if best == self.x.min() or self.lowest <= self.x.min():
+        if best == self.x.min() or self.minimum <= self.x.min():
             return "fewest tokens"
-        return "most tokens" if best == self.x.max() or self.lowest >= self.x.max() else ""
+        return "most tokens" if best == self.x.max() or self.minimum >= self.x.max() else ""
 
     @property
     def spread(self) -> float:
         """Standard error of the minimum's position for noise of size 1, to first order."""
-        away = self.lowest - self.middle
+        away = self.minimum - self.middle
         return float(np.linalg.norm(self.inverse[1] + 2 * away * self.inverse[2]) / (2 * self.coefficients[2]))
 
     def minima(self, noise: Array) -> Array:
@@ -332,7 +336,7 @@ class Quadratic:
 
         A draw that opens downwards has its minimum at the bound on its lower side.
         """
-        _, c1, c2 = self.inverse @ (self.at(self.x) + noise).T
+        _, c1, c2 = self.inverse @ (self.value_at(self.x) + noise).T
         low, high = self.x.min() - self.middle, self.x.max() - self.middle
         least, most = 2 * low - high, 2 * high - low
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -346,7 +350,7 @@ class Noise:
 
     size: float
     """Standard deviation; NaN if no parabola has residual degrees of freedom."""
-    spare: int
+    dof: int
     """Residual degrees of freedom."""
     pool: Array
     """Residuals scaled to mean 0 and variance 1; empty if there are none."""
@@ -356,7 +360,7 @@ class Noise:
         rng = np.random.default_rng(0)
         # sqrt(df / chi2): resampling alone treats the size of the noise as known; with eight degrees of freedom its
         # intervals are a sixth too narrow
-        scale = self.size * np.sqrt(self.spare / rng.chisquare(self.spare, (DRAWS, 1)))
+        scale = self.size * np.sqrt(self.dof / rng.chisquare(self.dof, (DRAWS, 1)))
         minima = []
         for fit in quadratics:
             shape = (DRAWS, len(fit.x))
@@ -365,25 +369,25 @@ class Noise:
         return minima
 
 
-def pooled(quadratics: Sequence[Quadratic]) -> Noise:
+def pooled_noise(quadratics: Sequence[Quadratic]) -> Noise:
     """Return the noise from the residuals of the parabolas (Davison and Hinkley, Bootstrap Methods, section 6.2)."""
-    spare = sum(fit.spare for fit in quadratics)
-    if not spare:
+    dof = sum(fit.dof for fit in quadratics)
+    if not dof:
         return Noise(float("nan"), 0, np.empty(0))
     residuals = np.concatenate([fit.residuals for fit in quadratics])
     residuals = residuals - residuals.mean()
-    size = float(np.sqrt(sum(fit.squares for fit in quadratics) / spare))
-    return Noise(size, spare, residuals / (residuals.std() or 1.0))
+    size = float(np.sqrt(sum(fit.squares for fit in quadratics) / dof))
+    return Noise(size, dof, residuals / (residuals.std() or 1.0))
 
 
-def lopsided(quadratics: Sequence[Quadratic]) -> bool:
+def has_cubic_term(quadratics: Sequence[Quadratic]) -> bool:
     """Whether terms of third degree fit better than noise allows (F test over all parabolas at 1 %)."""
-    kept = [fit for fit in quadratics if fit.spare > 1 and len(np.unique(fit.x)) > 3]
-    squares, spare = (sum(column) for column in zip(*(fit.cubic for fit in kept), strict=True)) if kept else (0.0, 0)
+    kept = [fit for fit in quadratics if fit.dof > 1 and len(np.unique(fit.x)) > 3]
+    squares, dof = (sum(column) for column in zip(*(fit.cubic for fit in kept), strict=True)) if kept else (0.0, 0)
     if not squares > 1e-20 * sum(float(fit.y @ fit.y) for fit in kept):
         return False
-    ratio = (sum(fit.squares for fit in kept) - squares) / len(kept) / (squares / spare)
-    return bool(ratio > stats.f.ppf(0.99, len(kept), spare))
+    ratio = (sum(fit.squares for fit in kept) - squares) / len(kept) / (squares / dof)
+    return bool(ratio > stats.f.ppf(0.99, len(kept), dof))
 
 
 @dataclass(frozen=True)
@@ -399,7 +403,7 @@ class PowerLawFit:
     """Variance of the minima around the line, in units of the noise; 1 unless an F test at 5 % finds more."""
 
 
-def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minima: Sequence[Array]) -> PowerLawFit:
+def fit_power_law(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minima: Sequence[Array]) -> PowerLawFit:
     """Return the line of the quadratics' minima over `z` [k], k at least 3; `minima` are k draws of [DRAWS].
 
     The weight of a minimum is the inverse of its own variance plus the scatter of all minima around the line. If noise
@@ -411,21 +415,21 @@ def line(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minima: Sequen
     scatter = _scatter(z, lowest, own) if noise.size else 0.0
     middle, rows, inverse = _weighted(z, own + scatter if scatter else spread**2)
     coefficients = inverse @ lowest
-    spare = len(z) - 2
-    excess = (from_scatter(z, quadratics).size / noise.size) ** 2 if noise.size else 1.0
+    dof = len(z) - 2
+    excess = (noise_from_scatter(z, quadratics).size / noise.size) ** 2 if noise.size else 1.0
     rng = np.random.default_rng(1)
     draws = np.stack(minima, axis=1)
     if scatter:
         draws = draws + np.sqrt(scatter) * rng.standard_normal(draws.shape)
     away = draws @ inverse.T - coefficients
     if scatter:  # few degrees of freedom, as in Student's t
-        squares = float(((lowest - rows @ coefficients) ** 2 / (own + scatter)).sum()) / spare
-        away *= np.sqrt(max(1.0, squares) * spare / rng.chisquare(spare, (DRAWS, 1)))
-    significant = excess > stats.f.ppf(0.95, spare, noise.spare)
+        squares = float(((lowest - rows @ coefficients) ** 2 / (own + scatter)).sum()) / dof
+        away *= np.sqrt(max(1.0, squares) * dof / rng.chisquare(dof, (DRAWS, 1)))
+    significant = excess > stats.f.ppf(0.95, dof, noise.dof)
     return PowerLawFit(middle, coefficients, coefficients + away, float(excess) if significant else 1.0)
 
 
-def from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
+def noise_from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
     """Return the noise of one point that explains the scatter of k minima around their line, with k - 2 degrees.
 
     The only estimate if no parabola has residual degrees of freedom.
@@ -437,7 +441,7 @@ def from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
 
 
 def _lowest_and_spread(quadratics: Sequence[Quadratic]) -> tuple[Array, Array]:
-    return np.array([fit.lowest for fit in quadratics]), np.array([fit.spread for fit in quadratics])
+    return np.array([fit.minimum for fit in quadratics]), np.array([fit.spread for fit in quadratics])
 
 
 def _scatter(z: Array, lowest: Array, own: Array) -> float:

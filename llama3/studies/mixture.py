@@ -1,8 +1,8 @@
 """Regression of weighted bits per byte on the shares of the domains, and the mix that it proposes.
 
 W(r) = c + sum_i b_i log r_i, with W the weighted bits per byte and r the shares of the tokens: to first order the
-mixing laws of arXiv 2403.16952, without interactions of domains. It has one coefficient per domain, so nine arms leave
-four degrees of freedom. Where all b are below 0 the best mix is proportional to them.
+mixing laws of arXiv 2403.16952, without interactions of domains. It has one coefficient per domain, so nine variants
+leave four degrees of freedom. Where all b are below 0 the best mix is proportional to them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from llama3.evaluate.suite import BPB
-from llama3.studies.expand import check_mixes, domains_of, logs, share_table
+from llama3.studies.expand import check_mixes, log_shares, mixed_domains, share_table
 from llama3.studies.forecast import Interval
 from llama3.studies.results import RunResult
 
@@ -31,7 +31,7 @@ class MixTrial:
     """One finished run of a mix."""
 
     name: str
-    """Name of the arm."""
+    """Name of the variant."""
     repeat: int
     shares: Mapping[str, float]
     losses: Mapping[str, float]
@@ -40,35 +40,35 @@ class MixTrial:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The regression through the arms of a search."""
+    """The regression through the variants of a search."""
 
     domains: tuple[str, ...]
-    arms: tuple[str, ...]
+    variants: tuple[str, ...]
     shares: Array
-    """[arms, domains]"""
+    """[variants, domains]"""
     losses: Array
-    """[arms, domains] bits per byte, means over repeats."""
+    """[variants, domains] bits per byte, means over repeats."""
     weights: Array
     """[domains] weight of each domain's bits; they sum to 1."""
     coefficients: Array
     """[domains] b of W, per natural logarithm of a share."""
     covariance: Array
     """[domains, domains]"""
-    spare: int
+    dof: int
     """Degrees of freedom of the noise."""
     by_seeds: bool
     """Whether the noise is estimated from seeds; else from the residuals of the fit."""
     predicted: Array
-    """[arms] weighted bits per byte of each arm, predicted by the fit through all others."""
+    """[variants] weighted bits per byte of each variant, predicted by the fit through all others."""
 
     @property
     def totals(self) -> Array:
-        """[arms] weighted bits per byte."""
+        """[variants] weighted bits per byte."""
         return np.asarray(self.losses @ self.weights)
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's, between the predictions from all other arms and the measurements."""
+        """Spearman's, between the predictions from all other variants and the measurements."""
         return float(stats.spearmanr(self.predicted, self.totals).statistic)
 
     def gain(self, shares: Array, base: Array) -> Interval:
@@ -76,16 +76,16 @@ class Mixture:
 
         It holds for all mixes at once (Biometrika 40:87-104, 1953), so also for a mix chosen by its predicted loss.
         """
-        row = logs(base) - logs(shares)
+        row = log_shares(base) - log_shares(shares)
         value = float(row @ self.coefficients)
         size = len(self.domains)
-        half = math.sqrt(size * stats.f.ppf(0.95, size, self.spare) * float(row @ self.covariance @ row))
+        half = math.sqrt(size * stats.f.ppf(0.95, size, self.dof) * float(row @ self.covariance @ row))
         return Interval(value, value - half, value + half)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The best blend of the arms."""
+    """The best blend of the variants."""
 
     shares: dict[str, Interval]
     """With the interval due to noise."""
@@ -98,14 +98,14 @@ class Proposal:
 
 
 def mix_trials(outcomes: Sequence[RunResult], shares: Mapping[str, Mapping[str, float]]) -> list[MixTrial]:
-    """Return the runs of the arms in `shares`; each must have bits per byte of every domain. Raises ValueError."""
-    trials, domains = [], domains_of(shares.values())
+    """Return the runs of the variants in `shares`; each must have bits per byte of every domain. Raises ValueError."""
+    trials, domains = [], mixed_domains(shares.values())
     for run in outcomes:
-        if run.arm in shares:
+        if run.variant in shares:
             losses = {domain: run.scores[key].value for domain in domains if (key := f"{BPB}/{domain}") in run.scores}
             if missing := sorted(set(domains) - set(losses)):
                 raise ValueError(f"mix: {run.run} has no {BPB}/{missing[0]}; hold out documents of every domain")
-            trials.append(MixTrial(run.arm, run.repeat, shares[run.arm], losses))
+            trials.append(MixTrial(run.variant, run.repeat, shares[run.variant], losses))
     return trials
 
 
@@ -114,56 +114,56 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
 
     Raises ValueError for too few mixes, mixes that do not separate the domains, and runs without a measure of noise.
     """
-    arms = tuple(dict.fromkeys(trial.name for trial in trials))
-    by_arm = {arm: [trial for trial in trials if trial.name == arm] for arm in arms}
-    mixes = [by_arm[arm][0].shares for arm in arms]
+    variants = tuple(dict.fromkeys(trial.name for trial in trials))
+    by_variant = {variant: [trial for trial in trials if trial.name == variant] for variant in variants}
+    mixes = [by_variant[variant][0].shares for variant in variants]
     check_mixes(mixes)
-    domains = domains_of(mixes)
+    domains = mixed_domains(mixes)
     shares = share_table(mixes, domains)
     weighted = np.array([weights.get(domain, 0.0) for domain in domains])
     if not weighted.sum() > 0:
         raise ValueError(f"mix.weights: {dict(weights)} weigh no domain of the mixes; they have {', '.join(domains)}")
     weighted = weighted / weighted.sum()
-    losses = np.array([[np.mean([t.losses[d] for t in by_arm[arm]]) for d in domains] for arm in arms])
-    rows = np.column_stack([np.ones(len(arms)), logs(shares)])
+    losses = np.array([[np.mean([t.losses[d] for t in by_variant[variant]]) for d in domains] for variant in variants])
+    rows = np.column_stack([np.ones(len(variants)), log_shares(shares)])
     inverse = np.linalg.pinv(rows)
     totals = losses @ weighted
     solution = inverse @ totals
     residuals = totals - rows @ solution
     # The noise is that between seeds or that of the residuals, whichever is larger.
-    spare, by_seeds = len(rows) - rows.shape[1], False
-    variance = float((residuals**2).sum()) / spare
+    dof, by_seeds = len(rows) - rows.shape[1], False
+    variance = float((residuals**2).sum()) / dof
     repeats = sorted({trial.repeat for trial in trials})
     by_run = {(t.name, t.repeat): sum(w * t.losses[d] for w, d in zip(weighted, domains, strict=True)) for t in trials}
-    if len(repeats) >= 2 and len(by_run) >= len(arms) * len(repeats):
-        # Runs of one seed share part of their noise, so the means of seeds are removed as well as those of arms.
-        table = np.array([[by_run[arm, repeat] for repeat in repeats] for arm in arms])
+    if len(repeats) >= 2 and len(by_run) >= len(variants) * len(repeats):
+        # Runs of one seed share part of their noise, so the means of seeds are removed as well as those of variants.
+        table = np.array([[by_run[variant, repeat] for repeat in repeats] for variant in variants])
         rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
-        freedom = (len(arms) - 1) * (len(repeats) - 1)
+        freedom = (len(variants) - 1) * (len(repeats) - 1)
         between_seeds = float((rest**2).sum()) / freedom / len(repeats)
         if between_seeds >= variance:
-            variance, spare, by_seeds = between_seeds, freedom, True
+            variance, dof, by_seeds = between_seeds, freedom, True
     covariance = variance * (inverse @ inverse.T)[1:, 1:]
     leverage = np.einsum("ij,ji->i", rows, inverse)
     left_out = totals - residuals / np.maximum(1 - leverage, 1e-9)
-    return Mixture(domains, arms, shares, losses, weighted, solution[1:], covariance, spare, by_seeds, left_out)
+    return Mixture(domains, variants, shares, losses, weighted, solution[1:], covariance, dof, by_seeds, left_out)
 
 
 def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]]) -> Proposal:
-    """Return the best blend of the arms within `bounds`, compared with the base mix [domains].
+    """Return the best blend of the variants within `bounds`, compared with the base mix [domains].
 
-    Only blends of the arms are candidates: the fit is not trusted outside of them.
+    Only blends of the variants are candidates: the fit is not trusted outside of them.
     """
     rng = np.random.default_rng(0)
-    parts = rng.dirichlet(np.full(len(mixture.arms), 0.3), BLENDS)
+    parts = rng.dirichlet(np.full(len(mixture.variants), 0.3), BLENDS)
     blends = np.vstack([base, mixture.shares, parts @ mixture.shares])
     limits = np.array([bounds.get(domain, (0.0, 1.0)) for domain in mixture.domains])
     inside = ((blends >= limits[:, 0] - 1e-9) & (blends <= limits[:, 1] + 1e-9)).all(axis=1)
     blends = np.asarray(blends[inside]) if inside.any() else base[None]
-    log_blends = logs(blends)
+    log_blends = log_shares(blends)
     best = blends[int((log_blends @ mixture.coefficients).argmin())]
     rng = np.random.default_rng(0)
-    scale = np.sqrt(mixture.spare / rng.chisquare(mixture.spare, DRAWS))
+    scale = np.sqrt(mixture.dof / rng.chisquare(mixture.dof, DRAWS))
     normal = rng.multivariate_normal(np.zeros(len(best)), mixture.covariance, DRAWS, method="svd")
     chosen = blends[(log_blends @ (mixture.coefficients + normal * scale[:, None]).T).argmin(axis=0)]
     low, high = np.quantile(chosen, (0.025, 0.975), axis=0)
@@ -173,8 +173,8 @@ def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, flo
 
 
 def pareto(mixture: Mixture) -> list[str]:
-    """Return the arms that no other arm beats on every domain."""
+    """Return the variants that no other variant beats on every domain."""
     beaten = [
         bool(((mixture.losses <= row).all(axis=1) & (mixture.losses < row).any(axis=1)).any()) for row in mixture.losses
     ]
-    return [arm for arm, worse in zip(mixture.arms, beaten, strict=True) if not worse]
+    return [variant for variant, worse in zip(mixture.variants, beaten, strict=True) if not worse]

@@ -11,20 +11,20 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.evaluate.scores import Score
 from llama3.evaluate.significance import Number
-from llama3.model.flops import embedding_rows, trained_flops
+from llama3.model.flops import trained_flops, vocab_rows
 from llama3.recipe.load import digest, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.studies.expand import ArmRun
+from llama3.studies.expand import VariantRun
 
 Array = NDArray[np.float64]
 DATA = ("sources", "curate", "tokens", "data_seed")
 """Recipe fields that determine the token shards, apart from the tokenizer."""
-WHOLE = ("model", "optimizer", "z_loss", "compute", "seed", "start")
+WHOLE = ("model", "optimizer", "z_loss", "precision", "seed", "init_from")
 """Recipe fields that determine the weights of every stage."""
 Says = Literal["helps", "hurts", "no significant difference"]
 HELPS: Says = "helps"
@@ -47,11 +47,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One finished run of an arm."""
+    """One finished run of a variant."""
 
-    arm: str
+    variant: str
     repeat: int
-    """Number of the repeat. Runs of two arms with the same number share the seed or the draw of data."""
+    """Number of the repeat. Runs of two variants with the same number share the seed or the draw of data."""
     run: str
     """Name of the run."""
     parameters: int
@@ -65,16 +65,16 @@ class RunResult:
     """Samples of the scores that have some."""
 
 
-def of_arm(outcomes: Sequence[RunResult], arm: str) -> dict[int, RunResult]:
-    """Return the results of one arm by repeat."""
-    return {result.repeat: result for result in outcomes if result.arm == arm}
+def results_of_variant(outcomes: Sequence[RunResult], variant: str) -> dict[int, RunResult]:
+    """Return the results of one variant by repeat."""
+    return {result.repeat: result for result in outcomes if result.variant == variant}
 
 
 # Training stages that several runs of a study share
 
 
 @dataclass(frozen=True)
-class StageWork:
+class StageFlops:
     """One stage of one run."""
 
     run: str
@@ -85,33 +85,33 @@ class StageWork:
     flops: float
 
 
-def stage_works(run: ArmRun) -> Iterator[StageWork]:
+def stage_flops(run: VariantRun) -> Iterator[StageFlops]:
     """Yield the training stages of a run, in order."""
-    recipe, rows, plain = run.recipe, embedding_rows(run.recipe), resolved(run.recipe)
+    recipe, rows, plain = run.recipe, vocab_rows(run.recipe), resolved(run.recipe)
     # From recipes alone, before any token exists. Two lineages may differ although their artifacts get one key.
     lineage = data_digest(recipe)
     for span in Schedule(recipe).trained:
         stage = span.stage
         determines: list[object] = [
             {name: plain[name] for name in WHOLE},
-            [span.start, span.end, [[segment.seq, segment.batch, segment.steps] for segment in span.segments]],
+            [span.start, span.end, [[segment.seq_len, segment.batch, segment.steps] for segment in span.segments]],
             digest(Schedule(recipe).rates(span.start, span.end)),
             {domain: str(share) for domain, share in span.shares.items()},
-            {name: str(share) for name, share in stage.add.items()},
-            stage.draw,
-            str(stage.average),
-            stage.keep,
+            {name: str(share) for name, share in stage.extra_sources.items()},
+            stage.data_offset,
+            str(stage.weight_averaging),
+            stage.select,
         ]
         lineage = digest([lineage, determines])
         before, after = (trained_flops(recipe, recipe.model, rows, position) for position in (span.start, span.end))
-        yield StageWork(run.name, span.name, lineage, span.tokens, after - before)
+        yield StageFlops(run.name, span.name, lineage, span.tokens, after - before)
 
 
-def once(runs: Sequence[ArmRun]) -> dict[str, StageWork]:
+def distinct_stages(runs: Sequence[VariantRun]) -> dict[str, StageFlops]:
     """Return the stages of all runs by lineage, shared ones once: the work to be done."""
-    works: dict[str, StageWork] = {}
+    works: dict[str, StageFlops] = {}
     for run in runs:
-        for work in stage_works(run):
+        for work in stage_flops(run):
             works.setdefault(work.lineage, work)
     return works
 
@@ -131,7 +131,7 @@ def data_digest(recipe: Recipe) -> str:
 
 
 @dataclass(frozen=True)
-class Cost:
+class FlopsPerToken:
     """Operations per token and parameter at the sizes of the runs, for models of their shape and sequence length.
 
     The ratio is near 6, not equal: an embedding lookup multiplies nothing, attention multiplies without parameters.
@@ -153,34 +153,34 @@ class Cost:
         return np.asarray(per_token / ratio)
 
 
-def cost(parameters: Sequence[float], tokens: Sequence[float], flops: Sequence[float]) -> Cost:
+def fit_flops_per_token(parameters: Sequence[float], tokens: Sequence[float], flops: Sequence[float]) -> FlopsPerToken:
     """Return the cost of a token from runs, averaged over runs of the same size."""
     counts = np.asarray(parameters, np.float64)
     ratios = np.asarray(flops, np.float64) / np.asarray(tokens, np.float64) / counts
     sizes = np.unique(counts)
-    return Cost(sizes, np.array([ratios[counts == size].mean() for size in sizes]))
+    return FlopsPerToken(sizes, np.array([ratios[counts == size].mean() for size in sizes]))
 
 
 # The verdict of a study
 
 
 class Finding(BaseModel):
-    """The comparison of one arm with the control on one score."""
+    """The comparison of one variant with the control on one score."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True, serialize_by_alias=True)
 
-    arm: str
+    variant: str = Field(alias="arm")
     score: str
     """Key of the score: `eval/bpb/math`."""
     gain: Number
-    """Improvement over the control, in the direction in which the score improves; below 0 the arm is worse."""
+    """Improvement over the control, in the direction in which the score improves; below 0 the variant is worse."""
     low: Number
     """Lower end of the 95 % interval of the gain."""
     high: Number
     unit: str
     """`bpb`, or `accuracy`."""
     says: Says
-    """After correction for all scores and arms of the study."""
+    """After correction for all scores and variants of the study."""
     repeats: int
     """Number of seeds, or draws of data."""
 

@@ -1,8 +1,8 @@
 """The schema of a study file: a base recipe, one question, and the limits of its cost.
 
 There are four kinds: `ladder` (tokens and parameters for a budget), `mix` (shares of the domains), `annealing` (the
-value of a data source) and `compare` (one change of the recipe). The kind determines the arms, each a change of the
-base recipe. Each arm runs once per repeat: a seed, or a draw of data where arms branch from one checkpoint.
+value of a data source) and `compare` (one change of the recipe). The kind determines the variants, each a change of the
+base recipe. Each variant runs once per repeat: a seed, or a draw of data where variants branch from one checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, field_validator, mo
 from llama3.recipe.base import Domain, Name, Section
 from llama3.recipe.data_schema import Source
 from llama3.recipe.lr import Rate
-from llama3.recipe.reference import described, sections
+from llama3.recipe.reference import describe_sections, sections
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 from llama3.recipe.units import Share, Span, Tokens
@@ -27,8 +27,8 @@ Kind = Literal["ladder", "mix", "annealing", "compare"]
 KINDS: tuple[Kind, ...] = ("ladder", "mix", "annealing", "compare")
 Shares = Mapping[Domain, Fraction]
 BASE, DEFAULT, ANNEAL, TOKENIZER = "base", "default", "anneal", "tokenizer"
-"""Control arm of a mix search; control arm of an annealing study; the stage that is annealed; the mix that trains the
-tokenizer of every arm of a mix search."""
+"""Control variant of a mix search; control variant of an annealing study; the stage that is annealed; the mix that
+trains the tokenizer of every variant of a mix search."""
 
 
 def _counts(value: object) -> list[float]:
@@ -56,7 +56,7 @@ class Ladder(Section):
     """Model shapes by name: presets or numbers."""
     formula: Literal["causal", "6N", "full"] = "causal"
     """Operations per token: matrix products with causal attention, without attention, or with full attention."""
-    seq: int = Field(default=512, ge=2)
+    seq_len: int = Field(default=512, ge=2)
     batch: tuple[Tokens, Tokens] = (Tokens.parse("250K"), Tokens.parse("4M"))
     """Tokens per step of the smallest and the largest budget, with a power law between. Published: 250K to 4M."""
     peak: tuple[Rate, Rate] = (4e-4, 2e-4)
@@ -80,7 +80,7 @@ class Ladder(Section):
 
 
 class MixDesign(Section):
-    """The design of the arms of a mix search."""
+    """The design of the variants of a mix search."""
 
     kind: Literal["around", "lattice", "draws"] = "around"
     """`around`: each domain one step up and one step down from the base mix; `lattice`: a simplex lattice above half
@@ -102,14 +102,14 @@ class MixSearch(Section):
     of: str = "base"
     """The mix of the base recipe to vary; it is the control."""
     design: MixDesign | None = None
-    arms: dict[Name, dict[Domain, Share]] = Field(default_factory=dict)
+    variants: dict[Name, dict[Domain, Share]] = Field(default_factory=dict)
     """Mixes to try by name, in addition to a design or instead of it."""
     others: dict[Name, list[str]] = Field(default_factory=dict)
-    """Arms that change another property of the data, as overrides: `caps: [curate.topics.caps.sport=5%]`."""
+    """Variants that change another property of the data, as overrides: `caps: [curate.topics.caps.sport=5%]`."""
     weights: dict[Domain, Share] = Field(default_factory=dict)
     """Weight of each domain's bits per byte; by default its share in the base mix."""
     bounds: dict[Domain, tuple[Share, Share]] = Field(default_factory=dict)
-    """Smallest and largest share of a proposal; by default the range that the arms cover."""
+    """Smallest and largest share of a proposal; by default the range that the variants cover."""
 
     @field_validator("bounds", mode="before")
     @classmethod
@@ -119,9 +119,9 @@ class MixSearch(Section):
         return {domain: tuple(Share.parse(end) for end in ends) for domain, ends in value.items()}
 
     @model_validator(mode="after")
-    def _require_arms(self) -> Self:
-        if self.design is None and not self.arms and not self.others:
-            raise ValueError("mix: no arms; write design: {kind: around}, arms: {more-math: {...}}, or others")
+    def _require_variants(self) -> Self:
+        if self.design is None and not self.variants and not self.others:
+            raise ValueError("mix: no variants; write design: {kind: around}, variants: {more-math: {...}}, or others")
         return self
 
 
@@ -141,7 +141,7 @@ class Annealing(Section):
     length: Tokens = Field(alias="for")
     """Tokens of the annealing."""
     new: dict[Name, NewSource] = Field(min_length=1)
-    """The sources to judge, one arm each."""
+    """The sources to judge, one variant each."""
     share: Share = Share.parse("30%")
     """Share of the new data; the mix has the rest. Published: 30%."""
     mix: str | None = None
@@ -151,20 +151,22 @@ class Annealing(Section):
 
 
 class Compare(Section):
-    """Arms against a control that differ in the named fields only."""
+    """Variants against a control that differ in the named fields only."""
 
     control: Name
-    arms: dict[Name, list[str]] = Field(min_length=2)
-    """Overrides of the base recipe by arm, including the control."""
+    variants: dict[Name, list[str]] = Field(min_length=2)
+    """Overrides of the base recipe by variant, including the control."""
     varies: list[str] = Field(min_length=1)
-    """Recipe fields in which arms may differ: `stages`, `lr.warmup`. Any other difference is refused."""
+    """Recipe fields in which variants may differ: `stages`, `lr.warmup`. Any other difference is refused."""
     score: str = "eval/bpb"
     """Score that decides."""
 
     @model_validator(mode="after")
     def _require_control(self) -> Self:
-        if self.control not in self.arms:
-            raise ValueError(f"compare.control: {self.control!r} is not an arm; the arms are {', '.join(self.arms)}")
+        if self.control not in self.variants:
+            raise ValueError(
+                f"compare.control: {self.control!r} is not a variant; the variants are {', '.join(self.variants)}"
+            )
         return self
 
 
@@ -178,7 +180,7 @@ class Study(Section):
     recipe: str
     """The base recipe: a YAML file, relative to the study file."""
     set: list[str] = Field(default_factory=list)
-    """Changes of the base recipe in all arms, as `--set` takes them."""
+    """Changes of the base recipe in all variants, as `--set` takes them."""
     seeds: list[int] = Field(default_factory=list)
     """Seeds of initial weights and document order, one repeat each; by default the seed of the base recipe."""
     limits: Limits = Limits()
@@ -203,7 +205,7 @@ class Study(Section):
 
 @dataclass(frozen=True)
 class Variant:
-    """An arm: a name and a change of the base recipe as overrides, as `--set` takes them."""
+    """A variant: a name and a change of the base recipe as overrides, as `--set` takes them."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -222,5 +224,5 @@ def override(path: str, value: object) -> str:
 def study_reference() -> str:
     """Return the reference of every field of a study as markdown: key, form, default, meaning."""
     recipe = sections(Recipe)  # sections that both share (model, source) are described in the recipe's reference
-    header = ["# Study reference", "", "Written by `herd reference --study`; do not edit by hand.", ""]
-    return "\n".join([*header, *described(sections(Study, but=recipe), elsewhere=recipe)]).rstrip("\n") + "\n"
+    header = ["# Study reference", "", "Written by `herd schema --study`; do not edit by hand.", ""]
+    return "\n".join([*header, *describe_sections(sections(Study, but=recipe), elsewhere=recipe)]).rstrip("\n") + "\n"

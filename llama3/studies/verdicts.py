@@ -14,9 +14,9 @@ import numpy as np
 from llama3.evaluate.suite import BPB
 from llama3.recipe.units import Share
 from llama3.studies.chinchilla import Chinchilla
-from llama3.studies.effects import comparable, default_scores, findings
+from llama3.studies.effects import comparison_flags, default_scores, findings
 from llama3.studies.forecast import Interval
-from llama3.studies.isoflop import IsoflopFit, Law, NoLaw, Optimum
+from llama3.studies.isoflop import IsoflopFit, NoLawError, Optimum, TokenLaw
 from llama3.studies.mixture import Mixture, Proposal, pareto
 from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, StudyVerdict
 from llama3.tokens.mix import apportion
@@ -24,7 +24,7 @@ from llama3.tokens.mix import apportion
 WIDE = 10.0
 """An interval of tokens is flagged as too wide if its ends differ by a larger factor."""
 LEAST_RANK = 0.5
-"""Smallest rank correlation of predicted and measured arms at which the fit of a mix search is not flagged."""
+"""Smallest rank correlation of predicted and measured variants at which the fit of a mix search is not flagged."""
 HALVES = 200
 """Proposed shares are multiples of half a percent."""
 Judgement = Literal["helps", "hurts", "mixed", "no significant difference"]
@@ -42,12 +42,12 @@ def ladder_verdict(ladder: IsoflopFit, flops: float | None = None, other: Chinch
         )
         headline.append(f"L(N, D) = E + A/N^a + B/D^b through all runs: alpha {alpha}, E {floor}")
     if flops is not None:
-        best, at = law.at(flops), f"at {flops:.3g} FLOPs"
+        best, at = law.optimum(flops), f"at {flops:.3g} FLOPs"
         headline.append(str_optimum(best, law))
         if not best.tokens.high <= WIDE * best.tokens.low:
             flags.append(f"{at} the interval of tokens spans more than a factor of {WIDE:.0f}; add larger budgets")
         if other:
-            rival = other.at(flops)
+            rival = other.optimum(flops)
             headline.append(f"by L(N, D): {_str_allocation(rival)}")
             if rival.tokens.low > best.tokens.high or rival.tokens.high < best.tokens.low:
                 flags.append(
@@ -57,29 +57,29 @@ def ladder_verdict(ladder: IsoflopFit, flops: float | None = None, other: Chinch
     return StudyVerdict(headline=headline, flags=flags)
 
 
-def no_law(reason: NoLaw) -> StudyVerdict:
+def no_law_verdict(reason: NoLawError) -> StudyVerdict:
     """Return the verdict of a ladder that shows no law."""
     used = sum(parabola.used for parabola in reason.parabolas)
     return StudyVerdict(headline=[f"no law: {used} budget(s) with a usable minimum"], flags=reason.flags)
 
 
-def str_law(law: Law) -> str:
+def str_law(law: TokenLaw) -> str:
     """Return `N*(C) = 0.31 C^0.530 tokens (95 % of alpha 0.490..0.570), fitted on 2e11..3e12 FLOPs`."""
     alpha = law.alpha
     formula = f"N*(C) = {law.coefficient.value:.3g} C^{alpha.value:.3f} tokens"
-    return (
-        f"{formula} (95 % of alpha {alpha.low:.3f}..{alpha.high:.3f}), fitted on {law.least:.3g}..{law.most:.3g} FLOPs"
-    )
+    fitted = f"{law.min_flops:.3g}..{law.max_flops:.3g} FLOPs"
+    return f"{formula} (95 % of alpha {alpha.low:.3f}..{alpha.high:.3f}), fitted on {fitted}"
 
 
-def str_optimum(best: Optimum, law: Law) -> str:
+def str_optimum(best: Optimum, law: TokenLaw) -> str:
     """Return `at 1e+14 FLOPs: 21M tokens (..) for a model of 0.8M parameters (..); 330 x beyond ..`."""
     position = "inside the range fitted"
-    if best.flops < law.least:
-        position = f"{law.least / best.flops:.3g} x below the range fitted"
+    if best.flops < law.min_flops:
+        position = f"{law.min_flops / best.flops:.3g} x below the range fitted"
     elif best.beyond > 1:
         position = f"{best.beyond:.3g} x beyond the range fitted"
-    return f"at {best.flops:.3g} FLOPs: {_str_allocation(best)}; {position} ({law.least:.3g}..{law.most:.3g} FLOPs)"
+    fitted = f"{law.min_flops:.3g}..{law.max_flops:.3g} FLOPs"
+    return f"at {best.flops:.3g} FLOPs: {_str_allocation(best)}; {position} ({fitted})"
 
 
 def _str_allocation(best: Optimum) -> str:
@@ -87,10 +87,10 @@ def _str_allocation(best: Optimum) -> str:
 
 
 def _str_count(value: Interval) -> str:
-    return f"{count(value.value)} (95 % {count(value.low)}..{count(value.high)})"
+    return f"{format_count(value.value)} (95 % {format_count(value.low)}..{format_count(value.high)})"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """Return a number in three digits with its unit: `16.3T`, `812K`; beyond the units, `3e+20`."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if scale <= number < 1e15:
@@ -102,43 +102,43 @@ def count(number: float) -> str:
 
 
 def mix_verdict(
-    mixture: Mixture, proposal: Proposal, outcomes: Sequence[RunResult], control: str, arms: Sequence[str], mix: str
+    mixture: Mixture, proposal: Proposal, outcomes: Sequence[RunResult], control: str, variants: Sequence[str], mix: str
 ) -> StudyVerdict:
     """Return the verdict of a mix search: the proposal if it is significantly better than the control, else none.
 
-    `arms` are all arms but the control, `mix` is the name of the mix in the recipe. A mix that helps one domain at the
-    expense of another appears in the findings only.
+    `variants` are all variants but the control, `mix` is the name of the mix in the recipe. A mix that helps one domain
+    at the expense of another appears in the findings only.
     """
-    flags, front = comparable(outcomes, control, arms), pareto(mixture)
+    flags, front = comparison_flags(outcomes, control, variants), pareto(mixture)
     gain = proposal.gain
     interval = f"{gain.value:+.4f} bpb, 95 % {gain.low:.4f}..{gain.high:.4f}"
     if proposal.significant:
-        shares = whole(proposal)
+        shares = round_proposal(proposal)
         listed = "/".join(f"{float(share) * 100:g}" for share in shares.values())
         headline = [f"take {mix} {listed} ({'/'.join(shares)}): weighted {interval}"]
         change = [f"mix.{mix}.{domain}={Share(share)}" for domain, share in shares.items()]
     else:
-        headline, change = [f"{NOTHING}: keep {mix} (best blend of the arms: weighted {interval})"], []
-    headline.append(f"not beaten on every domain by any other arm: {', '.join(front)}")
+        headline, change = [f"{NOTHING}: keep {mix} (best blend of the variants: weighted {interval})"], []
+    headline.append(f"not beaten on every domain by any other variant: {', '.join(front)}")
     headline.append(
-        f"rank correlation of predicted and measured left-out arms: {mixture.rank_correlation:.2f}; "
+        f"rank correlation of predicted and measured left-out variants: {mixture.rank_correlation:.2f}; "
         f"noise estimated from {'seeds' if mixture.by_seeds else 'the residuals of the fit'}"
     )
     if not mixture.rank_correlation >= LEAST_RANK:
         flags.append(
-            f"the rank correlation of predicted and measured left-out arms is {mixture.rank_correlation:.2f}; add "
-            "arms or seeds, or train longer"
+            f"the rank correlation of predicted and measured left-out variants is {mixture.rank_correlation:.2f}; add "
+            "variants or seeds, or train longer"
         )
     if not mixture.by_seeds:
         flags.append(
             "noise is estimated from the residuals of the fit, not from seeds; add seeds to separate noise from misfit"
         )
     if control not in front:
-        flags.append(f"an arm beats {control} on every domain; see the table of findings")
-    return StudyVerdict(headline=headline, change=change, flags=flags, findings=findings(outcomes, control, arms))
+        flags.append(f"a variant beats {control} on every domain; see the table of findings")
+    return StudyVerdict(headline=headline, change=change, flags=flags, findings=findings(outcomes, control, variants))
 
 
-def whole(proposal: Proposal) -> dict[str, Fraction]:
+def round_proposal(proposal: Proposal) -> dict[str, Fraction]:
     """Return the proposed shares as multiples of half a percent that sum to 1."""
     values = np.array([share.value for share in proposal.shares.values()])
     exact = [Fraction(float(value)).limit_denominator(10**6) for value in values / values.sum()]
@@ -146,7 +146,7 @@ def whole(proposal: Proposal) -> dict[str, Fraction]:
     return {domain: Fraction(count, HALVES) for domain, count in zip(proposal.shares, counts, strict=True)}
 
 
-# Comparison of arms
+# Comparison of variants
 
 
 def ablation_verdict(
@@ -156,64 +156,68 @@ def ablation_verdict(
     score: str = BPB,
     weights: Mapping[str, float] | None = None,
 ) -> StudyVerdict:
-    """Return which arm to take, if any; `changes` is arm -> overrides, without the control.
+    """Return which variant to take, if any; `changes` is variant -> overrides, without the control.
 
-    The best arm that is significantly better on `score` and significantly worse on no score. `eval/bpb` is computed
+    The best variant that is significantly better on `score` and significantly worse on no score. `eval/bpb` is computed
     from the documents of the domains with `weights` {domain: weight}; without weights its interval is too wide, since
-    its documents are not paired. Raises ValueError as `effects.comparable` does, or if no arm was measured on `score`.
+    its documents are not paired. Raises ValueError as `effects.comparison_flags` does, or if no variant was measured on
+    `score`.
     """
-    arms = list(changes)
+    variants = list(changes)
     scores = list(dict.fromkeys([score, *default_scores(outcomes)]))
-    flags = comparable(outcomes, control, arms, scores, weights)
-    gains = findings(outcomes, control, arms, scores, weights)
-    deciding = {finding.arm: finding for finding in gains if finding.score == score}
+    flags = comparison_flags(outcomes, control, variants, scores, weights)
+    gains = findings(outcomes, control, variants, scores, weights)
+    deciding = {finding.variant: finding for finding in gains if finding.score == score}
     if not deciding:
         raise ValueError(
-            f"score: no arm can be compared with {control} on {score!r}; name another, or see:\n" + "\n".join(flags)
+            f"score: no variant can be compared with {control} on {score!r}; name another, or see:\n" + "\n".join(flags)
         )
-    harm = {arm: [finding for finding in gains if finding.arm == arm and finding.says == HURTS] for arm in arms}
-    better = [finding for finding in deciding.values() if finding.says == HELPS and not harm[finding.arm]]
-    winner = max(better, key=lambda finding: finding.gain).arm if better else ""
+    harm = {
+        variant: [finding for finding in gains if finding.variant == variant and finding.says == HURTS]
+        for variant in variants
+    }
+    better = [finding for finding in deciding.values() if finding.says == HELPS and not harm[finding.variant]]
+    winner = max(better, key=lambda finding: finding.gain).variant if better else ""
     if winner:
         headline = [f"take {winner}: {deciding[winner]}"]
     elif all(finding.says == NOTHING for finding in deciding.values()):
         headline = [f"{NOTHING}: keep {control}"]
     else:
-        headline = [f"keep {control}: no arm is better without harm"]
-    for arm in arms:
-        if arm not in deciding:
-            headline.append(f"{arm}: not judged")
-        elif arm != winner:
-            elsewhere = "".join(f"; {finding}" for finding in harm[arm] if finding is not deciding[arm])
-            headline.append(f"{arm}: {deciding[arm]}{elsewhere}")
+        headline = [f"keep {control}: no variant is better without harm"]
+    for variant in variants:
+        if variant not in deciding:
+            headline.append(f"{variant}: not judged")
+        elif variant != winner:
+            elsewhere = "".join(f"; {finding}" for finding in harm[variant] if finding is not deciding[variant])
+            headline.append(f"{variant}: {deciding[variant]}{elsewhere}")
     return StudyVerdict(headline=headline, change=list(changes[winner]) if winner else [], flags=flags, findings=gains)
 
 
 # Annealing (arXiv 2407.21783, section 3.1.3): is a source, at 30 % of the annealing data, better than the default mix
-# alone? The control arm anneals on the default mix, so the gain of annealing itself cancels.
+# alone? The control variant anneals on the default mix, so the gain of annealing itself cancels.
 
 
 def annealing_verdict(
     outcomes: Sequence[RunResult], control: str, sources: Mapping[str, str], scores: Sequence[str] | None = None
 ) -> StudyVerdict:
-    """Return the effect of each source, one line each; `sources` is arm -> name of the source that it adds.
+    """Return the effect of each source, one line each; `sources` is variant -> name of the source that it adds.
 
     `scores` are keys; None selects bits per byte of each domain and the accuracy of each task. The verdict contains no
-    change; `herd study apply` writes the result to each source. Raises ValueError as `effects.comparable` does.
+    change; `herd study apply` writes the result to each source. Raises ValueError as `effects.comparison_flags` does.
     """
-    arms = list(sources)
-    flags = comparable(outcomes, control, arms, scores)
-    gains = findings(outcomes, control, arms, scores)
+    variants = list(sources)
+    flags = comparison_flags(outcomes, control, variants, scores)
+    gains = findings(outcomes, control, variants, scores)
     headline = []
-    for arm, name in sources.items():
+    for variant, name in sources.items():
         # units differ, so findings are ordered by their signal-to-noise ratio
-        by_signal = sorted((gain for gain in gains if gain.arm == arm), key=lambda gain: -gain.signal_to_noise)
+        by_signal = sorted((gain for gain in gains if gain.variant == variant), key=lambda gain: -gain.signal_to_noise)
         headline.append(f"{name}: {_str_effects(by_signal, control)}")
     return StudyVerdict(headline=headline, flags=flags, findings=gains)
 
 
 def _str_effects(by_signal: Sequence[Finding], control: str) -> str:
-    """Return the significant findings of an arm, or the largest of the others."""
+    """Return the significant findings of a variant, or the largest of the others."""
     if not by_signal:
         return f"not judged, as nothing can be compared with {control}"
     significant = [str(finding) for says in (HELPS, HURTS) for finding in by_signal if finding.says == says]
@@ -228,11 +232,11 @@ def _str_effects(by_signal: Sequence[Finding], control: str) -> str:
     return f"{NOTHING}{repeats} (largest: {str(largest).removeprefix(NOTHING).strip()}{chance})"
 
 
-def judgement(verdict: StudyVerdict, arm: str) -> Judgement:
-    """Return the effect of the source of `arm` over all scores. Raises ValueError if the arm was not judged."""
-    effects = [finding.says for finding in verdict.findings if finding.arm == arm]
+def source_effect(verdict: StudyVerdict, variant: str) -> Judgement:
+    """Return the effect of the source of `variant` over all scores. Raises ValueError if the variant was not judged."""
+    effects = [finding.says for finding in verdict.findings if finding.variant == variant]
     if not effects:
-        raise ValueError(f"{arm}: the study does not judge it; run it in the same repeats as the control")
+        raise ValueError(f"{variant}: the study does not judge it; run it in the same repeats as the control")
     significant = set(effects) - {NOTHING}
     if len(significant) > 1:
         return "mixed"

@@ -41,7 +41,7 @@ CLASSES = (BLANKS, INVISIBLE, MARKS, NUMBERS, LETTERS, SYMBOLS)
 EVERYTHING = "".join(CLASSES)
 
 
-def hostile(count: int = COUNT) -> Iterator[str]:
+def adversarial_strings(count: int = COUNT) -> Iterator[str]:
     """Yield the empty string, strings with every code point, and `count` random strings."""
     yield ""
     # All code points between the uniform blocks, and every 97th inside them. Assigned and unassigned code points are in

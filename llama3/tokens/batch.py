@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.tokens.kernels import fold
+from llama3.tokens.kernels import fold_window
 from llama3.tokens.stream import TokenStream
 
 
@@ -35,14 +35,14 @@ class Batches:
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
 
-    def sequences(self, start: int, seq: int, first: int, count: int) -> TokenBatch:
-        """Return sequences [first, first + count) of `seq` tokens of the step that starts at position `start`.
+    def sequences(self, start: int, seq_len: int, first: int, count: int) -> TokenBatch:
+        """Return sequences [first, first + count) of `seq_len` tokens of the step that starts at position `start`.
 
         Equal arguments give equal tensors on every machine. Raises ValueError for positions outside the run.
         """
-        begin = start + first * seq
-        window = self.stream.read(begin, begin + count * seq + 1)
-        targets, documents, domains = (np.empty(count * seq, np.int64) for _ in range(3))
-        fold(window.tokens, window.cu_seqlens, window.kinds, seq, targets, documents, domains)
+        begin = start + first * seq_len
+        window = self.stream.read(begin, begin + count * seq_len + 1)
+        targets, documents, domains = (np.empty(count * seq_len, np.int64) for _ in range(3))
+        fold_window(window.tokens, window.cu_seqlens, window.kinds, seq_len, targets, documents, domains)
         columns = window.tokens[:-1], targets, documents, domains
-        return TokenBatch(*(torch.from_numpy(column.reshape(count, seq)) for column in columns))
+        return TokenBatch(*(torch.from_numpy(column.reshape(count, seq_len)) for column in columns))

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import tiktoken
 from numpy.typing import NDArray
 
-from llama3.tokens.adversarial_strings import hostile
+from llama3.tokens.adversarial_strings import adversarial_strings
 from llama3.tokens.hf_tokenizer import byte_level_json
 from llama3.tokens.vocabulary import PATTERN
 from storage.filesystem import cache_folder, write_atomic
@@ -142,7 +142,7 @@ class GigatokenEncoder(Encoder):
     def encode_pieces(self, texts: pa.Array, threads: int) -> Flat:
         if not len(texts):
             return np.empty(0, np.uint32), np.zeros(1, np.int64)
-        new = pc.match_substring_regex(texts, unassigned())
+        new = pc.match_substring_regex(texts, unassigned_pattern())
         if not pc.any(new).as_py():
             return self._encode(texts, threads)
         # Encode texts with new code points as empty texts, then insert their ids from tiktoken.
@@ -170,7 +170,7 @@ class GigatokenEncoder(Encoder):
 
 
 @cache
-def unassigned() -> str:
+def unassigned_pattern() -> str:
     """Return a regular expression for the code points that this Python does not know (0.2 s, once)."""
     points = sys.maxunicode + 1
     new = np.zeros(points + 2, np.int8)
@@ -277,7 +277,7 @@ def encoder_for(
 
 def first_difference(candidate: Encoder, reference: Encoder, texts: pa.Array | Sequence[str] = ()) -> str | None:
     """Describe the first text on which the ids of `candidate` and `reference` differ; None if there is none."""
-    strings = list(hostile())
+    strings = list(adversarial_strings())
     joined = ("".join(strings[start : start + JOINED]) for start in range(0, len(strings), JOINED))
     for kind, group in (("hostile string", strings), ("joined strings", joined), ("text", _sample(texts))):
         differs = _compare(candidate, reference, text_array(list(group)))

@@ -23,7 +23,7 @@ EXCERPT = 48
 """Tokens of an excerpt."""
 
 
-class Count(NamedTuple):
+class TokenCount(NamedTuple):
     """Tokens and documents; a document counts once per epoch in which any of it is read."""
 
     tokens: int
@@ -36,11 +36,11 @@ class Inspection:
 
     start: int
     stop: int
-    domains: dict[str, Count]
-    sources: dict[str, Count]
+    domains: dict[str, TokenCount]
+    sources: dict[str, TokenCount]
     """By "domain/source"."""
-    languages: dict[str, Count]
-    licences: dict[str, Count]
+    languages: dict[str, TokenCount]
+    licenses: dict[str, TokenCount]
     documents: list[DocumentUse]
     """Document ranges from `start` on, in order of position; a document that the mix cuts has several."""
     excerpts: list[str]
@@ -65,7 +65,7 @@ def inspect(
     Raises ValueError for positions outside the run and for shards of other sources.
     """
     stream = TokenStream(folder, recipe)
-    totals: dict[str, dict[str, Count]] = {"domain": {}, **{column: {} for column in COUNTED}}
+    totals: dict[str, dict[str, TokenCount]] = {"domain": {}, **{column: {} for column in COUNTED}}
     for domain, columns in stream.tally(list(COUNTED), start, stop).items():
         for column, values in columns.items():
             for value, (tokens, documents) in values.items():
@@ -73,8 +73,8 @@ def inspect(
                 if column == "source":
                     keys.append(("domain", domain))
                 for kind, key in keys:
-                    count = totals[kind].get(key, Count(0, 0))
-                    totals[kind][key] = Count(count.tokens + tokens, count.documents + documents)
+                    count = totals[kind].get(key, TokenCount(0, 0))
+                    totals[kind][key] = TokenCount(count.tokens + tokens, count.documents + documents)
     for kind, counts in totals.items():
         totals[kind] = dict(sorted(counts.items(), key=lambda item: (-item[1].tokens, item[0])))
 
@@ -84,9 +84,9 @@ def inspect(
     while len(uses) <= limit and start + size < stop:
         size *= 4
         uses = stream.documents(start, min(start + size, stop), limit + 1)
-    listed = uses[:limit]
+    sql_list = uses[:limit]
     excerpts = []
-    for use in listed if tokenizer else []:
+    for use in sql_list if tokenizer else []:
         assert tokenizer is not None
         end = use.position + min(excerpt, use.last - use.first + 1)
         excerpts.append(tokenizer.decode(stream.read(use.position, end).tokens.tolist()))
@@ -96,8 +96,8 @@ def inspect(
         domains=totals["domain"],
         sources=totals["source"],
         languages=totals["language"],
-        licences=totals["licence"],
-        documents=listed,
+        licenses=totals["license"],
+        documents=sql_list,
         excerpts=excerpts,
         complete=len(uses) <= limit,
     )

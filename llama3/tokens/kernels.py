@@ -22,7 +22,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @njit(cache=True, nogil=True)
-def frame(ids: Any, offsets: Ints, chosen: Ints, begin: int, end: int, out: Any) -> None:
+def add_begin_end(ids: Any, offsets: Ints, chosen: Ints, begin: int, end: int, out: Any) -> None:
     """Write the `chosen` texts, each as begin + ids + end, one after another into `out`.
 
     Text t is `ids[offsets[t] : offsets[t + 1]]`; `out` has room for all ids of the chosen texts and two more for each.
@@ -38,7 +38,7 @@ def frame(ids: Any, offsets: Ints, chosen: Ints, begin: int, end: int, out: Any)
 
 
 @njit(cache=True, nogil=True)
-def gather(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) -> None:
+def gather_tokens(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) -> None:
     """Copy `tokens[source : source + length]` to `out[place : place + length]` for each run."""
     for run in range(len(sources)):
         source, place = sources[run], places[run]
@@ -47,8 +47,10 @@ def gather(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) ->
 
 
 @njit(cache=True, nogil=True)
-def fold(tokens: Ints, cu_seqlens: Ints, domains: Any, seq: int, targets: Ints, numbers: Ints, out: Ints) -> None:
-    """Write targets, segment numbers and domains of a window that is folded into sequences of `seq` tokens.
+def fold_window(
+    tokens: Ints, cu_seqlens: Ints, domains: Any, seq_len: int, targets: Ints, numbers: Ints, out: Ints
+) -> None:
+    """Write targets, segment numbers and domains of a window that is folded into sequences of `seq_len` tokens.
 
     `tokens` has one more element than the three results; segment s is tokens [cu_seqlens[s], cu_seqlens[s + 1]) with
     domain `domains[s]`. The target of a token is the next token of its segment or IGNORED; segments are numbered from 0
@@ -60,7 +62,7 @@ def fold(tokens: Ints, cu_seqlens: Ints, domains: Any, seq: int, targets: Ints, 
         last, stop, domain = stop - 1, min(stop, size), domains[segment]
         while at < stop:
             if at == edge:
-                number, edge = -1, edge + seq
+                number, edge = -1, edge + seq_len
             number += 1
             until = min(stop, edge)
             for place in range(at, until):
@@ -107,19 +109,19 @@ def _mixed(value: np.uint64) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def take_turns(counts: Ints, turns: Ints) -> None:
-    """Write the leaf of each turn, and its number of earlier turns, into `turns` (int64[2, sum(counts)]).
+def interleave_into(counts: Ints, turns: Ints) -> None:
+    """Write the dataset of each turn, and its number of earlier turns, into `turns` (int64[2, sum(counts)]).
 
-    Earliest deadline first: turn m of a leaf with share w is at floor(m/w) or later, and before ceil((m+1)/w).
+    Earliest deadline first: turn m of a dataset with share w is at floor(m/w) or later, and before ceil((m+1)/w).
     """
     total, dealt = turns.shape[1], np.zeros(len(counts), np.int64)
     for place in range(total):
         chosen, earliest = -1, 0
-        for leaf in range(len(counts)):
-            count = counts[leaf]
-            if dealt[leaf] < count and dealt[leaf] * total // count <= place:
-                deadline = ((dealt[leaf] + 1) * total + count - 1) // count
+        for dataset in range(len(counts)):
+            count = counts[dataset]
+            if dealt[dataset] < count and dealt[dataset] * total // count <= place:
+                deadline = ((dealt[dataset] + 1) * total + count - 1) // count
                 if chosen < 0 or deadline < earliest:
-                    chosen, earliest = leaf, deadline
+                    chosen, earliest = dataset, deadline
         turns[0, place], turns[1, place] = chosen, dealt[chosen]
         dealt[chosen] += 1

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import replacing
+from llama3.data.mapreduce import atomic_path
 from llama3.tokens.kernels import Ints
-from storage.page_cache import brought
+from storage.page_cache import ensure_local
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
@@ -60,15 +60,15 @@ def write_pair(stem: Path, parts: Iterable[NDArray[Any]], lengths: Ints) -> None
     All parts have the same element type, uint16 or int32.
     """
     dtype = np.dtype(np.int32)
-    with replacing(stem.with_suffix(".bin")) as path, path.open("wb") as file:
+    with atomic_path(stem.with_suffix(".bin")) as path, path.open("wb") as file:
         for part in parts:
             dtype = part.dtype
             part.astype(dtype.newbyteorder("<"), copy=False).tofile(file)
-    with replacing(stem.with_suffix(".idx")) as path:
-        path.write_bytes(index_bytes(lengths, dtype))
+    with atomic_path(stem.with_suffix(".idx")) as path:
+        path.write_bytes(encode_index(lengths, dtype))
 
 
-def index_bytes(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
+def encode_index(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
     """Return the .idx of documents of `lengths` tokens."""
     header = HEADER.pack(MAGIC, VERSION, CODES[dtype.name], len(lengths), len(lengths) + 1)
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
@@ -81,7 +81,7 @@ def open_pair(stem: Path) -> IndexedDataset:
 
     Raises ValueError if the .idx is of another format.
     """
-    path = brought(stem.with_suffix(".idx"))
+    path = ensure_local(stem.with_suffix(".idx"))
     index = np.memmap(path, np.uint8, "r").view(np.ndarray)
     if len(index) < HEADER.size:
         raise ValueError(f"{path}: {len(index)} bytes are too short for a Megatron index; tokenize again")
@@ -91,7 +91,7 @@ def open_pair(stem: Path) -> IndexedDataset:
         raise ValueError(f"{path}: not a Megatron index of version {VERSION} with uint16 or int32 ids; tokenize again")
     dtype = np.dtype(names[code]).newbyteorder("<")
     return IndexedDataset(
-        np.memmap(brought(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),
+        np.memmap(ensure_local(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),
         np.frombuffer(index, "<i4", sequences, HEADER.size),
         np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences),
     )

@@ -1,7 +1,7 @@
-"""The leaves of the mix and their exact shares.
+"""The datasets of the mix and their exact shares.
 
-A *leaf* is a whole domain, or one of its sources if they have weights or a name. Shares are fractions, not floats, so
-that 17 % of 15.6T tokens is an exact number.
+A *dataset* is a whole domain, or one of its sources if they have weights or a name. Shares are fractions, not floats:
+17 % of 15.6T tokens is an exact number.
 """
 
 from __future__ import annotations
@@ -16,45 +16,49 @@ from llama3.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Leaf:
+class MixDataset:
     """A domain, or one source of a domain whose sources are weighted."""
 
     name: str
     domain: Domain
     weight: Fraction
     """Share of the domain's tokens."""
-    source: int | None = None
+    source_index: int | None = None
     """Index in `sources.<domain>`; None: all its sources pooled."""
-    apart: str = ""
-    """Name of a source that only stages draw from (`add`), never a mix."""
+    source_name: str = ""
+    """Name of a source that only stages draw from (`extra_sources`), never a mix."""
 
 
-def leaves_of(recipe: Recipe) -> tuple[Leaf, ...]:
-    """Return the leaves of `recipe` in the order of DOMAINS and of its sources, for any mix."""
-    leaves: list[Leaf] = []
+def mix_datasets(recipe: Recipe) -> tuple[MixDataset, ...]:
+    """Return the datasets of `recipe` in the order of DOMAINS and of its sources, for any mix."""
+    datasets: list[MixDataset] = []
     for domain in DOMAINS:
         sources = recipe.sources.get(domain, [])
         pooled = {index: source.weight for index, source in enumerate(sources) if not source.name}
         weights = {index: Fraction(str(weight)) for index, weight in pooled.items() if weight is not None}
         if weights:
             total = sum(weights.values())
-            leaves += [Leaf(f"{domain}-{index}", domain, weight / total, index) for index, weight in weights.items()]
+            datasets += [
+                MixDataset(f"{domain}-{index}", domain, weight / total, index) for index, weight in weights.items()
+            ]
         elif pooled:
-            leaves.append(Leaf(domain, domain, Fraction(1)))
+            datasets.append(MixDataset(domain, domain, Fraction(1)))
         for index, source in enumerate(sources):
             if source.name:
-                leaves.append(Leaf(f"{domain}.{source.name}", domain, Fraction(1), index, source.name))
-    return tuple(leaves)
+                datasets.append(MixDataset(f"{domain}.{source.name}", domain, Fraction(1), index, source.name))
+    return tuple(datasets)
 
 
-def leaf_shares(
-    leaves: Sequence[Leaf], shares: Mapping[Domain, Fraction], added: Mapping[str, Fraction]
+def dataset_shares(
+    datasets: Sequence[MixDataset], shares: Mapping[Domain, Fraction], added: Mapping[str, Fraction]
 ) -> tuple[Fraction, ...]:
-    """Return the exact token share of each leaf: named sources have `added`, the mix has the rest."""
+    """Return the exact token share of each dataset: named sources have `added`, the mix has the rest."""
     rest = 1 - sum(added.values(), Fraction(0))
     return tuple(
-        Fraction(added.get(leaf.apart, 0)) if leaf.apart else rest * shares.get(leaf.domain, 0) * leaf.weight
-        for leaf in leaves
+        Fraction(added.get(dataset.source_name, 0))
+        if dataset.source_name
+        else rest * shares.get(dataset.domain, 0) * dataset.weight
+        for dataset in datasets
     )
 
 

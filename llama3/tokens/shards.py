@@ -1,7 +1,7 @@
-"""Tokenize curated documents into shards: a Megatron pair and a table per curated file and leaf of the mix.
+"""Tokenize curated documents into shards: a Megatron pair and a table per curated file and dataset of the mix.
 
-A shard is `<leaf>/tokens-NNNNN.bin` and `.idx` (see `megatron.py`) with `<leaf>/documents-NNNNN.parquet`, one row per
-document in the order of the bin; `tokens.json` is the index of all shards. A document is begin + text + end. Leaves do
+A shard is `<dataset>/tokens-NNNNN.bin` and `.idx` (see `megatron.py`) with `<dataset>/documents-NNNNN.parquet`, one row
+per document in the order of the bin; `tokens.json` indexes all shards. A document is begin + text + end. Datasets do
 not depend on the shares of the mix, so a new mix needs no new shards. A curated file is one work item whose table is
 written last, so an interrupted job resumes at the first file without a table.
 """
@@ -21,22 +21,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import in_turn, write_table
+from llama3.data.mapreduce import run_serial, write_table
 from llama3.recipe.base import Domain
 from llama3.recipe.schema import Recipe
-from llama3.tokens.kernels import Ints, frame
+from llama3.tokens.kernels import Ints, add_begin_end
 from llama3.tokens.megatron import NARROW_ROWS, write_pair
-from llama3.tokens.mix import Leaf, leaves_of
+from llama3.tokens.mix import MixDataset, mix_datasets
 from llama3.tokens.tokenizer import Tokenizer
 from storage.filesystem import write_atomic
-from storage.page_cache import brought
+from storage.page_cache import ensure_local
 
 Counts = dict[str, list[int]]
 """Value -> tokens and documents."""
 ROW_GROUP = 8192
 """Documents in a row group of a shard's table; a reader reads single groups by number."""
 NAME = "tokens.json"
-COUNTED = ("source", "language", "licence")
+COUNTED = ("source", "language", "license")
 """Columns of the tables for whose values tokens and documents are counted."""
 STEP = "tokens"
 BATCH = 1024
@@ -50,13 +50,13 @@ SCHEMA = pa.schema(
         "source": pa.string(),
         "source_index": pa.int32(),
         "language": pa.string(),
-        "licence": pa.string(),
+        "license": pa.string(),
         "quality": pa.float64(),
         "bytes": pa.int64(),
     }
 )
 """Of a document: `offset` and `length` in tokens of its bin, begin and end included; `bytes` of UTF-8 text."""
-_CARRIED = ("id", "domain", "source", "source_index", "language", "licence", "quality")
+_CARRIED = ("id", "domain", "source", "source_index", "language", "license", "quality")
 _KEPT = pa.schema([SCHEMA.field(name) for name in (*_CARRIED, "bytes")])
 Work = Callable[[Any, int], None]
 Runner = Callable[[Any, str, Work, Sequence[int]], None]
@@ -66,19 +66,19 @@ Runner = Callable[[Any, str, Work, Sequence[int]], None]
 # The index `tokens.json`: opening a stream reads this one small file.
 
 
-def write_index(folder: Path, leaves: Mapping[str, str], dtype: str, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
+def write_index(folder: Path, datasets: Mapping[str, str], dtype: str, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
     """Write and return the index of the shards in `folder`.
 
-    `leaves` gives each leaf's domain; `vocabulary` has rows, begin, end and the tokenizer's digest, stored as they are.
-    The index holds per leaf: domain, tokens, documents, bytes, `shards` (columns number, documents and tokens, no empty
-    shards) and `by` (column -> value -> [tokens, documents]). Counts come from the Parquet footers of the tables.
+    `datasets` gives each dataset's domain; `vocabulary` has rows, begin, end and the tokenizer's digest, stored as is.
+    The index holds per dataset: domain, tokens, documents, bytes, `shards` (columns number, documents and tokens;
+    no empty shards) and `by` (column -> value -> [tokens, documents]). Counts come from Parquet footers.
     """
     entries: dict[str, Any] = {}
-    for leaf, domain in leaves.items():
+    for dataset, domain in datasets.items():
         shards: dict[str, list[int]] = {"number": [], "documents": [], "tokens": []}
         totals = {"tokens": 0, "documents": 0, "bytes": 0}
         by: dict[str, Counts] = {column: {} for column in COUNTED}
-        numbered = {_number(file): file for file in (folder / leaf).glob("documents-*.parquet")}
+        numbered = {_number(file): file for file in (folder / dataset).glob("documents-*.parquet")}
         for number, file in sorted(numbered.items()):
             counts = json.loads(pq.read_schema(file).metadata[b"counts"])
             for total in totals:
@@ -91,19 +91,19 @@ def write_index(folder: Path, leaves: Mapping[str, str], dtype: str, vocabulary:
                 shards["documents"].append(counts["documents"])
                 shards["tokens"].append(counts["tokens"])
         sorted_by = {column: dict(sorted(values.items())) for column, values in by.items()}
-        entries[leaf] = {"domain": domain, **totals, "shards": shards, "by": sorted_by}
+        entries[dataset] = {"domain": domain, **totals, "shards": shards, "by": sorted_by}
     index = {"dtype": dtype, **vocabulary, "leaves": entries}
     write_atomic(folder / NAME, json.dumps(index, indent=1) + "\n")
     return index
 
 
-def read_index(folder: Path, leaves: list[str]) -> dict[str, Any]:
-    """Return the index of the shards in `folder`. Raises ValueError unless it lists all of `leaves`."""
+def read_index(folder: Path, datasets: list[str]) -> dict[str, Any]:
+    """Return the index of the shards in `folder`. Raises ValueError unless it lists all of `datasets`."""
     try:
-        index: dict[str, Any] = json.loads(brought(folder / NAME).read_text())
+        index: dict[str, Any] = json.loads(ensure_local(folder / NAME).read_text())
     except OSError as error:
         raise ValueError(f"{folder}: {NAME} cannot be read ({error}); tokenize first") from error
-    missing = [name for name in leaves if name not in index["leaves"]]
+    missing = [name for name in datasets if name not in index["leaves"]]
     if missing:
         known = ", ".join(index["leaves"])
         raise ValueError(f"sources: {folder} holds {known}, not {', '.join(missing)}; tokenize with this recipe")
@@ -129,19 +129,19 @@ class TokenJob:
     folder: Path
     threads: int
 
-    def leaves(self, item: int) -> list[Leaf]:
-        """Return the leaves of the file's domain."""
+    def datasets(self, item: int) -> list[MixDataset]:
+        """Return the datasets of the file's domain."""
         domain = self.files[item].stem.rsplit("-", 1)[0]
-        return [leaf for leaf in leaves_of(self.recipe) if leaf.domain == domain]
+        return [dataset for dataset in mix_datasets(self.recipe) if dataset.domain == domain]
 
     def done(self, item: int) -> bool:
         """Return whether all shards of a file exist."""
         number = _number(self.files[item])
-        return all(_table(self.folder / leaf.name, number).exists() for leaf in self.leaves(item))
+        return all(_table(self.folder / dataset.name, number).exists() for dataset in self.datasets(item))
 
 
-class _LeafBatch(NamedTuple):
-    """The documents of one batch that belong to one leaf."""
+class _DatasetBatch(NamedTuple):
+    """The documents of one batch that belong to one dataset."""
 
     tokens: NDArray[Any]
     lengths: Ints
@@ -162,20 +162,20 @@ def token_dtype(recipe: Recipe, rows: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if narrow else np.int32)
 
 
-def tokenise(
-    recipe: Recipe, documents: Path, tokenizer: Path, folder: Path, *, runner: Runner = in_turn, threads: int = 1
+def tokenize(
+    recipe: Recipe, documents: Path, tokenizer: Path, folder: Path, *, runner: Runner = run_serial, threads: int = 1
 ) -> dict[str, Any]:
     """Write the training documents under `documents` as token shards into `folder`; skip shards that exist.
 
     `tokenizer` is a folder that `Tokenizer.save` wrote; an item encodes on `threads` threads and holds the tokens of
-    one file in memory. Returns `tokens`, `documents` and `bytes`, each by domain; all three by leaf under `leaves`;
+    one file in memory. Returns `tokens`, `documents` and `bytes`, each by domain; all three by dataset under `leaves`;
     tokens by domain and source under `sources`, by language under `languages`. Raises ValueError for a dtype that is
     too small, a domain without files, and a document whose `source_index` is not a source of the recipe.
     """
     encoder = Tokenizer.load(tokenizer)
     dtype = token_dtype(recipe, encoder.rows)
-    leaves = leaves_of(recipe)
-    domains = dict.fromkeys(leaf.domain for leaf in leaves)
+    datasets = mix_datasets(recipe)
+    domains = dict.fromkeys(dataset.domain for dataset in datasets)
     files: list[Path] = []
     for domain in domains:
         domain_files = sorted((documents / "documents").glob(f"{domain}-*.parquet"), key=_number)
@@ -185,18 +185,18 @@ def tokenise(
             )
         files += domain_files
     job = TokenJob(recipe, tuple(files), tokenizer, folder, threads)
-    runner(job, STEP, tokenise_file, [item for item in range(len(files)) if not job.done(item)])
+    runner(job, STEP, tokenize_file, [item for item in range(len(files)) if not job.done(item)])
     vocabulary = {"rows": encoder.rows, "begin": encoder.begin, "end": encoder.end, "tokenizer": encoder.digest}
-    index = write_index(folder, {leaf.name: leaf.domain for leaf in leaves}, dtype.name, vocabulary)
+    index = write_index(folder, {dataset.name: dataset.domain for dataset in datasets}, dtype.name, vocabulary)
     return _facts(index["leaves"], domains)
 
 
-def tokenise_file(job: TokenJob, item: int) -> None:
+def tokenize_file(job: TokenJob, item: int) -> None:
     """Write the shards of one curated file."""
     encoder = _load_tokenizer(job.tokenizer)
     dtype = token_dtype(job.recipe, encoder.rows)
-    leaves = job.leaves(item)
-    leaf_batches: dict[str, list[_LeafBatch]] = {leaf.name: [] for leaf in leaves}
+    datasets = job.datasets(item)
+    batches_by_dataset: dict[str, list[_DatasetBatch]] = {dataset.name: [] for dataset in datasets}
     reader = pq.ParquetFile(job.files[item])
     for record_batch in reader.iter_batches(batch_size=BATCH, columns=[*_CARRIED, "text", "split"]):
         train = record_batch.filter(pc.equal(record_batch.column("split"), "train"))
@@ -206,19 +206,19 @@ def tokenise_file(job: TokenJob, item: int) -> None:
         ids, offsets = encoder.encode_flat(batch["text"].combine_chunks(), threads=job.threads)
         sizes = pc.binary_length(batch["text"]).cast(pa.int64())
         columns = batch.select(_CARRIED).append_column("bytes", sizes)
-        for leaf, chosen in _by_leaf(batch, leaves):
+        for dataset, chosen in _by_dataset(batch, datasets):
             lengths = np.diff(offsets)[chosen] + 2
             tokens = np.empty(int(lengths.sum()), dtype)
-            frame(ids, offsets, chosen, encoder.begin, encoder.end, tokens)
-            leaf_batches[leaf.name].append(_LeafBatch(tokens, lengths, columns.take(chosen).cast(_KEPT)))
-    for name, batches in leaf_batches.items():
+            add_begin_end(ids, offsets, chosen, encoder.begin, encoder.end, tokens)
+            batches_by_dataset[dataset.name].append(_DatasetBatch(tokens, lengths, columns.take(chosen).cast(_KEPT)))
+    for name, batches in batches_by_dataset.items():
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.lengths for batch in batches)])
         table = pa.concat_tables([_KEPT.empty_table(), *(batch.documents for batch in batches)])
         write_shard(job.folder / name, _number(job.files[item]), [batch.tokens for batch in batches], lengths, table)
 
 
 def write_shard(folder: Path, number: int, tokens: Sequence[NDArray[Any]], lengths: Ints, documents: pa.Table) -> None:
-    """Write shard `number` of the leaf in `folder`: the pair, then the table.
+    """Write shard `number` of the dataset in `folder`: the pair, then the table.
 
     `tokens` are arrays of ids, all uint16 or all int32; `lengths` the tokens of each document; `documents` has the
     columns of SCHEMA without offset and length. A shard without documents has a table and no pair.
@@ -248,20 +248,20 @@ def _table(folder: Path, number: int) -> Path:
 _load_tokenizer = lru_cache(maxsize=1)(Tokenizer.load)  # a worker loads it once: 0.5 s for 128,000 tokens
 
 
-def _by_leaf(batch: pa.Table, leaves: list[Leaf]) -> Iterator[tuple[Leaf, Ints]]:
-    """Yield each leaf that has documents in the batch, with their row numbers."""
-    own = {leaf.source: leaf for leaf in leaves if leaf.source is not None}
-    pool = next((leaf for leaf in leaves if leaf.source is None), None)
+def _by_dataset(batch: pa.Table, datasets: list[MixDataset]) -> Iterator[tuple[MixDataset, Ints]]:
+    """Yield each dataset that has documents in the batch, with their row numbers."""
+    own = {dataset.source_index: dataset for dataset in datasets if dataset.source_index is not None}
+    pool = next((dataset for dataset in datasets if dataset.source_index is None), None)
     if not own:
-        yield leaves[0], np.arange(len(batch))
+        yield datasets[0], np.arange(len(batch))
         return
     sources = batch["source_index"].to_numpy()
     unknown = np.flatnonzero(~np.isin(sources, list(own))) if pool is None else np.zeros(0, np.int64)
     if len(unknown):
         row = int(unknown[0])
         raise ValueError(
-            f"sources.{leaves[0].domain}: document {batch['id'][row]} comes from source {sources[row]}, the recipe has "
-            f"{len(leaves)} sources; curate again with this recipe"
+            f"sources.{datasets[0].domain}: document {batch['id'][row]} comes from source {sources[row]}, the recipe "
+            f"has {len(datasets)} sources; curate again with this recipe"
         )
     for number in sorted(set(sources.tolist()) & set(own)):
         yield own[number], np.flatnonzero(sources == number)
@@ -270,20 +270,23 @@ def _by_leaf(batch: pa.Table, leaves: list[Leaf]) -> Iterator[tuple[Leaf, Ints]]
         yield pool, pooled
 
 
-def _facts(leaves: dict[str, Any], domains: dict[Domain, None]) -> dict[str, Any]:
+def _facts(datasets: dict[str, Any], domains: dict[Domain, None]) -> dict[str, Any]:
     counts = ("tokens", "documents", "bytes")
 
-    def tokens_by(column: str, of_leaves: list[dict[str, Any]]) -> dict[str, int]:
+    def tokens_by(column: str, of_datasets: list[dict[str, Any]]) -> dict[str, int]:
         totals: dict[str, int] = {}
-        for leaf in of_leaves:
-            for name, (tokens, _) in leaf["by"][column].items():
+        for dataset in of_datasets:
+            for name, (tokens, _) in dataset["by"][column].items():
                 totals[name] = totals.get(name, 0) + tokens
         return dict(sorted(totals.items()))
 
-    members = {domain: [leaf for leaf in leaves.values() if leaf["domain"] == domain] for domain in domains}
+    members = {domain: [dataset for dataset in datasets.values() if dataset["domain"] == domain] for domain in domains}
     return {
-        **{count: {domain: sum(leaf[count] for leaf in members[domain]) for domain in domains} for count in counts},
-        "leaves": {name: {count: leaf[count] for count in counts} for name, leaf in leaves.items()},
+        **{
+            count: {domain: sum(dataset[count] for dataset in members[domain]) for domain in domains}
+            for count in counts
+        },
+        "leaves": {name: {count: dataset[count] for count in counts} for name, dataset in datasets.items()},
         "sources": {domain: tokens_by("source", members[domain]) for domain in domains},
-        "languages": tokens_by("language", list(leaves.values())),
+        "languages": tokens_by("language", list(datasets.values())),
     }

@@ -1,9 +1,9 @@
 """The training stream: token i of a run is a pure function of (recipe, token shards, i).
 
 It does not depend on batch size, sequence length, number of ranks or restarts. The run is divided into phases of
-constant mix; `MixtureInterleaver` assigns the units of a phase to leaves, and each leaf is an endless stream of
-shuffled documents (`LeafStream`) that continues across phases. A document cut at the end of a unit continues in the
-leaf's next unit as a new segment.
+constant mix; `MixtureInterleaver` assigns the units of a phase to datasets, and each dataset is an endless stream of
+shuffled documents (`SourceStream`) that continues across phases. A document cut at the end of a unit continues in the
+dataset's next unit as a new segment.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy.typing as npt
 from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
-from llama3.tokens.interleave import MixtureInterleaver, Units
+from llama3.tokens.interleave import MixtureInterleaver, UnitAssignment
 from llama3.tokens.kernels import Ints
-from llama3.tokens.mix import Leaf, leaf_shares, leaves_of
+from llama3.tokens.mix import MixDataset, dataset_shares, mix_datasets
 from llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
-from llama3.tokens.source_stream import Documents, LeafStream
+from llama3.tokens.source_stream import Documents, SourceStream
 
 PAST_END = -1
 """Domain of the token after the run's last token."""
@@ -40,38 +40,38 @@ class MixPhase:
     start: int
     deal: MixtureInterleaver
     before: Ints
-    """Tokens of each leaf that earlier phases read."""
+    """Tokens of each dataset that earlier phases read."""
     first: Ints
-    """First token of the phase in each leaf's stream: `before` plus the tokens that phases skipped."""
+    """First token of the phase in each dataset's stream: `before` plus the tokens that phases skipped."""
 
     @property
     def end(self) -> int:
         return self.start + self.deal.tokens
 
-    def identity(self, leaves: Sequence[Leaf], stop: int) -> dict[str, Any]:
+    def identity(self, datasets: Sequence[MixDataset], stop: int) -> dict[str, Any]:
         """Return, as plain data, what determines the tokens of the phase before the position `stop`."""
-        columns = zip(leaves, self.deal.shares, self.first.tolist(), strict=True)
-        mix = {leaf.name: {"share": str(share), "from": first} for leaf, share, first in columns if share}
-        settled = stop <= self.start + self.deal.settled
+        columns = zip(datasets, self.deal.shares, self.first.tolist(), strict=True)
+        mix = {dataset.name: {"share": str(share), "from": first} for dataset, share, first in columns if share}
+        settled = stop <= self.start + self.deal.fixed_positions
         return {"start": self.start, "end": None if settled else self.end, "mix": mix}
 
 
-def mix_spans(recipe: Recipe, leaves: Sequence[Leaf], unit: int) -> Iterator[MixPhase]:
+def mix_phases(recipe: Recipe, datasets: Sequence[MixDataset], unit: int) -> Iterator[MixPhase]:
     """Yield the phases of `recipe`; positions are divided into units of `unit` tokens."""
 
     def phase_key(span: StageSpan) -> tuple[dict[Domain, Fraction], dict[str, Fraction], int, str]:
         # A batch ramp or a longer sequence must not change the order of tokens, so neither is in the key. A stage with
-        # `draw` is a phase by itself: its offset depends on its own number of tokens.
+        # `data_offset` is a phase by itself: its offset depends on its own number of tokens.
         stage = span.stage
         shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
-        added = {name: Fraction(share) for name, share in stage.add.items() if share}
-        return shares, added, stage.draw, stage.name if stage.draw else ""
+        added = {name: Fraction(share) for name, share in stage.extra_sources.items() if share}
+        return shares, added, stage.data_offset, stage.name if stage.data_offset else ""
 
-    before: Ints = np.zeros(len(leaves), np.int64)
-    ahead: Ints = np.zeros(len(leaves), np.int64)
+    before: Ints = np.zeros(len(datasets), np.int64)
+    ahead: Ints = np.zeros(len(datasets), np.int64)
     for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=phase_key):
         stages = list(group)
-        deal = MixtureInterleaver(leaf_shares(leaves, shares, added), stages[-1].end - stages[0].start, unit)
+        deal = MixtureInterleaver(dataset_shares(datasets, shares, added), stages[-1].end - stages[0].start, unit)
         first = ahead + draw * deal.totals
         yield MixPhase(stages[0].start, deal, before, first)
         before, ahead = before + deal.totals, first + deal.totals
@@ -108,10 +108,10 @@ class DocumentUse(NamedTuple):
     """A range of one document that is trained on as one segment."""
 
     document: str
-    leaf: str
+    dataset: str
     source: str
     language: str
-    licence: str
+    license: str
     epoch: int
     first: int
     """First token of the range, counted in the document (0 is the begin token)."""
@@ -122,10 +122,10 @@ class DocumentUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _LeafRanges:
-    """The tokens that one leaf contributes to a window: p ranges, each of one document and one segment; int64[p]."""
+class _DatasetRanges:
+    """The tokens that one dataset contributes to a window: p ranges, each of one document and one segment; int64[p]."""
 
-    leaf: int
+    dataset: int
     documents: Documents
     skipped: Ints
     """First token of the range, counted in its document."""
@@ -137,27 +137,28 @@ class _LeafRanges:
 
 
 class TokenStream:
-    """The tokens of a run of `recipe`, from the shards that `tokenise` wrote into `folder`.
+    """The tokens of a run of `recipe`, from the shards that `tokenize` wrote into `folder`.
 
-    Raises ValueError if the shards do not match the recipe's sources, or a leaf with a share is empty.
+    Raises ValueError if the shards do not match the recipe's sources, or a dataset with a share is empty.
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.leaves = leaves_of(recipe)
-        self.unit = int(recipe.tokens.unit or max(max(stage.lengths) for stage in recipe.stages))
-        """Consecutive tokens from one leaf."""
-        index = read_index(folder, [leaf.name for leaf in self.leaves])
+        self.datasets = mix_datasets(recipe)
+        self.unit = int(recipe.tokens.chunk_tokens or max(max(stage.lengths) for stage in recipe.stages))
+        """Consecutive tokens from one dataset."""
+        index = read_index(folder, [dataset.name for dataset in self.datasets])
         self._end_token = int(index["end"])
         self._streams = [
-            LeafStream(leaf.name, folder / leaf.name, index["leaves"][leaf.name], recipe.seed) for leaf in self.leaves
+            SourceStream(dataset.name, folder / dataset.name, index["leaves"][dataset.name], recipe.seed)
+            for dataset in self.datasets
         ]
-        self.spans = tuple(mix_spans(recipe, self.leaves, self.unit))
-        for leaf, stream, needed in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
+        self.spans = tuple(mix_phases(recipe, self.datasets, self.unit))
+        for dataset, stream, needed in zip(self.datasets, self._streams, self.consumed(self.tokens), strict=True):
             if needed and not stream.tokens:
-                field = f"add.{leaf.apart}" if leaf.apart else "mix"
+                field = f"extra_sources.{dataset.source_name}" if dataset.source_name else "mix"
                 raise ValueError(
-                    f"{field}: the run needs {needed:,} tokens of {leaf.name}, but sources.{leaf.domain} has no "
+                    f"{field}: the run needs {needed:,} tokens of {dataset.name}, but sources.{dataset.domain} has no "
                     "training document for it; add text, loosen curate, or set its share to 0%"
                 )
 
@@ -168,9 +169,9 @@ class TokenStream:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of every leaf: a smaller page cache reloads whole blocks at every batch; 0 if not lazy.
+        """Bytes of one block of every dataset: a smaller page cache reloads whole blocks at every batch; 0 if not lazy.
 
-        Prefetching needs about twice as much per leaf, and more for leaves with small shares (see PREFETCH_ROOM).
+        Prefetching needs about twice as much per dataset, and more for datasets with small shares (see PREFETCH_ROOM).
         """
         return sum(stream.block_bytes for stream in self._streams)
 
@@ -184,10 +185,10 @@ class TokenStream:
         tokens = np.empty(stop - start, np.int64)
         tokens[self.tokens - start :] = self._end_token
         bounds = [(_NOTHING, _NOTHING, np.zeros(0, np.int8))]
-        for ranges in self._leaf_ranges(start, min(stop, self.tokens)):
-            stream = self._streams[ranges.leaf]
+        for ranges in self._dataset_ranges(start, min(stop, self.tokens)):
+            stream = self._streams[ranges.dataset]
             stream.copy(ranges.documents, ranges.skipped, ranges.lengths, ranges.positions - start, tokens)
-            kind = DOMAINS.index(self.leaves[ranges.leaf].domain)
+            kind = DOMAINS.index(self.datasets[ranges.dataset].domain)
             bounds.append((ranges.positions, ranges.origins, np.full(len(ranges.origins), kind, np.int8)))
         if start <= self.tokens < stop:
             end = np.array([self.tokens])
@@ -199,49 +200,51 @@ class TokenStream:
     def documents(self, start: int, stop: int, limit: int | None = None) -> list[DocumentUse]:
         """Return the document ranges at positions [start, stop) in order, at most `limit` of them."""
         self._check_range(start, stop, self.tokens)
-        leaf_ranges = list(self._leaf_ranges(start, stop))
-        positions = np.sort(np.concatenate([_NOTHING, *(ranges.positions for ranges in leaf_ranges)]))[:limit]
+        dataset_ranges = list(self._dataset_ranges(start, stop))
+        positions = np.sort(np.concatenate([_NOTHING, *(ranges.positions for ranges in dataset_ranges)]))[:limit]
         last = int(positions.max(initial=0))
         uses = []
-        for ranges in leaf_ranges:
+        for ranges in dataset_ranges:
             count = int(np.searchsorted(ranges.positions, last, "right"))
             documents = ranges.documents[:count]
-            labels = (self._streams[ranges.leaf].labels(name, documents) for name in ("id", *COUNTED))
+            labels = (self._streams[ranges.dataset].labels(name, documents) for name in ("id", *COUNTED))
             ends = ranges.skipped + ranges.lengths - 1
             numbers = (column[:count].tolist() for column in (documents.epoch, ranges.skipped, ends, ranges.positions))
             for document, *values in zip(*labels, *numbers, strict=True):
-                uses.append(DocumentUse(document, self.leaves[ranges.leaf].name, *values))
+                uses.append(DocumentUse(document, self.datasets[ranges.dataset].name, *values))
         return sorted(uses, key=lambda use: use.position)
 
     def planned(self, start: int, stop: int) -> dict[Domain, Fraction]:
         """Return the exact number of tokens of each domain that the recipe plans for positions [start, stop)."""
-        planned = {leaf.domain: Fraction(0) for leaf in self.leaves}
-        for leaf, tokens in zip(self.leaves, self._planned(start, stop), strict=True):
-            planned[leaf.domain] += tokens
+        planned = {dataset.domain: Fraction(0) for dataset in self.datasets}
+        for dataset, tokens in zip(self.datasets, self._planned(start, stop), strict=True):
+            planned[dataset.domain] += tokens
         return planned
 
     def planned_sources(self, start: int, stop: int) -> dict[str, Fraction]:
         """Return the same by source ("domain/source"); the pooled sources of a domain count in proportion to tokens."""
         planned: dict[str, Fraction] = {}
-        for leaf, stream, leaf_tokens in zip(self.leaves, self._streams, self._planned(start, stop), strict=True):
+        for dataset, stream, dataset_tokens in zip(
+            self.datasets, self._streams, self._planned(start, stop), strict=True
+        ):
             for name, (tokens, _) in stream.by["source"].items():
-                key = f"{leaf.domain}/{name}"
-                planned[key] = planned.get(key, Fraction(0)) + leaf_tokens * Fraction(tokens, stream.tokens)
+                key = f"{dataset.domain}/{name}"
+                planned[key] = planned.get(key, Fraction(0)) + dataset_tokens * Fraction(tokens, stream.tokens)
         return planned
 
     def _planned(self, start: int, stop: int) -> list[Fraction]:
-        """Return the tokens of each leaf that the recipe plans for positions [start, stop)."""
-        planned = [Fraction(0)] * len(self.leaves)
+        """Return the tokens of each dataset that the recipe plans for positions [start, stop)."""
+        planned = [Fraction(0)] * len(self.datasets)
         for span in self.spans:
             overlap = max(0, min(stop, span.end) - max(start, span.start))
             planned = [tokens + share * overlap for tokens, share in zip(planned, span.deal.shares, strict=True)]
         return planned
 
-    def realised(self, position: int) -> dict[Domain, int]:
+    def realized(self, position: int) -> dict[Domain, int]:
         """Return the tokens of each domain at positions [0, `position`), computed without reading tokens."""
-        totals = {leaf.domain: 0 for leaf in self.leaves}
-        for leaf, count in zip(self.leaves, self.consumed(position), strict=True):
-            totals[leaf.domain] += int(count)
+        totals = {dataset.domain: 0 for dataset in self.datasets}
+        for dataset, count in zip(self.datasets, self.consumed(position), strict=True):
+            totals[dataset.domain] += int(count)
         return totals
 
     def sources(self, start: int, stop: int) -> dict[str, int]:
@@ -251,8 +254,8 @@ class TokenStream:
         are in memory; whole epochs are free. So request only new positions and sum the results.
         """
         totals: dict[str, int] = {}
-        for leaf, first, last in self._ranges(start, stop):
-            domain, stream = self.leaves[leaf].domain, self._streams[leaf]
+        for dataset, first, last in self._ranges(start, stop):
+            domain, stream = self.datasets[dataset].domain, self._streams[dataset]
             for name in stream.by["source"]:
                 totals.setdefault(f"{domain}/{name}", 0)
             if len(stream.by["source"]) == 1:
@@ -268,20 +271,20 @@ class TokenStream:
         A document counts once per epoch in which any of it is read.
         """
         totals: dict[Domain, dict[str, Counts]] = {}
-        for leaf, first, last in self._ranges(start, stop):
-            domain_totals = totals.setdefault(self.leaves[leaf].domain, {column: {} for column in columns})
-            for column, values in self._streams[leaf].tally(columns, first, last).items():
+        for dataset, first, last in self._ranges(start, stop):
+            domain_totals = totals.setdefault(self.datasets[dataset].domain, {column: {} for column in columns})
+            for column, values in self._streams[dataset].tally(columns, first, last).items():
                 for value, counts in values.items():
                     add_counts(domain_totals[column], value, counts)
         return totals
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Return the epochs of each leaf at `position` (a pooled domain is the leaf named after it)."""
+        """Return the epochs of each dataset at `position` (a pooled domain is the dataset named after it)."""
         pairs = zip(self._streams, self.consumed(position), strict=True)
         return {stream.name: float(count / stream.tokens) if stream.tokens else 0.0 for stream, count in pairs}
 
     def consumed(self, position: int) -> Ints:
-        """Return the tokens of each leaf, int64[leaves], at positions [0, `position`)."""
+        """Return the tokens of each dataset, int64[datasets], at positions [0, `position`)."""
         self._check_range(0, position, self.tokens)
         span = next(span for span in reversed(self.spans) if span.start <= position)
         return span.before + span.deal.consumed(position - span.start)
@@ -292,17 +295,19 @@ class TokenStream:
         Two recipes with equal identities train on the same tokens there. The recipe after `stop` is left out unless it
         moves a unit before `stop` (the last units of a mix depend on where the mix ends).
         """
-        spans = [span.identity(self.leaves, stop) for span in self.spans if span.start < stop and span.end > start]
+        spans = [span.identity(self.datasets, stop) for span in self.spans if span.start < stop and span.end > start]
         return {"seed": self.recipe.seed, "unit": self.unit, "spans": spans}
 
     def check(self) -> None:
-        """Raise ValueError, one line per leaf, if the run would read a leaf more than `tokens.max_epochs` times."""
+        """Raise ValueError, one line per dataset that the run would read more than `tokens.max_epochs` times."""
         limit = self.recipe.tokens.max_epochs
         faults = []
-        for leaf, stream, needed in zip(self.leaves, self._streams, self.consumed(self.tokens), strict=True):
+        for dataset, stream, needed in zip(self.datasets, self._streams, self.consumed(self.tokens), strict=True):
             if needed > limit * stream.tokens:
-                field = f"sources.{leaf.domain}" + ("" if leaf.source is None else f".{leaf.source}")
-                shares = "add" if leaf.apart else "mix"
+                field = f"sources.{dataset.domain}" + (
+                    "" if dataset.source_index is None else f".{dataset.source_index}"
+                )
+                shares = "extra_sources" if dataset.source_name else "mix"
                 faults.append(
                     f"tokens.max_epochs: the run takes {needed:,} tokens from {field}, which holds {stream.tokens:,}: "
                     f"{needed / stream.tokens:.2f} epochs, at most {limit:g}; add text there, lower its share in "
@@ -311,9 +316,9 @@ class TokenStream:
         if faults:
             raise ValueError("\n".join(faults))
 
-    def overlapping_helpings(self) -> list[str]:
-        """Return a line per leaf too short for its data offset: the stage then repeats documents of earlier offsets."""
-        lines, ahead = [], np.zeros(len(self.leaves), np.int64)
+    def overlapping_offsets(self) -> list[str]:
+        """Return a line per dataset too short for its data offset: the stage repeats documents of earlier offsets."""
+        lines, ahead = [], np.zeros(len(self.datasets), np.int64)
         for span in self.spans:
             skipped, ahead = span.first - ahead, span.first + span.deal.totals
             for stream, offset, end in zip(self._streams, skipped.tolist(), ahead.tolist(), strict=True):
@@ -328,25 +333,25 @@ class TokenStream:
         if not 0 <= start <= stop <= limit:
             raise ValueError(f"positions [{start}, {stop}) are not in the run of {self.tokens} tokens")
 
-    def _leaf_ranges(self, start: int, stop: int) -> Iterator[_LeafRanges]:
-        """Yield the ranges of each leaf, phase by phase, because a leaf may skip tokens between two phases."""
+    def _dataset_ranges(self, start: int, stop: int) -> Iterator[_DatasetRanges]:
+        """Yield the ranges of each dataset, phase by phase, because a dataset may skip tokens between two phases."""
         for span in self.spans:
             low, high = max(start, span.start), min(stop, span.end)
             if low < high:
                 units = span.deal.units(low - span.start, high - span.start)
-                # Count tokens along the leaf's whole stream, and positions in the run.
-                first, position = units.first + span.first[units.leaf], units.start + span.start
-                for leaf in np.unique(units.leaf).tolist():
-                    own = units.leaf == leaf
-                    leaf_units = Units(units.leaf[own], first[own], position[own], units.size[own])
-                    yield self._ranges_of(leaf, leaf_units, low, high)
+                # Count tokens along the dataset's whole stream, and positions in the run.
+                first, position = units.first + span.first[units.dataset], units.start + span.start
+                for dataset in np.unique(units.dataset).tolist():
+                    own = units.dataset == dataset
+                    dataset_units = UnitAssignment(units.dataset[own], first[own], position[own], units.size[own])
+                    yield self._ranges_of(dataset, dataset_units, low, high)
 
-    def _ranges_of(self, leaf: int, units: Units, start: int, stop: int) -> _LeafRanges:
-        """Return the ranges of one leaf at [start, stop): its consecutive units hold consecutive tokens."""
+    def _ranges_of(self, dataset: int, units: UnitAssignment, start: int, stop: int) -> _DatasetRanges:
+        """Return the ranges of one dataset at [start, stop): its consecutive units hold consecutive tokens."""
         low, high = np.maximum(units.start, start), np.minimum(units.start + units.size, stop)
         first = int(units.first[0] + low[0] - units.start[0])
         end = int(units.first[-1] + high[-1] - units.start[-1])
-        documents = self._streams[leaf].overlapping(first, end)
+        documents = self._streams[dataset].overlapping(first, end)
         cuts = np.union1d(units.first, documents.start)
         cuts = cuts[int(np.searchsorted(cuts, first, "right")) - 1 : int(np.searchsorted(cuts, end, "left"))]
         unit = np.searchsorted(units.first, cuts, "right") - 1
@@ -354,18 +359,18 @@ class TokenStream:
         firsts = np.maximum(cuts, first)
         read = documents[np.searchsorted(documents.start, firsts, "right") - 1]
         lengths = np.diff(np.append(firsts, end))
-        return _LeafRanges(leaf, read, firsts - read.start, lengths, origins + firsts - cuts, origins)
+        return _DatasetRanges(dataset, read, firsts - read.start, lengths, origins + firsts - cuts, origins)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each leaf with the tokens [first, last) of its stream that lie at positions [start, stop)."""
+        """Yield each dataset with the tokens [first, last) of its stream that lie at positions [start, stop)."""
         self._check_range(start, stop, self.tokens)
-        ranges: list[list[tuple[int, int]]] = [[] for _ in self.leaves]
+        ranges: list[list[tuple[int, int]]] = [[] for _ in self.datasets]
         for span in self.spans:
             low, high = (min(max(position, span.start), span.end) - span.start for position in (start, stop))
             ends = (span.first + span.deal.consumed(low), span.first + span.deal.consumed(high))
-            for leaf_ranges, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
-                if leaf_ranges and leaf_ranges[-1][1] == first:  # count a document at the edge of two phases once
-                    first = leaf_ranges.pop()[0]
-                leaf_ranges.append((first, last))
-        for leaf, leaf_ranges in enumerate(ranges):
-            yield from ((leaf, first, last) for first, last in leaf_ranges)
+            for dataset_ranges, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
+                if dataset_ranges and dataset_ranges[-1][1] == first:  # count a document at the edge of two phases once
+                    first = dataset_ranges.pop()[0]
+                dataset_ranges.append((first, last))
+        for dataset, dataset_ranges in enumerate(ranges):
+            yield from ((dataset, first, last) for first, last in dataset_ranges)

@@ -28,7 +28,7 @@ from llama3.tokens.adversarial_strings import random_strings
 from llama3.tokens.documents import first_documents, read_texts
 from llama3.tokens.encoder import Encoder, Flat, Ids, TiktokenEncoder, encoder_for
 from llama3.tokens.hf_tokenizer import BYTE, CHARACTER, hugging_face_config, hugging_face_json
-from llama3.tokens.vocabulary import PATTERN, PLACES, checked, parse_tiktoken, special_tokens, tiktoken_bytes
+from llama3.tokens.vocabulary import PATTERN, PLACES, check_vocabulary, parse_tiktoken, special_tokens, tiktoken_bytes
 from storage.filesystem import filesystem_of, is_local, local_path, write_atomic
 
 MODEL_FILE = "tokenizer.model"
@@ -74,7 +74,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> list[bytes]:
 # Compression on held-out documents: characters per token (Llama 3 paper, section 3.2) and tokens per word ("fertility")
 
 
-def held_out(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
+def read_validation_texts(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     """Return the first held-out documents (domain, text, language) of every domain that has sources."""
     return [
         {"domain": domain, **document}
@@ -84,7 +84,7 @@ def held_out(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     ]
 
 
-def ratios(documents: Sequence[dict[str, Any]], tokens: Sequence[int]) -> dict[str, Any]:
+def token_ratios(documents: Sequence[dict[str, Any]], tokens: Sequence[int]) -> dict[str, Any]:
     """Return ratios for `documents` (domain, text, language), whose token counts are `tokens`, rounded to 4 digits.
 
     `bytes_per_token` and `characters_per_token` by domain; `characters_per_token_by_language` and
@@ -138,7 +138,7 @@ def parse_hugging_face(data: bytes, name: str) -> list[bytes]:
             f"tokenizer.use: {name} is not byte-level BPE as in Llama 3: {'; '.join(faults)}; "
             "give another tokenizer, or train: {vocab: ...}"
         )
-    base = checked(_ranked(document, name), name)
+    base = check_vocabulary(_base_tokens(document, name), name)
     for token in document.get("added_tokens") or []:
         offset = PLACES.get(token["content"])
         if offset is not None and token["id"] != len(base) + offset:
@@ -182,7 +182,7 @@ def _faults(document: Any) -> Iterator[str]:
             yield f"pre_tokenizer.{key} is true, not false"
 
 
-def _ranked(document: dict[str, Any], name: str) -> list[bytes]:
+def _base_tokens(document: dict[str, Any], name: str) -> list[bytes]:
     """Return the base tokens in the order of their ids, without added tokens."""
     added = {token["content"] for token in document.get("added_tokens") or []}
     ids = {text: rank for text, rank in document["model"]["vocab"].items() if text not in added}
@@ -324,7 +324,7 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
 
     The training sample is the first training documents of each domain, in the order of their ids, in the shares of
     `tokenizer.train.mix`. Named sources are left out, so that the tokenizer does not depend on candidate sources.
-    Returns vocab, rows, digest, sample_bytes by domain, and `ratios` on held-out documents. Raises ValueError as
+    Returns vocab, rows, digest, sample_bytes by domain, and `token_ratios` on held-out documents. Raises ValueError as
     `train_tokenizer` and `use_tokenizer` do.
     """
     sample_bytes: dict[Domain, int] = dict.fromkeys(recipe.sources, 0)
@@ -340,12 +340,12 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
     else:
         tokenizer = train_tokenizer(sample(recipe.tokenizer.train.sample), recipe.tokenizer.train.vocab)
     tokenizer.save(folder)
-    examples = held_out(documents, recipe)
+    examples = read_validation_texts(documents, recipe)
     _, offsets = tokenizer.encode_flat([example["text"] for example in examples])
     return {
         "vocab": len(tokenizer.base),
         "rows": tokenizer.rows,
         "digest": tokenizer.digest,
         "sample_bytes": sample_bytes,
-        **ratios(examples, (offsets[1:] - offsets[:-1]).tolist()),
+        **token_ratios(examples, (offsets[1:] - offsets[:-1]).tolist()),
     }

@@ -52,10 +52,10 @@ def parse_tiktoken(data: bytes, name: str) -> list[bytes]:
             ) from error
         if not in_order:
             raise ValueError(f"tokenizer.use: {name}, line {number + 1}: rank {int(rank)} where {number} is expected")
-    return checked(base, name)
+    return check_vocabulary(base, name)
 
 
-def checked(base: list[bytes], name: str) -> list[bytes]:
+def check_vocabulary(base: list[bytes], name: str) -> list[bytes]:
     """Return `base`. Raises ValueError unless it has every single byte and no token twice."""
     missing = 256 - len({token for token in base if len(token) == 1})
     if missing or len(set(base)) != len(base):

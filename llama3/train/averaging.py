@@ -1,7 +1,6 @@
 """The average of a stage's weights: when weights are added, and whether the stage ends with it or its last weights.
 
-Held-out documents are scored at every averaged position, at the end with the last weights, and with the average. With
-`keep: better` the stage's model is the one with fewer bits per byte, without a confidence interval; else the average.
+With `select: best` the stage's model is the one with fewer bits per byte of held-out documents; else the average.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from llama3.train.journal import Record
 
 if TYPE_CHECKING:  # a report reads a choice without torch
     from llama3.train.state import TrainState
-    from llama3.train.validation import HeldOutScores, Nats
+    from llama3.train.validation import Validator
 
 FILE = "average.json"
 Kept = Literal["average", "last"]
@@ -52,7 +51,7 @@ class Averaging:
     """When the weights of a stage are added to its average."""
 
     def __init__(self, span: StageSpan) -> None:
-        self.rule = span.stage.average
+        self.rule = span.stage.weight_averaging
         self.positions = frozenset(average_positions(span))
 
     def add(self, state: TrainState, position: int) -> None:
@@ -63,47 +62,37 @@ class Averaging:
 
 
 def average_positions(span: StageSpan) -> list[int]:
-    """Return the positions of `last k`, evenly spread over the stage; the last is its end. Other rules return [].
-
-    A stage of fewer than k steps averages over all of its steps.
-    """
-    rule = span.stage.average
+    """Return the positions of `last k` (at most all steps), evenly spread up to the stage's end; [] for other rules."""
+    rule = span.stage.weight_averaging
     if rule is None or rule.kind != "last":
         return []
-    count = min(rule.count, span.steps)
-    return [_position_after(span, -(-span.steps * number // count)) for number in range(1, count + 1)]
+    ends = [end for part in span.segments for end in range(part.start + part.batch, part.end + 1, part.batch)]
+    count = min(rule.count, len(ends))
+    return [ends[-(-len(ends) * number // count) - 1] for number in range(1, count + 1)]
 
 
-def choose(state: TrainState, span: StageSpan, held: HeldOutScores | None, nats: Nats) -> Choice | None:
+def select_weights(state: TrainState, span: StageSpan, validator: Validator | None) -> Choice | None:
     """Decide which weights are the stage's model; None for a stage without an average. Every process calls it.
 
-    Call it after the state is saved: it overwrites the weights. The caller fills in the parts (see `parts_of`).
+    Overwrites the weights: save the state before. The caller fills in the parts (see `averaged_validation`).
     """
     import torch
 
-    rule = span.stage.average
+    rule = span.stage.weight_averaging
     if rule is None or not state.averaged:
         return None
-    if held is None:
+    if validator is None:
         return Choice(rule=str(rule), kept="average")
-    last = held.scores(nats)[metrics.HELD_OUT]
+    last = validator.scores()[metrics.HELD_OUT]
     with torch.no_grad():
         for name, parameter in state.parameters.items():
             parameter.copy_(state.sum[name] / state.averaged)
-    average = held.scores(nats)[metrics.HELD_OUT]
-    better = average <= last or span.stage.keep == "average"
+    average = validator.scores()[metrics.HELD_OUT]
+    better = average <= last or span.stage.select == "average"
     return Choice(rule=str(rule), kept="average" if better else "last", average=average, last=last)
 
 
-def parts_of(span: StageSpan, journal: list[Record]) -> dict[int, float]:
+def averaged_validation(span: StageSpan, journal: list[Record]) -> dict[int, float]:
     """Return the held-out bits per byte at the averaged positions that the journal has."""
     scored = {record.position: record.metrics.get(metrics.HELD_OUT) for record in journal}
     return {position: bpb for position in average_positions(span) if (bpb := scored.get(position)) is not None}
-
-
-def _position_after(span: StageSpan, steps: int) -> int:
-    for segment in span.segments:
-        if steps <= segment.steps:
-            return segment.start + steps * segment.batch
-        steps -= segment.steps
-    raise AssertionError("more steps than the stage has")

@@ -1,7 +1,7 @@
 """Data loading: this process's part of every step, read by a thread one step ahead.
 
-Data-parallel processes take equal, contiguous runs of sequences; context-parallel ones take their chunks of each
-sequence; tensor- and pipeline-parallel ones all read the same.
+Data-parallel processes read equal, contiguous runs of sequences, context-parallel ones their chunks of each sequence,
+tensor- and pipeline-parallel ones the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from llama3.tokens.batch import Batches, TokenBatch
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: `batch` tokens from `start` on, in sequences of `seq`."""
+    """One optimizer step: `batch` tokens from `start` on, in sequences of `seq_len`."""
 
     start: int
-    seq: int
+    seq_len: int
     batch: int
 
     @property
@@ -55,7 +55,7 @@ def steps_from(span: StageSpan, position: int) -> Iterator[Step]:
         for start in range(segment.start + done, segment.end, segment.batch):
             assert start == expected
             expected = start + segment.batch
-            yield Step(start, segment.seq, segment.batch)
+            yield Step(start, segment.seq_len, segment.batch)
 
 
 def read_ahead(batches: Batches, steps: Iterator[Step], world: ParallelContext) -> Iterator[tuple[Step, LocalBatch]]:
@@ -63,8 +63,8 @@ def read_ahead(batches: Batches, steps: Iterator[Step], world: ParallelContext) 
     dp = world.axis("dp")
 
     def read(step: Step) -> tuple[Step, LocalBatch]:
-        count = step.batch // step.seq // dp.size
-        return step, local_batch(batches.sequences(step.start, step.seq, dp.rank * count, count), world)
+        count = step.batch // step.seq_len // dp.size
+        return step, local_batch(batches.sequences(step.start, step.seq_len, dp.rank * count, count), world)
 
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         ahead = None
@@ -82,9 +82,9 @@ def local_batch(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
     documents = batch.documents_BS if batch.documents_BS.any() else None  # numbered from 0
     columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
     if context.size > 1:
-        from llama3.parallel.comms import held_positions
+        from llama3.parallel.comms import cp_positions
 
-        positions = held_positions(batch.tokens_BS.shape[1], context.rank, context.size)
+        positions = cp_positions(batch.tokens_BS.shape[1], context.rank, context.size)
         columns = [column[:, positions] for column in columns]
     if device.type != "cpu":  # pinned memory is copied to the device without waiting
         columns = [column.pin_memory().to(device, non_blocking=True) for column in columns]

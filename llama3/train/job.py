@@ -23,7 +23,7 @@ SLACK = 3.0
 PACE = "pace.json"
 
 
-class Predicted(BaseModel):
+class PredictedStepTimes(BaseModel):
     """What the planner predicts for a stage, recorded beside the measurements (`plan/*` metrics)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -35,10 +35,7 @@ class Predicted(BaseModel):
 
 
 class TrainJob(BaseModel):
-    """The job file of `python -m llama3.train.main JOB.json`.
-
-    `recipe`, `stage`, `tokens`, `parent` and `start` decide the result; the rest only where and how fast.
-    """
+    """The job file of `python -m llama3.train.main`; recipe, stage, tokens, parent and start decide the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -70,7 +67,7 @@ class TrainJob(BaseModel):
     """What to profile: a trace of chosen steps, device memory, the last collectives."""
     timeout_s: int = Field(default=600, ge=1)
     """How long a process waits for its peers before it fails."""
-    predicted: Predicted | None = None
+    predicted: PredictedStepTimes | None = None
     """What the planner predicts for this stage; None: no prediction."""
     restart_damaged: bool = False
     """Train the stage again from its start if it has checkpoints and all are damaged; otherwise that is an error."""
@@ -81,7 +78,6 @@ class TrainJob(BaseModel):
         return self.work / "recipe.yaml"
 
     def trained_under(self, recipe: Recipe) -> bool:
-        """Return whether `trained_recipe` is `recipe`."""
         return self.trained_recipe.exists() and self.trained_recipe.read_text() == to_yaml(recipe)
 
 
@@ -114,7 +110,6 @@ class Attempt(BaseModel):
         return range(min(self.node * size, self.processes), min((self.node + 1) * size, self.processes))
 
     def log(self, rank: int) -> Path:
-        """Return the log file of `rank`."""
         return self.logs / f"rank-{rank}.log"
 
     def leave_by(self, requested: float) -> float:
@@ -130,18 +125,20 @@ class Attempt(BaseModel):
 class AttemptResult(BaseModel):
     """How an attempt ended, on one node or on all nodes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, serialize_by_alias=True
+    )
 
     status: int
     """0: complete; 143: stopped on request; negative: a rank was killed by this signal; else a rank's exit status."""
-    words: str = ""
+    message: str = Field("", alias="words")
     """Error message: which rank failed first, and the end of its log."""
     time: float = 0.0
     """When the first rank failed, in seconds since 1970."""
 
 
-class Pace(BaseModel):
-    """How long a trainer needs to stop: written by its leading process into the stage's folder."""
+class StopEstimate(BaseModel):
+    """How long a trainer needs to stop: rank 0 writes it into the stage's folder."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -154,15 +151,14 @@ class Pace(BaseModel):
 
     @classmethod
     def read(cls, work: Path) -> Self:
-        """Return the last pace of the stage in `work`; zeros if there is none."""
+        """Return the last estimate of the stage in `work`; zeros if there is none."""
         try:
             return cls.model_validate_json((work / PACE).read_text())
         except FileNotFoundError:
             return cls()
 
     def write(self, work: Path) -> None:
-        """Write the file, without fsync: a power cut ends the process that would read it, too."""
-        new = work / f"{PACE}.new"
+        new = work / f"{PACE}.new"  # no fsync: a power cut also ends the process that would read it
         new.write_text(self.model_dump_json())
         new.rename(work / PACE)
 
@@ -170,30 +166,28 @@ class Pace(BaseModel):
 def leave_by(job: Path, requested: float) -> float:
     """Return when the trainer of `job`, asked to stop at `requested`, must have ended, in seconds since 1970.
 
-    A later call may return a later time: a save that began meanwhile gets its own time.
+    A later call may return a later time, because a save has begun.
     """
     try:
         train_job = TrainJob.model_validate_json(job.read_text())
     except FileNotFoundError:  # the stage is committed, and its folder removed
         return requested + GRACE_S
-    pace = Pace.read(train_job.work)
+    pace = StopEstimate.read(train_job.work)
     deadline = requested + GRACE_S + 2 * pace.step_s  # the current step, and one on which all ranks have agreed
     save_s = SLACK * pace.save_s or train_job.timeout_s  # no save of the stage has been measured yet
     return max(deadline, pace.saving_since + GRACE_S + save_s) if pace.saving_since else deadline
 
 
 def first_failure(outcomes: list[AttemptResult]) -> AttemptResult:
-    """Return the result of all nodes from those of each: the first failure, where a killed rank precedes any complaint.
-
-    A peer of a killed rank reports "connection reset" within milliseconds, maybe before the kill is noticed.
-    """
+    """Return the result of all nodes from those of each: a killed rank, else the first failure."""
+    # A peer of a killed rank reports "connection reset" within milliseconds, maybe before the kill is noticed.
     failed = [outcome for outcome in outcomes if outcome.status not in (0, TERMINATED)]
     if failed:
         return min(failed, key=lambda outcome: (outcome.status > 0, outcome.time))
     return max(outcomes, key=lambda outcome: outcome.status)
 
 
-def outcomes_in(logs: Path) -> list[AttemptResult]:
+def read_outcomes(logs: Path) -> list[AttemptResult]:
     """Return the results that the nodes of an attempt have written so far."""
     return [AttemptResult.model_validate_json(path.read_text()) for path in sorted(logs.glob("node-*.json"))]
 

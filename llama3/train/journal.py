@@ -1,7 +1,8 @@
-"""The journal of a stage: one JSON line per optimizer step, appended and never changed; trackers are fed from it.
+"""The journal of a stage, one JSON line per optimizer step, and the list of the batches that a rollback skips.
 
-After a rollback the same positions are trained again: a rewind to a position voids every record after that position
-that precedes the rewind in the file. Readers return the valid records, one for each position, ascending.
+Lines are appended and never changed; trackers are fed from them. After a rollback the same positions are trained again:
+a rewind to a position voids every record after that position that precedes the rewind in the file. Readers return the
+valid records, one for each position, ascending.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
 from storage.filesystem import write_atomic
 
 FIRST_READ = 2**16
+SKIPS = "skips.json"
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,7 @@ Entry = Record | Rewind
 def read_journal(path: Path, after: int = -1) -> list[Record]:
     """Return the valid records of `path` with positions above `after`, in order; none if there is no file.
 
-    Reads from the end, so following a long journal costs only the new lines. Raises ValueError for a broken line that
-    is not the last.
+    Reads from the end, only as far as needed. Raises ValueError for a broken line that is not the last.
     """
     if not path.exists():
         return []
@@ -65,7 +68,7 @@ def read_journal(path: Path, after: int = -1) -> list[Record]:
             entries = _parse(path, file.read(end - start), whole=start == 0)
             # A record further ahead in the file has a smaller position, or was voided by a rewind in between.
             if start == 0 or (entries and entries[0].position <= after):
-                return [record for record in holding(entries) if record.position > after]
+                return [record for record in valid_records(entries) if record.position > after]
             size *= 4
 
 
@@ -75,7 +78,7 @@ def read_rewinds(path: Path) -> list[Rewind]:
     return [entry for entry in entries if isinstance(entry, Rewind)]
 
 
-def holding(entries: Iterable[Entry]) -> list[Record]:
+def valid_records(entries: Iterable[Entry]) -> list[Record]:
     """Return the records that no later rewind voids."""
     records: list[Record] = []
     for entry in entries:
@@ -107,10 +110,7 @@ class Tail:
 
 
 class Journal:
-    """The journal open for appending; only the holder of the stage's lease may open it.
-
-    It is synced before each checkpoint, not at every step: a power cut loses no line that a checkpoint builds on.
-    """
+    """The journal open for appending; only the holder of the stage's lease may open it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,11 +132,10 @@ class Journal:
             raise OSError(f"{self.path}: only part of a line was written; free disk space and start again")
 
     def sync(self) -> None:
-        """Wait until everything added is on the disk."""
         os.fsync(self._handle)
 
 
-def abandon(path: Path, position: int) -> None:
+def discard_after(path: Path, position: int) -> None:
     """Move the records after `position` to a file beside the journal. Only the holder of the lease may call it."""
     entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
     later = [entry for entry in entries if isinstance(entry, Record) and entry.position > position]
@@ -158,6 +157,56 @@ def to_parquet(journal: Path, path: Path) -> None:
         pa.table([pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)], list(types)),
         path,
     )
+
+
+class SkippedRange(BaseModel):
+    """Positions [start, end) are skipped because of the spike in the step that begins at `spike`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: int
+    end: int
+    spike: int
+    reason: str
+
+
+_SPANS = TypeAdapter(tuple[SkippedRange, ...])
+
+
+@dataclass(frozen=True)
+class SkippedRanges:
+    """`skips.json` of a stage: spans of whole steps, in the order in which they were decided.
+
+    Tokens, recipe and this file decide the weights, so it is written before training goes back. A span begins where the
+    journal was rewound to, whichever checkpoints exist.
+    """
+
+    spans: tuple[SkippedRange, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> SkippedRanges:
+        """Return the spans in `folder`, () without the file. Raises ValueError for a broken file."""
+        path = folder / SKIPS
+        if not path.exists():
+            return cls()
+        try:
+            return cls(_SPANS.validate_json(path.read_bytes()))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: is not a list of spans ({error}); restore the file, or train the stage again"
+            ) from None
+
+    def write(self, folder: Path) -> None:
+        write_atomic(folder / SKIPS, json.dumps(self.facts(), indent=1) + "\n")
+
+    def plus(self, span: SkippedRange) -> SkippedRanges:
+        return SkippedRanges((*self.spans, span))
+
+    def covers(self, start: int) -> bool:
+        return any(span.start <= start < span.end for span in self.spans)
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [span.model_dump() for span in self.spans]
 
 
 def _encode(fields: dict[str, Any]) -> bytes:

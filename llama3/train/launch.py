@@ -25,10 +25,9 @@ import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from llama3.train.job import TERMINATED, Attempt, AttemptResult, last_lines
-from llama3.train.main import leave
+from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
@@ -78,7 +77,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
             for pid in pids:
                 os.kill(pid, signal.SIGTERM)
             stopped = stopped or time.time()
-        while pids:  # one SIGCHLD may stand for several ranks
+        while pids:  # one SIGCHLD may be for several ranks
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
@@ -98,7 +97,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
 
     lines = [f"ranks {killed} did not end by themselves and were killed"] if killed else []
     if not failed:
-        return AttemptResult(status=TERMINATED if stopped else 0, words="".join(lines))
+        return AttemptResult(status=TERMINATED if stopped else 0, message="".join(lines))
     # A killed rank (negative status) is the cause, also if a peer complained earlier.
     rank, status, when = min(failed, key=lambda failure: (failure[1] > 0, failure[2]))
     ending = f"ended with status {status}"
@@ -108,59 +107,55 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
             name = signal.Signals(-status).name
         ending = f"was killed by {name}"
     lines += [f"rank {rank} {ending}; the end of {attempt.log(rank)}:", last_lines(attempt.log(rank))]
-    return AttemptResult(status=status, time=when, words="\n".join(lines))
+    return AttemptResult(status=status, time=when, message="\n".join(lines))
 
 
 def preload() -> None:
     """Import what every rank needs. Nothing here may start a computing thread or touch CUDA: the process will fork."""
     for name in PRELOADED:
         importlib.import_module(name)
-    from llama3.tokens.interleave import even_order
+    from llama3.tokens.interleave import interleave_evenly
 
-    even_order((1, 1))  # the first call of any numba kernel imports numba's typing rules, 1 to 3 s
+    interleave_evenly((1, 1))  # the first call of any numba kernel imports numba's typing rules, 1 to 3 s
     gc.freeze()  # otherwise garbage collection copies every shared page in every rank
 
 
 def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
+    """Fork `rank` and return its pid. The child runs the program with its log and the environment of torchrun."""
     agent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        try:
-            _be_rank(attempt, rank, port, mask, agent)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # whatever happens, this process must not continue as a second agent
-    return pid
+    if pid := os.fork():
+        return pid
+    try:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != agent:  # the agent died before die_with_parent
+            os._exit(1)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"herd-rank-{rank}".encode())
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        log = os.open(attempt.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for text in (sys.stdout, sys.stderr):
+            text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": attempt.processes,
+            "LOCAL_RANK": rank - attempt.ranks.start,
+            "LOCAL_WORLD_SIZE": len(attempt.ranks),
+            "GROUP_RANK": attempt.node,
+            "MASTER_PORT": port,
+        }
+        os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
+        program = importlib.import_module(f"llama3.{attempt.program}.main")
+        exit_process(program.main([str(attempt.job)]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # whatever happens, this process must not continue as a second agent
 
 
-def _be_rank(attempt: Attempt, rank: int, port: int, mask: set[int], agent: int) -> NoReturn:
-    """Redirect output to the log, set the environment variables of torchrun, and run the program."""
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != agent:  # the agent died before die_with_parent
-        os._exit(1)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"herd-rank-{rank}".encode())
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    log = os.open(attempt.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for text in (sys.stdout, sys.stderr):
-        text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": attempt.processes,
-        "LOCAL_RANK": rank - attempt.ranks.start,
-        "LOCAL_WORLD_SIZE": len(attempt.ranks),
-        "GROUP_RANK": attempt.node,
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
-    program = importlib.import_module(f"llama3.{attempt.program}.main")
-    leave(program.main([str(attempt.job)]))
-
-
-def _parsed(arguments: list[str]) -> Attempt | None:
+def agent(arguments: list[str]) -> int:
+    """Run the attempt given by `arguments`, or all attempts from stdin; return the exit status."""
     parser = argparse.ArgumentParser("python -m llama3.train.launch", description="Start the ranks of one node.")
     parser.add_argument("job", nargs="?", type=Path)
     parser.add_argument("--serve", action="store_true", help="take attempts as JSON lines from stdin instead")
@@ -168,16 +163,11 @@ def _parsed(arguments: list[str]) -> Attempt | None:
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    return None if given.pop("serve") else Attempt(**given)
-
-
-def agent(arguments: list[str]) -> int:
-    """Run the attempt given by `arguments`, or all attempts from stdin; return the exit status."""
-    attempt = _parsed(arguments)
+    attempt = None if given.pop("serve") else Attempt(**given)
     preload()
     if attempt is not None:
         result = run_attempt(attempt)
-        print(result.words, file=sys.stderr)
+        print(result.message, file=sys.stderr)
         return result.status if result.status in (0, TERMINATED) else 1
     for line in sys.stdin:
         run_attempt(Attempt.model_validate_json(line))
@@ -187,4 +177,4 @@ def agent(arguments: list[str]) -> int:
 if __name__ == "__main__":
     # Python 3.12 warns of any thread at a fork; the only one belongs to pyarrow's jemalloc, which handles forks
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    leave(agent(sys.argv[1:]))
+    exit_process(agent(sys.argv[1:]))

@@ -10,23 +10,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llama3.recipe.base import Domain
+from llama3.parallel.mesh import ParallelContext
 from llama3.recipe.schedule import StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Spikes
 from llama3.tokens.inspect import inspect
 from llama3.train import metrics
+from llama3.train.callbacks import Callback, StepDecision, StepResult, log
 from llama3.train.data_loader import Step, steps_from
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.journal import Record
+from llama3.train.job import TrainJob
+from llama3.train.journal import Record, SkippedRange, SkippedRanges
 from storage.filesystem import write_atomic
 
 SMALLEST = 1e-6
@@ -59,12 +59,10 @@ def history(records: Iterable[Record], position: int, window: int) -> History:
 
 
 class SpikeGuard:
-    """The window of good steps and the test of each step, all on the device; the same bits on every process.
+    """The window of good steps and the test of each step, on the device; the same bits on every process.
 
-    The optimizer gets the flag as a tensor, so nothing waits for the host. Bad values never enter the window. A level
-    that rises for good (a harder mix in the middle of a stage) is bad until `spikes.most` ends the run. The window is
-    empty at the start of each stage, so the first steps are not tested.
-
+    Bad values never enter the window: a lasting rise (a harder mix within a stage) is bad until `spikes.max_bad_steps`
+    ends the run. The first steps of a stage, until the window is full, are not tested.
     Shapes: 2 loss and gradient norm, W steps of the window.
     """
 
@@ -111,38 +109,6 @@ def _scaled(values_2: Tensor) -> Tensor:
     return torch.stack([values_2[0], values_2[1].clamp_min(LEAST_NORM).log()])
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The numbers of a step on the host; the same on every process."""
-
-    loss: float
-    """Nats per target."""
-    grad_norm: float
-    """Of the mean loss, before clipping."""
-    domain_loss: Mapping[Domain, float] = field(default_factory=dict)
-    stop: bool = False
-    """Whether any process has asked to stop."""
-    save: bool = False
-    """Whether any process has asked for a checkpoint."""
-    skipped: bool = False
-    """Whether the weights were left unchanged because the step was bad."""
-    score: float = 0.0
-    """Spreads above the mean of the good steps before."""
-
-
-@dataclass(frozen=True)
-class StepDecision:
-    """What follows from a step."""
-
-    kind: Literal["go on", "skipped", "stop", "roll back"]
-    reason: str = ""
-    skip: Skip | None = None
-    """`roll back` only: what to skip from now on. Go back to the newest checkpoint at or before its start."""
-
-
-GO_ON = StepDecision("go on")
-
-
 class SpikeDetector:
     """Decides on every process alike what follows from each step; counts the bad ones."""
 
@@ -152,9 +118,8 @@ class SpikeDetector:
         """Bad steps of the stage so far, those that were rolled back included."""
 
     def judge(self, step: Step, result: StepResult) -> StepDecision:
-        """Return what follows from `step`."""
         if not result.skipped:
-            return GO_ON
+            return StepDecision("go on")
         self.bad += 1
         spikes, span = self.recipe.spikes, self.span
         reason = f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}: "
@@ -169,18 +134,56 @@ class SpikeDetector:
             reason += "not finite"
         if policy == "stop":
             return StepDecision("stop", f"{reason}; {field} is stop")
-        if self.bad >= spikes.most:
+        if self.bad >= spikes.max_bad_steps:
             return StepDecision(
-                "stop", f"{reason}; it is bad step {self.bad} of stage {span.name}, spikes.most is {self.bad}"
+                "stop", f"{reason}; it is bad step {self.bad} of stage {span.name}, spikes.max_bad_steps is {self.bad}"
             )
         if policy != "rollback":
             return StepDecision("skipped", reason)
-        # Skip the step and `around` steps on both sides, as far as the stage reaches.
+        # Skip the step and `skip_window_steps` on both sides, as far as the stage reaches.
         steps = list(steps_from(span, span.start))
         index = steps.index(step)
-        first = steps[max(0, index - spikes.around)]
-        last = steps[min(len(steps) - 1, index + spikes.around)]
-        return StepDecision("roll back", reason, Skip(start=first.start, end=last.end, spike=step.start, reason=reason))
+        first = steps[max(0, index - spikes.skip_window_steps)]
+        last = steps[min(len(steps) - 1, index + spikes.skip_window_steps)]
+        return StepDecision(
+            "roll back", reason, SkippedRange(start=first.start, end=last.end, spike=step.start, reason=reason)
+        )
+
+
+class TrainingStopped(FloatingPointError):
+    """The recipe ends the run at a bad step; the text names position, reason and the file with its documents."""
+
+
+class SpikeRollback(Exception):
+    """Training goes back to before a spike; `decision` names the batches to skip after that."""
+
+    def __init__(self, decision: StepDecision) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
+
+
+class Incidents(Callback):
+    """Writes an incident file for each bad step; raises TrainingStopped or SpikeRollback if that was decided.
+
+    A bad step has changed nothing, so continuing, going back and stopping are all still possible.
+    """
+
+    def __init__(self, job: TrainJob, recipe: Recipe, world: ParallelContext) -> None:
+        self.job, self.recipe, self.world = job, recipe, world
+
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        decision = result.decision
+        if decision.kind in ("go on", "passed over"):
+            return
+        line = ""
+        if self.world.is_rank0:
+            incident = write_incident(self.job.work, self.job.tokens, self.recipe, step, result, decision)
+            line = incident_line(step, decision, incident)
+            log(line)
+        if decision.kind == "stop":
+            raise TrainingStopped(self.world.broadcast_object(line))
+        if decision.kind == "roll back":
+            raise SpikeRollback(decision)
 
 
 def write_incident(
@@ -188,14 +191,13 @@ def write_incident(
 ) -> Path:
     """Write `incidents/<position>.json` about the bad `step` of a run over the shards in `tokens`; return the file.
 
-    It has the decision, and the tokens and documents of the batch: counts by domain, source, language and license, and
-    at most a thousand documents in order of position. Takes 0.1 to 0.7 s for a batch of 4M tokens in documents of 20.
-    The same step found bad again, after a restart, replaces its file.
+    It has the decision, counts by domain, source, language and license, and at most a thousand documents of the batch.
+    Takes 0.1 to 0.7 s for a batch of 4M tokens in documents of 20.
     """
     batch = inspect(tokens, recipe, step.start, step.end)
     totals = {
         name: {value: count._asdict() for value, count in getattr(batch, name).items()}
-        for name in ("domains", "sources", "languages", "licences")
+        for name in ("domains", "sources", "languages", "licenses")
     }
     incident = {
         "position": step.start,
@@ -203,8 +205,8 @@ def write_incident(
         "time": time.time(),
         "outcome": decision.kind,
         "reason": decision.reason,
-        "loss": _json_number(result.loss),
-        "grad_norm": _json_number(result.grad_norm),
+        "loss": result.loss if math.isfinite(result.loss) else str(result.loss),  # JSON has no infinity
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
         "score": result.score,
         "skip": None if decision.skip is None else decision.skip.model_dump(exclude={"reason"}),
         **totals,
@@ -226,7 +228,3 @@ def incident_line(step: Step, decision: StepDecision, incident: Path) -> str:
     else:
         text += ". Nothing of this step is kept. Look at its documents, or lower lr.peak"
     return f"{text}. Documents of the batch: {incident}"
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON has no infinity

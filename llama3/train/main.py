@@ -15,11 +15,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
 from llama3.train.job import TERMINATED, TrainJob
 from storage.artifact import verify_folder
 from storage.lease import LeaseHeld, folder_lease
@@ -28,53 +26,39 @@ REFUSED = 2
 """Exit status of errors that another attempt would repeat."""
 
 
-class Stop:
-    """Becomes true on SIGTERM; the training loop checks it between steps."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        signal.signal(signal.SIGTERM, self._request)
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-
-
 def train(job: TrainJob) -> bool:
     """Train the stage of `job`; return whether it is complete. Raises LeaseHeld, and what `Trainer` raises."""
-    stop = Stop()
+    requests: list[int] = []  # filled on SIGTERM; the training loop reads it between steps
+    signal.signal(signal.SIGTERM, lambda number, _: requests.append(number))
     recipe = load_recipe(job.recipe)
-    leads = os.environ.get("RANK", "0") == "0"
-    with folder_lease(job.work, f"stage {job.stage}") if leads else nullcontext():
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    with folder_lease(job.work, f"stage {job.stage}") if is_rank0 else nullcontext():
         result = job.work / "result"
-        if leads and result.is_dir() and not job.trained_under(recipe):  # the recipe has changed since
+        if is_rank0 and result.is_dir() and not job.trained_under(recipe):  # the recipe has changed since
             shutil.rmtree(result)
-        return (result.is_dir() and job.trained_under(recipe)) or _train(job, recipe, stop)
+        if result.is_dir() and job.trained_under(recipe):
+            return True
 
+        import torch
 
-def _train(job: TrainJob, recipe: Recipe, stop: Stop) -> bool:
-    import torch
+        from llama3.model.rounding import use_reproducible_matmul
+        from llama3.parallel.mesh import init_distributed
+        from llama3.train.profiler import dump_flight, prepare
+        from llama3.train.trainer import Trainer
 
-    from llama3.model.rounding import keep_rounding
-    from llama3.parallel.mesh import init_distributed
-    from llama3.train.profiler import dump_flight, prepare
-    from llama3.train.trainer import Trainer
-
-    prepare(job.profile, job.work)
-    for folder in (job.tokens, *([job.start] if job.start else [])):  # checkpoints are verified while they are loaded
-        verify_folder(folder)
-    torch.set_num_threads(job.threads)
-    keep_rounding()
-    if job.deterministic:
-        torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
-    with init_distributed(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
-        try:
-            return Trainer(job, recipe, world, stop).run()
-        except Exception:
-            dump_flight(job.profile, job.work, world.rank)
-            raise
+        prepare(job.profile, job.work)
+        for folder in (job.tokens, *([job.start] if job.start else [])):  # checkpoints are verified when loaded
+            verify_folder(folder)
+        torch.set_num_threads(job.threads)
+        use_reproducible_matmul()
+        if job.deterministic:
+            torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
+        with init_distributed(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
+            try:
+                return Trainer(job, recipe, world, lambda: bool(requests)).run()
+            except Exception:
+                dump_flight(job.profile, job.work, world.rank)
+                raise
 
 
 def main(arguments: list[str]) -> int:
@@ -96,12 +80,10 @@ def main(arguments: list[str]) -> int:
     return 1
 
 
-def leave(status: int) -> NoReturn:
-    """End the process without shutting down the interpreter.
-
-    Everything is on the disk by now, but torch's threads can abort during the shutdown ("terminate called without an
-    active exception", about once in 20 runs of two gloo processes), and a finished stage would look failed.
-    """
+def exit_process(status: int) -> NoReturn:
+    """End the process without shutting down the interpreter: everything is on the disk by now."""
+    # torch's threads can abort during the shutdown ("terminate called without an active exception", about once in 20
+    # runs of two gloo processes), and a finished stage would look failed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -110,4 +92,4 @@ def leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m llama3.train.main JOB.json")
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

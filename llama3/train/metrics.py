@@ -5,106 +5,79 @@ Lower case; `/` separates sections; the name ends with the unit. Functions retur
 
 from __future__ import annotations
 
-LOSS = "train/loss"
-"""Nats per target token, over the whole batch."""
-GRAD_NORM = "train/grad_norm"
-"""Before clipping."""
+LOSS = "train/loss"  # Nats per target token, over the whole batch
+GRAD_NORM = "train/grad_norm"  # Before clipping
 LEARNING_RATE = "train/lr"
 BATCH_TOKENS = "train/batch_tokens"
 SEQ_LEN = "train/seq_len"
-STEP = "train/step"
-"""Optimizer steps since the start of the run, those that were skipped included."""
-SKIPPED = "train/skipped"
+STEP = "train/step"  # Optimizer steps since the start of the run, those that were skipped included
+SKIPPED = "train/skipped_steps"
 """1 if the batch changed nothing: it was bad, or skipped after a rollback; absent otherwise."""
-SKIPPED_TOKENS = "skip/tokens"
-"""Tokens of the stage so far whose batch changed nothing; written when it grows."""
-SPIKE_SCORE = "spike/score"
+SKIPPED_TOKENS = "train/skipped_tokens"  # Tokens of the stage so far whose batch changed nothing; written when it grows
+SPIKE_SCORE = "train/spike_zscore"
 """Distance of the loss, or of the logarithm of the gradient norm if larger, above its mean over the last good steps, in
 spreads."""
 
 TOKENS_PER_S = "throughput/tokens_per_s"
-TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"
-"""Averaged over all devices of the layout."""
-TFLOPS_PER_DEVICE = "throughput/tflops_per_device"
-"""6N and causal attention, without recomputed operations."""
-MFU = "throughput/mfu"
-"""The same as a fraction of the device's dense peak; absent if the peak is unknown."""
-MFU_FULL = "throughput/mfu_full_attention"
-"""6N and full attention, over the same peak: the figure that others publish."""
+TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"  # Averaged over all devices of the layout
+TFLOPS_PER_DEVICE = "throughput/tflops_per_device"  # 6N and causal attention, without recomputed operations
+MFU = "throughput/mfu"  # The same as a fraction of the device's dense peak; absent if the peak is unknown
+MFU_FULL = "throughput/mfu_full_attention"  # 6N and full attention, over the same peak: the figure that others publish
 
-STEP_S = "time/step_s"
-"""One optimizer step, including the wait for data, without saving."""
+STEP_S = "time/step_s"  # One optimizer step, including the wait for data, without saving
 DATA_WAIT_S = "time/data_wait_s"
-CHECKPOINT_S = "time/checkpoint_s"
-"""Time that training stopped for the checkpoint begun since the previous record."""
+CHECKPOINT_S = "time/checkpoint_s"  # Time that training stopped for the checkpoint begun since the previous record
 CHECKPOINT_WRITE_S = "time/checkpoint_write_s"
 """From the beginning to the commit of a checkpoint finished since the previous record."""
-FIRST_STEP_S = "time/first_step_s"
-"""From the start of an attempt's processes to the end of its first step."""
-GOODPUT = "time/goodput"
-"""Fraction of the time since the first start of the stage that was spent on steps that count."""
-EFFECTIVE_TIME = "time/effective_time"
-"""The same over the time of a fault test, from its first step on."""
+FIRST_STEP_S = "time/first_step_s"  # From the start of an attempt's processes to the end of its first step
+GOODPUT = "time/goodput"  # Fraction of the time since the first start of the stage that was spent on steps that count
+EFFECTIVE_TIME = "time/effective_time"  # The same over the time of a fault test, from its first step on
 PLANNED_EFFECTIVE_TIME = "plan/effective_time"
 """The prediction of the planner's simulation for it, from times measured before."""
 PLANNED_EFFECTIVE_TIME_CLOSED = "plan/effective_time_closed_form"
 """The prediction of the closed formula, which knows only the failure rate; absent outside its range."""
 SLOWEST_RANK_S = "time/slowest_rank_s"
 """Own work in one step of the process that is slowest relative to its peers (see `stragglers`)."""
-MEDIAN_RANK_S = "time/median_rank_s"
-"""Median of its peers."""
-REMAINING_S = "time/remaining_s"
-"""Until the end of the stage, at the rate of the last steps."""
+MEDIAN_RANK_S = "time/median_rank_s"  # Median of its peers
+REMAINING_S = "time/remaining_s"  # Until the end of the stage, at the rate of the last steps
 
-HOST_GIB = "memory/host_gib"
-"""Peak resident memory of the first process so far."""
-DEVICE_GIB = "memory/device_gib"
-"""Device memory of the tensors of the first process."""
-DEVICE_PEAK_GIB = "memory/device_peak_gib"
-"""Its peak so far."""
+HOST_GIB = "memory/host_gib"  # Peak resident memory of the first process so far
+DEVICE_GIB = "memory/device_gib"  # Device memory of the tensors of the first process
+DEVICE_PEAK_GIB = "memory/device_peak_gib"  # Its peak so far
 DEVICE_RESERVED_GIB = "memory/device_reserved_gib"
 """Peak memory that torch reserved on the device so far: this must fit."""
 
-HELD_OUT = "held_out/bpb"
+HELD_OUT = "val/bpb"
 """Bits per byte of a few held-out documents, scored by the trainer; the domains averaged by the first stage's mix."""
-HELD_OUT_S = "time/held_out_s"
-"""Time that training stopped for the scoring."""
+HELD_OUT_S = "time/val_s"  # Time that training stopped for the scoring
 
 PLANNED_STEP_S = "plan/step_s"
 """Step time predicted by the planner; absent if the device was not measured (`herd plan calibrate`)."""
-PLANNED_TFLOPS = "plan/tflops_per_device"
-"""The same as a rate, counted as `throughput/tflops_per_device`."""
+PLANNED_TFLOPS = "plan/tflops_per_device"  # The same as a rate, counted as `throughput/tflops_per_device`
 PLANNED_GIB = "plan/device_gib"
 """Predicted memory of the fullest process: weights, optimizer, gradients and activations."""
-STEP_ERROR = "plan/step_error"
-"""Predicted over measured step time, minus 1."""
-GPU_HOURS = "cost/gpu_h"
-"""Device-hours so far, interruptions included."""
+STEP_ERROR = "plan/step_error"  # Predicted over measured step time, minus 1
+GPU_HOURS = "cost/gpu_hours"  # Device-hours so far, interruptions included
 
 RESTARTS = "recovery/restarts"
-ROLLBACKS = "recovery/rollbacks"
-"""Number of rollbacks of the stage to before a spike."""
-LOST_TOKENS = "recovery/lost_tokens"
-"""Tokens that had to be trained again."""
+ROLLBACKS = "recovery/rollbacks"  # Number of rollbacks of the stage to before a spike
+LOST_TOKENS = "recovery/lost_tokens"  # Tokens that had to be trained again
 REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 """Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
 
-STUDY_RUNS = "study/runs"
-"""Runs that the verdict of a study is based on."""
-STUDY_FLOPS = "study/flops"
-"""Training FLOP of its runs; shared stages count in each."""
-STUDY_DEVICE_H = "study/device_h"
-"""Device-hours of training of its runs; shared stages count once."""
+STUDY_RUNS = "study/runs"  # Runs that the verdict of a study is based on
+STUDY_FLOPS = "study/flops"  # Training FLOP of its runs; shared stages count in each
+STUDY_GPU_HOURS = "cost/gpu_hours"  # Device-hours of training of its runs; shared stages count once
 
 
-def study_gain(arm: str, score: str) -> str:
-    """Improvement of an arm of a study over the control on a score."""
-    return f"study/gain/{arm}/{score.removeprefix('eval/')}"
+def study_gain(variant: str, score: str) -> str:
+    """Improvement of a variant of a study over the control on a score."""
+    return f"study/gain/{variant}/{score.removeprefix('eval/')}"
 
 
 def domain_loss(domain: str) -> str:
     """Nats per target token of one domain."""
-    return f"loss/{domain}"
+    return f"train/loss/{domain}"
 
 
 def held_out(domain: str) -> str:
@@ -112,19 +85,19 @@ def held_out(domain: str) -> str:
     return f"{HELD_OUT}/{domain}"
 
 
-def share(domain: str) -> str:
+def fraction(domain: str) -> str:
     """Share of a domain, or of its source in `domain/source`, in the tokens of the stage so far."""
-    return f"data/share/{domain}"
+    return f"data/fraction/{domain}"
 
 
-def planned_share(domain: str) -> str:
+def target_fraction(domain: str) -> str:
     """That share as planned by the recipe."""
-    return f"data/planned_share/{domain}"
+    return f"data/target_fraction/{domain}"
 
 
-def epochs(leaf: str) -> str:
+def epochs(dataset: str) -> str:
     """Number of passes over the domain (or over one weighted source of it)."""
-    return f"data/epochs/{leaf}"
+    return f"data/epochs/{dataset}"
 
 
 def window(steps: int) -> int:

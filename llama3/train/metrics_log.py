@@ -1,7 +1,6 @@
-"""What the leading process records after each step: a journal line with all metrics, and now and then a line of log.
+"""What rank 0 records after each step: a journal line with all metrics, and a line of log every few seconds.
 
-Steps that the journal already has are compared instead of written again. A rollback voids the journal's records after
-it and is itself a line of the journal.
+Steps that the journal already has are compared instead of written again.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import re
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -28,12 +26,12 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import tokens as readable
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.callbacks import Callback, StepResult, StepTiming, log
 from llama3.train.data_loader import Step
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.job import Predicted
-from llama3.train.journal import Journal, Record, Rewind, read_journal, read_rewinds
-from llama3.train.loss_spikes import StepResult, history
-from llama3.train.peak_flops import described, device_name, peak_of
+from llama3.train.job import PredictedStepTimes
+from llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds
+from llama3.train.loss_spikes import history
+from llama3.train.peak_flops import describe_device, device_name, peak_flops
 
 GIB = 2**30
 RATE_STEPS = 20
@@ -43,29 +41,12 @@ LAUNCHED = "HERD_LAUNCHED"
 LOG_EVERY_S = 5.0
 COMPARED = (metrics.LOSS, metrics.GRAD_NORM, metrics.SKIPPED)
 """What a replayed step is compared by."""
-_ILLEGAL = re.compile(r"[^\w./-]+")
+ILLEGAL = re.compile(r"[^\w./-]+")
 """What MLflow does not accept in a key."""
 
 
-def log(line: str) -> None:
-    """Print one line of the trainer's log, now."""
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Seconds of one step on the leading process."""
-
-    step: float
-    data_wait: float
-    checkpoint: float | None = None
-    """That training stopped for the checkpoint begun since the step before, if any."""
-    checkpoint_write: float | None = None
-    """From the beginning to the commit of a checkpoint that was finished since the step before, if any."""
-
-
-class Recorder:
-    """Journal, replay and speed of one stage; made by the leading process only."""
+class Recorder(Callback):
+    """Journal, replay and speed of one stage, on rank 0. Comes after the callbacks that add metrics."""
 
     def __init__(
         self,
@@ -76,7 +57,7 @@ class Recorder:
         world: ParallelContext,
         position: int,
         skips: SkippedRanges,
-        predicted: Predicted | None = None,
+        predicted: PredictedStepTimes | None = None,
     ) -> None:
         """Open the journal of `work` and count this attempt, which continues at `position` with `skips` skipped."""
         self.predicted = predicted.by_seq if predicted and predicted.processes == world.size else {}
@@ -88,39 +69,62 @@ class Recorder:
             self._add_rewind(skip)
         self.attempts = AttemptLog(work / "attempts.jsonl", world.size)
         self.logged = time.monotonic()
-        self.first_step_recorded = False
+        self.first_step_recorded = self.recovery_recorded = False
         self._continue_from(position)
-        log(self.meter.described())
+        log(f"{world.size} x {describe_device(self.meter.device, stream.recipe.precision)}")
 
-    def add(self, step: Step, result: StepResult, timing: StepTiming, more: Mapping[str, float] | None = None) -> None:
-        """Record a finished step with `more` metrics, or compare it with its first run.
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        """Record a finished step with what other callbacks measured, or compare it with its first run.
 
         Numbers that are not finite are left out: the step is marked as skipped, and its incident file has them.
         """
-        values = self._plan(step)
-        values |= {metrics.LOSS: result.loss, metrics.GRAD_NORM: result.grad_norm, metrics.SPIKE_SCORE: result.score}
-        values |= {metrics.domain_loss(domain): loss for domain, loss in result.domain_loss.items()}
+        if result.decision.kind == "stop":
+            return
+        trained = result.decision.kind != "passed over"
+        values: dict[str, float] = {
+            metrics.LEARNING_RATE: self.schedule.lr_at(step.start),
+            metrics.BATCH_TOKENS: step.batch,
+            metrics.SEQ_LEN: step.seq_len,
+            metrics.STEP: self.schedule.step_at(step.end),
+            metrics.LOSS: result.loss,
+            metrics.GRAD_NORM: result.grad_norm,
+            metrics.SPIKE_SCORE: result.score,
+            **{metrics.domain_loss(domain): loss for domain, loss in result.domain_loss.items()},
+        }
         if result.skipped:
-            values |= self._skip(step)
+            self.skipped_tokens += step.batch
+            values |= {metrics.SKIPPED: 1.0, metrics.SKIPPED_TOKENS: self.skipped_tokens}
         values = {key: value for key, value in values.items() if math.isfinite(value)}
-        values |= {**self.meter.speed(step, timing), **self.meter.memory(), **(more or {})}
-        planned = self.predicted.get(step.seq, {})
-        values |= planned
-        if metrics.PLANNED_STEP_S in planned:
-            values[metrics.STEP_ERROR] = planned[metrics.PLANNED_STEP_S] / values[metrics.STEP_S] - 1
-        replayed = self._write(step, values, 0.0 if result.skipped else timing.step)
-        if time.monotonic() - self.logged >= LOG_EVERY_S or step.end >= self.span.end:
+        if trained:
+            planned = self.predicted.get(step.seq_len, {})
+            values |= {**self.meter.measure(step, result.timing), **planned}
+            if metrics.PLANNED_STEP_S in planned:
+                values[metrics.STEP_ERROR] = planned[metrics.PLANNED_STEP_S] / values[metrics.STEP_S] - 1
+        values |= result.metrics
+
+        replayed = self.replay.knows(Record(time.time(), step.end, values))
+        if not replayed:
+            self.useful_s += 0.0 if result.skipped else result.timing.step
+            elapsed = time.time() - self.attempts.started
+            values[metrics.GOODPUT] = min(1.0, self.useful_s / elapsed) if elapsed > 0 else 1.0
+            if not self.recovery_recorded:  # the first new record of an attempt, or after a rollback
+                self.recovery_recorded = True
+                if not self.first_step_recorded and self.meter.first_step_s is not None:
+                    self.first_step_recorded, values[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
+                values |= self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
+            self.journal.add(Record(time.time(), step.end, values))
+        if trained and (time.monotonic() - self.logged >= LOG_EVERY_S or step.end >= self.span.end):
             self.logged = time.monotonic()
             log(
                 f"position {readable(step.end)} of {readable(self.span.end)}, loss {result.loss:.4f}, "
                 f"{self.meter.tokens_per_s:,.0f} tokens/s{' (again)' if replayed else ''}"
             )
 
-    def pass_over(self, step: Step) -> None:
-        """Record a step whose batch is not trained on, because of a rollback."""
-        self._write(step, self._plan(step) | self._skip(step), 0.0)
+    def on_save_start(self) -> None:
+        """Sync the journal: a checkpoint must not be ahead of the journal on the disk."""
+        self.journal.sync()
 
-    def rewind(self, skip: Skip, position: int, trained_to: int) -> None:
+    def rewind(self, skip: SkippedRange, position: int, trained_to: int) -> None:
         """Record that training went back from `trained_to` to the checkpoint at `position`, and will skip `skip`."""
         self.skips = self.skips.plus(skip)
         self._add_rewind(skip)
@@ -135,51 +139,11 @@ class Recorder:
         self.useful_s = sum(values[metrics.STEP_S] for values in kept)
         before = [record.metrics for record in records if record.position <= position]
         self.skipped_tokens = sum(values[metrics.BATCH_TOKENS] for values in before if metrics.SKIPPED in values)
-        self.source_shares = SourceShares(self.stream, self.span.start)
         self.recovery_recorded = False
 
-    def _add_rewind(self, skip: Skip) -> None:
+    def _add_rewind(self, skip: SkippedRange) -> None:
         self.journal.add(Rewind(time.time(), skip.start, skip.end))
         self.journal.sync()
-
-    def _write(self, step: Step, values: dict[str, float], useful_s: float) -> bool:
-        """Write or compare one record; return whether the journal already has it."""
-        if self.replay.knows(Record(time.time(), step.end, values)):
-            return True
-        self.useful_s += useful_s
-        elapsed = time.time() - self.attempts.started
-        values[metrics.GOODPUT] = min(1.0, self.useful_s / elapsed) if elapsed > 0 else 1.0
-        values |= self._data_shares(step.end)
-        if not self.recovery_recorded:  # the first new record of an attempt, or after a rollback
-            self.recovery_recorded = True
-            if not self.first_step_recorded and self.meter.first_step_s is not None:
-                self.first_step_recorded, values[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
-            values |= self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
-        self.journal.add(Record(time.time(), step.end, values))
-        return False
-
-    def _plan(self, step: Step) -> dict[str, float]:
-        return {
-            metrics.LEARNING_RATE: self.schedule.lr_at(step.start),
-            metrics.BATCH_TOKENS: step.batch,
-            metrics.SEQ_LEN: step.seq,
-            metrics.STEP: self.schedule.step_at(step.end),
-        }
-
-    def _skip(self, step: Step) -> dict[str, float]:
-        self.skipped_tokens += step.batch
-        return {metrics.SKIPPED: 1.0, metrics.SKIPPED_TOKENS: self.skipped_tokens}
-
-    def _data_shares(self, position: int) -> dict[str, float]:
-        """Return planned and realized shares of the stage's tokens so far, and epochs since the start of the run."""
-        start, count = self.span.start, position - self.span.start
-        before, now = self.stream.realised(start), self.stream.realised(position)
-        planned = self.stream.planned(start, position)
-        values = {metrics.epochs(leaf): epochs for leaf, epochs in self.stream.epochs(position).items()}
-        for domain in (domain for domain in DOMAINS if domain in now):
-            values[metrics.share(domain)] = (now[domain] - before[domain]) / count
-            values[metrics.planned_share(domain)] = float(planned[domain] / count)
-        return {**values, **self.source_shares.at(position)}
 
 
 class Meter:
@@ -189,26 +153,20 @@ class Meter:
         self.recipe, self.rows, self.world, self.end = recipe, rows, world, end
         self.device = device_name(world.device)
         self.first_step_s: float | None = None
+        self.tokens_per_s = 0.0
+        """Over the last steps."""
         self._rates: deque[float] = deque(maxlen=RATE_STEPS)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Over the last steps."""
-        return sum(self._rates) / len(self._rates) if self._rates else 0.0
-
-    def described(self) -> str:
-        """Return devices, peak and formula in one line."""
-        return f"{self.world.size} x {described(self.device, self.recipe.compute)}"
-
-    def speed(self, step: Step, timing: StepTiming) -> dict[str, float]:
-        """Return the metrics of a step that has just ended."""
+    def measure(self, step: Step, timing: StepTiming) -> dict[str, float]:
+        """Return the metrics of a step that has just ended, and the memory of this process."""
         if self.first_step_s is None:
             launched = os.environ.get(LAUNCHED)
             self.first_step_s = time.time() - (float(launched) if launched else psutil.Process().create_time())
         rate = step.batch / timing.step
         self._rates.append(rate)
-        device_rate = rate / self.world.size
-        flops = flops_per_token(self.recipe.model, self.rows, step.seq)
+        self.tokens_per_s = sum(self._rates) / len(self._rates)
+        device, device_rate = self.world.device, rate / self.world.size
+        flops = flops_per_token(self.recipe.model, self.rows, step.seq_len)
         values = {
             metrics.TOKENS_PER_S: rate,
             metrics.TOKENS_PER_S_PER_DEVICE: device_rate,
@@ -217,19 +175,12 @@ class Meter:
             metrics.REMAINING_S: (self.end - step.end) / self.tokens_per_s,
             metrics.TFLOPS_PER_DEVICE: flops.causal * device_rate / 1e12,
         }
-        if peak := peak_of(self.device, self.recipe.compute):  # an unknown device has no utilization
+        if peak := peak_flops(self.device, self.recipe.precision):  # an unknown device has no utilization
             values[metrics.MFU] = flops.causal * device_rate / peak.flops
             values[metrics.MFU_FULL] = flops.full * device_rate / peak.flops
         if timing.checkpoint is not None:
             values[metrics.CHECKPOINT_S] = timing.checkpoint
-        if timing.checkpoint_write is not None:
-            values[metrics.CHECKPOINT_WRITE_S] = timing.checkpoint_write
-        return values
-
-    def memory(self) -> dict[str, float]:
-        """Return the memory of this process, present and peak."""
-        values = {metrics.HOST_GIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
-        device = self.world.device
+        values[metrics.HOST_GIB] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         if device.type == "cuda":
             values[metrics.DEVICE_GIB] = torch.cuda.memory_allocated(device) / GIB
             values[metrics.DEVICE_PEAK_GIB] = torch.cuda.max_memory_allocated(device) / GIB
@@ -237,10 +188,11 @@ class Meter:
         return values
 
 
-class SourceShares:
-    """Planned and realized shares by source of a stage that starts at `start`, for domains with several sources.
+class DataShares(Callback):
+    """Planned and realized shares of a stage's tokens so far, and epochs since the start of the run.
 
-    Planned is the domain's part of the mix, split among its sources by their tokens (pooled) or by their weights.
+    By domain, and by source for domains with several: planned is the domain's share, split among its sources by their
+    tokens (pooled) or by their weights.
     """
 
     def __init__(self, stream: TokenStream, start: int) -> None:
@@ -250,28 +202,36 @@ class SourceShares:
         domains = [name.split("/", 1)[0] for name in names]
         self.shown = [name for name, domain in zip(names, domains, strict=True) if domains.count(domain) > 1]
 
-    def at(self, position: int) -> dict[str, float]:
-        """Return the metrics at `position`, which must not be before that of the previous call."""
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        result.metrics.update(self.metrics_at(step.end))
+
+    def metrics_at(self, position: int) -> dict[str, float]:
+        total = position - self.start
+        before, now = self.stream.realized(self.start), self.stream.realized(position)
+        planned = self.stream.planned(self.start, position)
+        values = {metrics.epochs(dataset): epochs for dataset, epochs in self.stream.epochs(position).items()}
+        for domain in (domain for domain in DOMAINS if domain in now):
+            values[metrics.fraction(domain)] = (now[domain] - before[domain]) / total
+            values[metrics.target_fraction(domain)] = float(planned[domain] / total)
         if not self.shown:
-            return {}
+            return values
+        if position < self.counted:  # a rollback
+            self.tokens, self.counted = {}, self.start
         for name, count in self.stream.sources(self.counted, position).items():  # only what is new is counted
             self.tokens[name] = self.tokens.get(name, 0) + count
         self.counted = position
-        total = position - self.start
-        planned = self.stream.planned_sources(self.start, position)
-        values = {}
+        planned_sources = self.stream.planned_sources(self.start, position)
         for name in self.shown:
-            key = _ILLEGAL.sub("-", name)
-            values[metrics.share(key)] = self.tokens.get(name, 0) / total
-            values[metrics.planned_share(key)] = float(planned[name] / total)
+            key = ILLEGAL.sub("-", name)
+            values[metrics.fraction(key)] = self.tokens.get(name, 0) / total
+            values[metrics.target_fraction(key)] = float(planned_sources[name] / total)
         return values
 
 
 class Replay:
     """The journal's steps after the position from which an attempt continues: trained a second time and compared.
 
-    Equal losses and gradient norms show that the restart continues the interrupted run. Records that a rollback voided
-    are not compared: their batches are skipped now.
+    Records that a rollback voided are not compared: their batches are skipped now.
     """
 
     def __init__(self, journal: Sequence[Record], position: int, trained_to: int | None = None) -> None:

@@ -44,15 +44,15 @@ class PeakFlops(NamedTuple):
         return f"{self.flops / 1e12:,.0f} TFLOP/s dense {self.format}"
 
 
-def peak_of(device: str, compute: str) -> PeakFlops | None:
-    """Return the peak of the device with this name for products in `compute`, or None if it is unknown."""
+def peak_flops(device: str, compute: str) -> PeakFlops | None:
+    """Return the peak of the device with this name for products in `precision`, or None if it is unknown."""
     flops = PEAKS.get(device, {}).get(compute)
     return None if flops is None else PeakFlops(flops, compute)
 
 
-def described(device: str, compute: str) -> str:
+def describe_device(device: str, compute: str) -> str:
     """Return how utilization is computed on the device with this name, for the log."""
-    peak = peak_of(device, compute)
+    peak = peak_flops(device, compute)
     if peak is None:
         return f"{device}, {compute} peak unknown: no MFU"
     return f"{device}, MFU: 6N + causal attention over {peak}"

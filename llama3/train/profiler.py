@@ -1,7 +1,7 @@
 """Profiling on request: a trace of chosen steps, device memory, the flight recorder, stacks of a process that hangs.
 
 Traces (torch.profiler, Chrome format) open in ui.perfetto.dev, memory history in pytorch.org/memory_viz. Stacks of all
-threads are written to the process's log on SIGUSR1, and shortly before a step has taken as long as the time-out.
+threads go to the process's log on SIGUSR1, and shortly before a step times out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from llama3.train.callbacks import Callback, log
 from storage.filesystem import write_atomic
 
 if TYPE_CHECKING:  # a job file is checked before torch is imported
     import torch
+
+    from llama3.train.data_loader import Step
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000
@@ -89,20 +92,20 @@ def dump_flight(profile: Profile | None, work: Path, rank: int) -> Path | None:
     return path
 
 
-def expect_step(timeout_s: float) -> None:
-    """Call when a step begins: prints the stacks unless the next call (or `expect_nothing`) comes in time.
+class HangStacks(Callback):
+    """Prints the stacks of all threads shortly before a step has taken as long as the timeout."""
 
-    A hang inside C code shows only the Python line that called it.
-    """
-    faulthandler.dump_traceback_later(PATIENCE * timeout_s, file=STDERR)
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def on_step_start(self, step: Step, data_wait_s: float) -> None:
+        faulthandler.dump_traceback_later(PATIENCE * self.timeout_s, file=STDERR)
+
+    def on_train_end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
 
 
-def expect_nothing() -> None:
-    """Call when no step is running any more."""
-    faulthandler.cancel_dump_traceback_later()
-
-
-class Profiler:
+class Profiler(Callback):
     """Traces the steps of a profile; does nothing without one, or on ranks that it does not list."""
 
     def __init__(self, profile: Profile | None, work: Path, rank: int, device: torch.device) -> None:
@@ -116,26 +119,27 @@ class Profiler:
         self._trace: Any = None
         self._span: Any = None
 
-    def step(self) -> str | None:
-        """Call when a step begins; returns a line for the log if files were written."""
+    def on_step_start(self, step: Step, data_wait_s: float) -> None:
         number, self.steps = self.steps, self.steps + 1
         if self.profile is None or self.profile.steps is None:
-            return None
+            return
         first, count = self.profile.steps
-        line = self.close() if number == first + count else None
+        if number == first + count:
+            self.on_train_end()
         if number == first:
             self._begin(self.profile)
         if self._trace is not None:
-            self._name(f"step {number}")
-        return line
+            self._end_span()
+            self._span = record_function(f"step {number}")
+            self._span.__enter__()
 
-    def close(self) -> str | None:
-        """End and write the trace in progress, if any; return a line for the log."""
+    def on_train_end(self) -> None:
+        """End and write the trace in progress, if any."""
         if self._trace is None or self.profile is None or self.profile.steps is None:
-            return None
+            return
         import torch
 
-        self._name(None)
+        self._end_span()
         self._trace.stop()
         name = f"rank-{self.rank:05}-step-{self.profile.steps[0]:06}"
         self._trace.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
@@ -143,7 +147,7 @@ class Profiler:
         if self.profile.memory:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory"))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
-        return f"profile: {self.folder / name}.json.gz (ui.perfetto.dev)"
+        log(f"profile: {self.folder / name}.json.gz (ui.perfetto.dev)")
 
     def _begin(self, profile: Profile) -> None:
         import torch
@@ -158,16 +162,13 @@ class Profiler:
         self._trace = torch.profiler.profile(activities=kinds, record_shapes=True, with_stack=profile.stacks)
         self._trace.start()
 
-    def _name(self, text: str | None) -> None:
-        """End the open named span and begin another."""
+    def _end_span(self) -> None:
         if self._span is not None:
             self._span.__exit__(None, None, None)
-        self._span = None if text is None else part(text)
-        if self._span is not None:
-            self._span.__enter__()
+        self._span = None
 
 
-def part(name: str) -> torch.profiler.record_function:
+def record_function(name: str) -> torch.profiler.record_function:
     """Return a context manager that names a part of the step in a trace; 7 microseconds when nothing is traced."""
     import torch
 

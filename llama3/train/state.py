@@ -1,23 +1,84 @@
-"""The training state: weights, optimizer moments, running average, position.
+"""The training state: weights in their number formats, AdamW (Llama 3, section 3.4.1), running average, position.
 
-All of it is named tensors and three numbers, so it can be saved and loaded under any layout. A process holds its part:
-some layers if there is a pipeline, slices of matrices, shards.
+Named tensors and three numbers, saved and loaded under any layout. A process holds its part: some layers if there is a
+pipeline, slices of matrices, shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from llama3.model.init import empty, initial_value
-from llama3.model.linear import use_float8
+from llama3.model.init import empty_model, initial_value
+from llama3.model.linear import check_device, use_float8
+from llama3.model.param_table import param_row
 from llama3.model.transformer import Transformer
-from llama3.parallel.mesh import ParallelContext
+from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.recipe.schema import Recipe
-from llama3.train.optimizer import adamw
-from llama3.train.precision import Precision
+from llama3.recipe.sections import Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EXACT_ENOUGH = 1e-3
+"""Largest allowed error of a 512-term fp32 product of unit normals: fp32 gives less than 2e-4, bf16 inputs 0.4."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`master` is the type of weights, gradients and optimizer state; activations and products are in `compute`."""
+
+    master: torch.dtype
+    compute: torch.dtype | None = None
+    """None: as `master`."""
+    float8: bool = False
+    """Whether products in the blocks are in float8 (see `llama3.model.linear`)."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, device: torch.device) -> Precision:
+        """Return the formats of `recipe.precision`; set torch's fp32 products. Raises ValueError if fp8 is missing."""
+        if recipe.precision == "fp32" and device.type == "cpu":
+            fast_fp32()
+        if recipe.precision == "fp64":
+            return cls(torch.float64)
+        float8 = recipe.precision == "fp8"
+        if float8:
+            check_device(device)
+        return cls(torch.float32, torch.bfloat16 if float8 or recipe.precision == "bf16" else None, float8)
+
+
+def fast_fp32() -> None:
+    """Select the faster of torch's two libraries for fp32 products, if its products really are fp32 on this CPU.
+
+    MKL uses its fastest kernels on Intel only: there oneDNN takes 1.2 times its CPU time, elsewhere MKL 2.3 times that
+    of oneDNN. The choice is by vendor and not by measuring, so that a restarted run makes the same choice.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    vendor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "")
+    torch.set_float32_matmul_precision("highest" if vendor == "GenuineIntel" else "medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, dtype=torch.float64, generator=generator) for _ in range(2))
+    if float((a.float() @ b.float() - a @ b).abs().max()) > EXACT_ENOUGH:
+        torch.set_float32_matmul_precision("highest")
+
+
+def adamw(named: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
+    """Return the optimizer with its state already allocated, so that a checkpoint can be loaded into it."""
+    decays = {"matrix": True, "norm": settings.decay_norms, "embedding": settings.decay_embeddings}
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        groups.setdefault(settings.weight_decay if decays[param_row(name).kind] else 0.0, []).append(parameter)
+    lists = [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
+    optimizer = torch.optim.AdamW(lists, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    for parameter in named.values():
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=to_local(parameter).device), **moments}
+    return optimizer
 
 
 class TrainState:
@@ -36,11 +97,11 @@ class TrainState:
 
         `exact` sums gradients in fp64, so that they do not depend on the number of data-parallel processes.
         """
-        self.spec, self.rows = recipe.model, rows
+        self.config, self.rows = recipe.model, rows
         self.parts: Mapping[int, Transformer]
         """This process's pipeline stages by number; without a pipeline the whole model, number 0."""
         if world.mesh is None:
-            model = empty(recipe.model, rows).to(precision.master).to_empty(device=world.device)
+            model = empty_model(recipe.model, rows).to(precision.master).to_empty(device=world.device)
             model.compute, model.recompute = precision.compute, world.layout.recompute
             if precision.float8:
                 use_float8(model.layers)

@@ -1,9 +1,8 @@
 """Find the process that slows down the others: compare each rank's own work in a step with that of its peers.
 
 All ranks' steps take equally long, so each rank measures the forward passes of its layers and its wait for data.
-Waiting for gradients, weights and pipeline neighbors is not included, nor are backward passes and the optimizer: a slow
-device is slow in the forward pass too. Tensor- and context-parallel groups exchange inside a layer and look slow as a
-whole.
+Not measured: waiting for gradients, weights and pipeline neighbors, backward passes, the optimizer. Tensor- and
+context-parallel groups communicate inside a layer, so all of a group looks slow.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +18,8 @@ from torch import nn
 
 from llama3.parallel.mesh import ParallelContext
 from llama3.train import metrics
+from llama3.train.callbacks import Callback, StepResult, log
+from llama3.train.data_loader import Step
 from llama3.train.train_step import PendingTensor
 
 EVERY = 50
@@ -32,8 +33,7 @@ WINDOWS = 3
 class Stopwatch:
     """Sums the time in the forward passes of `layers` while `armed`, by CUDA events or clock readings.
 
-    Shard the layers before: a hook that is registered after FSDP's runs after it, so gathering is over when the time
-    begins. Hooks are kept out of torch.compile, as FSDP's are.
+    Shard the layers before: a hook that is registered after FSDP's runs after its gather.
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
@@ -82,21 +82,25 @@ class StragglerSample(NamedTuple):
     named: list[str]
     """A line for each rank that is named now (see `compare`)."""
 
-    def metrics(self) -> dict[str, float]:
-        return {metrics.SLOWEST_RANK_S: self.slowest_s, metrics.MEDIAN_RANK_S: self.median_s}
 
-
-class Stragglers:
-    """One process's part in the comparison; every process must make the same calls for the same steps.
-
-    Figures are summed over processes (8 bytes a rank) and read a window later, when they have surely arrived.
-    """
+class Stragglers(Callback):
+    """Compares the ranks' figures, summed over processes (8 bytes a rank) and read one window later."""
 
     def __init__(
-        self, watch: Stopwatch, world: ParallelContext, peers: Sequence[int], hosts: Sequence[str], every: int = EVERY
+        self,
+        watch: Stopwatch,
+        world: ParallelContext,
+        peers: Sequence[int],
+        hosts: Sequence[str],
+        step_at: Callable[[int], int],
+        every: int = EVERY,
     ) -> None:
-        """`peers` has by rank the number of its group, whose ranks have equal work; `hosts` the host."""
-        self.watch, self.world, self.peers, self.hosts, self.every = watch, world, peers, hosts, every
+        """`peers` has by rank the number of its group, whose ranks have equal work; `hosts` the host.
+
+        `step_at` returns the number, in the run, of the step that begins at a position.
+        """
+        self.watch, self.world, self.peers, self.hosts = watch, world, peers, hosts
+        self.step_at, self.every = step_at, every
         self.windows = [0] * len(peers)
         """Windows in a row for which each rank has been slow."""
         self._measured = False
@@ -104,45 +108,44 @@ class Stragglers:
         self._pending: PendingTensor | None = None
 
     @classmethod
-    def among(cls, parts: Iterable[nn.Module], world: ParallelContext, every: int = EVERY) -> Stragglers | None:
-        """Return the comparison for this process's `parts` of the model (each with `layers`), sharded and compiled.
+    def among(
+        cls, parts: Iterable[nn.Module], world: ParallelContext, step_at: Callable[[int], int], every: int = EVERY
+    ) -> Stragglers | None:
+        """Return the comparison of the ranks of each pipeline position; None with a single data-parallel copy.
 
-        Peers are the ranks of the same pipeline position. None with a single data-parallel copy, which has no peers.
-        Every process must call it.
+        `parts` are this process's parts of the model, sharded and compiled. Every process must call it.
         """
         if world.axis("dp").size == 1:
             return None
         layers: list[nn.Module] = [layer for part in parts for layer in cast(Any, part).layers.values()]
-        peers, hosts = zip(*world.gathered((world.axis("pp").rank, socket.gethostname())), strict=True)
-        return cls(Stopwatch(layers, world.device), world, peers, hosts, every)
+        peers, hosts = zip(*world.all_gather_object((world.axis("pp").rank, socket.gethostname())), strict=True)
+        return cls(Stopwatch(layers, world.device), world, peers, hosts, step_at, every)
 
-    def begin(self, number: int, data_wait: float) -> None:
-        """Call before step `number` (of the run), which waited `data_wait` seconds for its data, is enqueued.
-
-        Every `every` steps this sends the figures of the previous window and measures the step.
-        """
-        measure = number % self.every == 0
+    def on_step_start(self, step: Step, data_wait_s: float) -> None:
+        """Every `every` steps, send the figures of the previous window and measure the step."""
+        measure = self.step_at(step.start) % self.every == 0
         if measure:
             own = self.watch.seconds() + self._waited if self._measured else 0.0
             # This rank's figure at its index, zero at all others: the sum has the figures of all ranks.
             figures = torch.zeros(len(self.peers), dtype=torch.float64)
             figures[self.world.rank] = own
             self._pending = PendingTensor(self.world.sum(figures.to(self.world.device, non_blocking=True)))
-            self._measured, self._waited = True, data_wait
+            self._measured, self._waited = True, data_wait_s
         self.watch.armed = measure
 
-    def window(self) -> StragglerSample | None:
-        """Return the comparison that arrived since the previous call, if any; call it after a step was waited for."""
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        """Read the comparison that arrived since the previous step, if any."""
         if self._pending is None:
-            return None
+            return
         pending, self._pending = self._pending, None
-        return self.compare(pending.read())
+        if (sample := self.compare(pending.read())) is None:
+            return
+        result.metrics.update({metrics.SLOWEST_RANK_S: sample.slowest_s, metrics.MEDIAN_RANK_S: sample.median_s})
+        for line in sample.named if self.world.is_rank0 else ():
+            log(line)
 
     def compare(self, seconds: Sequence[float]) -> StragglerSample | None:
-        """Compare the figures of all ranks; return None for the first window, which has none yet.
-
-        A rank is named after 3, 6, 12, 24, ... slow windows in a row.
-        """
+        """Compare the figures of all ranks; None for the first window. Name ranks after 3, 6, 12, ... slow windows."""
         if not all(seconds):
             return None
         groups: dict[int, list[float]] = {}

@@ -1,37 +1,33 @@
-"""One optimizer step: gradients of the summed loss (nats) of the batch, then one update by their mean.
+"""One optimizer step: gradients of the summed loss (nats) of the batch, then one clipped update by their mean.
 
 The loss is the sum of nats over all targets of the batch divided by their number, for any number of processes and
 micro-batches. Nothing in a step waits for the host: the host reads the numbers of a step while the next one runs.
-
 Shapes: B sequences, S sequence length (this process's part of it), D domains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama3.model.loss import NO_TARGET
-from llama3.parallel.mesh import ParallelContext
+from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
+from llama3.train.callbacks import StepResult
 from llama3.train.data_loader import LocalBatch, Step
 from llama3.train.job import TrainJob
-from llama3.train.loss_spikes import SpikeGuard, StepResult
-from llama3.train.optimizer import scale, squared_norm
-from llama3.train.profiler import part
+from llama3.train.loss_spikes import SpikeGuard
+from llama3.train.profiler import record_function
 from llama3.train.state import TrainState
 
 
 class PendingTensor:
-    """A copy of `tensor` on its way to the host, with the values that it has now in stream order.
-
-    `.item()` and `.tolist()` wait for everything that was enqueued before them, hence also for the next step. This copy
-    goes to pinned memory and is followed by an event; `read` waits for that event only.
-    """
+    """A copy of `tensor` to pinned memory, followed by an event: `read` does not wait for what is enqueued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: Any = None
@@ -62,7 +58,7 @@ class Pending:
         """Wait for the step to end and return its numbers."""
         *tally, stop, save, loss, norm, skip, score = self.numbers.read()
         domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
-        by_domain = {domain: nats / count for domain, nats, count in domains if count}
+        by_domain = {domain: nll / count for domain, nll, count in domains if count}
         return StepResult(loss, norm, by_domain, stop > 0, save > 0, skip > 0, score)
 
 
@@ -93,36 +89,36 @@ class Engine:
         sequences = len(batch.tokens_BS)
 
         # Forward and backward: gradients of the summed nats, accumulated over micro-batches.
-        with part("gradients"):
-            nats_BS: Tensor | None
+        with record_function("gradients"):
+            nll_BS: Tensor | None
             if self.pipeline is not None:
                 micro_batch = largest_divisor(sequences, self.micro_batch)
-                nats_BS = self.pipeline.run(batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch)
+                nll_BS = self.pipeline.run(batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch)
             else:
-                model, nats = state.parts[0], []
+                model, nll = state.parts[0], []
                 for first in range(0, sequences, self.micro_batch):
                     chunk = slice(first, first + self.micro_batch)
                     # Gradients are reduced over processes in the last micro-batch only.
                     last_micro_batch(model, first + self.micro_batch >= sequences, world.layout.zero)
                     documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
-                    chunk_nats_BS = model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk])
-                    chunk_nats_BS.sum().backward()
-                    nats.append(chunk_nats_BS.detach())
-                nats_BS = torch.cat(nats)
+                    chunk_nll_BS = model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk])
+                    chunk_nll_BS.sum().backward()
+                    nll.append(chunk_nll_BS.detach())
+                nll_BS = torch.cat(nll)
 
         # One all-reduce for everything that processes must agree on, in fp64.
-        tally_D2, squares = tally(nats_BS, batch, world), squared_norm(parameters)
+        tally_D2, squares = tally(nll_BS, batch, world), squared_norm(parameters)
         requests_2 = torch.tensor([stop, save], dtype=torch.float64).to(world.device, non_blocking=True)
         shared = world.sum(torch.cat([tally_D2.flatten(), squares.view(1), requests_2]))
         tally_D2, requests_2 = shared[: 2 * len(DOMAINS)].view(-1, 2), shared[-2:]
-        nats_sum, targets = tally_D2.sum(0).unbind()
+        nll_sum, targets = tally_D2.sum(0).unbind()
         targets = targets.clamp(min=1)
-        loss, grad_norm = nats_sum / targets, shared[-3].sqrt() / targets
+        loss, grad_norm = nll_sum / targets, shared[-3].sqrt() / targets
 
         # Clip and update. A bad step changes nothing: the fused kernel leaves weights and moments as they are.
         bad = self.guard.flag(loss, grad_norm)
         scale(parameters, (self.clip / grad_norm.clamp(min=self.clip)) / targets)  # of the sum -> of the mean, clipped
-        with part("update"):
+        with record_function("update"):
             optimizer: Any = state.optimizer
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -137,31 +133,31 @@ class Engine:
         return Pending(step, PendingTensor(torch.cat(numbers)))
 
     @torch.no_grad()
-    def nats(self, batch: LocalBatch) -> Tensor | None:
+    def nll(self, batch: LocalBatch) -> Tensor | None:
         """Return the nats [B, S] of `batch` without training on it; None on processes without the last layer."""
         sequences = len(batch.tokens_BS)
         if self.pipeline is not None:
             micro_batch = largest_divisor(sequences, self.micro_batch)
-            nats_BS: Tensor | None = self.pipeline.evaluate(
+            nll_BS: Tensor | None = self.pipeline.evaluate(
                 batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch
             )
-            return nats_BS
+            return nll_BS
         from llama3.parallel.parallelize import release
 
-        model, nats = self.state.parts[0], []
+        model, nll = self.state.parts[0], []
         for first in range(0, sequences, self.micro_batch):
             chunk = slice(first, first + self.micro_batch)
             documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
-            nats.append(model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk]))
+            nll.append(model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk]))
         release(model)
-        return torch.cat(nats)
+        return torch.cat(nll)
 
 
-def tally(nats_BS: Tensor | None, batch: LocalBatch, world: ParallelContext) -> Tensor:
+def tally(nll_BS: Tensor | None, batch: LocalBatch, world: ParallelContext) -> Tensor:
     """Return fp64 [D, 2]: nats and targets of each domain in `batch`; zeros if another process counts them."""
     tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
-    if nats_BS is not None and world.first_of_copy:
-        pairs = torch.stack([nats_BS.double().flatten(), (batch.targets_BS != NO_TARGET).double().flatten()], 1)
+    if nll_BS is not None and world.is_tp_rank0:
+        pairs = torch.stack([nll_BS.double().flatten(), (batch.targets_BS != NO_TARGET).double().flatten()], 1)
         tally_D2.index_add_(0, batch.domains_BS.flatten(), pairs)
     return tally_D2
 
@@ -169,3 +165,23 @@ def tally(nats_BS: Tensor | None, batch: LocalBatch, world: ParallelContext) -> 
 def largest_divisor(count: int, limit: int) -> int:
     """Return the largest divisor of `count` that is at most `limit`: a pipeline needs equal micro-batches."""
     return next(size for size in range(min(count, limit), 0, -1) if count % size == 0)
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the sum of squares, fp64, of this process's gradients; replicas are counted by their first process."""
+    grads: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = []
+    for grad in grads:
+        axes: Any = ()
+        if hasattr(grad, "placements"):  # a DTensor; isinstance would need its import, 0.7 s
+            axes = zip(grad.device_mesh.get_coordinate(), grad.placements, strict=True)
+        if all(rank == 0 for rank, placement in axes if placement.is_replicate()):
+            squares.append(torch.linalg.vector_norm(to_local(grad), dtype=torch.float64).square())
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=to_local(grads[0]).device)
+    return torch.stack(squares).sum()
+
+
+def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    gradients = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))

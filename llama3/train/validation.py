@@ -1,58 +1,166 @@
 """Bits per byte of held-out documents, scored by the trainer between two steps with its own weights and layout.
 
 A few documents per domain, always the same, in windows of the recipe's shortest sequence, so that points of all stages
-compare. The full evaluations run elsewhere, on checkpoints: in fp32, on longer windows of more documents.
-
-Shapes: N rows, S sequence, D domains.
+compare. The supervising process packs them, without torch. Shapes: N rows, S sequence, D domains.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from llama3.model.loss import NO_TARGET
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.base import DOMAINS
+from llama3.evaluate.held_out import ValidationDocument
+from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schema import Recipe
-from llama3.tokens.batch import TokenBatch
 from llama3.train import metrics
-from llama3.train.data_loader import LocalBatch, Step, local_batch
-from llama3.train.validation_rows import COLUMNS, HeldOut
+from llama3.train.callbacks import Callback, StepResult
 
+if TYPE_CHECKING:  # the supervising process works without torch
+    from torch import Tensor
+
+    from llama3.parallel.mesh import ParallelContext
+    from llama3.train.data_loader import LocalBatch, Step
+
+    Nll = Callable[[LocalBatch], Tensor | None]
+
+FILE = "held-out.safetensors"
+BYTES = "bytes"
+COLUMNS = ("tokens_BS", "targets_BS", "documents_BS", "domains_BS")
+NO_TARGET = -100
+"""llama3.model.loss.NO_TARGET, torch's own choice."""
 FORWARD = 1 / 3
 """Cost of scoring a token relative to training on it: one of the three matrix products of a step."""
 AUTO_SHARE = 0.01
-"""Share of the training time that `every: auto` may cost."""
-Nats = Callable[[LocalBatch], Tensor | None]
+"""Share of the training time that `evaluate.val_interval: auto` may cost."""
 
 
-class HeldOutScores:
+class RowTokenizer(Protocol):
+    """The part of a tokenizer that is used here."""
+
+    @property
+    def begin(self) -> int: ...
+    @property
+    def base(self) -> Sequence[bytes]: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ValidationRows:
+    """Documents as the rows of a batch."""
+
+    columns: dict[str, np.ndarray]
+    """The fields of a Batch, int64[N, S] each."""
+    bytes: dict[Domain, int]
+    """UTF-8 bytes of the scored tokens of each domain."""
+
+    def write(self, folder: Path) -> None:
+        save_file(self.columns, folder / FILE, {BYTES: json.dumps(self.bytes)})
+
+    @classmethod
+    def read(cls, folder: Path) -> ValidationRows | None:
+        """Return the documents in `folder`, or None if there is no file."""
+        if not (folder / FILE).is_file():
+            return None
+        with safe_open(folder / FILE, framework="np") as file:
+            counts = json.loads(file.metadata()[BYTES])
+            return cls({name: file.get_tensor(name) for name in COLUMNS}, counts)
+
+
+def pack_rows(documents: Iterable[ValidationDocument], coder: RowTokenizer, seq_len: int) -> ValidationRows:
+    """Pack `documents` into rows of `seq_len` tokens, each document truncated to a row and whole in one row."""
+    rows: list[list[tuple[list[int], int]]] = []
+    room = 0
+    counts: dict[Domain, int] = {}
+    for document in documents:
+        ids = [coder.begin, *coder.encode(document.text)][: seq_len + 1]
+        domain = next(name for name in DOMAINS if name == document.domain)
+        counts[domain] = counts.get(domain, 0) + sum(len(coder.base[token]) for token in ids[1:])
+        if len(ids) - 1 > room:
+            rows.append([])
+            room = seq_len
+        rows[-1].append((ids, DOMAINS.index(domain)))
+        room -= len(ids) - 1
+    packed_N4S = []
+    for row in rows:
+        columns: list[list[int]] = [[], [], [], []]
+        for number, (ids, domain_index) in enumerate(row):
+            size = len(ids) - 1
+            for column, values in zip(
+                columns, (ids[:-1], ids[1:], [number] * size, [domain_index] * size), strict=True
+            ):
+                column += values
+        for column, filler in zip(columns, (0, NO_TARGET, len(row), 0), strict=True):  # a document without targets
+            column += [filler] * (seq_len - len(column))
+        packed_N4S.append(columns)
+    packed = np.array(packed_N4S, np.int64)
+    return ValidationRows({name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}, counts)
+
+
+def validation_interval(recipe: Recipe, tokens: int) -> int:
+    """Return the positions between two scorings of `tokens` tokens."""
+    every = recipe.evaluate.val_interval
+    return math.ceil(tokens * FORWARD / AUTO_SHARE) if isinstance(every, str) else int(every)
+
+
+class Validator(Callback):
     """Scores the held-out documents of a stage at regular positions, on all processes at the same step."""
 
     def __init__(
-        self, held: HeldOut, recipe: Recipe, always: Collection[int], world: ParallelContext, unit: int
+        self,
+        held: ValidationRows,
+        recipe: Recipe,
+        always: Collection[int],
+        world: ParallelContext,
+        unit: int,
+        nll: Nll,
     ) -> None:
-        """Rows are padded to a multiple of `unit` a process. `always` are positions that are scored in any case."""
-        self.held, self.recipe, self.always, self.world = held, recipe, always, world
-        batch = TokenBatch(**{name: torch.from_numpy(column) for name, column in held.columns.items()})
-        self.every = interval(recipe, batch.tokens_BS.numel())
-        self.batch = local_batch(_local_rows(batch, world, unit), world)
+        """Rows are padded to a multiple of `unit` a process. `always` are positions that are scored in any case.
+
+        `nats` is the forward pass of the present weights.
+        """
+        import torch
+        from torch.nn import functional as F
+
+        from llama3.tokens.batch import TokenBatch
+        from llama3.train.data_loader import local_batch
+
+        self.held, self.recipe, self.always, self.world, self.nll = held, recipe, always, world, nll
+        rows, seq_len = held.columns[COLUMNS[0]].shape
+        self.every = validation_interval(recipe, rows * seq_len)
+        # This data-parallel process's rows, as many as its peers', padded to a length that the layout divides.
+        dp = world.axis("dp")
+        count = math.ceil(rows / dp.size / unit) * unit
+        padding = 0, -seq_len % world.layout.pieces, 0, count * dp.size - rows
+        own = slice(dp.rank * count, (dp.rank + 1) * count)
+        fillers = zip(COLUMNS, (0, NO_TARGET, seq_len, 0), strict=True)
+        columns = {name: F.pad(torch.from_numpy(held.columns[name]), padding, value=n)[own] for name, n in fillers}
+        self.batch = local_batch(TokenBatch(**columns), world)
 
     def due(self, step: Step) -> bool:
         """Return whether the documents are scored after `step`: past multiples of the interval, and at `always`."""
         return step.start // self.every != step.end // self.every or step.end in self.always
 
-    def scores(self, nats: Nats) -> dict[str, float]:
-        """Return the metrics of the present weights; `nats` is the forward pass. Every process calls it."""
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        if result.decision.kind == "go on" and self.due(step):
+            began = time.perf_counter()
+            result.metrics.update(self.scores())
+            result.metrics[metrics.HELD_OUT_S] = time.perf_counter() - began
+
+    def scores(self) -> dict[str, float]:
+        """Return the metrics of the present weights. Every process calls it."""
         from llama3.train.train_step import tally
 
-        nats_D = self.world.sum(tally(nats(self.batch), self.batch, self.world))[:, 0].tolist()
-        bits = {domain: nats_D[DOMAINS.index(domain)] / math.log(2) for domain in self.held.bytes}
+        nll_D = self.world.sum(tally(self.nll(self.batch), self.batch, self.world))[:, 0].tolist()
+        bits = {domain: nll_D[DOMAINS.index(domain)] / math.log(2) for domain in self.held.bytes}
         bpb = {domain: bits[domain] / count for domain, count in self.held.bytes.items() if count}
         mix = self.recipe.first_mix
         weights = {domain: float(mix.get(domain, 0)) for domain in bpb}
@@ -61,24 +169,3 @@ class HeldOutScores:
         if total:
             values[metrics.HELD_OUT] = math.fsum(weights[domain] * bpb[domain] for domain in bpb) / total
         return values
-
-
-def interval(recipe: Recipe, tokens: int) -> int:
-    """Return the positions between two scorings of `tokens` tokens."""
-    every = recipe.evaluate.every
-    return math.ceil(tokens * FORWARD / AUTO_SHARE) if isinstance(every, str) else int(every)
-
-
-def _local_rows(batch: TokenBatch, world: ParallelContext, unit: int) -> TokenBatch:
-    """Return this data-parallel process's rows, as many as its peers', padded to a length that the layout divides."""
-    dp = world.axis("dp")
-    rows, seq = batch.tokens_BS.shape
-    count = math.ceil(rows / dp.size / unit) * unit
-    wide, high = -seq % world.layout.pieces, count * dp.size - rows
-    local = slice(dp.rank * count, (dp.rank + 1) * count)
-
-    def padded(column: Tensor, filler: int) -> Tensor:
-        return F.pad(column, (0, wide, 0, high), value=filler)[local]
-
-    fillers = zip(COLUMNS, (0, NO_TARGET, seq, 0), strict=True)
-    return TokenBatch(**{name: padded(getattr(batch, name), filler) for name, filler in fillers})

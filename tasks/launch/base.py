@@ -1,4 +1,4 @@
-"""The contract of launchers: start the trainer's processes, say how they ended.
+"""The interface of launchers: start the trainer's processes and say how they ended.
 
 Each attempt is a fresh launch with new ranks, port and store: in-job restarts with gloo fail on stale addresses (9 of 9
 fresh launches recovered, 3 of 12 in-job restarts). Output goes to files, never to a pipe, so that the trainer does not
@@ -22,10 +22,11 @@ from tasks.errors import TrainingFailed
 REAP_S = 5.0
 """From the end of the ranks' grace to the end of their agent."""
 SHUTDOWN_S = GRACE_S + REAP_S
-"""As long as an agent may take whose ranks have nothing to save."""
+"""Longest shutdown of an agent whose ranks have nothing to save."""
 WATCH_S = 0.1
-"""Between two looks at a launch: part of every restart."""
-AGENT_DIED = -signal.SIGKILL
+"""Between two polls of a launch: part of every restart."""
+NO_OUTCOME = -signal.SIGKILL
+"""Status of an attempt whose agents left no outcome."""
 
 
 class Launch(Protocol):
@@ -33,7 +34,7 @@ class Launch(Protocol):
 
     @property
     def label(self) -> str:
-        """Return what a person would look for: `Slurm job 17`."""
+        """Return the name that users see: `Slurm job 17`."""
         ...
 
     @property
@@ -50,27 +51,27 @@ class Launch(Protocol):
         ...
 
     def used_s(self) -> float | None:
-        """Return the processor seconds that it has used on this machine; None if it works elsewhere."""
+        """Return the processor seconds that it has used on this machine; None if it runs elsewhere."""
         ...
 
     def stop(self) -> None:
-        """Ask the trainer to save and leave; see to it that nothing is left after the grace."""
+        """Ask the trainer to save and exit; kill what is left after the grace."""
         ...
 
 
 class Launcher(Protocol):
-    """What can start the trainer."""
+    """Starts trainers."""
 
     def capacity(self) -> int:
-        """Return how many processes could be started now, at most as many as were asked for."""
+        """Return how many processes could be started now, at most `cluster.processes`."""
         ...
 
     def live(self, job: Path) -> Launch | None:
-        """Return the trainer that a supervisor left behind when it died, or None.
+        """Return the trainer that an earlier supervisor left behind when it was killed, or None.
 
-        Whoever holds the lease of the artifact follows it instead of starting another: two trainers would work in one
-        folder. One that was started with another job file (a stage made longer, another layout) is told to save and
-        leave first. A flow that is cancelled stops its trainer; a supervisor that is killed leaves it running.
+        The holder of the artifact's lease follows it instead of starting another: two trainers would write to one
+        folder. A trainer that was started with another job file (a longer stage, another layout) is stopped first. A
+        flow that is cancelled stops its trainer itself.
         """
         ...
 
@@ -82,21 +83,21 @@ class Launcher(Protocol):
 def launch_key(job: Path) -> str:
     """Return the name by which a new supervisor finds the trainer of the job file `job`.
 
-    The folder's name says stage and design; the end tells apart equal recipes in two roots, since a scheduler has one
-    list of names for all its users.
+    It starts with the work folder, which names stage and design. The hash distinguishes equal recipes in two roots,
+    since a scheduler has one list of names for all users.
     """
     return f"{job.parent.name}-{hashlib.sha256(os.path.realpath(job).encode()).hexdigest()[:8]}"
 
 
 def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
-    """Return how many processes to start when `capacity` are there: whole copies of the model that split each batch.
+    """Return how many processes to start on a `capacity`: whole copies of the model that split each batch.
 
-    tp, cp and pp stay as they are and dp shrinks; the stream is a function of the position, so the same data follow.
-    Raises TrainingFailed if not even one copy fits.
+    tp, cp and pp stay as they are and dp shrinks; the token stream depends on the position only, so the data are the
+    same. Raises TrainingFailed if not even one copy fits.
     """
-    copy, replicas = cluster.layout.model_parallel, cluster.layout.replicas
+    copy, replicas = cluster.layout.model_parallel, cluster.layout.dp_replicate
     for dp in range(min(capacity, cluster.processes) // copy, 0, -1):
-        if dp % replicas == 0 and all(part.batch % (part.seq * dp) == 0 for part in span.segments):
+        if dp % replicas == 0 and all(segment.batch % (segment.seq_len * dp) == 0 for segment in span.segments):
             return dp * copy
     raise TrainingFailed(
         f"stage {span.name}: {capacity} of {cluster.processes} processes are there, and the layout needs "
@@ -105,33 +106,33 @@ def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
 
 
 def trainer_environment(threads: int) -> dict[str, str]:
-    """Return the variables that every trainer process gets, on whichever machine."""
+    """Return the environment variables of every trainer process, on any machine."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow everything on shared cores
-        # torch keeps 1,024 products of bf16 by their shapes, and documents have ever new ones: 0.7 GiB on a CPU
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait slow down everything on shared cores
+        # torch caches 1,024 bf16 matmuls by shape, and documents always have new shapes: 0.7 GiB on a CPU
         "LRU_CACHE_CAPACITY": "128",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-        "OPENBLAS_NUM_THREADS": "1",  # numpy's would start in the agent, before the fork
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would start in the agent, before the fork
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def keep_job(job: Path, logs: Path) -> None:
-    """Leave a copy of the job file with the logs: what this attempt was asked to do."""
+    """Copy the job file to the logs, as a record of what this attempt was started with."""
     write_atomic(logs / job.name, job.read_bytes())
 
 
 def same_job(launch: Launch, job: Path) -> bool:
-    """Return whether an attempt was asked to do what the job file says now."""
+    """Return whether an attempt was started with the present content of the job file."""
     copy = launch.logs / job.name
     return copy.exists() and copy.read_bytes() == job.read_bytes()
 
 
 def agent_command(processes: int, per_node: int) -> str:
-    """Return the shell command of a node's agent, but for the node's number and where rank 0 is.
+    """Return the shell command of a node's agent, without the node's number and the address of rank 0.
 
-    What may hold a blank comes from `agent_variables`, so that it stands nowhere in quotes inside quotes.
+    Values that may contain a blank come from `agent_variables`, so that no quotes are needed inside quotes.
     """
     counts = f"--processes {processes} --per-node {per_node}"
     return f'exec "$HERD_PYTHON" -m llama3.train.launch "$HERD_JOB" --logs "$HERD_LOGS" {counts}'

@@ -1,25 +1,21 @@
-"""The launcher that a cluster file names."""
+"""The registry of launchers. A new one is a module with `launcher(cluster, name, agents)`, a line here, and its name
+and settings in `Cluster`."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from tasks.cluster import Cluster
 from tasks.launch.base import Launcher
-from tasks.launch.local import Agents, LocalLauncher
+from tasks.launch.local import Agents
+
+LAUNCHERS = {"local": "tasks.launch.local", "slurm": "tasks.launch.slurm", "kubernetes": "tasks.launch.kubernetes"}
 
 
 def launcher_of(cluster: Cluster, name: str, agents: Agents) -> Launcher:
-    """Return the launcher that `cluster` asks for; `name` (see `launch_key`) tells its jobs from those of others.
+    """Return the launcher that `cluster` names; `name` (see `launch_key`) identifies its jobs.
 
-    On this machine it works through one of `agents`. Raises ValueError if its commands are missing here.
+    The local one uses `agents`. Raises ValueError if its commands are missing on this machine.
     """
-    match cluster.launcher:
-        case "local":
-            return LocalLauncher(cluster, agents)
-        case "slurm":
-            from tasks.launch.slurm import SlurmLauncher
-
-            return SlurmLauncher(cluster, name)
-        case "kubernetes":
-            from tasks.launch.kubernetes import KubernetesLauncher
-
-            return KubernetesLauncher(cluster, name)
+    launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents)
+    return launcher

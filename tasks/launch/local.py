@@ -18,17 +18,17 @@ import psutil
 from llama3.train.job import GRACE_S, Attempt, AttemptResult, last_lines
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
-from tasks.launch.base import AGENT_DIED, REAP_S, WATCH_S, trainer_environment
+from tasks.launch.base import NO_OUTCOME, REAP_S, WATCH_S, trainer_environment
 
 
 @dataclass
 class Agent:
-    """A process that has imported torch and forks ranks from itself; what it is asked it does one after the other."""
+    """A process that has imported torch and forks ranks from itself; it runs one attempt after the other."""
 
     process: subprocess.Popen[bytes]
     log: Path
     attempt: Attempt | None = None
-    """What it was asked last."""
+    """The last one that it got."""
 
     def ask(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -37,14 +37,14 @@ class Agent:
         self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it and its ranks, which are asked to save; kill what is left after the grace."""
+        """Ask it and its ranks to save and exit; kill what is left after the grace."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.terminate()
-        asked = time.time()
+        requested = time.time()
         while self.process.poll() is None:
-            left = (self.attempt.leave_by(asked) if self.attempt else asked + GRACE_S) + REAP_S - time.time()
+            left = (self.attempt.leave_by(requested) if self.attempt else requested + GRACE_S) + REAP_S - time.time()
             if left <= 0:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
@@ -53,10 +53,10 @@ class Agent:
 
 
 class Agents:
-    """The agents of this machine, one for each number of threads: they live until this is closed."""
+    """The agents of this machine, one for each number of threads; they live until this is closed."""
 
     def __init__(self, log: Path) -> None:
-        """What the agents themselves print, mostly nothing, goes to the file `log`."""
+        """The agents' own output, usually nothing, goes to the file `log`."""
         self.log = log
         self._agents: dict[int, Agent] = {}
 
@@ -67,7 +67,7 @@ class Agents:
         self.close()
 
     def close(self) -> None:
-        """End all agents; ranks that still run are asked to save. A later `start` begins a new one."""
+        """End all agents; ranks that still run are asked to save. A later `start` starts a new one."""
         while self._agents:
             self._agents.popitem()[1].end()
 
@@ -76,47 +76,46 @@ class Agents:
         attempt.logs.mkdir(parents=True, exist_ok=True)
         agent = self._agents.get(threads)
         if agent is None or agent.process.poll() is not None:
-            agent = self._agents[threads] = _new_agent(self.log, threads)
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "llama3.train.launch", "--serve"],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **trainer_environment(threads)},
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                )
+            agent = self._agents[threads] = Agent(process, self.log)
         attempt.outcome.unlink(missing_ok=True)
         agent.ask(attempt)
         return LocalLaunch(attempt, agent)
-
-
-def _new_agent(log: Path, threads: int) -> Agent:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llama3.train.launch", "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **trainer_environment(threads)},
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-        )
-    return Agent(process, log)
 
 
 class LocalLauncher:
     """Ranks on this machine."""
 
     def __init__(self, cluster: Cluster, agents: Agents, capacity: Callable[[], int] | None = None) -> None:
-        """`capacity` says how many processes this machine can run now; by default its GPUs, if it has any."""
+        """`capacity` returns how many processes this machine can run now; by default its GPUs, if it has any."""
         self.cluster, self.agents = cluster, agents
-        self.capacity = capacity or self._present
+        self.capacity = capacity or self._default_capacity
 
-    def live(self, job: Path) -> None:
-        """Nothing can be left behind: the kernel tells the agent when its supervisor dies, and its ranks save."""
-
-    def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
-        """Start `processes` ranks on this machine."""
-        return self.agents.start(Attempt(job=job, logs=logs, processes=processes), self.cluster.process_threads)
-
-    def _present(self) -> int:
+    def _default_capacity(self) -> int:
         gpus = 0 if self.cluster.device == "cpu" else visible_gpus()
         if not gpus and self.cluster.device != "cuda":
             return self.cluster.processes  # processors take any number of processes
         return min(gpus, self.cluster.processes)
+
+    def live(self, job: Path) -> None:
+        """Nothing can be left behind: the kernel signals the agent when its supervisor dies, and its ranks save."""
+
+    def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
+        return self.agents.start(Attempt(job=job, logs=logs, processes=processes), self.cluster.process_threads)
+
+
+def launcher(cluster: Cluster, name: str, agents: Agents) -> LocalLauncher:
+    return LocalLauncher(cluster, agents)
 
 
 class LocalLaunch:
@@ -128,17 +127,17 @@ class LocalLaunch:
         self._outcome = str(attempt.outcome)
 
     def poll(self) -> AttemptResult | None:
-        """Return how it ended, or None while it runs."""
-        gone = self.agent.process.poll() is not None  # asked first: the outcome is written before the agent leaves
-        if os.path.exists(self._outcome):  # asked ten times a second
+        exited = self.agent.process.poll() is not None  # before the outcome, which is written before the agent exits
+        if os.path.exists(self._outcome):  # ten times a second: cheaper than Path.exists
             return AttemptResult.model_validate_json(self.attempt.outcome.read_text())
-        if gone:
-            words = f"the agent ended with status {self.agent.process.returncode}; the end of {self.agent.log}:\n"
-            return AttemptResult(status=AGENT_DIED, words=words + last_lines(self.agent.log))
+        if exited:
+            status, log = self.agent.process.returncode, self.agent.log
+            message = f"the agent ended with status {status}; the end of {log}:\n{last_lines(log)}"
+            return AttemptResult(status=NO_OUTCOME, message=message)
         return None
 
     def wait(self) -> AttemptResult:
-        """Return how it ended, once it has; stop it if that is interrupted."""
+        """Wait until it has ended and return how; stop it if the wait is interrupted."""
         try:
             while (outcome := self.poll()) is None:
                 time.sleep(WATCH_S)
@@ -148,20 +147,17 @@ class LocalLaunch:
         return outcome
 
     def waits(self) -> bool:
-        """Nothing waits here: there is no queue."""
-        return False
+        return False  # no queue
 
     def used_s(self) -> float:
-        """Return the processor seconds of agent and ranks."""
         return processor_seconds(self.agent.process.pid)
 
     def stop(self) -> None:
-        """Ask the trainer to save and leave; kill what is left after the grace."""
         self.agent.end()
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor seconds of a process and all below it that live."""
+    """Return the processor seconds of a process and its living descendants."""
     total = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -173,13 +169,13 @@ def processor_seconds(pid: int) -> float:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs a process here could use, as the driver's tool counts them; torch would start CUDA."""
+    """Return how many GPUs a process here could use, as nvidia-smi counts them; torch would start CUDA."""
     if not shutil.which("nvidia-smi"):
         return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    gpus = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    count = sum(line.startswith("GPU ") for line in gpus.stdout.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))
+    return count if chosen is None else min(count, len([name for name in chosen.split(",") if name.strip()]))
 
 
 def rank_process(rank: int) -> psutil.Process:

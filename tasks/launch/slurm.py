@@ -1,50 +1,49 @@
-"""Start the trainer on Slurm: one job per attempt, one agent per node, a script that a person can read and submit.
+"""Start the trainer on Slurm: one job per attempt, one agent per node, a readable batch script.
 
 The job outlives a killed supervisor: the next one finds it by name and follows it. A supervisor that is stopped cancels
-it. How an attempt ended is read from files that the agents leave beside the logs, because not every cluster has sacct.
-On preemption and node failure Slurm itself requeues the job.
+it. The agents write how an attempt ended beside the logs, because not every cluster has sacct. On preemption and node
+failure Slurm itself requeues the job.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, outcomes_in
+from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
-from tasks.launch.base import agent_command, agent_variables, keep_job, same_job, trainer_environment
+from tasks.launch.base import NO_OUTCOME, agent_command, agent_variables, keep_job, same_job, trainer_environment
+from tasks.launch.local import Agents
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "RESIZING")
 USABLE = "idle,mixed,allocated,completing,reserved,planned"
-NO_OUTCOME = -signal.SIGKILL
 STOP_S = 60.0
 """Slurm's own grace (KillWait, 30 s by default) and some more."""
 LOST_S = 30.0
-"""How long squeue may fail before the question is given up: a controller that restarts is away for seconds."""
+"""How long squeue may fail: a controller that restarts is away for seconds."""
 
 SCRIPT = """\
 #!/bin/bash
 # One attempt at a training stage: an agent on every node, which starts the node's ranks. Written by herd. It can be
-# submitted again by hand, with sbatch, and goes on from the newest checkpoint.
+# submitted again by hand, with sbatch, and continues from the newest checkpoint.
 {directives}
 
 set -u
 {setup}
-# The first node is where the ranks meet; NodeAddr is the address by which Slurm itself reaches it.
+# The ranks meet at the first node; NodeAddr is the address by which Slurm itself reaches it.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 port=$((10000 + SLURM_JOB_ID % 20000))
 export HERD_ADDRESS="$address" HERD_PORT="$port"
 
-# One task per node. SIGTERM (time limit, preemption, scancel) goes to the agents: the ranks save and leave, status 143.
+# One task per node. SIGTERM (time limit, preemption, scancel) goes to the agents: the ranks save and exit, status 143.
 # When one agent fails, the others are ended too.
 exec srun {srun} bash -c \\
   '{agent} --node "$SLURM_NODEID" --address "$HERD_ADDRESS" --port "$HERD_PORT"'
@@ -66,20 +65,20 @@ class SlurmLauncher:
 
     def capacity(self) -> int:
         """Return how many processes the nodes that are up could run, now or when other jobs end."""
-        where = [f"--partition={self.cluster.slurm.partition}"] if self.cluster.slurm.partition else []
-        listed = _ask("sinfo", "--Node", "--noheader", "--responding", f"--states={USABLE}", "--format=%N", *where)
+        partition = [f"--partition={self.cluster.slurm.partition}"] if self.cluster.slurm.partition else []
+        listed = _ask("sinfo", "--Node", "--noheader", "--responding", f"--states={USABLE}", "--format=%N", *partition)
         nodes = len(set(listed.split()))
         return min(nodes * self.cluster.slurm.processes_per_node, self.cluster.processes)
 
     def live(self, job: Path) -> SlurmLaunch | None:
-        """Return the job of this name that is queued, runs or is ending, whoever submitted it, or None."""
-        found = self._found()
-        if found is not None and not same_job(found, job):
-            found.stop()
+        """Return the job of this name that is queued, runs or is ending, or None."""
+        launch = self._submitted()
+        if launch is not None and not same_job(launch, job):
+            launch.stop()
             return None
-        return found
+        return launch
 
-    def _found(self) -> SlurmLaunch | None:
+    def _submitted(self) -> SlurmLaunch | None:
         listed = _squeue(f"--name={self.name}", "--format=%i %o").splitlines()
         if not listed:
             return None
@@ -87,7 +86,7 @@ class SlurmLauncher:
         return SlurmLaunch(job_id, Path(script).parent, self.cluster.slurm.poll_s)
 
     def start(self, job: Path, processes: int, logs: Path) -> SlurmLaunch:
-        """Submit `processes` ranks. Raises RuntimeError with sbatch's words if Slurm refuses them."""
+        """Submit `processes` ranks. Raises RuntimeError with sbatch's message if Slurm refuses them."""
         logs.mkdir(parents=True, exist_ok=True)
         keep_job(job, logs)
         script = logs / "job.sbatch"
@@ -95,12 +94,16 @@ class SlurmLauncher:
         try:
             return SlurmLaunch(_ask("sbatch", "--parsable", str(script)).split(";")[0], logs, self.cluster.slurm.poll_s)
         except RuntimeError:
-            if (found := self._found()) is None:  # a busy controller may take a job and yet not answer in time
+            if (launch := self._submitted()) is None:  # a busy controller may take a job and not answer in time
                 raise
-            return found
+            return launch
         except BaseException:
             subprocess.run(["scancel", f"--name={self.name}"], start_new_session=True)  # stopped while it submitted
             raise
+
+
+def launcher(cluster: Cluster, name: str, agents: Agents) -> SlurmLauncher:
+    return SlurmLauncher(cluster, name)
 
 
 class SlurmLaunch:
@@ -109,51 +112,53 @@ class SlurmLaunch:
     def __init__(self, job_id: str, logs: Path, poll_s: float) -> None:
         self.job_id, self.logs, self.poll_s = job_id, logs, poll_s
         self.label = f"Slurm job {job_id}"
-        self.state, self.asked, self.ended = "PENDING", float("-inf"), None
+        self.state, self.polled_at = "PENDING", float("-inf")
 
     def poll(self) -> AttemptResult | None:
-        """Return how the job ended, or None while it is queued or runs; asks Slurm every `poll_s`."""
-        if time.monotonic() - self.asked >= self.poll_s:
-            self.state, self.asked = _state(self.job_id), time.monotonic()
-        return None if self.state else self._outcome()
+        """Return how the job ended, or None while it is queued or runs; calls squeue every `poll_s`."""
+        if time.monotonic() - self.polled_at >= self.poll_s:
+            self.state, self.polled_at = _state(self.job_id), time.monotonic()
+        if self.state:
+            return None
+        if outcomes := read_outcomes(self.logs):
+            worst = first_failure(outcomes)
+            if worst.status not in (0, TERMINATED):
+                return worst
+            script = (self.logs / "job.sbatch").read_text().splitlines()
+            nodes = int(next(line for line in script if "--nodes=" in line).split("=")[1])
+            if len(outcomes) == nodes:
+                return worst
+        shown = subprocess.run(["scontrol", "show", "job", "--oneliner", self.job_id], capture_output=True, text=True)
+        # without accounting Slurm forgets a job after some minutes
+        states = [word.split("=")[1] for word in shown.stdout.split() if word.startswith("JobState=")]
+        state, log = states[0] if states else "state unknown", self.logs / "slurm.log"
+        message = f"Slurm job {self.job_id} ended ({state}) and not every node said how; the end of {log}:\n"
+        return AttemptResult(status=NO_OUTCOME, message=message + last_lines(log))
 
     def waits(self) -> bool:
-        """Return whether the job is queued (again)."""
+        """Return whether the job is queued, for the first time or again."""
         return self.state in QUEUED
 
     def used_s(self) -> None:
-        """Its processes are on other machines."""
+        return None  # its processes are on other machines
 
     def stop(self) -> None:
-        """Ask the ranks to save and leave, which may take longer than Slurm's grace; then cancel what is left."""
-        asked = time.time()
+        """Ask the ranks to save and exit, which may take longer than Slurm's grace; then cancel the job."""
+        requested = time.time()
         if _state(self.job_id) not in ("", *QUEUED):
             with suppress(RuntimeError):  # it ended at this moment
                 _ask("scancel", "--signal=TERM", self.job_id)
             job = next(path for path in self.logs.glob("*.json") if not path.name.startswith("node-"))  # see keep_job
-            while _state(self.job_id) and time.time() < leave_by(job, asked):
+            while _state(self.job_id) and time.time() < leave_by(job, requested):
                 time.sleep(min(1.0, self.poll_s))
         _ask("scancel", self.job_id)
         deadline = time.monotonic() + STOP_S
         while _state(self.job_id) and time.monotonic() < deadline:
             time.sleep(min(1.0, self.poll_s))
 
-    def _outcome(self) -> AttemptResult:
-        said = outcomes_in(self.logs)
-        told = first_failure(said) if said else None
-        if told is not None and (told.status not in (0, TERMINATED) or len(said) == self._nodes()):
-            return told
-        words = f"Slurm job {self.job_id} ended ({_final_state(self.job_id)}) and not every node said how; the end of "
-        log = self.logs / "slurm.log"
-        return AttemptResult(status=NO_OUTCOME, words=f"{words}{log}:\n{last_lines(log)}")
-
-    def _nodes(self) -> int:
-        line = next(line for line in (self.logs / "job.sbatch").read_text().splitlines() if "--nodes=" in line)
-        return int(line.split("=")[1])
-
 
 def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
-    """Return the batch script of one attempt. Raises ValueError for a line that would be two, and so a command."""
+    """Return the batch script of one attempt. Raises ValueError for a line break, which would begin a command."""
     settings = cluster.slurm
     nodes, per_node = settings.nodes(processes), min(settings.processes_per_node, processes)
     directives = [
@@ -173,14 +178,14 @@ def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: P
         *settings.lines,
     ]
     if broken := [line for line in directives if not line.isprintable()]:
-        raise ValueError(f"root: {broken[0]!r} holds a line break or a control character; choose another folder")
+        raise ValueError(f"root: {broken[0]!r} contains a line break or a control character; choose another folder")
     variables = {
         **trainer_environment(settings.cpus_per_process),
         **settings.environment,
         **agent_variables(settings.python or sys.executable, job, logs),
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items()]
-    # srun does not take the processors over from sbatch (since 22.05)
+    # srun does not inherit --cpus-per-task from sbatch (since Slurm 22.05)
     steps = ["--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus_per_process * per_node}", *settings.srun]
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {shlex.quote(line)}" for line in directives),
@@ -191,33 +196,26 @@ def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: P
 
 
 def _state(job_id: str) -> str:
-    """Return the state of a job, or nothing if it is over. Raises RuntimeError if Slurm gives no answer for long."""
+    """Return the state of a job, or "" if it has ended. Raises RuntimeError if Slurm does not answer for LOST_S."""
     return _squeue(f"--jobs={job_id}", "--format=%T")
 
 
-def _squeue(*words: str) -> str:
-    """Return what squeue lists, nothing for a job that it forgot. Raises RuntimeError without an answer for LOST_S."""
+def _squeue(*options: str) -> str:
+    """Return what squeue lists, "" for a job that it forgot. Raises RuntimeError without an answer for LOST_S."""
     deadline = time.monotonic() + LOST_S
     while True:
-        asked = subprocess.run(["squeue", "--noheader", *words], capture_output=True, text=True)
-        if asked.returncode == 0:
-            return asked.stdout.strip()
-        if "Invalid job id" in asked.stderr:
+        done = subprocess.run(["squeue", "--noheader", *options], capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout.strip()
+        if "Invalid job id" in done.stderr:
             return ""
         if time.monotonic() > deadline:
-            raise RuntimeError(f"squeue: {asked.stderr.strip()}")
+            raise RuntimeError(f"squeue: {done.stderr.strip()}")
         time.sleep(1.0)
 
 
-def _final_state(job_id: str) -> str:
-    """Return what Slurm remembers of a job that is over (for some minutes, if it keeps no accounts)."""
-    asked = subprocess.run(["scontrol", "show", "job", "--oneliner", job_id], capture_output=True, text=True)
-    states = [word.split("=")[1] for word in asked.stdout.split() if word.startswith("JobState=")]
-    return states[0] if states else "state unknown"
-
-
 def _ask(*command: str) -> str:
-    """Return what a command prints; Ctrl-C reaches us, not it, so that what it does is done."""
+    """Return the output of a command; it runs in its own session, so that Ctrl-C does not interrupt it."""
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,20 +1,27 @@
-"""Find a model by the names people use, and let it speak."""
+"""Find a model by run, alias or folder; evaluate it, or generate text with it."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+from rich.table import Table
+
+from llama3.recipe.units import Tokens
 from storage.object_artifact import open_store
+from storage.page_cache import lazy_folder
 from storage.root import Root
 from tasks.runs.records import Runs, trained_stages
 
 if TYPE_CHECKING:
     from llama3.evaluate.evaluate import EvaluationResult
     from llama3.evaluate.suite import LoadedSuite
+    from llama3.tokens.inspect import Inspection
 
 
 def model_folder(root: Root, name: str) -> Path:
@@ -26,72 +33,69 @@ def model_folder(root: Root, name: str) -> Path:
         return Path(name)
     family, separator, alias = name.partition("@")
     if separator:
-        return _registered(root, family, alias)
+        label = label_of_alias(root, family, alias)
+        if label is None:
+            raise ValueError(f"model {family}@{alias}: no version holds that alias; promote one, or name a run")
+        return open_store(root).load(label).part("model")
     runs = Runs(root)
     record, recipe = runs.find(name), runs.recipe(name)
     trained = trained_stages(recipe, record)
     if not trained:
         raise ValueError(f"run {name!r} has not finished a training stage; wait for it or choose another")
-    return open_store(root).at(record.steps[trained[-1].name].artifact).part("model")
-
-
-def _registered(root: Root, family: str, alias: str) -> Path:
-    label = label_of_alias(root, family, alias)
-    if label is None:
-        raise ValueError(f"model {family}@{alias}: no version holds that alias; promote one, or name a run")
-    return open_store(root).at(label).part("model")
+    return open_store(root).load(record.steps[trained[-1].name].artifact).part("model")
 
 
 def label_of_alias(root: Root, family: str, alias: str) -> str | None:
     """Return the label of the checkpoint that holds `alias`, or None.
 
-    The promotion log decides; the registry is asked for an alias that somebody gave by hand. Raises MlflowException if
-    it does not answer then.
+    The promotion log decides; MLflow is asked for an alias that was given by hand, and raises MlflowException if it
+    does not answer.
     """
-    from tasks.promotion.log import ALIASES, label_held
+    from tasks.promotion.log import ALIASES, logged_label
 
-    label = label_held(root, family, alias)
+    label = logged_label(root, family, alias)
     if label or alias in ALIASES:
         return label or None
-    from tasks.tracking.mlflow import Tracker
+    from tasks.tracking.mlflow import MLflowTracker
     from tasks.tracking.registry import Registry
 
-    version = Registry(Tracker(root, family)).holder(alias)
+    version = Registry(MLflowTracker(root, family)).version_with_alias(alias)
     return None if version is None else str(version.tags["herd.artifact"])
 
 
 def evaluate_folder(
-    folder: Path, asked: LoadedSuite, tables: Path | None, threads: int, device: str
+    folder: Path, suite: LoadedSuite, tables: Path | None, threads: int, device: str
 ) -> EvaluationResult:
-    """Put the model in `folder`, of our format, Hugging Face's or Meta's, to the tasks of `asked`.
+    """Evaluate the model in `folder`, of herd's, Hugging Face's or Meta's format, on the tasks of `suite`.
 
-    Weights are read as fp32, so that a score measures the model and not the number format of the machine. `device` is
-    `cpu`, `cuda` or `auto`. Raises ValueError if the folder holds no Llama 3 with its tokenizer.
+    Weights are read as fp32, so that scores do not depend on the machine's number format. `device` is `cpu`, `cuda` or
+    `auto`. Raises ValueError if the folder holds no Llama 3 with its tokenizer.
     """
     import torch
 
     from llama3.evaluate.evaluate import evaluate_tasks
-    from llama3.export.convert import load_any
+    from llama3.export.convert import load_model_any_format
 
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    network, tokenizer = load_any(folder, torch.float32, place)
-    return evaluate_tasks(network, tokenizer, asked, tables, threads=threads, device=place)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    network, tokenizer = load_model_any_format(folder, torch.float32, device)
+    return evaluate_tasks(network, tokenizer, suite, tables, threads=threads, device=device)
 
 
 @dataclass
-class Written:
-    """What writing a text took; counted while it is written."""
+class GenerationStats:
+    """Tokens and seconds of a generation, counted while it runs."""
 
     tokens: int = 0
-    """Steps, the one that chose the end included."""
+    """Decoding steps, the one that chose the end included."""
     first_s: float = 0.0
-    """Seconds from the read model to the first token: the reading of the prompt."""
+    """Seconds from the loaded model to the first token: the prefill."""
     seconds: float = 0.0
-    """Seconds from the read model to the last token."""
+    """Seconds from the loaded model to the last token."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed after the first token; 0 if there was but one."""
+        """Speed after the first token; 0 if there was only one."""
         return (self.tokens - 1) / (self.seconds - self.first_s) if self.tokens > 1 else 0.0
 
 
@@ -103,11 +107,11 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     until: Sequence[str] = (),
-) -> tuple[Iterator[str], Written]:
-    """Return the model's continuation of `prompt` in pieces as they are written, and what that takes.
+) -> tuple[Iterator[str], GenerationStats]:
+    """Return the model's continuation of `prompt` in pieces as they are generated, and their tokens and seconds.
 
-    On a GPU if there is one. Raises ValueError, before anything is written, if a setting has no meaning or the
-    folder's tokenizer is not the model's.
+    On a GPU if there is one. Raises ValueError, before anything is generated, if a setting is invalid or the folder's
+    tokenizer is not the model's.
     """
     import torch
 
@@ -117,15 +121,77 @@ def generate_text(
 
     model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     pieces = stream(model, Tokenizer.load(folder), prompt, count, temperature, top_p, seed, until)
-    written = Written()
-    return _counted(pieces, written), written
+    written = GenerationStats()
+
+    def counted() -> Iterator[str]:
+        began = time.perf_counter()
+        for piece in pieces:
+            written.tokens += 1
+            written.seconds = time.perf_counter() - began
+            written.first_s = written.first_s or written.seconds
+            yield piece
+            began = time.perf_counter() - written.seconds  # time of the consumer does not count
+
+    return counted(), written
 
 
-def _counted(pieces: Iterator[str], written: Written) -> Iterator[str]:
-    began = time.perf_counter()
-    for piece in pieces:
-        written.tokens += 1
-        written.seconds = time.perf_counter() - began
-        written.first_s = written.first_s or written.seconds
-        yield piece
-        began = time.perf_counter() - written.seconds  # what the taker of a piece does is not counted
+# The documents that a run trains on between two positions: the tables of `herd inspect`.
+
+
+def parse_span(text: str) -> tuple[int, int]:
+    """Return the positions that `A:B` names, such as 120M:121M. Raises ValueError."""
+    ends = text.split(":")
+    if len(ends) != 2 or not all(ends):
+        raise ValueError(f"--tokens: {text!r} is not a span; write two positions, e.g. 120M:121M")
+    start, stop = (int(end) if end.isdigit() else int(Tokens.parse(end)) for end in ends)
+    if stop <= start:
+        raise ValueError(f"--tokens: {text!r} is empty; write the smaller position first")
+    return start, stop
+
+
+def inspect_run(root: Root, run: str, tokens: str, limit: int) -> Inspection:
+    """Return which documents `run` trains on in the span `tokens`. Raises ValueError if it has no token shards yet."""
+    from llama3.tokens.inspect import inspect  # imports numba
+    from llama3.tokens.tokenizer import Tokenizer
+
+    start, stop = parse_span(tokens)
+    runs, store = Runs(root), open_store(root)
+    record, recipe = runs.find(run), runs.recipe(run)
+    if "tokenize" not in record.steps:
+        raise ValueError(f"{run} has no token shards yet; wait until its step tokenize is done")
+    shards = store.load(record.steps["tokenize"].artifact)
+    tokenizer = Tokenizer.load(store.load(record.steps["tokenizer"].artifact).path)
+    return inspect(lazy_folder(shards, 0), recipe, start, stop, tokenizer=tokenizer, limit=limit)
+
+
+def inspection_tables(inspection: Inspection) -> Iterator[Table]:
+    """Yield the totals by domain, source, language and license, then the documents in the order of training."""
+    total = inspection.stop - inspection.start
+    for title, counts in (
+        ("domain", inspection.domains),
+        ("source", inspection.sources),
+        ("language", inspection.languages),
+        ("license", inspection.licenses),
+    ):
+        table = _table(title, "tokens", "share", "documents")
+        for name, (tokens, documents) in counts.items():
+            table.add_row(escape(name), f"{tokens:,}", f"{tokens / total:.2%}", f"{documents:,}")
+        yield table
+    table = _table("position", "tokens", "from", "epoch")
+    for name, ratio in (("document", None), ("source", None), ("text", 1)):
+        table.add_column(name, justify="left", no_wrap=True, overflow="ellipsis", ratio=ratio)
+    table.expand = True
+    excerpts = inspection.excerpts or [""] * len(inspection.documents)
+    for use, excerpt in zip(inspection.documents, excerpts, strict=True):
+        numbers = (use.position, use.last - use.first + 1, use.first, use.epoch)
+        text, source = escape(re.sub(r"\s+", " ", excerpt).strip()), escape(f"{use.dataset}: {use.source}")
+        table.add_row(*(f"{n:,}" for n in numbers), use.document[:12], source, text)
+    yield table
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column(first, justify="left", no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -1,6 +1,6 @@
 """A model as MLflow serves it: this file and, beside it, the folder `model`; no pickle.
 
-`tasks.models.serving` copies this file into an MLflow folder, and MLflow runs it to load the model. It needs only the
+`tasks.models.export` copies this file into an MLflow folder, and MLflow runs it to load the model. It needs only the
 installed package herd. An input row is a prompt, an output row its continuation; parameters hold for all rows of a
 request. Rows are answered one after the other, in the stored number format, on the first GPU or else the CPU.
 """

@@ -1,19 +1,17 @@
-"""The checkpoint that a run goes on from: found by its label or by run and stage, and compared with the recipe.
+"""The checkpoint that a run continues from: found by its label or by run and stage, and compared with the recipe.
 
-Position, shape and tokenizer must be the recipe's, because the optimizer's moments, the rate and the token stream go on
-where the checkpoint ends. What is not compared is what it was trained on: to go on with other data is the point.
+Position, shape and tokenizer must match the recipe, because optimizer moments, learning rate and token stream continue
+where the checkpoint ends. Its training data may differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from storage.artifact import Artifact, Store
 from tasks.runs.records import Runs
@@ -21,76 +19,61 @@ from tasks.runs.records import Runs
 KIND = "checkpoint"
 
 
-class ModelShape(NamedTuple):
-    """Shape of a model, and how many embedding rows it has."""
-
-    spec: Model
-    rows: int
-
-
-def find_start(store: Store, runs: Runs, recipe: Recipe) -> Artifact:
-    """Return the checkpoint that `start.from` names. Raises RecipeError if there is none of that name."""
-    assert recipe.start is not None
-    origin = recipe.start.origin
-    place, _, stage = origin.partition("/")
+def find_init_checkpoint(store: Store, runs: Runs, recipe: Recipe) -> Artifact:
+    """Return the checkpoint that `init_from.path` names. Raises RecipeError if there is none of that name."""
+    assert recipe.init_from is not None
+    path = recipe.init_from.path
+    run, _, stage = path.partition("/")
     try:
-        if place == KIND:
-            return store.at(origin)
-        steps = runs.find(place).steps
-        made = {name: step.artifact for name, step in steps.items() if step.artifact.startswith(f"{KIND}/")}
-        if stage in made:
-            return store.at(made[stage])
+        if run == KIND:
+            return store.load(path)
+        steps = runs.find(run).steps
+        labels = {name: step.artifact for name, step in steps.items() if step.artifact.startswith(f"{KIND}/")}
+        if stage in labels:
+            return store.load(labels[stage])
     except ValueError as error:
-        raise RecipeError(f"start.from: {origin!r}: {error}") from None
-    known = ", ".join(f"{place}/{name}" for name in made) or "none yet"
-    raise RecipeError(f"start.from: {origin!r}: {place} has not finished such a stage; it has {known}")
+        raise RecipeError(f"init_from.path: {path!r}: {error}") from None
+    known = ", ".join(f"{run}/{name}" for name in labels) or "none yet"
+    raise RecipeError(f"init_from.path: {path!r}: {run} has not finished such a stage; it has {known}")
 
 
-def start_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
-    """Return why the run cannot go on from its checkpoint, as far as that shows before there is a tokenizer."""
+def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
+    """Return why the run cannot continue from its checkpoint; the tokenizer is compared only if the recipe has one."""
     try:
-        checkpoint = find_start(store, runs, recipe)
+        checkpoint = find_init_checkpoint(store, runs, recipe)
     except RecipeError as error:
         return [str(error)]
-    used = Path(recipe.tokenizer.use or "")
-    own = [*tokenizer_faults(recipe, checkpoint, use_tokenizer(used))] if used.is_file() else []
-    return [*_position_faults(recipe, checkpoint), *_shape_faults(recipe, checkpoint), *own]
+    from llama3.export.convert import compare_shapes  # imports torch
+    from llama3.model.files import CONFIG, read_config
+
+    assert recipe.init_from is not None
+    faults = []
+    ends = {span.name: span.end for span in Schedule(recipe).spans}
+    after, end = recipe.init_from.after, int(checkpoint.metadata["end"])
+    assert after is not None
+    if ends[after] != end:
+        matching = [name for name, stage_end in ends.items() if stage_end == end]
+        listed = ", ".join(f"{name} at {stage_end:,}" for name, stage_end in ends.items())
+        remedy = f"write after: {matching[0]}" if matching else f"write until: {end} tokens there, or name another"
+        faults.append(
+            f"init_from.after: {after!r} ends at token {ends[after]:,}, {checkpoint.label} at {end:,}; {remedy} "
+            f"(stages end: {listed})"
+        )
+    try:
+        config, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
+        compare_shapes(recipe.init_from, config, rows, recipe.model)
+    except ValueError as error:
+        faults += str(error).splitlines()
+    file = Path(recipe.tokenizer.use or "")
+    return [*faults, *tokenizer_faults(recipe, checkpoint, use_tokenizer(file))] if file.is_file() else faults
 
 
 def tokenizer_faults(recipe: Recipe, checkpoint: Artifact, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a fault if the checkpoint reads other ids than `tokenizer` writes."""
-    theirs = Tokenizer.load(checkpoint.part(f"model/{MODEL_FILE}").parent)
-    if theirs.digest != tokenizer.digest:
-        what = "use" if recipe.tokenizer.use else "train"
+    """Yield a fault if `tokenizer` is not the one that the checkpoint was trained with."""
+    trained_with = Tokenizer.load(checkpoint.part(f"model/{MODEL_FILE}").parent)
+    if trained_with.digest != tokenizer.digest:
+        field, file = "use" if recipe.tokenizer.use else "train", checkpoint.part(f"model/{MODEL_FILE}")
         yield (
-            f"tokenizer.{what}: gives a tokenizer with digest {tokenizer.digest[:12]}, but {checkpoint.label} was "
-            f"trained with {theirs.digest[:12]}; write tokenizer: {{use: {checkpoint.part(f'model/{MODEL_FILE}')}}}"
+            f"tokenizer.{field}: gives a tokenizer with digest {tokenizer.digest[:12]}, but {checkpoint.label} was "
+            f"trained with {trained_with.digest[:12]}; write tokenizer: {{use: {file}}}"
         )
-
-
-def _position_faults(recipe: Recipe, checkpoint: Artifact) -> Iterator[str]:
-    assert recipe.start is not None
-    ends = {span.name: span.end for span in Schedule(recipe).spans}
-    after, end = recipe.start.after, int(checkpoint.facts["end"])
-    assert after is not None
-    if ends[after] != end:
-        fitting = [name for name, own in ends.items() if own == end]
-        listed = ", ".join(f"{name} at {own:,}" for name, own in ends.items())
-        remedy = f"write after: {fitting[0]}" if fitting else f"write until: {end} tokens there, or name another"
-        yield (
-            f"start.after: {after!r} ends at token {ends[after]:,}, {checkpoint.label} at {end:,}; {remedy} "
-            f"(stages end: {listed})"
-        )
-
-
-def _shape_faults(recipe: Recipe, checkpoint: Artifact) -> list[str]:
-    from llama3.export.convert import compare_shapes  # imports torch, which most recipes need not wait for here
-    from llama3.model.files import CONFIG, read_config
-
-    assert recipe.start is not None
-    try:
-        shape = ModelShape(*read_config(checkpoint.part(f"model/{CONFIG}").parent))
-        compare_shapes(recipe.start, shape, recipe.model)
-    except ValueError as error:
-        return str(error).splitlines()
-    return []

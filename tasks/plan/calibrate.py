@@ -20,7 +20,8 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.console import Console
 from tasks.step import code_version
-from tasks.tracking.mlflow import MetricPoint, Tracker
+from tasks.tracking.factory import open_tracker
+from tasks.tracking.tracker import MetricPoint
 
 KIND, FILE, VERSION = "calibration", "calibration.json", 1
 KEYS = {
@@ -35,7 +36,7 @@ def store_calibration(root: Root, found: Calibration, seconds: float, code: str)
     """Commit a calibration that took `seconds`. The same measurement twice is one artifact."""
     store, curves, text = open_store(root), found.curves, found.as_json()
     parameters = {"device": curves.device, "dtype": curves.dtype, "threads": found.threads, "torch": found.torch}
-    design = ArtifactSpec(KIND, slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
+    design = ArtifactSpec(KIND, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
     facts = {
         "date": found.date,
         "ceiling": curves.gemm.ceiling,
@@ -73,11 +74,11 @@ def calibration_table(found: Calibration) -> Table:
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     for kind in dict.fromkeys(point.what for point in found.points):
         points = [point for point in found.points if point.what == kind]
-        unit, name = unit_of(points[0])
+        unit, name = rate_unit(points[0])
         table.add_row(f"[bold]{kind}[/], {name}")
         for point in points:
             table.add_row(
-                f"  {sizes(point)}",
+                f"  {format_sizes(point)}",
                 f"{point.seconds * 1e3:,.3f}",
                 f"{point.spread:.0%}",
                 f"{point.rate / unit:,.3g}",
@@ -106,17 +107,17 @@ def calibration_lines(found: Calibration) -> list[str]:
     ]
 
 
-def slug(device: str) -> str:
+def device_slug(device: str) -> str:
     """Return a device's name as an artifact name: nvidia-h100-80gb-hbm3."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "device"
 
 
-def unit_of(point: MeasuredPoint) -> tuple[float, str]:
+def rate_unit(point: MeasuredPoint) -> tuple[float, str]:
     """Return the unit of a point's rate, and its name."""
     return (1e9, "GB/s") if point.what == ELEMENTWISE else (1e12, "TFLOP/s")
 
 
-def sizes(point: MeasuredPoint) -> str:
+def format_sizes(point: MeasuredPoint) -> str:
     """Return a point's sizes as text."""
     return " x ".join(f"{size:,}" for size in point.shape)
 
@@ -133,13 +134,13 @@ def measure_and_store(
     began = time.monotonic()
     seen: set[str] = set()
 
-    def say(point: MeasuredPoint) -> None:
+    def log(point: MeasuredPoint) -> None:
         kind = point.what.split()[0]
         if kind not in seen:
-            console.say(f"[dim]  measures {kind}[/]")
+            console.log(f"[dim]  measures {kind}[/]")
         seen.add(kind)
 
-    found = calibrate(device, seconds, say)
+    found = calibrate(device, seconds, log)
     artifact = store_calibration(root, found, time.monotonic() - began, code_version())
     show_calibration(root, found, artifact)
     return found, artifact
@@ -147,7 +148,7 @@ def measure_and_store(
 
 def show_calibration(root: Root, found: Calibration, artifact: Artifact) -> str:
     """Send a calibration to MLflow and return the run's handle; an artifact has one run however often it is sent."""
-    tracker = Tracker(root, KIND)
+    tracker = open_tracker(root, KIND)
     manifest = artifact.manifest
     tags = {"herd.run": artifact.label, "kind": KIND, "stage": found.date[:10], "artifact.key": artifact.key[:16]}
     handle = tracker.open_child("", manifest.name, tags)
@@ -161,7 +162,7 @@ def metric_points(found: Calibration, at: float) -> list[MetricPoint]:
     """Return each measured rate and the curve's rate over the size, and the constants of the fit."""
     points = []
     for point in found.points:
-        key, unit = KEYS[point.what], unit_of(point)[0]
+        key, unit = KEYS[point.what], rate_unit(point)[0]
         size = min(point.shape[1:]) if point.what == GEMM else point.shape[1]
         points.append(MetricPoint(key, point.rate / unit, at, size))
         points.append(MetricPoint(f"{key}_curve", point.amount / found.predicted_s(point) / unit, at, size))

@@ -6,6 +6,7 @@ of searched. Everything is arithmetic on one core, in seconds; unknown figures a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,31 +20,37 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from llama3.model.flops import vocab_rows
 from llama3.parallel.memory import stages
 from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery
-from llama3.planner.placement import AxisBytes, AxisTraffic, Recommendation, minimum_cut
-from llama3.planner.projection import Effect, Projected, Projection, effects, project
+from llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut
+from llama3.planner.projection import ProjectedSegment, Projection, Sensitivity, project, sensitivities
+from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import layer_work
-from llama3.planner.topology import Fabric, fabric_names
+from llama3.planner.topology import Fabric, fabric_names, load_fabric
 from llama3.planner.uptime import RECOVERY, Uptime, uptime
+from llama3.recipe.load import digest, resolved
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
+from storage.artifact import flatten
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.plan.options import curves_of, known_stages, open_cluster, parse_gpus, places_of
+from tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
 from tasks.plan.recipe import RunPlan
 from tasks.plan.tables import (
-    as_json,
     best_table,
-    memory_words,
+    format_memory,
     plain_table,
-    refused_table,
+    projection_json,
+    rejected_table,
     stages_table,
     time_table,
 )
 from tasks.runs.records import Runs
+from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.tracker import MetricPoint
 
 KEYS = (metrics.CHECKPOINT_S, metrics.CHECKPOINT_WRITE_S, metrics.FIRST_STEP_S)
 QUANTITIES = ("days", "gpu_hours", "money")
@@ -61,7 +68,7 @@ def measured_costs(root: Root, family: str) -> tuple[CheckpointCosts, Recovery] 
         values = {key: list[float]() for key in KEYS}
         for step in record.steps.values():
             if step.artifact.startswith("checkpoint/"):
-                path = store.at(step.artifact).part("metrics.parquet")
+                path = store.load(step.artifact).part("metrics.parquet")
                 for row in parquet.read_table(path, filters=[("key", "in", KEYS)]).to_pylist():
                     values[row["key"]].append(row["value"])
         blocked, written, first = (values[key] for key in KEYS)
@@ -85,24 +92,24 @@ class ClusterPlan:
     budget: Budget
 
     @property
-    def main(self) -> Projected:
+    def main(self) -> ProjectedSegment:
         """The part that takes most GPU-hours."""
         return self.projection.main
 
     @cached_property
-    def placement(self) -> Recommendation:
+    def placement(self) -> PlacementChoice:
         """The recommended rank order of the main part."""
         best = self.main.best
         return minimum_cut(best.layout, best.world, self.projection.fabric, sent_bytes(self.projection, self.main))
 
-    def effects(self) -> dict[str, list[Effect]]:
+    def effects(self) -> dict[str, list[Sensitivity]]:
         """Return the three unknowns that move each quantity most."""
-        return {name: effects(self.budget, name) for name in QUANTITIES}  # type: ignore[arg-type]
+        return {name: sensitivities(self.budget, name) for name in QUANTITIES}  # type: ignore[arg-type]
 
     def as_json(self, most: int) -> dict[str, Any]:
         """Return every figure that is shown."""
         return {
-            **as_json(self.projection, most),
+            **projection_json(self.projection, most),
             "budget": self.budget.as_dict(),
             "sensitivity": {name: [effect.as_dict() for effect in moving] for name, moving in self.effects().items()},
             "reliability": [
@@ -131,7 +138,7 @@ class ClusterPlan:
     def write_cluster(self, path: Path) -> None:
         """Write the file for `herd run --cluster`: the main part's layout, and stages that differ."""
 
-        def fields(part: Projected) -> dict[str, Any]:
+        def fields(part: ProjectedSegment) -> dict[str, Any]:
             layout = part.best.layout.model_dump(exclude_defaults=True)
             return {"processes": part.best.world, "micro_batch": part.best.load.micro_batch, "layout": layout}
 
@@ -141,7 +148,7 @@ class ClusterPlan:
         path.write_text(yaml.safe_dump(cluster, sort_keys=False))
 
 
-def plan_on(
+def plan_on_cluster(
     plan: RunPlan,
     named: str,
     gpus: Sequence[str] = (),
@@ -157,29 +164,29 @@ def plan_on(
     if fabric is None:
         raise ValueError(
             f"cluster.fabric: {named} names none, so its devices and network are unknown; write fabric: with one of "
-            f"{', '.join(fabric_names())}, or the path of a YAML file like them (herd plan show)"
+            f"{', '.join(fabric_names())}, or the path of a YAML file like them (herd plan presets)"
         )
-    paid = Prices(**{**described_power(fabric), **(prices or {})})
+    paid = Prices(**{**power_per_gpu(fabric), **(prices or {})})
     everywhere, places = parse_gpus(gpus)
-    known_stages(plan.recipe, places)
+    check_stage_names(plan.recipe, places)
     if place is not None:
         if gpus:
             raise ValueError(
                 f"gpus: {', '.join(gpus)} is given, but {named} sets the GPUs of each stage; edit the file"
             )
-        places, named = places_of(plan.recipe, place), place.fabric
-    projection = project(plan.recipe, plan.rows, fabric, curves_of(fabric, root), places, everywhere)
+        places, named = stage_placements(plan.recipe, place), place.fabric
+    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), places, everywhere)
     measured = measured_costs(root, plan.recipe.name) if root is not None else None
     lasting = named if named in fabric_names() else str(Path(named).absolute())  # holds in any folder
-    return ClusterPlan(plan, lasting, projection, *outlook(plan, projection, paid, measured))
+    return ClusterPlan(plan, lasting, projection, *estimate_uptime_and_budget(plan, projection, paid, measured))
 
 
-def described_power(fabric: Fabric) -> dict[str, float]:
+def power_per_gpu(fabric: Fabric) -> dict[str, float]:
     """Return the watts of a GPU and of its share of a server, from the cluster's description."""
     return {"gpu_watts": fabric.accelerator.watts, "server_watts": fabric.server.overhead_watts / fabric.server.gpus}
 
 
-def outlook(
+def estimate_uptime_and_budget(
     plan: RunPlan, projection: Projection, prices: Prices, measured: tuple[CheckpointCosts, Recovery] | None = None
 ) -> tuple[dict[int, Uptime], Budget]:
     """Return the reliability of each number of GPUs, and the budget.
@@ -187,7 +194,7 @@ def outlook(
     `measured`: costs of saves and restarts in an earlier run; None: the published figures.
     """
     per_host = projection.fabric.server.gpus
-    interval = save_interval(plan.recipe, projection.main)
+    interval = checkpoint_interval_s(plan.recipe, projection.main)
     costs, recovery = measured or (BYTECHECKPOINT, RECOVERY)
     sizes = sorted({part.best.world for part in projection.parts})
     uptimes = {size: uptime(size, interval, costs, recovery, gpus_per_host=per_host) for size in sizes}
@@ -199,17 +206,17 @@ def outlook(
             part.best.world,
             part.best.time.total,
             uptimes[part.best.world].share,
-            part.best.time.products,
-            part.best.time.messages,
+            part.best.time.gemm_bound,
+            part.best.time.exposed_comm,
         )
         for part in projection.parts
     )
     main = projection.main.best.world
     spares = replace(prices, spare_share=uptimes[main].spares * per_host / main)
-    return uptimes, Budget(times, spares, stored(plan))
+    return uptimes, Budget(times, spares, storage_use(plan))
 
 
-def save_interval(recipe: Recipe, part: Projected) -> float:
+def checkpoint_interval_s(recipe: Recipe, part: ProjectedSegment) -> float:
     """Return the seconds between two checkpoints of a part."""
     every = recipe.checkpoint.every
     if every.unit == "seconds":
@@ -217,37 +224,39 @@ def save_interval(recipe: Recipe, part: Projected) -> float:
     return every.amount / part.segment.batch * part.best.time.total
 
 
-def stored(plan: RunPlan) -> StorageUse:
-    """Return the storage of the recipe: text if it was surveyed, tokens, and checkpoints.
-
-    Each trained part keeps its last checkpoints, and one at every milestone that it passes.
-    """
-    keep, tokens = plan.recipe.checkpoint.keep, plan.schedule.tokens
+def storage_use(plan: RunPlan) -> StorageUse:
+    """Return the storage of the recipe: text if it was surveyed, tokens, and the checkpoints that are kept."""
+    every, keep, tokens = plan.recipe.checkpoint.every, plan.recipe.checkpoint.keep, plan.schedule.tokens
     width = 2 if plan.rows <= 2**16 else 4
-    count = sum(
-        keep.last + (span.end // keep.every - span.start // keep.every if keep.every else 0)
-        for span in plan.schedule.trained
-    )
+    count = 0
+    for span in plan.schedule.trained:
+        # The tokens between two saves: of a cadence in seconds assume at least four saves per milestone.
+        stride = span.segments[-1].batch
+        if every.unit == "tokens":
+            stride = every.amount
+        elif keep.every is not None:
+            stride *= max(1, keep.every // (4 * stride))
+        count += len(keep.kept((*range(span.start + stride, span.end, stride), span.end)))
     surveyed = bool(plan.sources) and all(survey.complete for survey in plan.sources)
     text = float(sum(survey.bytes for survey in plan.sources)) if surveyed else None
     return StorageUse(text, float(tokens * width), checkpoint_bytes(plan.parameters), float(count))
 
 
-def sent_bytes(projection: Projection, part: Projected) -> AxisBytes:
+def sent_bytes(projection: Projection, part: ProjectedSegment) -> AxisBytes:
     """Return the bytes that a GPU in the middle of the pipeline sends in a step, by axis."""
-    best, spec = part.best, projection.recipe.model
+    best, config = part.best, projection.recipe.model
     messages = [
         message
-        for stage in stages(spec, best.layout, best.layout.pp // 2)
-        for message in stage_volumes(stage, spec, projection.rows, best.layout, best.world, best.load)
+        for stage in stages(config, best.layout, best.layout.pp // 2)
+        for message in stage_volumes(stage, config, projection.rows, best.layout, best.world, best.load)
     ]
-    return AxisBytes.of(messages, best.layout, best.load.micro_batches)
+    return AxisBytes.from_collectives(messages, best.layout, best.load.micro_batches)
 
 
 # Console output
 
 
-def show(planned: ClusterPlan, out: Console, top: int) -> None:
+def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     """Print the plan."""
     main, projection, best = planned.main, planned.projection, planned.main.best
 
@@ -259,25 +268,25 @@ def show(planned: ClusterPlan, out: Console, top: int) -> None:
     for line in fabric_lines(projection.fabric, projection.curves.source):
         out.print(escape(line))
     section("layouts", stages_table(projection))
-    for line in doubts(planned):
+    for line in extrapolation_warnings(planned):
         out.print(f"[yellow]warning[/]  {escape(line)}")
     section(f"where a step of {main.stage} goes ({best.time.total:.2f} s)", time_table(main))
     out.print(
-        f"memory   {memory_words(best, best.memory.total + best.margin)}, pipeline rank {best.memory.pipeline_rank}"
+        f"memory   {format_memory(best, best.memory.total + best.margin)}, pipeline rank {best.memory.pipeline_rank}"
     )
     if (result := main.found) is not None:
-        title = f"{main.stage}: {result.looked_at:,} layouts, {len(result.fitting):,} fit"
-        section(title, best_table(result, top), refused_table(result))
+        title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
+        section(title, best_table(result, top), rejected_table(result))
     section("network", network_table(planned.placement.traffic, best.world))
     for line in (*placement_lines(planned), *budget_lines(planned), *uptime_lines(planned)):
         out.print(escape(line))
 
 
-def doubts(planned: ClusterPlan) -> list[str]:
+def extrapolation_warnings(planned: ClusterPlan) -> list[str]:
     """Return warnings about sizes of the main part outside the measured range of the device."""
     best = planned.main.best
     work = layer_work(planned.projection.recipe.model, best.layout, best.load)
-    return planned.projection.curves.extrapolates(work.products, [work.seq])
+    return planned.projection.curves.extrapolates(work.products, [work.seq_len])
 
 
 def fabric_lines(fabric: Fabric, curves: str) -> Iterator[str]:
@@ -365,3 +374,133 @@ def uptime_lines(planned: ClusterPlan) -> Iterator[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+# Comparison of clusters for one recipe. The MLflow experiment `<recipe>-plan` has one run per cluster, replaced each
+# time. Positions are tokens, so MLflow overlays the plans with each other and with a real run. Metrics that a plan
+# cannot know are absent.
+
+
+@dataclass(frozen=True)
+class ClusterProjection:
+    """A recipe on one cluster."""
+
+    projection: Projection
+    share: float
+    """Of a card's rate that flows between racks get under the cluster's routing."""
+    uptime: Uptime
+    run: str = ""
+    """Page of its MLflow run; "" without an MLflow server."""
+
+    @property
+    def fabric(self) -> Fabric:
+        return self.projection.fabric
+
+    @property
+    def days(self) -> float:
+        """Wall time with the goodput of the main part."""
+        return sum(part.seconds for part in self.projection.parts) / self.uptime.share / 86_400
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(part.seconds * part.best.world for part in self.projection.parts) / self.uptime.share / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the table shows."""
+        main = self.projection.main
+        return {
+            "cluster": self.fabric.name,
+            "network": self.fabric.network,
+            "routing": self.fabric.routing,
+            "card_share": self.share,
+            "gpus": main.best.world,
+            "step_s": main.best.time.total,
+            "tflops": main.best.tflops,
+            "effective_time": self.uptime.share,
+            "days": self.days,
+            "gpu_hours": self.gpu_hours,
+            "run": self.run,
+        }
+
+
+def compare_fabrics(
+    root: Root, recipe: Recipe, clusters: Sequence[str], gpus: Sequence[str]
+) -> list[ClusterProjection]:
+    """Return the recipe on each cluster, the fastest first, each recorded in MLflow. Raises ValueError."""
+    everywhere, places = parse_gpus(gpus)
+    check_stage_names(recipe, places)
+    planned = []
+    for fabric in [load_fabric(name) for name in clusters]:
+        curves = device_curves(fabric, root)
+        projection = project(recipe, vocab_rows(recipe), fabric, curves, places, everywhere)
+        main = projection.main
+        reliability = uptime(main.best.world, checkpoint_interval_s(recipe, main), gpus_per_host=fabric.server.gpus)
+        planned.append(ClusterProjection(projection, bandwidth_share(fabric), reliability))
+    tracker = MLflowTracker(root, f"{recipe.name}-plan")
+    recorded = [replace(plan, run=_record(tracker, plan.projection, plan.uptime)) for plan in planned]
+    return sorted(recorded, key=lambda plan: plan.days)
+
+
+def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
+    """Return a row per cluster, the fastest first."""
+    table = plain_table(
+        "cluster", "routing", "card", "GPUs", "step s", "TFLOP/s", "uptime", "days", "GPU-hours", "slower",
+        left=("cluster", "routing"),
+    )  # fmt: skip
+    for plan in found:
+        best = plan.projection.main.best
+        table.add_row(
+            plan.fabric.name,
+            plan.fabric.routing,
+            f"{plan.share:.0%}",
+            f"{best.world:,}",
+            f"{best.time.total:.3f}",
+            f"{best.tflops:.0f}",
+            f"{plan.uptime.share:.1%}",
+            f"{plan.days:.1f}",
+            f"{plan.gpu_hours / 1e6:.2f}M",
+            f"{plan.days / found[0].days - 1:+.1%}",
+        )
+    return table
+
+
+def _record(tracker: MLflowTracker, projection: Projection, reliability: Uptime) -> str:
+    """Write a plan as an MLflow run; return its page."""
+    recipe, fabric = projection.recipe, projection.fabric
+    tags = {"cluster": fabric.name, "recipe.digest": digest(resolved(recipe)), "stage": "plan"}
+    params = flatten({"cluster": fabric.model_dump(mode="json"), "model": resolved(recipe)["model"]}, depth=2)
+    name = f"plan-{recipe.name}-{fabric.name}"
+
+    def discard() -> None:
+        """Delete the runs of earlier comparisons: MLflow keeps every point and every parameter of a run."""
+        for run in tracker.client.search_runs([tracker.experiment], tracker.query(name)):
+            tracker.client.delete_run(run.info.run_id)
+
+    tracker.reach.attempt(discard, None)
+    run = tracker.open_run(name, tags, params)
+    now, hours, points = time.time(), 0.0, list[MetricPoint]()
+    for part in projection.parts:  # figures at the first and the last token, with the names of a training run
+        hours += part.seconds * part.best.world / reliability.share / 3600
+        values = part_metrics(part, reliability.share)
+        for position in (part.segment.start, part.segment.end):
+            points += [MetricPoint(key, value, now, position) for key, value in values.items()]
+        points.append(MetricPoint(metrics.GPU_HOURS, hours, now, part.segment.end))
+    tracker.log_points([run], points)
+    tracker.close(run, "FINISHED")
+    return tracker.page(run)
+
+
+def part_metrics(part: ProjectedSegment, effective: float) -> dict[str, float]:
+    """Return the metrics of a training run that a prediction knows."""
+    best, step_s = part.best, part.best.time.total
+    return {
+        metrics.STEP_S: step_s,
+        metrics.TOKENS_PER_S: part.segment.batch / step_s,
+        metrics.TOKENS_PER_S_PER_DEVICE: part.segment.batch / step_s / best.world,
+        metrics.TFLOPS_PER_DEVICE: best.tflops,
+        metrics.MFU: part.mfu,
+        metrics.GOODPUT: effective,
+        metrics.DEVICE_PEAK_GIB: best.memory.total / 2**30,
+        metrics.SEQ_LEN: float(part.segment.seq_len),
+        metrics.BATCH_TOKENS: float(part.segment.batch),
+    }

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from llama3.planner.goodput import CheckpointCosts, Recovery, effective_time
-from llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scaled
-from llama3.planner.uptime import SEEDS, Spread, play
+from llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scale_trace
+from llama3.planner.uptime import SEEDS, MeanAndSpread, simulate
 from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
@@ -46,10 +46,11 @@ from tasks.launch.launchers import launcher_of
 from tasks.launch.local import rank_process
 from tasks.runs.progress import newest
 from tasks.runs.records import Runs, now
-from tasks.stages.follow import Follower
+from tasks.stages.follow import JournalTailer
 from tasks.stages.train import SILENCE, StageAttempts
 from tasks.step import Context, code_version
-from tasks.tracking.mlflow import MetricPoint, Tracker
+from tasks.tracking.factory import mlflow_of, open_tracker
+from tasks.tracking.tracker import MetricPoint
 
 # A script of failures for a training run on this machine: which rank is killed or stopped, and when.
 #
@@ -69,7 +70,7 @@ LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """What a stretch without failures measured, in seconds."""
 
     step_s: float
@@ -92,7 +93,7 @@ class Steady:
 
 
 @dataclass(frozen=True)
-class Struck:
+class FaultRunResult:
     """What came of the script."""
 
     useful_s: float
@@ -101,7 +102,7 @@ class Struck:
     """Of that checkpoint, in tokens."""
 
 
-class Script:
+class FaultInjector:
     """One performance, in a thread of its own; the supervisor sets `launch` at each attempt."""
 
     def __init__(self, work: Path) -> None:
@@ -115,16 +116,16 @@ class Script:
         self.began, self.start = 0.0, 0
         """When the first step after the last restart began (seconds since 1970), and at which position."""
 
-    def steady(self) -> Steady:
+    def steady(self) -> SteadyState:
         """Measure until enough steps and saves were seen, then restarts. Raises RuntimeError if they do not come."""
         self._until(self._enough)
         records = self.records[WARM_UP:]
         step_s = mean(record.metrics[metrics.STEP_S] for record in records)
         block_s, save_s = (self._mean(key) for key in (metrics.CHECKPOINT_S, metrics.CHECKPOINT_WRITE_S))
         restarts = [self._restart(step_s) for _ in range(STEADY_RESTARTS)]
-        return Steady(step_s, block_s, save_s, mean(restarts))
+        return SteadyState(step_s, block_s, save_s, mean(restarts))
 
-    def strike(self, trace: Trace, seconds: float) -> Struck:
+    def strike(self, trace: Trace, seconds: float) -> FaultRunResult:
         """Play `trace` on the ranks for `seconds` from the last restart on, then have the run leave."""
         for failure in trace:
             self._wait_until(self.began + failure.time_s)
@@ -137,7 +138,7 @@ class Script:
         saved = newest([str(self.work / "checkpoints")])
         kept = saved.position if saved else self.start
         mine = [r for r in self.records if self.start < r.position <= kept and r.time <= end]
-        return Struck(sum(record.metrics[metrics.STEP_S] for record in mine), kept)
+        return FaultRunResult(sum(record.metrics[metrics.STEP_S] for record in mine), kept)
 
     def leave(self) -> float:
         """Have the running attempt save and leave; return when it was over, in seconds since 1970."""
@@ -228,11 +229,11 @@ class FaultTestSettings:
         model = llama3_failures()
         factor = self.mtti_s / model.mtti_s(FLEET)
         days = self.seconds / factor / 86_400
-        return scaled(make_trace(model, FLEET, days, self.seed if seed is None else seed), factor)
+        return scale_trace(make_trace(model, FLEET, days, self.seed if seed is None else seed), factor)
 
 
 @dataclass(frozen=True)
-class ReplayResult:
+class FaultTestResult:
     """Predicted and measured effective time, as shares of wall time."""
 
     run: str
@@ -240,12 +241,12 @@ class ReplayResult:
     """Injected, times in seconds from the first step after the steady stretch."""
     attempts: int
     """Starts of the trainer: the first, three on request, and one after each failure that met a running one."""
-    steady: Steady
+    steady: SteadyState
     predicted: float
     """By the simulation, of this very trace."""
     closed_form: float | None
     """None outside the formula's range."""
-    spread: Spread
+    spread: MeanAndSpread
     """By the simulation, over other traces with the same mean time."""
     measured: float
 
@@ -259,28 +260,30 @@ class ReplayResult:
         return {**asdict(self), "error": self.error}
 
 
-def compare(run: str, settings: FaultTestSettings, steady: Steady, struck: Struck, attempts: int) -> ReplayResult:
+def compare_with_prediction(
+    run: str, settings: FaultTestSettings, steady: SteadyState, struck: FaultRunResult, attempts: int
+) -> FaultTestResult:
     """Return prediction and measurement of the run called `run`."""
     interval_s = settings.save_every_s + 1.5 * steady.step_s
     costs, recovery, trace = steady.costs, steady.recovery(settings.timeout_s), settings.trace()
 
     def share(each: Trace) -> float:
-        return play(each, settings.seconds, interval_s, costs, recovery).share
+        return simulate(each, settings.seconds, interval_s, costs, recovery).share
 
     restart_s = recovery.restart_s(llama3_failures().hang_share(FLEET), costs)
-    return ReplayResult(
+    return FaultTestResult(
         run=run,
         failures=trace,
         attempts=attempts,
         steady=steady,
         predicted=share(trace),
         closed_form=effective_time(settings.mtti_s, restart_s, interval_s, costs),
-        spread=Spread.of([share(settings.trace(seed)) for seed in SEEDS]),
+        spread=MeanAndSpread.from_shares([share(settings.trace(seed)) for seed in SEEDS]),
         measured=struck.useful_s / settings.seconds,
     )
 
 
-def replay_lines(result: ReplayResult) -> list[str]:
+def fault_test_lines(result: FaultTestResult) -> list[str]:
     """Return what was predicted and what came of it, for a console."""
     hangs = sum(failure.hangs for failure in result.failures)
     formula = f"{result.closed_form:.1%}" if result.closed_form is not None else "unknown: too many failures for it"
@@ -292,7 +295,7 @@ def replay_lines(result: ReplayResult) -> list[str]:
     ]
 
 
-Perform = Callable[[], tuple[Steady, Struck]]
+Perform = Callable[[], tuple[SteadyState, FaultRunResult]]
 STAGE = "replay"
 STEPS = 1_000_000
 """More than any replay trains; it ends by the clock."""
@@ -300,9 +303,9 @@ SHOWN_PER_S = 10
 """Steps a second that MLflow is taken to see: thinned by `STEPS`, a slow machine's replay showed no point at all."""
 
 
-def replay_failures(
+def run_fault_test(
     root: Root, run: str, cluster: Cluster, settings: FaultTestSettings, console: Console | None = None
-) -> ReplayResult:
+) -> FaultTestResult:
     """Train on the tokens of `run`, in the shape of its first stage, under the failures of `settings`; compare.
 
     Raises ValueError if the run has no tokens or the cluster is another machine, TrainingFailed if it fails to recover.
@@ -315,17 +318,22 @@ def replay_failures(
     if not settings.trace():
         raise ValueError(f"seed: {settings.seed} has no failure in {settings.seconds:g} s; take another or more time")
     tokens = _tokens(root, run)
-    context = _opened(root, replayed_recipe(Runs(root).recipe(run), settings), cluster, settings, console)
+    context = _opened(root, fault_test_recipe(Runs(root).recipe(run), settings), cluster, settings, console)
     with _closing(context):
         return _replayed(context, tokens, settings)
 
 
-def replayed_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
+def fault_test_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
     """Return a recipe with one stage, in the shape of the first of `recipe`, that saves as `settings` say."""
     span = Schedule(recipe).trained[0]
     shape = span.segments[0]
-    stage = {"name": STAGE, "for": f"{STEPS * shape.batch} tokens", "seq": shape.seq, "batch": f"{shape.batch} tokens"}
-    plain = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"start", "promote"})
+    stage = {
+        "name": STAGE,
+        "for": f"{STEPS * shape.batch} tokens",
+        "seq_len": shape.seq_len,
+        "batch": f"{shape.batch} tokens",
+    }
+    plain = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"init_from", "promote"})
     return Recipe.model_validate(
         plain
         | {
@@ -333,16 +341,16 @@ def replayed_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
             "stages": [stage | {"mix": span.stage.mix}],
             "tokens": {**plain["tokens"], "max_epochs": 1e12},
             "checkpoint": {"every": f"{settings.save_every_s} s", "keep": {"last": 2}},
-            "evaluate": {"every": "never"},
+            "evaluate": {"val_interval": "never"},
         }
     )
 
 
 def _tokens(root: Root, run: str) -> Artifact:
-    step = Runs(root).find(run).steps.get("tokenise")
+    step = Runs(root).find(run).steps.get("tokenize")
     if step is None:
-        raise ValueError(f"run {run!r} has made no tokens yet; name one that got past tokenise")
-    return open_store(root).at(step.artifact)
+        raise ValueError(f"run {run!r} has made no tokens yet; name one that got past tokenize")
+    return open_store(root).load(step.artifact)
 
 
 def _opened(
@@ -350,13 +358,13 @@ def _opened(
 ) -> Context:
     """Begin the replay's own run, in the records and in MLflow."""
     changes = {"timeout_s": settings.timeout_s, "attempts": len(settings.trace()) + STEADY_RESTARTS, "checkpoints": ""}
-    runs, tracker = Runs(root), Tracker(root, recipe.name)
+    runs, tracker = Runs(root), open_tracker(root, recipe.name, recipe.tracking)
     record = runs.begin(recipe, code_version())
     mine = cluster.model_copy(update=changes)
     context = Context(recipe, mine, open_store(root), runs, record, tracker, console or TerminalConsole(), [STAGE])
     params = {**flatten(resolved(recipe), depth=2), "replay": asdict(settings)}
     record.mlflow_run = tracker.open_run(record.name, context.tags(), params)
-    record.mlflow_experiment = tracker.experiment
+    record.mlflow_experiment = mlflow_of(tracker).experiment
     runs.save(record)
     return context
 
@@ -383,12 +391,12 @@ def _work(context: Context) -> Path:
     return context.scratch / context.record.name
 
 
-def _replayed(context: Context, tokens: Artifact, settings: FaultTestSettings) -> ReplayResult:
-    script = Script(_work(context))
+def _replayed(context: Context, tokens: Artifact, settings: FaultTestSettings) -> FaultTestResult:
+    script = FaultInjector(_work(context))
     span = Schedule(context.recipe).span(STAGE)
     job = _job(context, tokens)
 
-    def perform() -> tuple[Steady, Struck]:
+    def perform() -> tuple[SteadyState, FaultRunResult]:
         try:
             steady = script.steady()
             return steady, script.strike(settings.trace(), settings.seconds)
@@ -398,7 +406,7 @@ def _replayed(context: Context, tokens: Artifact, settings: FaultTestSettings) -
 
     steady, struck = _supervised(context, span, job, script, perform, round(settings.seconds * SHOWN_PER_S))
     attempts = len([*(context.folder / "logs" / STAGE).glob("attempt-*")])
-    result = compare(context.record.name, settings, steady, struck, attempts)
+    result = compare_with_prediction(context.record.name, settings, steady, struck, attempts)
     _publish(context, result, struck.position)
     return result
 
@@ -422,20 +430,20 @@ def _job(context: Context, tokens: Artifact) -> Path:
 
 
 def _supervised(
-    context: Context, span: StageSpan, job: Path, script: Script, perform: Perform, shown: int
-) -> tuple[Steady, Struck]:
+    context: Context, span: StageSpan, job: Path, script: FaultInjector, perform: Perform, shown: int
+) -> tuple[SteadyState, FaultRunResult]:
     """Supervise the stage as `tasks.stages.train` does while the script plays; return what it measured.
 
     `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if
     the run does not recover.
     """
-    silence_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
+    step_timeout_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
     with (
         context.console.progress(span.name, span.tokens) as line,
         ThreadPoolExecutor(1) as pool,
     ):
         launcher = launcher_of(context.cluster, launch_key(job), context.agents)
-        follower = Follower(context, runs, job.parent / "journal.jsonl", shown, line, span.end)
+        follower = JournalTailer(context, runs, job.parent / "journal.jsonl", shown, line, span.end)
         attempts = StageAttempts(context, span, launcher)
         script.processes = fitting(span, context.cluster, launcher.capacity())
         playing = pool.submit(perform)
@@ -443,7 +451,7 @@ def _supervised(
             while not script.over.is_set():
                 before = follower.position
                 script.launch = attempts.start(job)
-                outcome = follower.follow(script.launch, span.start, silence_s)
+                outcome = follower.follow(script.launch, span.start, step_timeout_s)
                 if not script.over.is_set():
                     attempts.ended(outcome, progress=follower.position > before)
         finally:
@@ -451,7 +459,7 @@ def _supervised(
         return playing.result()
 
 
-def _publish(context: Context, result: ReplayResult, position: int) -> None:
+def _publish(context: Context, result: FaultTestResult, position: int) -> None:
     """Put both sides on the replay's MLflow run, with the trace and every figure as a file."""
     values = {
         metrics.EFFECTIVE_TIME: result.measured,

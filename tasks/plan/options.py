@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llama3.planner.device_curves import Curves, in_a_step, priors
+from llama3.planner.device_curves import Curves, derate_for_step, prior_curves
 from llama3.planner.projection import StagePlacement
 from llama3.planner.topology import Fabric, fabric_names, load_fabric
 from llama3.recipe.base import read_plain
@@ -16,11 +16,11 @@ from tasks.cluster import Cluster, load_cluster
 from tasks.plan.calibrate import load_calibration
 
 
-def curves_of(fabric: Fabric, root: Root | None = None) -> Curves:
+def device_curves(fabric: Fabric, root: Root | None = None) -> Curves:
     """Return the curves of the cluster's GPUs: measured by `herd plan calibrate` under `root`, or else assumed."""
     device = fabric.accelerator
     measured = load_calibration(root, device.driver_name) if root is not None and device.driver_name else None
-    return in_a_step(measured) if measured else priors(device)
+    return derate_for_step(measured) if measured else prior_curves(device)
 
 
 def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
@@ -37,7 +37,7 @@ def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
     return everywhere, places
 
 
-def known_stages(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
+def check_stage_names(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
     """Raise ValueError for a stage that the recipe does not have."""
     known = Schedule(recipe).names
     for name in sorted(set(places) - known):
@@ -58,10 +58,10 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
     return (load_fabric(cluster.fabric, sparse) if cluster.fabric else None), cluster
 
 
-def places_of(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
+def stage_placements(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
     """Return the placement of each trained part in a run's cluster file."""
     places = {}
     for span in Schedule(recipe).trained:
-        own = cluster.at(span.stage.name, span.name)
+        own = cluster.for_stage(span.stage.name, span.name)
         places[span.name] = StagePlacement(own.processes, own.layout, own.micro_batch)
     return places

@@ -10,14 +10,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from llama3.parallel.memory import RankCoords, memory
 from llama3.planner.goodput import effective_time
-from llama3.planner.layout_search import LayoutQuery, search
-from llama3.planner.projection import step_model
+from llama3.planner.layout_search import LayoutQuery, search_layouts
+from llama3.planner.projection import fabric_step_model
 from llama3.planner.uptime import uptime
 from storage.filesystem import write_atomic
 from tasks.plan import plots
 from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, placement_lines, uptime_lines
 from tasks.plan.recipe import stage_rows
-from tasks.plan.tables import NAMES, degrees, inner, layout_words, memory_words, reasons
+from tasks.plan.tables import NAMES, format_degrees, format_layout, format_memory, format_pipeline, rejection_reasons
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
@@ -27,10 +27,10 @@ LEAST_GPUS = 16
 
 def write_page(planned: ClusterPlan, path: Path) -> None:
     """Write the page of a plan."""
-    write_atomic(path, page(planned))
+    write_atomic(path, render_plan_page(planned))
 
 
-def page(planned: ClusterPlan) -> str:
+def render_plan_page(planned: ClusterPlan) -> str:
     """Return the page of a plan as HTML text."""
     environment = Environment(
         loader=PackageLoader("tasks"),
@@ -50,23 +50,23 @@ def page(planned: ClusterPlan) -> str:
         failures=list(uptime_lines(planned)),
         seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
         names=NAMES,
-        words=memory_words(main.best, main.best.memory.total + main.best.margin),
+        words=format_memory(main.best, main.best.memory.total + main.best.margin),
         found=main.found.fitting[:LAYOUTS] if main.found else [],
-        reasons=reasons(main.found) if main.found else [],
-        degrees=degrees,
-        inner=inner,
-        layout_words=layout_words,
-        figures=figures(planned),
+        reasons=rejection_reasons(main.found) if main.found else [],
+        degrees=format_degrees,
+        inner=format_pipeline,
+        layout_words=format_layout,
+        figures=plan_figures(planned),
     )
 
 
-def figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
+def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
     """Return title, explanation and SVG of every plot."""
     projection, main = planned.projection, planned.main
     best, fabric = main.best, projection.fabric
-    model = step_model(_query(planned, best.world), fabric, projection.curves)
+    model = fabric_step_model(_query(planned, best.world), fabric, projection.curves)
     parts = model.pipeline(best.layout, best.world, best.load)
-    rank = np.array([RankCoords.of(number, best.layout).pp for number in range(best.world)])
+    rank = np.array([RankCoords.from_rank(number, best.layout).pp for number in range(best.world)])
     needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
     whole = fabric.accelerator.memory_gb * 1e9
     reliability = planned.uptimes[best.world]
@@ -110,7 +110,7 @@ def _query(planned: ClusterPlan, world: int) -> LayoutQuery:
     fabric, recipe = projection.fabric, projection.recipe
     memory_bytes, servers = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
     return LayoutQuery(
-        recipe.model, projection.rows, segment.seq, segment.batch, world, memory_bytes, servers, recipe.compute
+        recipe.model, projection.rows, segment.seq_len, segment.batch, world, memory_bytes, servers, recipe.precision
     )
 
 
@@ -122,7 +122,7 @@ def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
     world = 1 << (projection.fabric.gpus.bit_length() - 1)
     while world >= max(1, main.best.world // LEAST_GPUS):
         query = _query(planned, world)
-        fitting = search(query, step_model(query, projection.fabric, projection.curves)).fitting
+        fitting = search_layouts(query, fabric_step_model(query, projection.fabric, projection.curves)).fitting
         if fitting:
             share = uptime(
                 world, reliability.interval_s, reliability.costs, gpus_per_host=projection.fabric.server.gpus

@@ -10,10 +10,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from llama3.parallel.memory import RankMemory
-from llama3.parallel.pipeline_schedule import Times, actions, finish
+from llama3.parallel.pipeline_schedule import Times, action_end_times, actions
 from llama3.planner.layout_search import memory_parts
 from llama3.planner.placement import AxisTraffic, Placement
-from llama3.planner.projection import Projected
+from llama3.planner.projection import ProjectedSegment
 from llama3.planner.step_time import PipelineTiming
 from llama3.planner.topology import Fabric
 from tasks.plots import FAINT, INK, as_svg
@@ -92,18 +92,18 @@ def _bytes(value: float) -> str:
     return f"{value:.0f}"
 
 
-def pipeline(part: Projected, parts: PipelineTiming) -> str:
-    """Return the schedule: forward and backward passes of the ranks over time, light and dark by virtual stage."""
+def pipeline(part: ProjectedSegment, parts: PipelineTiming) -> str:
+    """Return the schedule: forward and backward passes of the ranks over time, light and dark by vpp stage."""
     layout, load = part.best.layout, part.best.load
-    contiguous = layout.contiguous or layout.pp
+    contiguous = layout.microbatch_group_size or layout.pp
     count = min(load.micro_batches, SHOWN_ROUNDS * contiguous)
-    forward = sum(parts.rank_seconds) / len(parts.rank_seconds) / layout.virtual / 3
+    forward = sum(parts.rank_seconds) / len(parts.rank_seconds) / layout.vpp / 3
     times = Times(forward, 2 * forward, forward, parts.transfer)
-    ends = finish(actions(layout.schedule, layout.pp, layout.virtual, count, layout.contiguous), times)
+    ends = action_end_times(actions(layout.schedule, layout.pp, layout.vpp, count, layout.microbatch_group_size), times)
     whole = max(ends.values())
     image = np.zeros((layout.pp, PIXELS), dtype=int)
     for action, end in ends.items():
-        begin = end - times.of(action)
+        begin = end - times.duration(action)
         tone = 1 + action.stage // layout.pp % 2 + (2 if action.kind != "F" else 0)
         image[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
     figure, axis = plt.subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1), layout="constrained")

@@ -13,11 +13,11 @@ from typing import Literal
 
 import psutil
 
-from llama3.model.flops import embedding_rows, flops_per_token
+from llama3.model.flops import flops_per_token, vocab_rows
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, RankMemory, memory
 from llama3.planner.device_curves import Curves
-from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, dealt, too_much
+from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
 from llama3.planner.network import Network
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import StepModel
@@ -25,17 +25,17 @@ from llama3.planner.topology import load_fabric
 from llama3.recipe.schedule import Schedule, Segment, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
-from llama3.train.job import Predicted
+from llama3.train.job import PredictedStepTimes
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.launch.local import visible_gpus
 from tasks.plan.calibrate import KIND, load_calibration
-from tasks.plan.options import curves_of
+from tasks.plan.options import device_curves
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMemory:
     """Memory of one process."""
 
     name: str
@@ -44,19 +44,19 @@ class Device:
     cuda: bool
 
 
-def device_of(cluster: Cluster) -> Device | None:
+def device_memory(cluster: Cluster) -> DeviceMemory | None:
     """Return what a process of `cluster` has, or None where that is not known here. Raises ValueError."""
     if cluster.fabric:
         fabric = load_fabric(cluster.fabric)
-        return Device(fabric.accelerator.name, fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE), cuda=True)
+        return DeviceMemory(fabric.accelerator.name, fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE), cuda=True)
     if cluster.launcher != "local":
         return None
     if cluster.device != "cpu" and (found := _gpu()):
         return found
-    return Device("this machine", psutil.virtual_memory().total * (1 - RESERVE) / cluster.processes, cuda=False)
+    return DeviceMemory("this machine", psutil.virtual_memory().total * (1 - RESERVE) / cluster.processes, cuda=False)
 
 
-def _gpu() -> Device | None:
+def _gpu() -> DeviceMemory | None:
     """Return the first GPU as the driver's tool describes it; torch would take a second, and start CUDA."""
     if not visible_gpus():
         return None
@@ -65,47 +65,51 @@ def _gpu() -> Device | None:
     name, _, mebibytes = listed[0].rpartition(",") if listed else ("", "", "")
     if not mebibytes.strip().isdigit():
         return None
-    return Device(name.strip(), int(mebibytes) * 2**20 * (1 - RESERVE), cuda=True)
+    return DeviceMemory(name.strip(), int(mebibytes) * 2**20 * (1 - RESERVE), cuda=True)
 
 
-def needs(recipe: Recipe, cluster: Cluster, segment: Segment, device: Device) -> RankMemory:
+def memory_needs(recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory) -> RankMemory:
     """Return the memory of the fullest process in a segment. Raises ValueError if the layout cannot be cut so."""
     return _needs(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
 
 
 def _needs(
-    recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: Device
+    recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
 ) -> RankMemory:
     load = _load(recipe, layout, processes, micro_batch, segment, device)
-    found = memory(recipe.model, embedding_rows(recipe), layout, processes, load)
+    found = memory(recipe.model, vocab_rows(recipe), layout, processes, load)
     return max(found, key=lambda need: need.total)
 
 
-def _load(recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: Device) -> Load:
-    sequences = max(1, segment.batch // (segment.seq * layout.dp(processes)))
+def _load(
+    recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
+) -> Load:
+    sequences = max(1, segment.batch // (segment.seq_len * layout.dp(processes)))
     kind: Literal["cuda", "cpu"] = "cuda" if device.cuda else "cpu"
-    return Load(segment.seq, *dealt(layout, sequences, micro_batch), recipe.compute, device=kind)
+    return Load(segment.seq_len, *split_micro_batches(layout, sequences, micro_batch), recipe.precision, device=kind)
 
 
 def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     """Return a line for each stage whose layout does not fit its devices, with what would."""
     faults = []
     for span in Schedule(recipe).trained:
-        place = cluster.at(span.stage.name, span.name)
-        device = device_of(place)
+        place = cluster.for_stage(span.stage.name, span.name)
+        device = device_memory(place)
         if device is None:
             continue
-        fullest = max(((needs(recipe, place, part, device), part) for part in span.segments), key=lambda p: p[0].total)
+        fullest = max(
+            ((memory_needs(recipe, place, part, device), part) for part in span.segments), key=lambda p: p[0].total
+        )
         if fullest[0].total > device.limit:
-            told = too_much(fullest[0], device.limit)
+            told = memory_error(fullest[0], device.limit)
             faults.append(
                 f"cluster.layout: {span.name} does not fit {device.name}: {told}; "
-                f"{remedy(recipe, place, fullest[1], device)}"
+                f"{memory_remedy(recipe, place, fullest[1], device)}"
             )
     return faults
 
 
-def remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: Device) -> str:
+def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory) -> str:
     """Return the smallest change that makes a segment fit: micro-batch, then recomputation and ZeRO, then more of both.
 
     In words: which fields to write.
@@ -126,47 +130,47 @@ def remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: Device) -
     return "no micro-batch, ZeRO level or recomputation helps; take more processes, or herd plan --cluster to find some"
 
 
-def predict(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> Predicted | None:
+def predict_step_times(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> PredictedStepTimes | None:
     """Return what is predicted of a stage on `cluster`, which is the stage's own; None where nothing is known."""
-    device = device_of(cluster)
+    device = device_memory(cluster)
     if device is None:
         return None
     model = _step_model(root, recipe, cluster)
-    found = {segment.seq: _of_segment(recipe, cluster, segment, device, model) for segment in span.segments}
-    return Predicted(processes=cluster.processes, by_seq=found)
+    found = {segment.seq_len: _of_segment(recipe, cluster, segment, device, model) for segment in span.segments}
+    return PredictedStepTimes(processes=cluster.processes, by_seq=found)
 
 
 def _of_segment(
-    recipe: Recipe, cluster: Cluster, segment: Segment, device: Device, model: StepModel | None
+    recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory, model: StepModel | None
 ) -> dict[str, float]:
-    need = needs(recipe, cluster, segment, device)
+    need = memory_needs(recipe, cluster, segment, device)
     told = {metrics.PLANNED_GIB: need.total / 2**30}
     if model is not None:
         load = _load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
         step_s = model.predict(cluster.layout, cluster.processes, load).total
-        flops = flops_per_token(recipe.model, embedding_rows(recipe), segment.seq).causal * segment.batch
+        flops = flops_per_token(recipe.model, vocab_rows(recipe), segment.seq_len).causal * segment.batch
         told |= {metrics.PLANNED_STEP_S: step_s, metrics.PLANNED_TFLOPS: flops / cluster.processes / step_s / 1e12}
     return told
 
 
 def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | None:
     """Return the model of steps on a described cluster, or on this machine if it was measured and works alone."""
-    rows = embedding_rows(recipe)
+    rows = vocab_rows(recipe)
     if cluster.fabric:
         fabric = load_fabric(cluster.fabric)
         network = Network(fabric, bandwidth_share(fabric))
-        return StepModel(recipe.model, rows, network, curves_of(fabric, root))
-    curves = measured_here(root, cluster.device) if cluster.processes == 1 and cluster.launcher == "local" else None
+        return StepModel(recipe.model, rows, network, device_curves(fabric, root))
+    curves = local_calibration(root, cluster.device) if cluster.processes == 1 and cluster.launcher == "local" else None
     if curves is None:
         return None  # between processes of this machine nobody measured anything
     return StepModel(recipe.model, rows, Network(load_fabric("roce-24k")), curves)  # one process sends nothing
 
 
-def measured_here(root: Root, device: str = "auto") -> Curves | None:
+def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     """Return the newest calibration of this machine's device, or None; `device`: auto, cpu or cuda."""
     if not open_store(root).all(KIND):  # most roots: then nobody waits for torch, which names the device
         return None
-    from llama3.planner.calibrate import device_at_hand
+    from llama3.planner.calibrate import resolve_device
     from llama3.train.peak_flops import device_name
 
-    return load_calibration(root, device_name(device_at_hand(device)))
+    return load_calibration(root, device_name(resolve_device(device)))

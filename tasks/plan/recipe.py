@@ -13,10 +13,9 @@ from rich.table import Table
 
 from llama3.data.readers.sources import DomainSurvey
 from llama3.evaluate.policy import check_evaluation
-from llama3.model.flops import embedding_rows, flops_per_token, parameter_count
-from llama3.parallel.check_layout import memory_line
+from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, memory
+from llama3.parallel.memory import Load, memory, memory_line
 from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.lint import lint, placeholders
 from llama3.recipe.schedule import Schedule, StageSpan
@@ -45,14 +44,14 @@ class RunPlan:
     def flops(self) -> tuple[float, float]:
         """Return the run's FLOPs as 6N per token, and with causal attention counted."""
         model, parts = self.recipe.model, [part for span in self.schedule.trained for part in span.segments]
-        pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq)) for part in parts]
+        pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq_len)) for part in parts]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
 def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> RunPlan:
     """Return the plan of `recipe`, given what a survey found in its sources and which tasks lack their data."""
-    rows = embedding_rows(recipe)
-    short = [fault for found in sources if (fault := shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
+    rows = vocab_rows(recipe)
+    short = [fault for found in sources if (fault := data_shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     return RunPlan(recipe, Schedule(recipe), rows, [*placeholders(recipe), *lint(recipe), *short, *lacking], sources)
 
@@ -67,16 +66,16 @@ def survey_evaluation(recipe: Recipe) -> list[str]:
 
 def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
     """Return how many tokens the whole run trains on: of the source that stands apart as `name`, or of all others."""
-    apart = recipe.apart
+    apart = recipe.named_sources
 
     def share(span: StageSpan) -> Fraction:
-        added = {one: Fraction(of_one) for one, of_one in span.stage.add.items() if apart[one] == domain}
+        added = {one: Fraction(of_one) for one, of_one in span.stage.extra_sources.items() if apart[one] == domain}
         return added.get(name, Fraction(0)) if name else span.shares.get(domain, Fraction(0)) - sum(added.values())
 
     return round(sum(span.tokens * share(span) for span in Schedule(recipe).spans))
 
 
-def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
+def data_shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
     """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
     needed, once = tokens_needed(recipe, found.domain, found.name), found.bytes * tokens_per_byte
     if needed <= once * recipe.tokens.max_epochs or not found.complete:
@@ -88,7 +87,7 @@ def shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str
     )
 
 
-HEADERS = ("stage", "from", "tokens", "steps", "seq", "batch", "lr", "mix")
+HEADERS = ("stage", "from", "tokens", "steps", "seq_len", "batch", "lr", "mix")
 
 
 def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:
@@ -109,17 +108,17 @@ def stage_table(plan: RunPlan) -> Table:
 def _row(plan: RunPlan, span: StageSpan) -> tuple[str, ...]:
     schedule = plan.schedule
     lengths = span.stage.lengths
-    seq = str(lengths[0]) if len(lengths) == 1 else f"{Tokens(lengths[0])}..{Tokens(lengths[-1])}"
+    seq_len = str(lengths[0]) if len(lengths) == 1 else f"{Tokens(lengths[0])}..{Tokens(lengths[-1])}"
     last = span.segments[-1]
     first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
     shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
-    shares += "".join(f" with {share} {name}" for name, share in span.stage.add.items())
+    shares += "".join(f" with {share} {name}" for name, share in span.stage.extra_sources.items())
     return (
         span.name,
         tokens(span.start),
         tokens(span.tokens),
         f"{span.steps:,}",
-        seq,
+        seq_len,
         str(Tokens(last.batch)),
         f"{_rate(first_rate)} > {_rate(last_rate)}" if span in schedule.spans[schedule.given :] else "not trained",
         shares,
@@ -140,9 +139,9 @@ def summary_lines(plan: RunPlan) -> list[str]:
         f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
-    if plan.recipe.start is not None:
+    if plan.recipe.init_from is not None:
         trained = plan.schedule.tokens - plan.schedule.trained[0].start
-        lines.append(f"start    from {plan.recipe.start.origin}; {tokens(trained)} tokens are trained here")
+        lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
         lines.append(f"source   {found.title}: {_found(found)}")
     return lines
@@ -159,19 +158,19 @@ def _found(found: DomainSurvey) -> str:
 
 def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
     """Return what the fullest process needs at each sequence length, with the largest batch of that length."""
-    batches = {part.seq: part.batch for part in sorted(plan.schedule.segments, key=lambda part: part.batch)}
+    batches = {part.seq_len: part.batch for part in sorted(plan.schedule.segments, key=lambda part: part.batch)}
     lines = []
-    for seq, batch in sorted(batches.items()):
-        count = max(1, batch // (seq * layout.dp(processes) * micro_batch))
-        load = Load(seq, micro_batch, count, plan.recipe.compute)
+    for seq_len, batch in sorted(batches.items()):
+        count = max(1, batch // (seq_len * layout.dp(processes) * micro_batch))
+        load = Load(seq_len, micro_batch, count, plan.recipe.precision)
         needs = memory(plan.recipe.model, plan.rows, layout, processes, load)
-        lines.append(f"memory   {memory_line(max(needs, key=lambda need: need.total))} (sequences of {seq:,})")
+        lines.append(f"memory   {memory_line(max(needs, key=lambda need: need.total))} (sequences of {seq_len:,})")
     return lines
 
 
 def plan_markdown(plan: RunPlan) -> str:
     """Return the plan as markdown, for Prefect's page of the run."""
-    head = "| stage | from | tokens | steps | seq | batch | lr | mix |\n|---|---|---|---|---|---|---|---|"
+    head = "| stage | from | tokens | steps | seq_len | batch | lr | mix |\n|---|---|---|---|---|---|---|---|"
     rows = ["| " + " | ".join(row) + " |" for row in stage_rows(plan)]
     facts = [f"- {line}" for line in summary_lines(plan)]
     warnings = [f"- warning: {warning}" for warning in plan.warnings]

@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama3.parallel.layout import Layout
-from llama3.planner.collectives import ALL, choose, contiguous, crossover, seconds
+from llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
 from llama3.planner.hardware import PRESETS
-from llama3.planner.layout_search import Candidate, Rejected, SearchResult, too_much
-from llama3.planner.projection import Projected, Projection
-from llama3.planner.routing import RING, RoutedJob, ring_share, slowdown, zone
+from llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_error
+from llama3.planner.projection import ProjectedSegment, Projection
+from llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
 from llama3.planner.topology import Fabric, Routing
 from llama3.planner.validation.anchor import Anchor
 from llama3.recipe.units import Tokens
@@ -59,7 +59,7 @@ def plain_table(*headers: str, left: Sequence[str] = ()) -> Table:
     return table
 
 
-def layout_words(layout: Layout) -> str:
+def format_layout(layout: Layout) -> str:
     """Return ZeRO-3 and recomputation, where a layout has them."""
     zero = f"Z{layout.zero}" if layout.zero != 2 else ""
     return f"{zero} {layout.recompute if layout.recompute != 'none' else ''}".strip()
@@ -68,37 +68,37 @@ def layout_words(layout: Layout) -> str:
 def stages_table(projection: Projection) -> Table:
     """Return a row per segment: its layout, memory, step and days without interruptions."""
     table = plain_table(
-        "stage", "seq", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", "days", "", left=("stage", "")
+        "stage", "seq_len", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", "days", "", left=("stage", "")
     )
     for part in projection.parts:
         best = part.best
         table.add_row(
             part.stage,
-            str(Tokens(part.segment.seq)),
+            str(Tokens(part.segment.seq_len)),
             f"{best.world:,}",
-            degrees(best.layout, best.dp),
-            inner(best),
+            format_degrees(best.layout, best.dp),
+            format_pipeline(best),
             f"{best.memory.total / 1e9:.1f}",
             f"{best.time.total:.2f}",
             f"{best.tflops:.0f}",
             f"{part.seconds / 86_400:.2f}",
-            layout_words(best.layout),
+            format_layout(best.layout),
         )
     return table
 
 
-def degrees(layout: Layout, dp: int) -> str:
+def format_degrees(layout: Layout, dp: int) -> str:
     """Return a layout's degrees of parallelism, the innermost first."""
     return f"{layout.tp}·{layout.cp}·{layout.pp}·{dp}"
 
 
-def inner(one: Candidate) -> str:
+def format_pipeline(one: Candidate) -> str:
     """Return virtual stages, micro-batches in a row, and sequences of a micro-batch."""
     layout = one.layout
-    return f"{layout.virtual}·{layout.contiguous or layout.pp}·{one.load.micro_batch}"
+    return f"{layout.vpp}·{layout.microbatch_group_size or layout.pp}·{one.load.micro_batch}"
 
 
-def time_table(part: Projected) -> Table:
+def time_table(part: ProjectedSegment) -> Table:
     """Return the components of a step, the largest first."""
     table = plain_table("", "ms", "share", "bar", left=("", "bar"))
     table.columns[3].header = ""
@@ -116,18 +116,18 @@ def best_table(found: SearchResult, most: int) -> Table:
     for number, candidate in enumerate(found.fitting[:most], 1):
         table.add_row(
             str(number),
-            degrees(candidate.layout, candidate.dp),
-            inner(candidate),
+            format_degrees(candidate.layout, candidate.dp),
+            format_pipeline(candidate),
             f"{candidate.time.total:.2f}",
             f"{candidate.time.total / found.fitting[0].time.total - 1:+.1%}",
             f"{candidate.memory.total / 1e9:.1f}",
             f"{candidate.margin / 1e9:.1f}",
-            layout_words(candidate.layout),
+            format_layout(candidate.layout),
         )
     return table
 
 
-class Reason(NamedTuple):
+class RejectionReason(NamedTuple):
     """A reason for which layouts were rejected."""
 
     layouts: int
@@ -136,7 +136,7 @@ class Reason(NamedTuple):
     """A layout, with its figures."""
 
 
-def reasons(found: SearchResult) -> list[Reason]:
+def rejection_reasons(found: SearchResult) -> list[RejectionReason]:
     """Return why layouts were rejected, the most common reason first; the example lacks least memory."""
     groups: dict[str, list[Rejected]] = defaultdict(list)
     for rejected in found.rejected:
@@ -145,26 +145,26 @@ def reasons(found: SearchResult) -> list[Reason]:
     for field, group in sorted(groups.items(), key=lambda pair: -len(pair[1])):
         example = min(group, key=lambda rejected: rejected.needs)
         layout, why = example.layout, example.why.splitlines()[0].split(": ", 1)[-1]
-        text = f"TP {layout.tp} CP {layout.cp} PP {layout.pp} V {layout.virtual}: {why}"
-        summary.append(Reason(len(group), field, text))
+        text = f"TP {layout.tp} CP {layout.cp} PP {layout.pp} V {layout.vpp}: {why}"
+        summary.append(RejectionReason(len(group), field, text))
     return summary
 
 
-def refused_table(found: SearchResult) -> Table:
+def rejected_table(found: SearchResult) -> Table:
     """Return how many layouts were rejected for each reason, with an example."""
     table = plain_table("refused", "because of", "for example", left=("because of", "for example"))
     table.columns[2].no_wrap, table.columns[2].overflow = False, "fold"
-    for reason in reasons(found):
+    for reason in rejection_reasons(found):
         table.add_row(f"{reason.layouts:,}", reason.field, reason.example)
     return table
 
 
-def memory_words(one: Candidate, limit: float) -> str:
+def format_memory(one: Candidate, limit: float) -> str:
     """Return the memory of the fullest GPU by component."""
-    return too_much(one.memory, limit)
+    return memory_error(one.memory, limit)
 
 
-def as_json(projection: Projection, most: int) -> dict[str, Any]:
+def projection_json(projection: Projection, most: int) -> dict[str, Any]:
     """Return everything in the tables, and the reason of every rejected layout."""
     stages = [part_json(part, most) for part in projection.parts]
     return {
@@ -175,7 +175,7 @@ def as_json(projection: Projection, most: int) -> dict[str, Any]:
     }
 
 
-def part_json(part: Projected, most: int) -> dict[str, Any]:
+def part_json(part: ProjectedSegment, most: int) -> dict[str, Any]:
     """Return one segment's figures."""
     refused = defaultdict(list)
     for rejected in part.found.rejected if part.found else ():
@@ -184,7 +184,7 @@ def part_json(part: Projected, most: int) -> dict[str, Any]:
     best = [candidate_json(candidate) for candidate in part.found.fitting[:most]] if part.found else []
     return {
         "stage": part.stage,
-        "seq": part.segment.seq,
+        "seq_len": part.segment.seq_len,
         "batch": part.segment.batch,
         "steps": part.segment.steps,
         "mfu": part.mfu,
@@ -248,14 +248,17 @@ def network_facts(fabric: Fabric) -> dict[str, Any]:
     for ranks in (8, 64, 256, 1_024, 4_096, 16_384):
         if ranks > fabric.gpus:
             continue
-        group = contiguous(ranks, layers)
-        best = {str(size): choose("all-reduce", size, group, layers, ALL) for size in SIZES}
-        every = {str(size): {name: seconds("all-reduce", size, group, layers, name) for name in ALL} for size in SIZES}
+        group = contiguous_group(ranks, layers)
+        best = {str(size): fastest_algorithm("all-reduce", size, group, layers, ALL) for size in SIZES}
+        every = {
+            str(size): {name: collective_seconds("all-reduce", size, group, layers, name) for name in ALL}
+            for size in SIZES
+        }
         collectives.append({"ranks": ranks, "best": best, "seconds": every})
         crossovers.append({"ranks": ranks, "bytes": crossover("all-reduce", group, layers)})
     routings = []
     for routing, flows in ROUTINGS if len(fabric.tiers) > 1 else ():
-        clos = zone(fabric, RING)
+        clos = make_zone(fabric, RING)
         job = RoutedJob(clos, routing, flows, replica=clos.cards)
         whole = slowdown(job)
         routings.append(
@@ -279,7 +282,7 @@ def _size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-# `herd plan verify` and `herd plan show`
+# `herd plan validate` and `herd plan presets`
 
 
 def verify_table(rows: Sequence[Anchor]) -> Table:
@@ -294,8 +297,8 @@ def verify_table(rows: Sequence[Anchor]) -> Table:
             table.add_row(
                 number if index == 0 else "",
                 f"[dim]{what}[/]" if anchor.ablation else what,
-                f"{figure(anchor.predicted)} {anchor.unit}".rstrip(),
-                "" if anchor.published is None else figure(anchor.published),
+                f"{format_figure(anchor.predicted)} {anchor.unit}".rstrip(),
+                "" if anchor.published is None else format_figure(anchor.published),
                 "" if anchor.error is None else f"{anchor.error:+.1%}",
                 escape(anchor.target),
                 f"[{COLORS.get(anchor.verdict, 'bold red')}]{anchor.verdict}[/]",
@@ -315,7 +318,7 @@ def verdict_line(rows: Sequence[Anchor]) -> str:
     return f"[bold red]{total}: {len(wrong)} are not as they must be: {', '.join(sorted({w.number for w in wrong}))}[/]"
 
 
-def figure(value: float) -> str:
+def format_figure(value: float) -> str:
     """Return a number with four significant digits."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.4g}"

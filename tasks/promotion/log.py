@@ -1,8 +1,7 @@
-"""The promotion log of a family: its records, who holds which alias by them, and the files that keep them.
+"""The promotion log of a family: append-only, signed records, and the aliases that follow from them.
 
-Everything above `PromotionLog` is a pure function of the records, oldest first. A rolled-back promotion is removed from
-the alias history, so a second rollback moves further back. A person's approval or override is one more row of the
-gate's table; the gate's own decision stays as it was made, with the evidence that replays it.
+Functions of `Log` are pure: they read the records, oldest first. `PromotionLog` keeps the records as files and appends
+by compare-and-append, so that concurrent promotions never overwrite each other. MLflow only shows what the log says.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,35 +19,35 @@ from rich.table import Table
 
 from llama3.evaluate.gate import Decision, Evidence, GateRow
 from llama3.recipe.units import tokens
-from storage.digests import READERS, digest_json, each
+from storage.digests import READERS, digest_json, parallel_map
 from storage.root import Root
-from storage.signing import distrust, signed
+from storage.signing import sign, signature_error
 
 PROMOTED: Literal["promoted"] = "promoted"
-REFUSED: Literal["refused"] = "refused"
-WAITS: Literal["waits for approval"] = "waits for approval"
+REJECTED: Literal["rejected"] = "rejected"
+PENDING_APPROVAL: Literal["pending_approval"] = "pending_approval"
 ROLLED_BACK: Literal["rolled back"] = "rolled back"
-Kind = Literal["promoted", "refused", "waits for approval", "rolled back"]
+Kind = Literal["promoted", "rejected", "pending_approval", "rolled back"]
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 CHALLENGER = "challenger"
 """Alias of a model that passed the gate and waits for a person."""
 ALIASES = frozenset({CANDIDATE, CHALLENGER, CHAMPION, PREVIOUS})
-"""Those that only the log decides on; a recipe may name one more (`promote.to`)."""
+"""Aliases that only the log gives; a recipe may name one more (`promote.to`)."""
 APPROVAL, OVERRIDE = "approval/person", "approval/override"
-"""Rows of the gate's table for what a person decided."""
+"""Rows of the gate's table for a person's decision."""
 
 
 class Promotion(BaseModel):
-    """One record: what was decided about one model."""
+    """One record: the decision on one model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     n: int = 0
-    """Place in the log, from 1; given when it is appended."""
+    """Number in the log, from 1; set by `PromotionLog.append`."""
     previous: str = ""
     """SHA-256 of the document before; empty in the first."""
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells this record from any other that wants the same place."""
+    """Unique, so that two processes that append record `n` at once can tell whose it is."""
     time: str
     """ISO 8601, UTC."""
     kind: Kind
@@ -62,13 +61,13 @@ class Promotion(BaseModel):
     alias: str
     """What the model is, or would have been, promoted to."""
     champion: str = ""
-    """Label of the checkpoint that held the alias: judged against, or rolled back from. Empty: none did."""
+    """Label of the checkpoint that held the alias: compared with, or rolled back from. Empty: none did."""
     against: int = 0
-    """Place of the newest record when this was decided."""
+    """Number of the newest record when this was decided."""
     gate: Decision | None = None
-    """As the gate made it; None in a rollback, on which no gate decides."""
+    """The gate's own decision; None in a rollback, which has no gate."""
     evidence: Evidence | None = None
-    """What the gate saw: `evidence.decide()` is `gate`."""
+    """Inputs of the gate: `evidence.decide()` is `gate`."""
     asked: bool = False
     """Whether the recipe wants a person's approval of what passes the gate."""
     override: str = ""
@@ -85,88 +84,93 @@ class Promotion(BaseModel):
         rows = self.gate.rows if self.gate else ()
         return Decision(accepted=self.kind in (PROMOTED, ROLLED_BACK), rows=(*rows, *self._person()))
 
+    def _person(self) -> list[GateRow]:
+        """Return the row of the person who was asked, or who decided against the gate."""
+        by = f" by {self.by or 'somebody'} at {self.time}"
+        metric, rule, passed = APPROVAL, "a person approves", self.kind == PROMOTED
+        if self.override:
+            metric, rule, passed = OVERRIDE, "a person may decide against the gate", True
+            reason = f"overridden{by}: {self.override}"
+        elif not self.asked or self.gate is None or not self.gate.accepted:
+            return []
+        elif self.kind == PENDING_APPROVAL:
+            reason = "waits for approval by a person"
+        else:
+            reason = f"{'approved' if passed else 'refused'}{by}{f': {self.comment}' if self.comment else ''}"
+        return [GateRow(metric=metric, rule=rule, passed=passed, reason=reason)]
+
     @property
     def tags(self) -> dict[str, str]:
-        """What the registered version says of the decision."""
-        rows = {f"gate.{row.metric}".replace("/", "."): _told(row) for row in self.decision.rows}
+        """The decision as tags of the registered version."""
+        rows = {
+            f"gate.{row.metric}".replace("/", "."): row.reason if row.checked else f"{row.verdict}: {row.reason}"
+            for row in self.decision.rows
+        }
         return {"verdict": self.kind, **rows}
 
     @property
     def why(self) -> str:
         """The reason in a line."""
-        refusals = "; ".join(self.decision.refusals) if self.kind == REFUSED else ""
+        refusals = "; ".join(self.decision.refusals) if self.kind == REJECTED else ""
         return "; ".join(text for text in (self.override, self.comment, refusals) if text)
 
     def decided(self, approved: bool, by: str, comment: str, time: str, head: int) -> Promotion:
-        """Return the record of what a person decided on a model that waits."""
+        """Return the record of a person's decision on a model that waits; `head` is the newest record's number."""
         fresh = {"n": 0, "previous": "", "id": uuid.uuid4().hex, "against": head}
-        said = {"kind": PROMOTED if approved else REFUSED, "by": by, "comment": comment, "time": time}
-        return self.model_copy(update={**fresh, **said})
-
-    def _person(self) -> list[GateRow]:
-        """Return the row of the person who was asked, or who decided against the gate."""
-        said = f" by {self.by or 'somebody'} at {self.time}"
-        if self.override:
-            return [_row(OVERRIDE, "a person may decide against the gate", True, f"overridden{said}: {self.override}")]
-        if not self.asked or self.gate is None or not self.gate.accepted:
-            return []
-        if self.kind == WAITS:
-            return [_row(APPROVAL, "a person approves", False, "waits for approval by a person")]
-        comment = f": {self.comment}" if self.comment else ""
-        word = "approved" if self.kind == PROMOTED else "refused"
-        return [_row(APPROVAL, "a person approves", self.kind == PROMOTED, f"{word}{said}{comment}")]
+        answer = {"kind": PROMOTED if approved else REJECTED, "by": by, "comment": comment, "time": time}
+        return self.model_copy(update={**fresh, **answer})
 
 
 Log = Sequence[Promotion]
 """Records of one family, oldest first."""
 
 
-def changes(log: Log, alias: str) -> list[Promotion]:
+def alias_changes(log: Log, alias: str) -> list[Promotion]:
     """Return the records that gave `alias` to a model; the last names the holder."""
-    return [record for record in log if _changes(record, alias)]
+    return [record for record in log if record.alias == alias and record.kind in (PROMOTED, ROLLED_BACK)]
 
 
-def reigns(log: Log, alias: str) -> list[Promotion]:
-    """Return the records by which models hold, or held, `alias`, the holder's last; those rolled back from left out."""
-    pile: list[Promotion] = []
-    for record in changes(log, alias):
-        labels = [reign.artifact for reign in pile]
+def alias_history(log: Log, alias: str) -> list[Promotion]:
+    """Return the records by which models hold, or held, `alias`, the holder's last.
+
+    A promotion that was rolled back is removed, so that a second rollback goes further back.
+    """
+    history: list[Promotion] = []
+    for record in alias_changes(log, alias):
+        labels = [reign.artifact for reign in history]
         if record.kind == ROLLED_BACK and record.artifact in labels:
-            del pile[len(labels) - 1 - labels[::-1].index(record.artifact) :]
+            del history[len(labels) - 1 - labels[::-1].index(record.artifact) :]
         elif labels[-1:] == [record.artifact]:
-            pile.pop()
-        pile.append(record)
-    return pile
+            history.pop()
+        history.append(record)
+    return history
 
 
-def holder(log: Log, alias: str) -> str:
-    """Return the label of the model that holds `alias`, empty if none does."""
-    return holders(log).get(alias, "")
-
-
-def reigning(log: Log, alias: str) -> str:
+def current_label(log: Log, alias: str) -> str:
     """Return the label of the model to which `alias` was promoted (or rolled back) last, empty if none was."""
-    moved = (record for record in reversed(log) if _changes(record, alias))
-    return next((record.artifact for record in moved), "")
+    moves = alias_changes(log, alias)
+    return moves[-1].artifact if moves else ""
 
 
-def holders(log: Log) -> dict[str, str]:
+def current_aliases(log: Log) -> dict[str, str]:
     """Return alias -> label of the model that holds it.
 
     Besides what was promoted to: `candidate`, judged last; `challenger`, waits; `previous`, champion before.
     """
-    held = {alias: reigning(log, alias) for alias in {record.alias for record in log}}
-    held = {alias: label for alias, label in held.items() if label and alias not in ALIASES - {CHAMPION, CHALLENGER}}
-    if judgements := judged(log):
-        held[CANDIDATE] = judgements[-1].artifact
-    if len(champions := reigns(log, CHAMPION)) > 1:
-        held[PREVIOUS] = champions[-2].artifact
-    if waiting := [record for record in {record.run: record for record in judgements}.values() if record.kind == WAITS]:
-        held[CHALLENGER] = max(waiting, key=lambda record: record.n).artifact
-    return held
+    promoted = {alias: current_label(log, alias) for alias in {record.alias for record in log} - {CANDIDATE, PREVIOUS}}
+    labels = {alias: label for alias, label in promoted.items() if label}
+    if decisions := gate_decisions(log):
+        labels[CANDIDATE] = decisions[-1].artifact
+    if len(champions := alias_history(log, CHAMPION)) > 1:
+        labels[PREVIOUS] = champions[-2].artifact
+    if waiting := [
+        record for record in {record.run: record for record in decisions}.values() if record.kind == PENDING_APPROVAL
+    ]:
+        labels[CHALLENGER] = max(waiting, key=lambda record: record.n).artifact
+    return labels
 
 
-def judged(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
+def gate_decisions(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
     """Return the judgements on models (on those of `run`, on `artifact`): every record but rollbacks."""
     return [
         record
@@ -176,24 +180,28 @@ def judged(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
 
 
 def version_tags(log: Log, label: str) -> dict[str, str]:
-    """Return what the registered version of the model `label` says of itself: the evidence that promoted it.
+    """Return the tags of the registered version of the model `label`: the evidence that promoted it.
 
-    A judgement after that does not touch it and is told in a tag of its own. Of a model that was never promoted it is
-    the newest judgement.
+    Of a model that was never promoted, the newest judgement. A judgement after the promotion gets its own tag.
     """
-    decisions, promoted = judged(log, artifact=label), _promoted(log, label)
-    moved = [record for record in log if record.kind == ROLLED_BACK and label in (record.artifact, record.champion)]
+    decisions, promoted = gate_decisions(log, artifact=label), _promoted(log, label)
     tags = dict((promoted or decisions)[-1].tags) if decisions else {}
     if promoted and decisions[-1] is not promoted[-1]:
         last = decisions[-1]
         against = "itself" if last.champion == label else last.champion or "no champion"
         tags["judged_again"] = f"{last.kind} for {last.run} at {last.time}, against {against}; log number {last.n}"
-    return {**tags, "rollback": _rollback(moved[-1])} if moved else tags
+    if moved := [
+        record for record in log if record.kind == ROLLED_BACK and label in (record.artifact, record.champion)
+    ]:
+        last = moved[-1]
+        comment = f": {last.comment}" if last.comment else ""
+        tags["rollback"] = f"{last.alias} from {last.champion} to {last.artifact} by {last.by} at {last.time}{comment}"
+    return tags
 
 
 def version_description(log: Log, label: str) -> str:
     """Return in a line what decided on the model `label`: `promoted: run tiny-1, 98.3K tokens, eval/bpb 4.127`."""
-    decisions = _promoted(log, label) or judged(log, artifact=label)
+    decisions = _promoted(log, label) or gate_decisions(log, artifact=label)
     if not decisions:
         return ""
     last = decisions[-1]
@@ -204,100 +212,93 @@ def version_description(log: Log, label: str) -> str:
 
 def _promoted(log: Log, label: str) -> list[Promotion]:
     """Return the records that promoted the model `label`: in another's place, or confirmed by a person."""
-    found = [one for one in judged(log, artifact=label) if one.kind == PROMOTED]
-    return [one for one in found if one.champion != label or one.asked or one.override]
+    promotions = [record for record in gate_decisions(log, artifact=label) if record.kind == PROMOTED]
+    return [record for record in promotions if record.champion != label or record.asked or record.override]
 
 
 def decided(record: Promotion, shown: bool) -> str:
-    """Return in a line what was decided, and whether MLflow (`shown`) knows it."""
-    said = {
+    """Return the decision in a line, and whether MLflow shows it (`shown`)."""
+    text = {
         PROMOTED: f"{record.run}: promoted, {record.artifact} is the {record.alias}",
-        REFUSED: f"{record.run}: refused, {record.artifact} stays a candidate",
-        WAITS: f"{record.run}: waits for approval",
+        REJECTED: f"{record.run}: rejected, {record.artifact} stays a candidate",
+        PENDING_APPROVAL: f"{record.run}: pending approval",
         ROLLED_BACK: f"{record.family}@{record.alias}: rolled back from {record.champion} to {record.artifact}",
     }[record.kind]
-    return said if shown else f"{said}; MLflow does not show it yet: the flow reconcile sends it when it answers"
+    return text if shown else f"{text}; MLflow does not show it yet: the flow reconcile sends it when it answers"
 
 
-def _changes(record: Promotion, alias: str) -> bool:
-    return record.alias == alias and record.kind in (PROMOTED, ROLLED_BACK)
-
-
-def _rollback(record: Promotion) -> str:
-    comment = f": {record.comment}" if record.comment else ""
-    return f"{record.alias} from {record.champion} to {record.artifact} by {record.by} at {record.time}{comment}"
-
-
-def _told(row: GateRow) -> str:
-    return row.reason if row.checked else f"{row.verdict}: {row.reason}"
-
-
-def _row(metric: str, rule: str, passed: bool, reason: str) -> GateRow:
-    return GateRow(
-        metric=metric, rule=rule, candidate=None, champion=None, threshold=None, passed=passed, reason=reason
-    )
-
-
-# `promotions/<family>/<n>.json`, each record written once. It is the only truth about the champion; MLflow shows it. A
-# record is added by a conditional write (`Root.create`): of several promoters that decided against one head one wins,
-# the others read the new record and decide again. Each record holds the digest of the one before it, so a changed or
-# missing record is found; the loss of the newest is not. With a key (storage/signing.py) the newest record must be
-# signed.
+# `promotions/<family>/<n>.json`, each record written once. Each holds the digest of the one before it, so a changed or
+# missing record is found; the loss of the newest is not. With a key (storage/signing.py) the newest must be signed.
 
 FOLDER, KIND = "promotions", "promotion"
 _DOCUMENT = re.compile(r"(\d{8})\.json")
-Write = Callable[[Log], Promotion]
-"""Decides by the records so far. Asked again after each lost race, so what it takes long to find out it must keep."""
+_REMEDY = "restore the folder of the log from a copy"
+
+
+class HeadMoved(RuntimeError):
+    """Another record was appended since the decision was made: refresh the log and decide again."""
 
 
 class PromotionLog:
-    """The records of one family as they were read, to which one can be added."""
+    """The records of one family, as read, to which one can be appended."""
 
     def __init__(self, root: Root, family: str, trusted: bool = True) -> None:
         """Read every record. Raises ValueError if one is damaged or missing, or no trusted key signed the newest.
 
-        Without `trusted` nobody need have signed it.
+        `trusted=False` skips the check of the signature.
         """
         self.root, self.family, self.trusted = root, family, trusted
         self.records: list[Promotion] = []
-        self._head, self._text = "", b""
+        self.head, self._text = "", b""
+        """SHA-256 of the newest document, empty before the first; and the document."""
         names = root.names(FOLDER, family)
-        listed = max((int(found[1]) for name in names if (found := _DOCUMENT.fullmatch(name))), default=0)
-        for number, text in enumerate(each(self._read, range(1, listed + 1), READERS), start=1):
+        listed = max((int(match[1]) for name in names if (match := _DOCUMENT.fullmatch(name))), default=0)
+        for number, text in enumerate(parallel_map(self._read, range(1, listed + 1), READERS), start=1):
             if text is None:
-                raise ValueError(f"{self._place(number)}: is missing from the promotion log; {_REMEDY}")
+                raise ValueError(f"{self._path(number)}: is missing from the promotion log; {_REMEDY}")
             self._take(text)
         self.refresh()  # listings may lag
 
-    def sign(self) -> None:
-        """Sign the newest record, in a file beside it: records themselves are never changed."""
-        self.root.write(signed(KIND, self._head), FOLDER, self.family, f"{len(self.records):08}.signature")
+    def append(self, record: Promotion, expected_head: str) -> Promotion:
+        """Append `record`, decided when the log's head was `expected_head`; return it numbered, chained and signed.
 
-    def append(self, write: Write) -> Promotion:
-        """Add the record that `write` decides on, by the records as they are when it takes its place; return it.
-
-        What `write` raises passes through, with nothing added. Raises OSError if storage does not answer.
+        Raises HeadMoved, with nothing written, if another record came first, and OSError if storage does not answer.
         """
-        while True:
-            self.refresh()
-            number = len(self.records) + 1
-            record = write(self.records).model_copy(update={"n": number, "previous": self._head})
-            text = _signed(record).model_dump_json(indent=1).encode()
-            if self.root.create(text, FOLDER, self.family, _name(number)):
-                if self._read(number) != text:
-                    raise OSError(f"{self._place(number)}: holds other bytes than were written; {_REMEDY}")
-                self._take(text)
-                return self.records[-1]
+        number = len(self.records) + 1
+        if self.head != expected_head:
+            raise HeadMoved(f"{self._path(number - 1)}: was appended after the decision; decide again")
+        record = record.model_copy(update={"n": number, "previous": expected_head})
+        signature = sign(KIND, digest_json(json.loads(record.model_dump_json(exclude={"signature"}))))
+        text = record.model_copy(update={"signature": signature}).model_dump_json(indent=1).encode()
+        if not self.root.create(text, FOLDER, self.family, f"{number:08}.json"):
+            raise HeadMoved(f"{self._path(number)}: was appended by another process; decide again")
+        if self._read(number) != text:
+            raise OSError(f"{self._path(number)}: holds other bytes than were written; {_REMEDY}")
+        self._take(text)
+        return self.records[-1]
 
     def refresh(self) -> None:
-        """Read the records that were added meanwhile. Raises ValueError as the beginning does."""
+        """Read the records that were added since. Raises ValueError as `__init__` does."""
         while text := self._read(len(self.records) + 1):
             self._take(text)
         if self.trusted and self.records and (why := self.distrusted()):
-            raise ValueError(f"{self._place(len(self.records))}: {why}")
+            raise ValueError(f"{self._path(len(self.records))}: {why}")
+
+    def sign(self) -> None:
+        """Sign the newest record, in a file beside it: records themselves are never changed."""
+        self.root.write(sign(KIND, self.head), FOLDER, self.family, f"{len(self.records):08}.signature")
+
+    def distrusted(self) -> str:
+        """Return why no trusted key signed the newest record, empty if one did."""
+        data = json.loads(self._text)
+        own, digest = data.pop("signature", ""), digest_json(data)
+        if why := signature_error(KIND, digest, own):
+            beside = self.root.read(FOLDER, self.family, f"{len(self.records):08}.signature") or b""
+            return why if signature_error(KIND, self.head, beside.decode(errors="replace")) else ""
+        return ""
 
     def _read(self, number: int) -> bytes | None:
-        return self.root.read(FOLDER, self.family, _name(number))
+        return self.root.read(FOLDER, self.family, f"{number:08}.json")
 
     def _take(self, text: bytes) -> None:
         """Add a document that was read. Raises ValueError unless it follows the one before."""
@@ -305,29 +306,17 @@ class PromotionLog:
         try:
             record = Promotion.model_validate_json(text)
         except ValidationError as error:
-            raise ValueError(f"{self._place(number)}: is no record of a promotion; {_REMEDY}") from error
-        if (record.n, record.previous) != (number, self._head):
-            raise ValueError(f"{self._place(number)}: does not follow the record before it, one was changed; {_REMEDY}")
+            raise ValueError(f"{self._path(number)}: is not a promotion record; {_REMEDY}") from error
+        if (record.n, record.previous) != (number, self.head):
+            raise ValueError(f"{self._path(number)}: does not follow the record before it, one was changed; {_REMEDY}")
         if record.family != self.family:
-            raise ValueError(f"{self._place(number)}: is a record of the family {record.family}; {_REMEDY}")
+            raise ValueError(f"{self._path(number)}: is a record of the family {record.family}; {_REMEDY}")
         self.records.append(record)
         self._text = text
-        self._head = hashlib.sha256(text).hexdigest()
+        self.head = hashlib.sha256(text).hexdigest()
 
-    def distrusted(self) -> str:
-        """Return why the newest record is not to be believed, empty if it is."""
-        data = json.loads(self._text)
-        own, digest = data.pop("signature", ""), digest_json(data)
-        if why := distrust(KIND, digest, own):
-            beside = self.root.read(FOLDER, self.family, f"{len(self.records):08}.signature") or b""
-            return why if distrust(KIND, self._head, beside.decode(errors="replace")) else ""
-        return ""
-
-    def _place(self, number: int) -> str:
-        return f"{FOLDER}/{self.family}/{_name(number)}"
-
-
-_REMEDY = "restore the folder of the log from a copy"
+    def _path(self, number: int) -> str:
+        return f"{FOLDER}/{self.family}/{number:08}.json"
 
 
 def families(root: Root) -> list[str]:
@@ -343,56 +332,43 @@ def read_log(root: Root, family: str) -> Log:
 def last_promotion(root: Root, run: str, artifact: str = "") -> Promotion | None:
     """Return the last judgement on the model of `run`, if any (on `artifact`, if it is given)."""
     family = run.rpartition("-")[0]
-    found = judged(read_log(root, family), run, artifact) if family else []
-    return found[-1] if found else None
+    decisions = gate_decisions(read_log(root, family), run, artifact) if family else []
+    return decisions[-1] if decisions else None
 
 
-def labels_held(root: Root) -> list[str]:
+def aliased_labels(root: Root) -> list[str]:
     """Return the labels of the models that hold an alias of any family by the log."""
-    return [label for family in families(root) for label in holders(read_log(root, family)).values()]
+    return [label for family in families(root) for label in current_aliases(read_log(root, family)).values()]
 
 
-def label_held(root: Root, family: str, alias: str) -> str:
+def logged_label(root: Root, family: str, alias: str) -> str:
     """Return the label of the model of `family` that holds `alias` by the log, empty if none does."""
-    return holder(read_log(root, family), alias)
+    return current_aliases(read_log(root, family)).get(alias, "")
 
-
-def _signed(record: Promotion) -> Promotion:
-    """Return `record` with the signature of the rest of it."""
-    data = json.loads(record.model_dump_json(exclude={"signature"}))
-    return record.model_copy(update={"signature": signed(KIND, digest_json(data))})
-
-
-def _name(number: int) -> str:
-    return f"{number:08}.json"
-
-
-# The promotion log of a family as a table for the terminal: what was decided, on which model, by whom and why.
 
 COLUMNS = ("n", "time", "what", "model", "holds", "by", "why")
 
 
 def promotion_table(root: Root, family: str) -> Table:
-    """Return the table, oldest first. Raises ValueError if the family has no log, or it is damaged."""
+    """Return the log as a table for the terminal, oldest first.
+
+    Raises ValueError if the family has no log, or it is damaged.
+    """
     log = read_log(root, family)
     if not log:
         known = ", ".join(families(root)) or "none yet"
         raise ValueError(f"family {family!r} has no promotions under {root.uri}; families: {known}")
-    held: dict[str, list[str]] = {}
-    for alias, label in sorted(holders(log).items()):
-        held.setdefault(label, []).append(alias)
+    aliases: dict[str, list[str]] = {}
+    for alias, label in sorted(current_aliases(log).items()):
+        aliases.setdefault(label, []).append(alias)
     newest = {record.artifact: record.n for record in log}
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, overflow="fold", no_wrap=column != "why")
     for record in log:
-        aliases = held.get(record.artifact, []) if newest[record.artifact] == record.n else []
-        table.add_row(*map(escape, _cells(record, aliases)))
+        time, model = record.time[:16].replace("T", " "), record.artifact.rpartition("/")[2]
+        what = record.kind if record.alias == CHAMPION else f"{record.kind} ({record.alias})"
+        holds = ", ".join(aliases.get(record.artifact, []) if newest[record.artifact] == record.n else [])
+        cells = (str(record.n), time, what, model, holds, record.by or record.run, record.why)
+        table.add_row(*map(escape, cells))
     return table
-
-
-def _cells(record: Promotion, aliases: list[str]) -> list[str]:
-    by, model = record.by or record.run, record.artifact.rpartition("/")[2]
-    time = record.time[:16].replace("T", " ")
-    what = record.kind if record.alias == CHAMPION else f"{record.kind} ({record.alias})"
-    return [str(record.n), time, what, model, ", ".join(aliases), by, record.why]

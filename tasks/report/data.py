@@ -1,4 +1,4 @@
-"""What a report shows, gathered from the run record, manifests, Parquet files (by DuckDB) and MLflow."""
+"""The data of a report, gathered from the run record, manifests, Parquet files (by DuckDB) and MLflow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 
-from llama3.data.accounting import FINDINGS, KEPT, explain
+from llama3.data.accounting import FINDINGS, KEPT
 from llama3.evaluate.gate import Decision
 from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import to_yaml
-from llama3.recipe.schedule import Schedule
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.averaging import Choice
@@ -25,42 +25,27 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.promotion.log import last_promotion
 from tasks.runs.records import RunRecord, Runs
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 
 Row = dict[str, Any]
-
-
-STEPS = ("read", "filter", "url", "exact", "near", "contaminated", "topic", "written")
-
-
-TITLES = {
-    "read": "not read",
-    "filter": "rules",
-    "url": "older versions",
-    "exact": "exact copies",
-    "near": "near copies",
-    "contaminated": "evaluation sets",
-    "topic": "topic caps",
-    "written": "lines removed",
-}
-
-
+Series = list[tuple[int, float]]
+"""(position in tokens, value)"""
+SERIES = "SELECT key, position, value FROM read_parquet($tables) ORDER BY key, position"
 COUNTS = ("read", "read_bytes", "kept", "kept_bytes", "held_out", "held_out_bytes")
 
 
 @dataclass(frozen=True)
 class DropRow:
-    """One line of the table of documents: an outcome, and (documents, bytes) of it by domain."""
+    """One line of the table of documents: an outcome, and its (documents, bytes) by domain."""
 
     name: str
-    step: str
     meaning: str
     domains: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class FunnelStep:
-    """What one step took in and gave on, over all domains."""
+    """Documents into one step and dropped by it, over all domains."""
 
     title: str
     documents: int
@@ -68,7 +53,7 @@ class FunnelStep:
     bytes: int
     dropped_bytes: int
     dropped_tokens: float | None
-    """About; None where no tokenizer is known yet."""
+    """Estimated from bytes per token; None before there is a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -92,98 +77,13 @@ class DataPage:
     domains: tuple[str, ...] = DOMAINS
 
 
-def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPage:
-    """Gather the data page of `run` from its artifacts."""
-    ledger = pq.read_table(curated.path / "ledger.parquet").to_pylist()
-    facts = tokenizer.facts if tokenizer else {}
-    return DataPage(
-        run=run,
-        outcomes=_outcomes(ledger),
-        funnel=_funnel(ledger, facts.get("bytes_per_token", {})),
-        sources=_sources(ledger),
-        samples=_samples_by_outcome(_table(curated, "samples")),
-        lengths=_table(curated, "lengths"),
-        languages=_table(curated, "languages"),
-        clusters=_table(curated, "clusters"),
-        lines=_table(curated, "lines"),
-        contamination=_table(curated, "contamination"),
-        ratios={
-            name: list(rows) for name, rows in groupby(_table(curated, "ratios"), key=lambda row: str(row["benchmark"]))
-        },
-        contaminated=_table(curated, "contaminated"),
-        facts=curated.facts,
-        fertility=facts,
-    )
-
-
-def _table(curated: Artifact, name: str) -> list[Row]:
-    path: Path = curated.path / FINDINGS / f"{name}.parquet"
-    rows: list[Row] = pq.read_table(path).to_pylist() if path.is_file() else []
-    return rows
-
-
-def _outcomes(ledger: list[Row]) -> list[DropRow]:
-    """Return the outcomes in the order of the steps; what is kept comes first."""
-    order = {"kept": -2, "held_out": -1}
-    ledger = sorted(ledger, key=lambda line: (order.get(line["outcome"], STEPS.index(line["step"])), line["outcome"]))
-    found = []
-    for (outcome, step), lines in groupby(ledger, key=lambda line: (line["outcome"], line["step"])):
-        domains: dict[str, tuple[int, int]] = {}
-        for line in lines:
-            documents, size = domains.get(line["domain"], (0, 0))
-            domains[line["domain"]] = (documents + line["documents"], size + line["bytes"])
-        found.append(DropRow(outcome, step, explain(outcome), domains))
-    return found
-
-
-def _funnel(ledger: list[Row], bytes_per_token: dict[str, float]) -> list[FunnelStep]:
-    documents, size = sum(line["documents"] for line in ledger), sum(line["bytes"] for line in ledger)
-    steps = []
-    for step in STEPS:
-        gone = [line for line in ledger if line["step"] == step and line["outcome"] not in KEPT]
-        dropped, dropped_bytes = sum(line["documents"] for line in gone), sum(line["bytes"] for line in gone)
-        if dropped:
-            tokens = [line["bytes"] / bytes_per_token[line["domain"]] for line in gone if bytes_per_token]
-            about = sum(tokens) if tokens else None
-            steps.append(FunnelStep(TITLES[step], documents, dropped, size, dropped_bytes, about))
-        documents, size = documents - dropped, size - dropped_bytes
-    return steps
-
-
-def _sources(ledger: list[Row]) -> list[Row]:
-    """Return read, kept and held-out documents and bytes by source; kept means the same as in the outcomes."""
-    sources: dict[tuple[str, str], Row] = {}
-    for line in ledger:
-        key = (line["domain"], line["source"])
-        row = sources.setdefault(key, {"domain": key[0], "source": key[1], **dict.fromkeys(COUNTS, 0)})
-        for name in ("read", *({line["outcome"]} & set(KEPT))):
-            row[name] += line["documents"]
-            row[f"{name}_bytes"] += line["bytes"]
-    return sorted(sources.values(), key=lambda row: (DOMAINS.index(row["domain"]), -row["read_bytes"], row["source"]))
-
-
-def _samples_by_outcome(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
-    found: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        found.setdefault(row["domain"], {}).setdefault(row["outcome"], []).append(row)
-    return {
-        domain: dict(sorted(found[domain].items(), key=lambda item: (item[0] not in KEPT, item[0])))
-        for domain in DOMAINS
-        if domain in found
-    }
-
-
-Series = list[tuple[int, float]]
-"""(position in tokens, value)"""
-
-
 @dataclass(frozen=True)
 class StageRow:
     name: str
     start: int
     end: int
     steps: int
-    seq: str
+    seq_len: str
     batch: int
     first_loss: float
     last_loss: float
@@ -193,7 +93,6 @@ class StageRow:
     goodput: float | None
     seconds: float
     outcome: str
-    artifact: str
 
     @property
     def tokens(self) -> int:
@@ -205,7 +104,7 @@ class MixRow:
     stage: str
     domain: str
     planned: float
-    realised: float
+    realized: float
     tokens: int
 
 
@@ -220,10 +119,10 @@ class ReportData:
     ledger: dict[str, dict[str, tuple[int, int]]]
     """Outcome -> domain -> (documents, bytes)."""
     page: DataPage | None
-    """What the data page shows; None until documents are curated."""
+    """None until documents are curated."""
     evaluations: dict[str, dict[str, Score]]
     notes: list[str]
-    """What a reader of scores and weights should know: averages kept, tasks left out, questions that were too long."""
+    """On scores and weights: averages kept, tasks left out, questions that were too long."""
     samples: list[dict[str, str]]
     decision: Decision | None
     mlflow: dict[str, str]
@@ -237,86 +136,68 @@ class ReportData:
         return scores["eval/bpb"].value if "eval/bpb" in scores else None
 
 
-def collect(root: Root, name: str) -> ReportData:
-    """Return what is known of run `name`, finished or not. Raises ValueError if there is no such run."""
+def collect_report_data(root: Root, name: str) -> ReportData:
+    """Return the data of run `name`, finished or not. Raises ValueError if there is no such run."""
     runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(name), runs.recipe(name)
-    made = {step: store.at(entry.artifact) for step, entry in record.steps.items()}
-    trained = {span.name: made[span.name] for span in Schedule(recipe).trained if span.name in made}
-    with duckdb.connect() as connection:
-        connection.execute("SET enable_progress_bar = false")
-        series = _series(connection, trained)
-    evaluations = _evaluations(made)
-    page = data_page(name, made["curate"], made.get("tokenizer")) if "curate" in made else None
+    artifacts = {step: store.load(entry.artifact) for step, entry in record.steps.items()}
+    trained = [(span, artifacts[span.name]) for span in Schedule(recipe).trained if span.name in artifacts]
+    series = read_series([artifact for _, artifact in trained])
+    prefix = "evaluate-"
+    evaluations = {step.removeprefix(prefix): artifacts[step] for step in artifacts if step.startswith(prefix)}
+    champion = evaluations.pop("champion", None)
+    if champion is not None and champion.label not in {artifact.label for artifact in evaluations.values()}:
+        evaluations["champion"] = champion
+    final = evaluations.get(recipe.stages[-1].name)
+    page = data_page(name, artifacts["curate"], artifacts.get("tokenizer")) if "curate" in artifacts else None
+    outcomes = sorted(
+        page.outcomes if page else [], key=lambda row: (row.name != "kept", row.name != "held_out", row.name)
+    )
+    promotion, tracker = last_promotion(root, name), MLflowTracker(root, record.family)
+    tags = (tracker.tags(record.mlflow_run) if record.mlflow_run else {}) or tracker.noted_tags(name)
     return ReportData(
         record=record,
         recipe=recipe,
         recipe_yaml=to_yaml(recipe),
-        stages=[_stage_row(recipe, record, stage, artifact, series) for stage, artifact in trained.items()],
+        stages=[_stage_row(span, artifact, series, record.steps[span.name].outcome) for span, artifact in trained],
         series=series,
-        mix=_mix(series, trained),
-        ledger=_ledger(page),
+        mix=[row for span, artifact in trained for row in _mix(span.name, artifact, series)],
+        ledger={row.name: row.domains for row in outcomes},
         page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
-        notes=_notes(trained, evaluations),
-        samples=_samples(evaluations.get(recipe.stages[-1].name)),
-        decision=_decision(root, name),
-        mlflow=_mlflow(root, record),
+        notes=_notes({span.name: artifact for span, artifact in trained}, evaluations),
+        samples=json.loads(final.part("generations.json").read_text()) if final is not None else [],
+        decision=promotion.decision if promotion else None,
+        mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
     )
 
 
-def _series(connection: duckdb.DuckDBPyConnection, trained: dict[str, Artifact]) -> dict[str, Series]:
-    """Return every metric of the run as one continuous series over all its stages."""
-    if not trained:
-        return {}
-    rows = connection.execute(
-        "SELECT key, position, value FROM read_parquet(?) ORDER BY key, position",
-        [[str(artifact.part("metrics.parquet")) for artifact in trained.values()]],
-    ).fetchall()
+def read_series(stages: list[Artifact], query: str = SERIES, **values: Any) -> dict[str, Series]:
+    """Return the metrics of `stages` that `query` with `values` selects, each continuous over the stages."""
     series: dict[str, Series] = {}
-    for key, position, value in rows:
-        series.setdefault(key, []).append((position, value))
+    if stages:
+        values["tables"] = [str(stage.part("metrics.parquet")) for stage in stages]
+        with duckdb.connect() as connection:
+            connection.execute("SET enable_progress_bar = false")
+            for key, position, value in connection.execute(query, values).fetchall():
+                series.setdefault(key, []).append((position, value))
     return series
 
 
-def _mix(series: dict[str, Series], trained: dict[str, Artifact]) -> list[MixRow]:
-    """Return planned and realised shares by stage: the trainer's running shares at the stage's last step."""
-    rows = []
-    for stage, artifact in trained.items():
-        start, end = artifact.facts["start"], artifact.facts["end"]
-        for domain in DOMAINS:
-            realised = dict(series.get(metrics.share(domain), [])).get(end)
-            planned = dict(series.get(metrics.planned_share(domain), [])).get(end, 0.0)
-            if realised is not None:
-                rows.append(MixRow(stage, domain, planned, realised, round(realised * (end - start))))
-    return rows
+def _stage_row(span: StageSpan, artifact: Artifact, series: dict[str, Series], outcome: str) -> StageRow:
+    facts = artifact.metadata
 
+    def values(key: str) -> list[float]:
+        return [value for position, value in series.get(key, []) if facts["start"] < position <= facts["end"]]
 
-def _ledger(page: DataPage | None) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the outcomes by name; what is kept comes first."""
-    outcomes = sorted(page.outcomes if page else [], key=lambda outcome: (*_first(outcome.name), outcome.name))
-    return {outcome.name: outcome.domains for outcome in outcomes}
-
-
-def _first(name: str) -> tuple[bool, bool]:
-    return name != "kept", name != "held_out"
-
-
-def _stage_row(
-    recipe: Recipe, record: RunRecord, stage: str, artifact: Artifact, series: dict[str, Series]
-) -> StageRow:
-    span = Schedule(recipe).span(stage)
-    facts = artifact.facts
-    speeds = sorted(_within(series.get(metrics.TOKENS_PER_S, []), facts["start"], facts["end"]))
-    goodput = _within(series.get(metrics.GOODPUT, []), facts["start"], facts["end"])
-    held_out = _within(series.get(metrics.HELD_OUT, []), facts["start"], facts["end"])
+    speeds, goodput, held_out = sorted(values(metrics.TOKENS_PER_S)), values(metrics.GOODPUT), values(metrics.HELD_OUT)
     lengths = span.lengths
     return StageRow(
-        name=stage,
+        name=span.name,
         start=facts["start"],
         end=facts["end"],
         steps=facts["steps"],
-        seq=str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}..{lengths[-1]}",
+        seq_len=str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}..{lengths[-1]}",
         batch=span.segments[-1].batch,
         first_loss=facts["first_loss"],
         last_loss=facts["last_loss"],
@@ -324,41 +205,28 @@ def _stage_row(
         tokens_per_s=speeds[len(speeds) // 2] if speeds else 0.0,
         goodput=goodput[-1] if goodput else None,
         seconds=artifact.manifest.seconds,
-        outcome=record.steps[stage].outcome,
-        artifact=artifact.label,
+        outcome=outcome,
     )
 
 
-def _within(series: Series, start: int, end: int) -> list[float]:
-    return [value for position, value in series if start < position <= end]
-
-
-def _evaluations(made: dict[str, Artifact]) -> dict[str, Artifact]:
-    """Return the evaluations by stage; the champion's too, unless it is one of this run's own."""
-    found = {step.removeprefix("evaluate-"): made[step] for step in made if step.startswith("evaluate-")}
-    champion = found.pop("champion", None)
-    if champion is None or champion.label in {artifact.label for artifact in found.values()}:
-        return found
-    return {**found, "champion": champion}
-
-
-def _samples(evaluation: Artifact | None) -> list[dict[str, str]]:
-    if evaluation is None:
-        return []
-    samples: list[dict[str, str]] = json.loads(evaluation.part("generations.json").read_text())
-    return samples
-
-
-def _decision(root: Root, run: str) -> Decision | None:
-    found = last_promotion(root, run)
-    return found.decision if found else None
+def _mix(stage: str, artifact: Artifact, series: dict[str, Series]) -> list[MixRow]:
+    """Return planned and realized shares of a stage: the trainer's running shares at its last step."""
+    rows, start, end = [], artifact.metadata["start"], artifact.metadata["end"]
+    for domain in DOMAINS:
+        realized = dict(series.get(metrics.fraction(domain), [])).get(end)
+        planned = dict(series.get(metrics.target_fraction(domain), [])).get(end, 0.0)
+        if realized is not None:
+            rows.append(MixRow(stage, domain, planned, realized, round(realized * (end - start))))
+    return rows
 
 
 def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> list[str]:
-    averages = {stage: artifact.facts["average"] for stage, artifact in trained.items() if "average" in artifact.facts}
+    averages = {
+        stage: artifact.metadata["average"] for stage, artifact in trained.items() if "average" in artifact.metadata
+    }
     notes = [f"{stage}: {Choice.model_validate(average)}" for stage, average in averages.items()]
     for stage, artifact in evaluations.items():
-        facts = artifact.facts
+        facts = artifact.metadata
         notes += [f"{stage}: {task} was left out: {why}" for task, why in facts.get("skipped", {}).items()]
         long = "longer than the window, so they were not asked and count as wrong"
         notes += [f"{stage}: {count} questions of {key} are {long}" for key, count in facts.get("too_long", {}).items()]
@@ -367,8 +235,87 @@ def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> li
     return notes
 
 
-def _mlflow(root: Root, record: RunRecord) -> dict[str, str]:
-    """Return the tags of the run's page; those that were noted beside its record where MLflow has no such page."""
-    tracker = Tracker(root, record.family)
-    tags = (tracker.tags(record.mlflow_run) if record.mlflow_run else {}) or tracker.noted_tags(record.name)
-    return {key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")}
+# The data page: where every document went.
+
+
+def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPage:
+    """Gather the data page of `run` from its artifacts."""
+    ledger = pq.read_table(curated.path / "ledger.parquet").to_pylist()
+    facts = tokenizer.metadata if tokenizer else {}
+
+    def table(name: str) -> list[Row]:
+        path: Path = curated.path / FINDINGS / f"{name}.parquet"
+        return pq.read_table(path).to_pylist() if path.is_file() else []
+
+    samples: dict[str, dict[str, list[Row]]] = {}
+    for row in table("samples"):
+        samples.setdefault(row["domain"], {}).setdefault(row["outcome"], []).append(row)
+    return DataPage(
+        run=run,
+        outcomes=_outcomes(ledger),
+        funnel=_funnel(ledger, facts.get("bytes_per_token", {})),
+        sources=_sources(ledger),
+        samples={
+            domain: dict(sorted(samples[domain].items(), key=lambda item: (item[0] not in KEPT, item[0])))
+            for domain in DOMAINS
+            if domain in samples
+        },
+        lengths=table("lengths"),
+        languages=table("languages"),
+        clusters=table("clusters"),
+        lines=table("lines"),
+        contamination=table("contamination"),
+        ratios={name: list(rows) for name, rows in groupby(table("ratios"), key=lambda row: str(row["benchmark"]))},
+        contaminated=table("contaminated"),
+        facts=curated.metadata,
+        fertility=facts,
+    )
+
+
+def _step_titles() -> dict[str, str]:
+    """Return the steps of the ledger in order, with their titles."""
+    from llama3.data.curate import CURATION  # imports numba
+
+    return {"read": "not read", **{stage.name: stage.title for stage in CURATION}, "written": "lines removed"}
+
+
+def _outcomes(ledger: list[Row]) -> list[DropRow]:
+    """Return the outcomes in the order of the steps, kept documents first."""
+    from llama3.data.curate import explain  # imports numba
+
+    order, steps = {"kept": -2, "held_out": -1}, list(_step_titles())
+    ledger = sorted(ledger, key=lambda line: (order.get(line["outcome"], steps.index(line["step"])), line["outcome"]))
+    outcomes = []
+    for (outcome, _), lines in groupby(ledger, key=lambda line: (line["outcome"], line["step"])):
+        domains: dict[str, tuple[int, int]] = {}
+        for line in lines:
+            documents, size = domains.get(line["domain"], (0, 0))
+            domains[line["domain"]] = (documents + line["documents"], size + line["bytes"])
+        outcomes.append(DropRow(outcome, explain(outcome), domains))
+    return outcomes
+
+
+def _funnel(ledger: list[Row], bytes_per_token: dict[str, float]) -> list[FunnelStep]:
+    documents, size = sum(line["documents"] for line in ledger), sum(line["bytes"] for line in ledger)
+    steps = []
+    for step, title in _step_titles().items():
+        gone = [line for line in ledger if line["step"] == step and line["outcome"] not in KEPT]
+        dropped, dropped_bytes = sum(line["documents"] for line in gone), sum(line["bytes"] for line in gone)
+        if dropped:
+            tokens = [line["bytes"] / bytes_per_token[line["domain"]] for line in gone if bytes_per_token]
+            about = sum(tokens) if tokens else None
+            steps.append(FunnelStep(title, documents, dropped, size, dropped_bytes, about))
+        documents, size = documents - dropped, size - dropped_bytes
+    return steps
+
+
+def _sources(ledger: list[Row]) -> list[Row]:
+    """Return read, kept and held-out documents and bytes by source; kept means the same as in the outcomes."""
+    sources: dict[tuple[str, str], Row] = {}
+    for line in ledger:
+        key = (line["domain"], line["source"])
+        row = sources.setdefault(key, {"domain": key[0], "source": key[1], **dict.fromkeys(COUNTS, 0)})
+        for name in ("read", *({line["outcome"]} & set(KEPT))):
+            row[name] += line["documents"]
+            row[f"{name}_bytes"] += line["bytes"]
+    return sorted(sources.values(), key=lambda row: (DOMAINS.index(row["domain"]), -row["read_bytes"], row["source"]))

@@ -1,9 +1,8 @@
 """Garbage collection: delete old artifacts that no kept run, alias or live process needs.
 
-Kept are the newest runs of each family, runs unfinished within the last month, runs of a study's report, models that
-hold an alias, and everything that these were made from. Nothing of a family is deleted while a run of it is at work, or
-while the registry does not answer. Unfinished work goes after a month without writes. Records, reports and decisions
-stay.
+Kept are the newest runs of each family, runs unfinished within the last month, runs of a study's report, models with an
+alias, and all inputs of these. Nothing of a family is deleted while a run of it is active, or while the registry does
+not answer. Unfinished work is deleted after a month without writes. Records, reports and decisions are kept.
 """
 
 from __future__ import annotations
@@ -16,99 +15,49 @@ from pathlib import Path
 
 from rich.table import Table
 
-from storage import staging
 from storage.artifact import Artifact
-from storage.cleanup import NO_KINDS, copies
-from storage.lease import LeaseHeld, holders, lease
+from storage.cleanup import NO_KINDS, local_copies
+from storage.lease import LeaseHeld, lease, lease_holders
 from storage.object_artifact import open_store
-from storage.objects import children, files_below, remove_all
+from storage.objects import list_children, list_objects, remove_all
 from storage.root import Root
-from storage.staging import discard, newest, size
-from tasks.format import clock, format_bytes
+from storage.staging import discard, disk_usage, newest_mtime
+from tasks.format import format_bytes, format_duration
 from tasks.plan.calibrate import KIND as CALIBRATION
-from tasks.promotion.log import labels_held
+from tasks.promotion.log import aliased_labels
 from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import RunRecord, Runs
 from tasks.study.records import Studies
 
-# Unfinished work: folders below `work/`, and checkpoints of stages below `in-progress/`. Nothing says whose they are,
-# so age decides.
-
 WORK = "work"
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """Half-done work of one step."""
-
-    name: str
-    bytes: int
-    last: float
-    """When it was last written to, in seconds since 1970."""
-
-    @property
-    def label(self) -> str:
-        """What its lease is called."""
-        return f"{WORK}/{self.name}"
-
-
-def leftovers(root: Root) -> list[Leftover]:
-    """Return what is in progress on this machine and, under a remote root, in the object store; sorted by name."""
-    names = set(_local_names(root)) | set(_remote_names(root))
-    return [_leftover(root, name) for name in sorted(names)]
-
-
-def remove_leftover(root: Root, name: str) -> None:
-    """Delete what is there of the work `name`; the caller holds its lease. Raises OSError if some of it stays."""
-    if not root.is_local:
-        remove_all(root.join(IN_PROGRESS, name))
-    discard(root.local, root.local / WORK / name)
-
-
-def _leftover(root: Root, name: str) -> Leftover:
-    folder = root.local / WORK / name
-    stored = [] if root.is_local else [*files_below(root.join(IN_PROGRESS, name)).values()]
-    total = size(folder) + sum(each.bytes for each in stored)
-    return Leftover(name, total, max([newest(folder), *(each.modified for each in stored)]))
-
-
-def _local_names(root: Root) -> list[str]:
-    place = root.local / WORK
-    return [path.name for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
-
-
-def _remote_names(root: Root) -> list[str]:
-    return [] if root.is_local else list(children(root.join(IN_PROGRESS)))
-
-
 COPY = "local copy"
 UNFINISHED = "work in progress"
 OPEN_S = 30 * 86400.0
-"""A run that ended without being finished may be continued so long."""
-HOLDER = "retention"
+"""A run that ended unfinished may be continued for this long."""
+HOLDER = "gc"
 
 
 @dataclass(frozen=True)
 class GcItem:
-    """One artifact, or its copy or page cache on this machine, and what is to become of it."""
+    """One artifact, or its copy or page cache on this machine, and whether it is deleted."""
 
     label: str
     kind: str
     bytes: int
     age_s: float
     why: str
-    """Why it is kept; empty: it is to be deleted."""
+    """Why it is kept; empty: it is deleted."""
     copy: Path | None = None
     """The folder of a local copy or page cache; None: the artifact itself."""
 
 
 @dataclass(frozen=True)
 class GcPlan:
-    """What is kept under a root and what is to be deleted."""
+    """What is kept under a root and what is deleted."""
 
     items: tuple[GcItem, ...]
     made: float
-    """When, in seconds since 1970."""
+    """Seconds since 1970."""
 
     @property
     def doomed(self) -> list[GcItem]:
@@ -119,96 +68,86 @@ class GcPlan:
         return sum(item.bytes for item in self.doomed)
 
 
-def closure(labels: Iterable[str], artifacts: Mapping[str, Artifact]) -> set[str]:
-    """Return those of `labels` that exist and everything they were made from, at any depth.
+def with_inputs(labels: Iterable[str], artifacts: Mapping[str, Artifact]) -> set[str]:
+    """Return those of `labels` that exist and all their inputs, at any depth.
 
-    `artifacts` maps labels; inputs name keys, of artifacts or of outside data.
+    `artifacts` is by label; the inputs of a manifest are keys, of artifacts or of outside data.
     """
     by_key = {artifact.key: label for label, artifact in artifacts.items()}
     kept: set[str] = set()
-    waiting = [label for label in labels if label in artifacts]
-    while waiting:
-        label = waiting.pop()
+    queue = [label for label in labels if label in artifacts]
+    while queue:
+        label = queue.pop()
         if label not in kept:
             kept.add(label)
-            waiting += [by_key[key] for key in artifacts[label].manifest.inputs.values() if key in by_key]
+            queue += [by_key[key] for key in artifacts[label].manifest.inputs.values() if key in by_key]
     return kept
 
 
-def kept_runs(records: list[RunRecord], most: int, now: float) -> list[RunRecord]:
-    """Return the newest `most` runs of each family and every open one; `records` are oldest first."""
-    families = {record.family for record in records}
-    newest = {kept.name for family in families for kept in [r for r in records if r.family == family][-most:]}
-    return [record for record in records if record.name in newest or is_open(record, now)]
-
-
 def is_open(record: RunRecord, now: float) -> bool:
-    """Return whether somebody may still go on with the run."""
+    """Return whether the run may still be continued."""
     last = datetime.fromisoformat(record.ended or record.started).timestamp()
     return record.state != "finished" and now - last < OPEN_S
 
 
-def plan_retention(
+def plan_gc(
     root: Root, keep_runs: int, older_than_s: float, aliases: Iterable[str], now: float | None = None
 ) -> GcPlan:
     """Return what to keep and what to delete.
 
-    `aliases` are the labels of the checkpoints that hold an alias in the registry; those of the root's own decisions
-    are added. Raises ValueError for `keep_runs` below 1.
+    `aliases` are the labels of the checkpoints with an alias in the registry; those of the promotion logs are added.
+    Raises ValueError for `keep_runs` below 1.
     """
     if keep_runs < 1:
         raise ValueError(f"keep_runs: {keep_runs} would keep no run; write 1 or more")
-    records = Runs(root).all(strict=True)
-    store, at = open_store(root), time.time() if now is None else now
-    artifacts = {artifact.label: artifact for kind in _kinds(root) for artifact in store.all(kind)}
-    used = [step.artifact for record in kept_runs(records, keep_runs, at) for step in record.steps.values()]
-    held = {*labels_held(root), *aliases}
-    champions = closure([*held, *_evaluations(held, artifacts)], artifacts)
-    standing, studied = closure(used, artifacts), closure(_of_studies(root, records), artifacts)
-    live = live_families(root, records)
-    making = holders(root, list(artifacts)) if artifacts else {}
-    measured = _newest_calibrations(artifacts.values())
-
-    def why(label: str, artifact: Artifact) -> str:
-        if label in champions:
-            return "an alias stands on it"
-        if label in standing:
-            return "a kept run stands on it"
-        if label in studied:
-            return "a study stands on it"
-        if label in measured:
-            return "runs are predicted with it"
-        if label in making or _family_of(artifact, live):
-            return "a process is at work"
-        return "" if at - artifact.created > older_than_s else "it is new"
-
-    items = [
-        GcItem(label, artifact.manifest.kind, artifact.bytes, at - artifact.created, why(label, artifact))
+    records, store, at = Runs(root).all(strict=True), open_store(root), time.time() if now is None else now
+    kinds = [name for name in root.names() if name not in NO_KINDS and "." not in name]
+    artifacts = {artifact.label: artifact for kind in kinds for artifact in store.all(kind)}
+    aliased = {*aliased_labels(root), *aliases}
+    keys = {artifacts[label].key for label in aliased if label in artifacts}
+    evaluations = [  # a champion's card and its next comparison read them
+        label
         for label, artifact in artifacts.items()
+        if artifact.manifest.kind == "evaluation" and artifact.manifest.inputs.get("checkpoint") in keys
     ]
-    in_use = closure([s.artifact for r in records if is_open(r, at) for s in r.steps.values()], artifacts)
-    return GcPlan((*items, *_copies(root, in_use, live, older_than_s, at), *_unfinished(root, older_than_s, at)), at)
+    families = {record.family for record in records}
+    newest_runs = {kept.name for family in families for kept in [r for r in records if r.family == family][-keep_runs:]}
+    open_runs = [record for record in records if is_open(record, at)]
+    recipes = {digest for study in Studies(root).all(strict=True) for digest in study.recipes}
+    calibrations: dict[tuple[str, str], str] = {}  # the last of each device and type
+    for artifact in sorted(artifacts.values(), key=lambda artifact: artifact.created):
+        if artifact.manifest.kind == CALIBRATION:
+            parameters = artifact.manifest.parameters
+            calibrations[str(parameters.get("device")), str(parameters.get("dtype"))] = artifact.label
+    live = live_families(root, records)
+    leased = lease_holders(root, list(artifacts)) if artifacts else {}
+
+    def inputs_of(runs: Iterable[RunRecord]) -> set[str]:
+        return with_inputs([step.artifact for record in runs for step in record.steps.values()], artifacts)
+
+    needed = {
+        "a model with an alias needs it": with_inputs([*aliased, *evaluations], artifacts),
+        "a kept run needs it": inputs_of([*(r for r in records if r.name in newest_runs), *open_runs]),
+        "a study needs it": inputs_of(r for r in records if r.state == "finished" and r.recipe_digest in recipes),
+        "predictions need it": set(calibrations.values()),
+        "a process is active": {
+            label
+            for label, artifact in artifacts.items()
+            if label in leased or any(_named(artifact.manifest.name, family) for family in live)
+        },
+    }
+    items = []
+    for label, artifact in artifacts.items():
+        age = at - artifact.created
+        reason = next((reason for reason, labels in needed.items() if label in labels), "")
+        why = reason or ("" if age > older_than_s else "it is new")
+        items.append(GcItem(label, artifact.manifest.kind, artifact.bytes, age, why))
+    items += _copies(root, inputs_of(open_runs), live, older_than_s, at)
+    return GcPlan((*items, *_unfinished(root, max(older_than_s, OPEN_S), at)), at)
 
 
-def _of_studies(root: Root, records: list[RunRecord]) -> list[str]:
-    """Return the artifacts of the finished runs of every study's arms: its report can be made from them again."""
-    asked = {digest for study in Studies(root).all(strict=True) for digest in study.recipes}
-    runs = [record for record in records if record.state == "finished" and record.recipe_digest in asked]
-    return [step.artifact for record in runs for step in record.steps.values()]
-
-
-def _newest_calibrations(artifacts: Iterable[Artifact]) -> set[str]:
-    """Return the labels of the last calibration of each device and type; later runs are predicted with them."""
-    found = [artifact for artifact in artifacts if artifact.manifest.kind == CALIBRATION]
-    newest: dict[tuple[str, str], str] = {}
-    for artifact in sorted(found, key=lambda one: one.created):
-        made = artifact.manifest.parameters
-        newest[str(made.get("device")), str(made.get("dtype"))] = artifact.label
-    return set(newest.values())
-
-
-def carry_out(root: Root, plan: GcPlan) -> list[GcItem]:
-    """Delete what `plan` says, each under its lease, and return what was deleted; what came into use since stays."""
+def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
+    """Delete what `plan` says, each under its lease, and return what was deleted; what is in use by now is kept."""
     store, records = open_store(root), Runs(root).all(strict=True)
     live = live_families(root, records)
     used = {step.artifact for record in records if is_open(record, plan.made) for step in record.steps.values()}
@@ -220,11 +159,13 @@ def carry_out(root: Root, plan: GcPlan) -> list[GcItem]:
         try:
             with lease(root, item.label, HOLDER):
                 if item.kind == UNFINISHED:
-                    remove_leftover(root, name)
+                    if not root.is_local:
+                        remove_all(root.join(IN_PROGRESS, name))
+                    discard(root.local, root.local / WORK / name)
                 elif item.copy is None:
                     store.delete(item.label)
                 else:
-                    staging.discard(root.local, item.copy)
+                    discard(root.local, item.copy)
         except LeaseHeld:
             continue
         deleted.append(item)
@@ -232,85 +173,80 @@ def carry_out(root: Root, plan: GcPlan) -> list[GcItem]:
 
 
 def live_families(root: Root, records: list[RunRecord]) -> set[str]:
-    """Return the families of the runs on which a process works."""
+    """Return the families of the runs that a process holds."""
     running = {f"runs/{record.name}": record.family for record in records if record.state == "running"}
-    return {running[name] for name in holders(root, list(running))} if running else set()
+    return {running[name] for name in lease_holders(root, list(running))} if running else set()
 
 
-def retention_rows(plan: GcPlan, deleted: list[GcItem] | None) -> list[dict[str, str]]:
-    """Return the plan by kind: what is kept, and what is (or, if `deleted` is None, would be) deleted."""
+def gc_rows(plan: GcPlan, deleted: list[GcItem] | None) -> list[dict[str, str]]:
+    """Return the plan by kind: what is kept and what is deleted (would be, if `deleted` is None)."""
     kinds = list(dict.fromkeys(item.kind for item in plan.items))
-    gone = plan.doomed if deleted is None else deleted
+    deleted = plan.doomed if deleted is None else deleted
     rows = [
-        _row(kind, [i for i in plan.items if i.kind == kind], [i for i in gone if i.kind == kind]) for kind in kinds
+        _row(kind, [i for i in plan.items if i.kind == kind], [i for i in deleted if i.kind == kind]) for kind in kinds
     ]
-    return [*rows, _row("all", list(plan.items), gone)] if rows else []
+    return [*rows, _row("all", list(plan.items), deleted)] if rows else []
 
 
-def retention_table(plan: GcPlan, deleted: list[GcItem] | None) -> Table:
-    """Return the same for a console."""
-    rows = retention_rows(plan, deleted)
+def gc_table(plan: GcPlan, deleted: list[GcItem] | None) -> Table:
+    """Return the plan by kind as a table for the console."""
+    rows = gc_rows(plan, deleted)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for header in rows[0] if rows else ("there is nothing yet",):
+    for header in rows[0] if rows else ("nothing yet",):
         table.add_column(header, justify="left" if header == "kind" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
     return table
 
 
-def listing(plan: GcPlan) -> list[str]:
-    """Return one line for each thing that is to be deleted."""
-    return [f"{item.label} ({item.kind}), {format_bytes(item.bytes)}, {clock(item.age_s)} old" for item in plan.doomed]
+def gc_lines(plan: GcPlan) -> list[str]:
+    """Return one line for each item to delete."""
+    return [
+        f"{item.label} ({item.kind}), {format_bytes(item.bytes)}, {format_duration(item.age_s)} old"
+        for item in plan.doomed
+    ]
 
 
-def _row(kind: str, items: list[GcItem], gone: list[GcItem]) -> dict[str, str]:
-    """Return a line of the table; `gone` are some of `items`."""
-    freed = sum(item.bytes for item in gone)
+def _row(kind: str, items: list[GcItem], deleted: list[GcItem]) -> dict[str, str]:
+    """Return a line of the table; `deleted` are some of `items`."""
+    freed = sum(item.bytes for item in deleted)
     return {
         "kind": kind,
-        "kept": str(len(items) - len(gone)),
+        "kept": str(len(items) - len(deleted)),
         "kept bytes": format_bytes(sum(item.bytes for item in items) - freed),
-        "deleted": str(len(gone)),
+        "deleted": str(len(deleted)),
         "deleted bytes": format_bytes(freed),
     }
 
 
-def _evaluations(models: set[str], artifacts: Mapping[str, Artifact]) -> list[str]:
-    """Return the evaluations of `models`: a champion's card and its next comparison read them, however old it is."""
-    keys = {artifacts[label].key for label in models if label in artifacts}
-    found = ((label, artifact.manifest) for label, artifact in artifacts.items())
-    return [label for label, made in found if made.kind == "evaluation" and made.inputs.get("checkpoint") in keys]
-
-
-def _kinds(root: Root) -> list[str]:
-    return [name for name in root.names() if name not in NO_KINDS and "." not in name]
-
-
-def _family_of(artifact: Artifact, families: set[str]) -> bool:
-    return any(_named(artifact.manifest.name, family) for family in families)
-
-
 def _named(name: str, family: str) -> bool:
-    """Return whether an artifact of that name may be of the family: `tiny` makes `tiny` and `tiny-main`."""
+    """Return whether an artifact of that name may belong to the family: `tiny` has `tiny` and `tiny-main`."""
     return name == family or name.startswith(f"{family}-")
 
 
 def _copies(root: Root, in_use: set[str], live: set[str], older_than_s: float, now: float) -> list[GcItem]:
-    """Return the copies of remote artifacts on this machine; any of them can be brought again."""
+    """Return the copies of remote artifacts on this machine; they can be downloaded again."""
     items = []
-    for label, folder in copies(root):
-        age = now - staging.newest(folder)
+    for label, folder in local_copies(root):
+        age = now - newest_mtime(folder)
         used = label in in_use or any(_named(folder.name, family) for family in live)
         why = "a run needs it" if used else ("" if age > older_than_s else "it is new")
-        items.append(GcItem(label, COPY, staging.size(folder), age, why, folder))
+        items.append(GcItem(label, COPY, disk_usage(folder), age, why, folder))
     return items
 
 
 def _unfinished(root: Root, older_than_s: float, now: float) -> list[GcItem]:
-    """Return what steps left half done; a run may go on with it as long as it is open itself."""
-    limit = max(older_than_s, OPEN_S)
-    found = ((left, now - left.last) for left in leftovers(root))
-    return [
-        GcItem(left.label, UNFINISHED, left.bytes, age, "" if age > limit else "a run may go on with it")
-        for left, age in found
-    ]
+    """Return unfinished work of steps: folders below `work/`, and checkpoints below `in-progress/` of a remote root.
+
+    Nothing says which run it belongs to, so its age decides.
+    """
+    items = []
+    names = {path.name for path in (root.local / WORK).glob("*") if path.is_dir()}
+    for name in sorted(names if root.is_local else names | set(list_children(root.join(IN_PROGRESS)))):
+        folder = root.local / WORK / name
+        stored = [] if root.is_local else [*list_objects(root.join(IN_PROGRESS, name)).values()]
+        total = disk_usage(folder) + sum(file.bytes for file in stored)
+        age = now - max([newest_mtime(folder), *(file.modified for file in stored)])
+        why = "" if age > older_than_s else "a run may continue it"
+        items.append(GcItem(f"{WORK}/{name}", UNFINISHED, total, age, why))
+    return items

@@ -1,8 +1,7 @@
-"""Read everything under a root, or what a run stands on, and compare it with what was committed.
+"""Verify everything under a root, or the artifacts of a run: read all bytes and compare them with the manifests.
 
-Artifacts of every kind (token shards, documents, tokenizers, checkpoints, models, evaluations), checkpoints of stages
-in progress, records of runs and promotion logs. No stamp is believed: files are read from the disk, objects from the
-store. What this gives up: an object is read over the network, so a scrub of a remote root costs its transfer.
+Covers artifacts of every kind, checkpoints of stages in progress, records of runs and studies, and promotion logs.
+Cached results are ignored: files are read from the disk, and objects are downloaded from the store.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from storage.artifact import LABEL, MANIFEST, Artifact, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
+from storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
 from storage.cleanup import NO_KINDS
-from storage.digests import each
+from storage.digests import parallel_map
 from storage.filesystem import is_local
 from storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
-from storage.objects import children, get_bytes
+from storage.objects import get_bytes, list_children
 from storage.root import Root
-from tasks.format import clock, format_bytes
+from tasks.format import format_bytes, format_duration
 from tasks.promotion.log import PromotionLog, families
 from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import DamagedRecord, Runs
@@ -28,74 +27,96 @@ from tasks.study.records import RECORD, Studies
 
 
 class Damage(BaseModel):
-    """One file that is not what was written."""
+    """One file that differs from what was written."""
 
     artifact: str
-    """Label of the artifact, else the folder below the root."""
+    """Label of the artifact, or the folder below the root."""
     file: str
     problem: str
     untrusted: bool = False
-    """Whether no trusted key signed it; then it is left where it is."""
+    """Whether no trusted key signed it; then it is not moved."""
 
     def __str__(self) -> str:
         return f"{self.artifact}: {self.file} {self.problem}"
 
 
 class Verification(BaseModel):
-    """What was read and what of it is damaged."""
+    """What was read, and the damage found."""
 
     root: str
     run: str = ""
-    """The run whose artifacts were read; empty: all."""
+    """Run whose artifacts were read; empty: all."""
     artifacts: int = 0
     files: int = 0
     bytes: int = 0
     seconds: float = 0.0
     damaged: list[Damage] = []
     signed: int = 0
-    """Manifests and promotion records that were signed now."""
+    """Manifests and promotion records that this call signed."""
     set_aside: list[str] = []
-    """Labels that were moved out of sight; the steps that made them make them again."""
+    """Labels of quarantined artifacts; their steps make them again."""
 
     def __str__(self) -> str:
         size = format_bytes(self.bytes)
-        read = f"{self.artifacts} artifacts, {self.files:,} files, {size} read in {clock(self.seconds)}"
-        harm = f"{len(self.damaged)} damaged" if self.damaged else "none damaged"
-        return f"{self.run or self.root}: {read}; {harm}{f', {self.signed} signed' if self.signed else ''}"
+        read = f"{self.artifacts} artifacts, {self.files:,} files, {size} read in {format_duration(self.seconds)}"
+        damaged = f"{len(self.damaged)} damaged" if self.damaged else "none damaged"
+        return f"{self.run or self.root}: {read}; {damaged}{f', {self.signed} signed' if self.signed else ''}"
 
 
 def verify(
-    root: Root, run: str = "", set_aside: bool = False, say: Callable[[str], object] = str, sign: bool = False
+    root: Root, run: str = "", set_aside: bool = False, log: Callable[[str], object] = str, sign: bool = False
 ) -> Verification:
-    """Verify what run `run` stands on, or everything under `root`; `say` gets each finding as it comes.
+    """Verify the artifacts of run `run`, or everything under `root`; `log` gets each damage as it is found.
 
-    With `sign` manifests and newest promotion records that no trusted key signed are signed; what they say is taken for
-    true. Damaged artifacts are moved aside with `set_aside`; else the next use on each machine reads them again. Raises
+    `sign` signs manifests and newest promotion records without a trusted signature; their content is taken as true.
+    `set_aside` quarantines damaged artifacts; otherwise the next use on each machine reads them again. Raises
     ValueError for a root or a run that does not exist, and OSError if the root does not answer.
     """
     if root.is_local and not root.local.is_dir():
         raise ValueError(f"root: {root.uri} is not a folder; name the one that holds the runs (--root or HERD_ROOT)")
-    began, store = time.monotonic(), open_store(root)
-    made = Verification(root=root.uri, run=run)
+    began, store, runs, studies = time.monotonic(), open_store(root), Runs(root), Studies(root)
+    result = Verification(root=root.uri, run=run)
 
-    def note(found: list[Damage]) -> None:
-        made.damaged += found
-        for damage in found:
-            say(str(damage))
+    def report(artifact: str, file: str, problem: str, untrusted: bool = False) -> None:
+        result.damaged.append(Damage(artifact=artifact, file=file, problem=problem, untrusted=untrusted))
+        log(str(result.damaged[-1]))
 
-    record = Runs(root).find(run) if run else None
+    record = runs.find(run) if run else None
     for label in dict.fromkeys(s.artifact for s in record.steps.values()) if record else _labels(root):
-        manifest, found = _artifact(store, label, made, sign)
-        note(found)
-        if found and set_aside and not any(damage.untrusted for damage in found):
-            store.set_aside(label, manifest)
-            made.set_aside.append(label)
+        manifest, problems, untrusted = _read_artifact(store, label, result, sign)
+        for file, problem in problems.items():
+            report(label, file, problem, untrusted)
+        if problems and set_aside and not untrusted:
+            store.quarantine(label, manifest)
+            result.set_aside.append(label)
     if record is None:
-        note([*_checkpoints(root, made), *_runs(root), *_studies(root)])
+        for damage in _checkpoints(root, result):
+            report(*damage)
+        for name in root.names("runs"):
+            for file, read in (("run.json", runs.find), ("recipe.yaml", runs.recipe)):
+                try:
+                    if root.read("runs", name, file) is not None:
+                        read(name)
+                except ValueError as error:
+                    report(f"runs/{name}", file, " ".join(str(error).split())[:300])
+                    break
+        for name in studies.names():
+            try:
+                studies.known(name)
+            except DamagedRecord as error:
+                report(f"studies/{name}", RECORD, str(error).partition(" is ")[2])
     for family in [record.family] if record else families(root):
-        note([*_log(root, family, made, sign)])
-    made.seconds = round(time.monotonic() - began, 3)
-    return made
+        try:
+            decisions = PromotionLog(root, family, trusted=False)
+            if decisions.records and sign and decisions.distrusted():
+                decisions.sign()
+                result.signed += 1
+            PromotionLog(root, family)
+        except ValueError as error:
+            file, _, problem = str(error).partition(": ")
+            report(f"promotions/{family}", file.rpartition("/")[2], problem)
+    result.seconds = round(time.monotonic() - began, 3)
+    return result
 
 
 def _labels(root: Root) -> Iterator[str]:
@@ -107,116 +128,77 @@ def _labels(root: Root) -> Iterator[str]:
                     yield f"{kind}/{name}"
 
 
-def _artifact(store: Store, label: str, made: Verification, sign: bool) -> tuple[Manifest | None, list[Damage]]:
+def _read_artifact(
+    store: Store, label: str, result: Verification, sign: bool
+) -> tuple[Manifest | None, dict[str, str], bool]:
+    """Return the manifest of an artifact, its problems by file, and whether its signature is not trusted."""
     try:
         try:
-            artifact = store.at(label)
+            artifact = store.load(label)
         except UntrustedArtifact:
             if not sign:
                 raise
             store.sign(label)
-            made.signed += 1
-            artifact = store.at(label)
-    except UntrustedArtifact as error:
-        return None, [Damage(artifact=label, file=MANIFEST, problem=str(error).partition(": ")[2], untrusted=True)]
+            result.signed += 1
+            artifact = store.load(label)
     except DamagedArtifact as error:
-        return None, [Damage(artifact=label, file=MANIFEST, problem=str(error).partition(": ")[2])]
-    except ValueError:  # deleted by retention
-        return None, []
-    problems = _remote_problems(artifact) if isinstance(artifact, RemoteArtifact) else _local_problems(artifact)
-    made.artifacts += 1
-    made.files += len(artifact.manifest.files)
-    made.bytes += artifact.bytes
+        return None, {MANIFEST: str(error).partition(": ")[2]}, isinstance(error, UntrustedArtifact)
+    except ValueError:  # deleted by garbage collection
+        return None, {}, False
+    files, problems = artifact.manifest.files, dict[str, str]()
+    if isinstance(artifact, RemoteArtifact):
+        pages = {f"{PAGES}/{name}": entry for name, entry in artifact.manifest.pages.items()}
+        objects = [*files.items(), *pages.items()]
+        texts = parallel_map(lambda item: digest_object(f"{artifact.uri}/{item[0]}", item[1]), objects)
+        artifact.scrub_copy()  # a wrong local copy is not damage: it is removed and downloaded again
+        problems = {name: problem for (name, _), problem in zip(objects, texts, strict=True) if problem}
+    else:
+        lost = set(artifact.missing())
+        for name in wrong_files(artifact.folder, files, artifact.stamp, again=True):
+            problems[name] = "is missing or has another size" if name in lost else "has another SHA-256"
+        stored = [path for path in artifact.folder.rglob("*") if not path.is_dir()]
+        for name in (path.relative_to(artifact.folder).as_posix() for path in stored):
+            if name not in {*files, MANIFEST}:
+                problems[name] = "is not in the manifest"
+    result.artifacts += 1
+    result.files += len(files)
+    result.bytes += artifact.bytes
     if problems:
         artifact.stamp.forget()
         try:
-            store.at(label)
+            store.load(label)
         except ValueError:  # deleted while it was read
-            return None, []
-    found = [Damage(artifact=label, file=name, problem=problem) for name, problem in problems.items()]
-    return artifact.manifest, found
+            return None, {}, False
+    return artifact.manifest, problems, False
 
 
-def _local_problems(artifact: Artifact) -> dict[str, str]:
-    files, folder = artifact.manifest.files, artifact.folder
-    lost = set(artifact.missing())
-    stored = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return {
-        **{
-            name: "is missing or has another size" if name in lost else "has another SHA-256"
-            for name in wrong_files(folder, files, artifact.stamp, again=True)
-        },
-        **{name: "is not in the manifest" for name in stored if name not in {*files, MANIFEST}},
-    }
-
-
-def _remote_problems(artifact: RemoteArtifact) -> dict[str, str]:
-    """Read the objects of an artifact; a wrong copy on this machine is removed and no damage: it is brought again."""
-    pages = {f"{PAGES}/{name}": entry for name, entry in artifact.manifest.pages.items()}
-    objects = [*artifact.manifest.files.items(), *pages.items()]
-    found = each(lambda item: digest_object(f"{artifact.uri}/{item[0]}", item[1]), objects)
-    artifact.scrub_copy()
-    return {name: problem for (name, _), problem in zip(objects, found, strict=True) if problem}
-
-
-def _checkpoints(root: Root, made: Verification) -> Iterator[Damage]:
-    """Yield what is damaged of the checkpoints of stages in progress; one that is deleted meanwhile is passed over."""
+def _checkpoints(root: Root, result: Verification) -> Iterator[tuple[str, str, str]]:
+    """Yield (folder, file, problem) of checkpoints of stages in progress; one that is deleted meanwhile is skipped."""
     local = (root.local / "work").glob("*/checkpoints/[0-9]*/manifest.json")
-    places = [(str(path.parent), path.parent.relative_to(root.local).as_posix()) for path in sorted(local)]
+    folders = [(str(path.parent), path.parent.relative_to(root.local).as_posix()) for path in sorted(local)]
     if not root.is_local:
-        for work in children(root.join(IN_PROGRESS)):
-            for position in filter(str.isdigit, children(root.join(IN_PROGRESS, work))):
-                for attempt in children(root.join(IN_PROGRESS, work, position)):
+        for work in list_children(root.join(IN_PROGRESS)):
+            for position in filter(str.isdigit, list_children(root.join(IN_PROGRESS, work))):
+                for attempt in list_children(root.join(IN_PROGRESS, work, position)):
                     name = f"{IN_PROGRESS}/{work}/{position}/{attempt}"
-                    places.append((root.join(name), name))
-    if not places:
+                    folders.append((root.join(name), name))
+    if not folders:
         return
     from llama3.train.checkpoint.manifest import CheckpointManifest as Checkpoint
-    from llama3.train.checkpoint.manifest import Damaged  # imports torch
+    from llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
 
-    for uri, name in places:
+    for uri, name in folders:
         try:
             text = Path(uri, MANIFEST).read_bytes() if is_local(uri) else get_bytes(f"{uri}/{MANIFEST}")
-        except (FileNotFoundError, NotADirectoryError):  # being written or deleted, or no checkpoint
+        except (FileNotFoundError, NotADirectoryError):  # being written or deleted, or not a checkpoint
             continue
         try:
             manifest = Checkpoint.parse(text, name)
-        except Damaged as error:
-            yield Damage(artifact=name, file=MANIFEST, problem=str(error))
+        except DamagedCheckpoint as error:
+            yield name, MANIFEST, str(error)
             continue
         for file, entry in manifest.files.items():
             problem = digest_object(f"{uri}/{file}", entry)
-            made.files, made.bytes = made.files + 1, made.bytes + entry.bytes
-            if problem and (Path(uri).exists() if is_local(uri) else MANIFEST in children(uri)):
-                yield Damage(artifact=name, file=file, problem=problem)
-
-
-def _runs(root: Root) -> Iterator[Damage]:
-    for name in root.names("runs"):
-        for file in ("run.json", "recipe.yaml"):
-            try:
-                if root.read("runs", name, file) is not None:
-                    Runs(root).find(name) if file == "run.json" else Runs(root).recipe(name)
-            except ValueError as error:
-                yield Damage(artifact=f"runs/{name}", file=file, problem=" ".join(str(error).split())[:300])
-                break
-
-
-def _studies(root: Root) -> Iterator[Damage]:
-    for name in Studies(root).names():
-        try:
-            Studies(root).known(name)
-        except DamagedRecord as error:
-            yield Damage(artifact=f"studies/{name}", file=RECORD, problem=str(error).partition(" is ")[2])
-
-
-def _log(root: Root, family: str, made: Verification, sign: bool) -> Iterator[Damage]:
-    try:
-        log = PromotionLog(root, family, trusted=False)
-        if log.records and sign and log.distrusted():
-            log.sign()
-            made.signed += 1
-        PromotionLog(root, family)
-    except ValueError as error:
-        file, _, problem = str(error).partition(": ")
-        yield Damage(artifact=f"promotions/{family}", file=file.rpartition("/")[2], problem=problem)
+            result.files, result.bytes = result.files + 1, result.bytes + entry.bytes
+            if problem and (Path(uri).exists() if is_local(uri) else MANIFEST in list_children(uri)):
+                yield name, file, problem

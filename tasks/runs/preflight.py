@@ -1,4 +1,4 @@
-"""Everything that can be known to go wrong is refused here, before any work starts: field, value, remedy."""
+"""Preflight checks: report every error that can be found before the run starts, with field, value and remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama3.evaluate.policy import check_evaluation
-from llama3.model.flops import embedding_rows
+from llama3.model.flops import vocab_rows
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.lint import placeholders
 from llama3.recipe.load import RecipeError
@@ -19,92 +19,90 @@ from llama3.recipe.schema import Recipe, check_batches
 from storage.filesystem import is_local, local_path
 from storage.object_artifact import open_store
 from storage.root import Root
-from storage.signing import signed
+from storage.signing import sign
 from tasks.cluster import Cluster
-from tasks.models.start import start_faults
+from tasks.models.start import init_from_faults
 from tasks.plan.predict import memory_faults
-from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, shortage, survey_evaluation
+from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_evaluation
 from tasks.runs.records import Runs
+from tasks.tracking.factory import tracking_faults
 
 if TYPE_CHECKING:
     from llama3.data.readers.sources import DomainSurvey
 
 SYSTEMS = {"darwin": "macOS"}
+_last_survey: dict[str, Any] = {}
+"""The sources that this process surveyed last, and the result."""
 
 
 class Surveyed(NamedTuple):
-    """What a run will find."""
+    """Result of the checks."""
 
     sources: list[DomainSurvey]
     left_out: list[str]
-    """A line for each task of an evaluation that lacks its data."""
+    """A line for each evaluation task without data."""
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
-    """Return what the run will find. Raises RecipeError, one line per fault, if it cannot work here."""
+    """Check that the run can execute here and survey its sources. Raises RecipeError, one line per fault."""
     left_out = check_place(recipe, cluster, root, thorough=True)
-    faults, found = _sources(recipe)
+    faults, domains = _sources(recipe)
     if not faults:
-        faults = [fault for domain in found if (fault := shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
+        faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
-    return Surveyed(found, left_out)
+    return Surveyed(domains, left_out)
 
 
 def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
-    """Return what is wrong with the sources, or how much is there; of the arms of a study the first one looks.
+    """Return the faults of the sources, or their survey; it is cached for the next variant of a study.
 
-    What changes before the next arm begins, `collect` notices by the sources' fingerprint.
+    A later change of the sources is noticed by `collect`, which compares their fingerprint.
     """
     from llama3.data.readers.sources import check_sources, survey
 
-    looked_at = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
-    if _looked.get("at") != looked_at:
+    key = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
+    if _last_survey.get("key") != key:
         faults = [*check_sources(recipe), *_curation_faults(recipe.curate)]
-        _looked.update(at=looked_at, found=(faults, [] if faults else survey(recipe)))
-    faults, found = _looked["found"]
+        _last_survey.update(key=key, result=(faults, [] if faults else survey(recipe)))
+    faults, domains = _last_survey["result"]
     if faults:
-        _looked.clear()  # somebody may mend it
-    return faults, found
-
-
-_looked: dict[str, Any] = {}
-"""What this process looked at last, and found."""
+        _last_survey.clear()  # the user may repair it
+    return faults, domains
 
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
-    """Return a line for each task of an evaluation that lacks its data.
+    """Return a line for each evaluation task without data.
 
-    Raises RecipeError for what shows without reading the sources: root, batches, named files. Of evaluation data the
-    first rows on this machine are looked at, or with `thorough` all, wherever they lie: a row without gold must not be
-    found after days of training.
+    Raises RecipeError for faults that show without reading the sources: root, batches, named files. Of evaluation data
+    the first local rows are checked; with `thorough` all rows, also remote ones: a row without gold must not be found
+    after days of training.
     """
-    if faults := [*_system_faults(), *placeholders(recipe)]:
+    faults = placeholders(recipe)
+    if sys.platform != "linux":  # whose signals and page locks the trainer needs
+        system = SYSTEMS.get(sys.platform, sys.platform)
+        linux = f"machine: it runs {system}, and a run needs Linux; use a container, a virtual machine or WSL 2"
+        faults = [linux, *faults]
+    if faults:
         raise RecipeError("\n".join(faults))
-    left_out, wrong = [], []
+    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *tracking_faults(recipe.tracking)]
+    tokenizer, left_out = recipe.tokenizer.use, list[str]()
+    if tokenizer and not Path(tokenizer).is_file():
+        faults.append(f"tokenizer.use: {tokenizer!r} is not a file; give a tiktoken tokenizer.model, or train one")
     try:
         left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
     except ValueError as error:
-        wrong = str(error).splitlines()
-    named = [*_tokenizer_faults(recipe), *wrong, *_start_faults(recipe, root)]
-    if faults := [*_root_faults(root), *_layout_faults(recipe, cluster), *named]:
+        faults += str(error).splitlines()
+    if faults := [*faults, *_start_faults(recipe, root)]:
         raise RecipeError("\n".join(faults))
     return left_out
 
 
-def _system_faults() -> list[str]:
-    """Return why no run works on this operating system: the trainer's signals and the locks of pages are Linux's."""
-    if sys.platform == "linux":
-        return []
-    system = SYSTEMS.get(sys.platform, sys.platform)
-    return [f"machine: it runs {system}, and a run needs Linux; use a container, a virtual machine or WSL 2"]
-
-
 def _root_faults(root: Root) -> list[str]:
-    """Return why the root, or the folder in which it is worked on, cannot be written."""
+    """Return why the root or its working folder cannot be written."""
     faults = []
     try:
-        signed("trial", "")
+        sign("trial", "")
     except ValueError as error:
         faults.append(str(error))
     try:
@@ -114,50 +112,40 @@ def _root_faults(root: Root) -> list[str]:
     except OSError as error:
         remedy = "choose another with --root" if root.is_local else "set HERD_SCRATCH to a folder of this machine"
         faults.append(f"root: {root.local} cannot be written ({os.strerror(error.errno or 0)}); {remedy}")
-    return faults or _bucket_faults(root)
-
-
-def _bucket_faults(root: Root) -> list[str]:
-    """Return why an object store cannot be used: found out by writing a word and reading it back."""
-    if root.is_local:
-        return []
-    try:
-        root.write(b"herd was here\n", "reachable")
-    except (OSError, ValueError, ImportError) as error:
-        return [
-            f"root: {root.uri} cannot be written ({type(error).__name__}: {error}); check the bucket, AWS_ENDPOINT_URL "
-            "and the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        ]
-    return []
+    if not faults and not root.is_local:
+        try:
+            root.write(b"herd was here\n", "reachable")
+        except (OSError, ValueError, ImportError) as error:
+            faults.append(
+                f"root: {root.uri} cannot be written ({type(error).__name__}: {error}); check the bucket, "
+                "AWS_ENDPOINT_URL and the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+    return faults
 
 
 def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """Return how model, batches and sequences do not split over the processes of each stage."""
-    rows = embedding_rows(recipe)
+    """Return faults of model, batches and sequences that do not divide over the processes of each stage."""
+    rows = vocab_rows(recipe)
     faults: dict[str, None] = {}  # stages that share a layout share its faults
     for span in Schedule(recipe).trained:
-        place = cluster.at(span.stage.name, span.name)
+        place = cluster.for_stage(span.stage.name, span.name)
         for check in (
             partial(check_batches, span, place.data_parallel),
             partial(place.layout.check, recipe.model, rows, place.processes),
-            *(partial(place.layout.check_sequence, seq) for seq in span.lengths),
+            *(partial(place.layout.check_sequence, seq_len) for seq_len in span.lengths),
         ):
             try:
                 check()
             except ValueError as error:
                 faults |= dict.fromkeys(str(error).splitlines())
-    wrong = [*_unknown_stages(recipe, cluster), *faults]
-    return wrong or memory_faults(recipe, cluster)
-
-
-def _unknown_stages(recipe: Recipe, cluster: Cluster) -> list[str]:
     known = Schedule(recipe).names
-    odd = sorted(set(cluster.stages) - known)
-    return [f"cluster.stages: {name} is no stage; there are {', '.join(sorted(known))}" for name in odd]
+    names = ", ".join(sorted(known))
+    unknown = [f"cluster.stages: {name} is not a stage ({names})" for name in sorted(set(cluster.stages) - known)]
+    return [*unknown, *faults] or memory_faults(recipe, cluster)
 
 
 def _curation_faults(curate: Curate) -> list[str]:
-    """Return what is wrong with the files that curation names: seeds, block lists, dirty words, evaluation sets."""
+    """Return faults of the files that curation names: seeds, block lists, dirty words, evaluation sets."""
     from llama3.data.classifiers import check_seeds
     from llama3.data.decontam.ngrams import check_benchmarks
     from llama3.data.filters import read_blocked
@@ -176,27 +164,21 @@ def _curation_faults(curate: Curate) -> list[str]:
     return faults
 
 
-def _tokenizer_faults(recipe: Recipe) -> list[str]:
-    if not recipe.tokenizer.use or Path(recipe.tokenizer.use).is_file():
-        return []
-    return [f"tokenizer.use: {recipe.tokenizer.use!r} is not a file; give a tiktoken tokenizer.model, or train one"]
-
-
 def _start_faults(recipe: Recipe, root: Root) -> list[str]:
-    """Return what is wrong with what `start` names: a checkpoint, or weights as far as those on this machine tell."""
-    if recipe.start is None:
+    """Return what is wrong with `init_from`: a checkpoint, or weights on this machine."""
+    if recipe.init_from is None:
         return []
-    if recipe.start.format == "checkpoint":
-        return start_faults(open_store(root), Runs(root), recipe)
-    if not is_local(recipe.start.origin):
+    if recipe.init_from.format == "checkpoint":
+        return init_from_faults(open_store(root), Runs(root), recipe)
+    if not is_local(recipe.init_from.path):
         return []
-    from llama3.export.convert import (
-        compare_shapes,
-        open_source,  # imports torch, which most recipes need not wait for here
-    )
+    from llama3.export.convert import compare_shapes, open_source  # torch, which most recipes do not need here
 
     try:
-        compare_shapes(recipe.start, open_source(local_path(recipe.start.origin), recipe.start.format), recipe.model)
+        source = open_source(local_path(recipe.init_from.path), recipe.init_from.format)
+        compare_shapes(recipe.init_from, source.config, source.rows, recipe.model)
     except ValueError as error:
-        return [text if text.startswith("start.") else f"start.from: {text}" for text in str(error).splitlines()]
+        return [
+            text if text.startswith("init_from.") else f"init_from.path: {text}" for text in str(error).splitlines()
+        ]
     return []

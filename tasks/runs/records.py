@@ -1,7 +1,7 @@
-"""The record of runs: names people can read, what each run made, and how it stands.
+"""Run records: the name, steps, artifacts and state of each run.
 
-A record is a small JSON file in the run's folder, rewritten atomically at every change. It is the truth that reports,
-reruns and MLflow are made from; nothing here needs a server.
+A record is a small JSON file in the run's folder, rewritten atomically at every change. Reports, reruns and MLflow are
+derived from it; nothing here needs a server.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.recipe.base import read_plain
 from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, Store
-from storage.digests import READERS, each
+from storage.digests import READERS, parallel_map
 from storage.filesystem import write_atomic
 from storage.lease import Lease, LeaseLost
 from storage.root import Root
@@ -33,7 +33,7 @@ State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
 
 
 class DamagedRecord(ValueError):
-    """A record that is none; the text names the file."""
+    """A record that cannot be parsed; the text names the file."""
 
 
 def read_records(read: Callable[[str], Record | None], names: Sequence[str], strict: bool) -> list[Record]:
@@ -48,29 +48,31 @@ def read_records(read: Callable[[str], Record | None], names: Sequence[str], str
             log.warning("%s", error)
             return None
 
-    return [record for record in each(checked, names, READERS) if record is not None]
+    return [record for record in parallel_map(checked, names, READERS) if record is not None]
 
 
 class StepRecord(BaseModel):
-    """One step of a run: which artifact it stands on and where that came from."""
+    """One step of a run: its artifact, and how the run got it."""
 
     artifact: str
     outcome: str
-    """`made`, `reused`, or `resumed at 1.2B`."""
+    """`created`, `reused`, or `resumed at 1.2B`."""
     why: str = ""
-    """For a step that was made: what was new about it."""
+    """The first difference from the previous artifact, for a step that was made."""
     seconds: float = 0.0
     mlflow_run: str = ""
 
 
 class StudyPart(BaseModel):
-    """Which part of a study a run is."""
+    """The part of a study that a run is."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     study: str
-    arm: str
+    variant: str = Field(alias="arm")
     repeat: int
     mlflow_run: str = ""
-    """The study's own, under which the run's is shown."""
+    """MLflow run of the study, the parent of the run's."""
 
 
 class RunRecord(BaseModel):
@@ -83,12 +85,12 @@ class RunRecord(BaseModel):
     ended: str = ""
     code: str
     study: StudyPart | None = None
-    """Set for a run that a study asked for."""
+    """Set for a run of a study."""
     rerun_of: str = ""
     redo_from: str = ""
-    """Step from which this run makes everything anew, whatever exists."""
+    """First step that this run makes again, even if its artifact exists."""
     until: str = ""
-    """Last step that was asked for; empty: all."""
+    """Last step requested; empty: all."""
     steps: dict[str, StepRecord] = {}
     verdict: str = ""
     """`promoted`, `refused`, or empty while there is none."""
@@ -96,14 +98,14 @@ class RunRecord(BaseModel):
     mlflow_run: str = ""
     mlflow_experiment: str = ""
     mlflow_stale: bool = False
-    """Whether MLflow was away at some time and may lack something; `herd republish` sends everything again."""
+    """Whether MLflow was away and may lack points; `herd mlflow sync` sends everything again."""
     prefect_run: str = ""
     peak_memory_gib: float = 0.0
 
-    def apart(self, stage: str) -> str:
-        """Return what gives a stage of this run a work folder that no other run goes on with; empty: it shares one.
+    def work_dir_key(self, stage: str) -> str:
+        """Return the suffix that keeps other runs out of the stage's work folder; empty: it is shared.
 
-        A stage that is redone has its own; so has each arm of a study, since they differ from their first token on.
+        A stage that is redone has its own, and so has each variant of a study: they differ from the first token on.
         """
         if stage == self.redo_from:
             return self.name
@@ -118,16 +120,16 @@ class Runs:
         self._held: dict[str, Lease] = {}
 
     def hold(self, name: str, held: Lease) -> None:
-        """Have run `name` written only while `held`, its lease, was not taken over."""
+        """Write run `name` only while `held`, its lease, is not taken over."""
         self._held[name] = held
 
     def check(self, name: str) -> None:
-        """Raise LeaseLost if the lease of run `name`, held here, was taken over; OSError if nobody answers."""
+        """Raise LeaseLost if the lease of run `name`, held here, was taken over, or OSError."""
         if name in self._held:
             self._held[name].check()
 
-    def lost(self, name: str) -> bool:
-        """Return whether the lease of run `name` was taken over; a root that does not answer does not say so."""
+    def lease_lost(self, name: str) -> bool:
+        """Return whether the lease of run `name` was taken over; False if the root does not answer."""
         try:
             self.check(name)
         except LeaseLost:
@@ -136,8 +138,8 @@ class Runs:
             return False
         return False
 
-    def place(self, name: str) -> Path:
-        """Return the run's folder here: recipe, logs, report. Raises ValueError for a name that leaves it."""
+    def folder(self, name: str) -> Path:
+        """Return the run's local folder: recipe, logs, report. Raises ValueError for a name that leaves the root."""
         return self.root.file("runs", name)
 
     def all(self, strict: bool = False) -> list[RunRecord]:
@@ -166,29 +168,27 @@ class Runs:
         self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
 
     def publish(self, name: str, file: str) -> None:
-        """Bring a file of the run's folder to the root, where everybody sees it."""
+        """Upload a file of the run's local folder to a remote root."""
         if not self.root.is_local:
-            self.root.write(self.place(name).joinpath(file).read_bytes(), "runs", name, file)
+            self.root.write(self.folder(name).joinpath(file).read_bytes(), "runs", name, file)
 
     def unfinished(self, recipe: Recipe, until: str = "") -> RunRecord | None:
-        """Return the newest run of exactly this recipe, up to the same step, if it did not finish.
-
-        It is continued, not begun again.
-        """
-        wanted = (digest(resolved(recipe)), until)
-        same = [record for record in self.family(recipe.name) if (record.recipe_digest, record.until) == wanted]
+        """Return the newest run of exactly this recipe, up to the same step, if it did not finish: it is continued."""
+        identity = (digest(resolved(recipe)), until)
+        same = [record for record in self.family(recipe.name) if (record.recipe_digest, record.until) == identity]
         return same[-1] if same and same[-1].state != "finished" else None
 
     def of_flow_run(self, recipe: Recipe, flow_run: str) -> RunRecord | None:
-        """Return the run of this recipe that the Prefect flow run `flow_run` began: a Retry goes on with it."""
-        mine = [record for record in self.family(recipe.name) if flow_run and record.prefect_run == flow_run]
-        return mine[-1] if mine else None
+        """Return the run of this recipe that the Prefect flow run `flow_run` began: a Retry continues it."""
+        records = [record for record in self.family(recipe.name) if flow_run and record.prefect_run == flow_run]
+        return records[-1] if records else None
 
     def begin(self, recipe: Recipe, code: str, rerun_of: str = "", redo_from: str = "", until: str = "") -> RunRecord:
         """Create the next run of the recipe's family (`quickstart-7`) and write its resolved recipe."""
         while True:
+            numbers = [family_number(recipe.name, name) for name in self.root.names("runs")]
             record = RunRecord(
-                name=self._next_name(recipe.name),
+                name=f"{recipe.name}-{max(numbers, default=0) + 1}",
                 family=recipe.name,
                 recipe_digest=digest(resolved(recipe)),
                 started=now(),
@@ -197,7 +197,7 @@ class Runs:
                 redo_from=redo_from,
                 until=until,
             )
-            claim = f"{record.started} {uuid.uuid4().hex}\n"  # the name is ours if this, and nobody else's, is there
+            claim = f"{record.started} {uuid.uuid4().hex}\n"  # exclusive: another process takes the next number
             if self.root.create(claim, "runs", record.name, "claim"):
                 break
         self.root.write(to_yaml(recipe), "runs", record.name, "recipe.yaml")
@@ -206,7 +206,7 @@ class Runs:
 
     def local_recipe(self, name: str) -> Path:
         """Return the run's recipe as a file of this machine."""
-        path = self.place(name) / "recipe.yaml"
+        path = self.folder(name) / "recipe.yaml"
         if not self.root.is_local:
             write_atomic(path, self.root.read("runs", name, "recipe.yaml") or b"")
         return path
@@ -220,7 +220,7 @@ class Runs:
             return RunRecord.model_validate_json(text) if text else None
         except ValueError as error:
             raise DamagedRecord(
-                f"run {name}: {self.root.join('runs', name, 'run.json')} is no record of a run "
+                f"run {name}: {self.root.join('runs', name, 'run.json')} is not a run record "
                 f"({' '.join(str(error).split())[:200]}); restore it from a copy, or delete the run's folder"
             ) from None
 
@@ -230,12 +230,7 @@ class Runs:
 
     def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
-        found = read_records(self._read, names, strict)
-        return sorted(found, key=lambda record: record.started)
-
-    def _next_name(self, family: str) -> str:
-        taken = [family_number(family, name) for name in self.root.names("runs")]
-        return f"{family}-{max(taken, default=0) + 1}"
+        return sorted(read_records(self._read, names, strict), key=lambda record: record.started)
 
 
 def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
@@ -244,11 +239,11 @@ def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
 
 
 def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Artifact | None:
-    """Return the run's first evaluation of a checkpoint, by its own suite, that is still there."""
+    """Return the run's first evaluation of a checkpoint, by its own suite, that still exists."""
     for step in record.steps.values():
         if step.artifact.startswith("evaluation/"):
-            with suppress(ValueError):  # deleted by retention
-                evaluation = store.at(step.artifact)
+            with suppress(ValueError):  # deleted by garbage collection
+                evaluation = store.load(step.artifact)
                 if evaluation.manifest.inputs.get("checkpoint") == checkpoint.key:
                     return evaluation
     return None
@@ -269,5 +264,5 @@ OPEN = "open"
 
 
 def mark_open(root: Root, run: str) -> None:
-    """Leave the mark of a run that is about to work. Raises OSError."""
+    """Mark a run as open, so that the reconciler looks at it. Raises OSError."""
     root.write(f"{now()}\n", OPEN, run)

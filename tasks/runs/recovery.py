@@ -1,45 +1,69 @@
-"""Make the record of a run or of a study, its MLflow run and its Prefect flow run say what is true of a dead process.
+"""The reconciler: make the records of dead processes, MLflow and Prefect agree, and restart what crashed.
 
-Whether one is worked on is known from its lease alone; whatever else says `running` while the lease is free is wrong.
-What runs and studies have in common stands here, the rest in `run_settler.py` and `study_settler.py`. Called
-twice, late, or after the work was taken up again it changes nothing.
+A record that says `running` whose lease has expired becomes `interrupted`, in MLflow and Prefect too, and its flow run
+gets another attempt if its deployment asks for that. A pass can be repeated, late or at the same time, without effect.
 """
+
+# Callers: the watchdog of a killed process (its own record, 2 s after the death), the loop of `herd up` (every 30 s),
+# the flow `reconcile` (every 5 min), and `herd run` when its Prefect server went away. Without the watchdog the next
+# pass after the lease timeout sees a death: 0 s on a local root (the kernel frees an flock), 30 s on an object store.
 
 from __future__ import annotations
 
+import os
 import re
-import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from datetime import UTC, datetime, timedelta
+from functools import cache, partial
+from itertools import takewhile
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.objects import State as PrefectState
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelled, Completed, Crashed, Failed
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Running
 
-from storage.cleanup import tidy
-from storage.lease import LeaseHeld, LeaseTiming, holders, lease
-from storage.root import Root
+from storage.cleanup import clean_up_root
+from storage.lease import LeaseHeld, lease, lease_holders
+from storage.root import DEFAULT_ROOT, Root
 from tasks.promotion.log import PromotionLog, families
-from tasks.runs.records import OPEN, DamagedRecord, RunRecord, Runs, State, now
-from tasks.study.records import FOLDER, Studies, StudyRecord
-from tasks.tracking.backfill import STATUS, republish
-from tasks.tracking.mlflow import AWAY, Tracker
+from tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
+from tasks.study.records import FOLDER, Studies
+from tasks.tracking.backfill import STATUS, backfill_run
+from tasks.tracking.mlflow import AWAY, MLflowTracker
 from tasks.tracking.registry import Registry
 
 GONE = "its process is gone"
+COMPLETE = ".complete"
+"""In `open/`, after the first full pass. Each run that begins leaves a mark in `open/`, removed once record, MLflow and
+Prefect agree: a pass over 10,000 reconciled runs costs one listing. Studies are few and need no marks."""
 GRACE_S = 120.0
-"""A flow run that Prefect began later than this ago may be on its way to the lease."""
+"""Prefect's Running state may be this young without a lease: the next attempt is imported first."""
+LEFT_S = 86_400.0
+"""Files of killed processes in storage are removed after this time without a write."""
 UNREACHED = re.compile(r"\b(\w+Timeout|ConnectError|ReadError|WriteError|RemoteProtocolError|PrefectHTTPStatusError)\b")
-"""What Prefect's client raises where the server is slow or away: it says nothing of the work."""
+"""Errors of Prefect's client for a slow or absent server: they say nothing about the run."""
 PREFECT = {"finished": Completed, "failed": Failed, "interrupted": Crashed, "cancelled": Cancelled}
 
+# Restart policy: a crashed flow run of a deployment with this tag gets another attempt, within a day of the crash.
+AUTO_RESUME = "auto-resume"
+RESUMED = "restarted by the reconciler"
+"""State message of such an attempt; a person's Retry has another one."""
+FRUITLESS = 5
+"""Restarts in a row that may find no progress; the next attempt fails (flows/crash_recovery.py)."""
+RESTART_WITHIN = timedelta(days=1)
+FIRST_REPORT = "Process exited with status code"
+"""Start of a worker's first message about a killed process. The second follows 5 to 30 s later (Prefect 3.8.8)."""
+AHEAD_S = 40.0
+"""An attempt that starts between the two reports is called crashed by the second. So the first one is answered with a
+start AHEAD_S later; the second turns this Scheduled state into Crashed, which is answered at once."""
 
-class Settled(NamedTuple):
+
+class Reconciled(NamedTuple):
     """One state that was not true, and what it is now."""
 
     run: str
@@ -48,279 +72,199 @@ class Settled(NamedTuple):
     after: str
 
 
-class Stands(Protocol):
-    """What the records of runs and studies have in common."""
-
-    name: str
-    state: State
-    error: str
-    ended: str
-    prefect_run: str
-
-
-Record = TypeVar("Record", bound=Stands)
-
-
-class Settler(ABC, Generic[Record]):
-    """Settles the records of one folder of a root."""
-
-    folder: str
-    """Of the records, which is also that of their leases."""
-
-    def __init__(
-        self, root: Root, client: SyncPrefectClient | None, grace_s: float = GRACE_S, timing: LeaseTiming | None = None
-    ) -> None:
-        """Without `client` Prefect is left alone."""
-        self.root, self.client, self.grace_s = root, client, grace_s
-        self.timing = timing or LeaseTiming()
-        self.trackers: dict[str, Tracker] = {}
-
-    @abstractmethod
-    def find(self, name: str) -> Record:
-        """Return a record. Raises ValueError if there is none."""
-
-    @abstractmethod
-    def save(self, record: Record) -> None:
-        """Write a record."""
-
-    @abstractmethod
-    def of_flow_run(self, flow_run: FlowRun) -> str:
-        """Return the name of the record that a flow run works on; empty: none."""
-
-    @abstractmethod
-    def _mlflow(self, record: Record) -> list[Settled]:
-        """End what still says RUNNING in MLflow."""
-
-    def _forget(self, name: str) -> None:
-        """Forget a record that was deleted."""
-
-    def _done(self, record: Record, flow_run: FlowRun | None) -> None:
-        """See to what is left once all of it says the same."""
-
-    def settle(self, name: str, state: State = "interrupted", attempt: int = 0) -> list[Settled]:
-        """Make what is shown of `name` true if nobody works on it; a record that says `running` becomes `state`.
-
-        `attempt` is the Prefect attempt that is known to be over, whenever it began; 0: not known.
-        """
-        try:
-            flow_run = self.flow_run(self.find(name))
-            if flow_run is not None and flow_run.state is not None:
-                if flow_run.state.is_paused():  # waits for a person, without a process
-                    return []
-                if flow_run.state.is_cancelling() or flow_run.state.is_cancelled():
-                    state = "cancelled"
-            record, found = self._record(name, state)
-        except LeaseHeld:
-            return []
-        except DamagedRecord:  # `herd verify` names it
-            return []
-        except ValueError:
-            self._forget(name)
-            return []
-        found += self._mlflow(record)
-        found += self._prefect(record, flow_run, attempt) if flow_run is not None else []
-        self._done(record, flow_run)
-        return found
-
-    def await_cancellation(self, name: str, seconds: float) -> None:
-        """Wait until a flow run that is being cancelled is cancelled: its worker, if it lives, will say so."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            flow_run = self.flow_run(self.find(name))
-            if flow_run is None or flow_run.state is None or not flow_run.state.is_cancelling():
-                return
-            time.sleep(1.0)
-
-    def flow_run(self, record: Record) -> FlowRun | None:
-        """Return the flow run of `record`; None if there is none any more, or nobody to ask."""
-        if self.client is None or not record.prefect_run:
-            return None
-        with suppress(ObjectNotFound):
-            return self.client.read_flow_run(UUID(record.prefect_run))
-        return None
-
-    def tracker(self, family: str) -> Tracker:
-        """Return the MLflow experiment of a family."""
-        if family not in self.trackers:
-            self.trackers[family] = Tracker(self.root, family)
-        return self.trackers[family]
-
-    def _record(self, name: str, state: State) -> tuple[Record, list[Settled]]:
-        """Settle the record, holding it for that moment. Raises LeaseHeld if somebody works on it."""
-        with lease(self.root, f"{self.folder}/{name}", f"settling {name}", timing=self.timing):
-            record = self.find(name)
-            if record.state != "running" and (record.state, state) != ("interrupted", "cancelled"):
-                return record, []
-            before, record.state = record.state, state
-            record.error, record.ended = record.error or (GONE if state == "interrupted" else state), now()
-            self.save(record)
-            return record, [Settled(name, "record", before, state)]
-
-    def _prefect(self, record: Record, flow_run: FlowRun, attempt: int) -> list[Settled]:
-        """Give the flow run a final state, if it has none and belongs to a process that is gone."""
-        assert self.client is not None
-        state = flow_run.state
-        if state is not None and record.state == "finished" and (state.is_failed() or state.is_crashed()):
-            if not UNREACHED.search(state.message or ""):
-                return []
-            self.client.set_flow_run_state(flow_run.id, Completed(message=f"{record.name} finished"), force=True)
-            return [Settled(record.name, "Prefect", state.name or state.type.value, "Completed")]
-        if state is None or not (state.is_running() or state.is_cancelling() or state.is_pending()):
-            return []
-        young = (datetime.now(UTC) - state.timestamp).total_seconds() < self.grace_s
-        # Prefect counts an attempt when it runs: a pending flow run with our number is the next attempt on its way.
-        over = attempt > 0 and flow_run.run_count == attempt and not state.is_pending()
-        if young and not over:
-            return []
-        after: PrefectState = PREFECT[record.state](message=record.error or f"{record.name} {record.state}")
-        self.client.set_flow_run_state(flow_run.id, after, force=True)
-        return [Settled(record.name, "Prefect", state.name or state.type.value, after.name or "")]
-
-
-# Each run that begins leaves a mark in `open/`, removed once everything about it is settled: a root of 10,000 settled
-# runs costs one listing. A run whose mark is lost is found by a full pass only.
-
-
-class RunSettler(Settler[RunRecord]):
-    """Settles runs of one root."""
-
-    folder = "runs"
-
-    def find(self, name: str) -> RunRecord:
-        return Runs(self.root).find(name)
-
-    def save(self, record: RunRecord) -> None:
-        Runs(self.root).save(record)
-
-    def of_flow_run(self, flow_run: FlowRun) -> str:
-        """Return the run of the flow run's name, else the one that names it."""
-        for name in dict.fromkeys([flow_run.name, *reversed(self.root.names(OPEN))]):
-            with suppress(ValueError):
-                if self.find(name).prefect_run == str(flow_run.id):
-                    return name
-        return ""
-
-    def _mlflow(self, record: RunRecord) -> list[Settled]:
-        """Close the MLflow runs that still say RUNNING, and send what MLflow lacks."""
-        tracker, status = self.tracker(record.family), STATUS[record.state]
-        closed = tracker.reach.attempt(lambda: close_runs(tracker, record.name, status), -1)
-        found = [Settled(record.name, "MLflow", "RUNNING", status)] if closed > 0 else []
-        if closed < 0 and not record.mlflow_stale:
-            record.mlflow_stale = True
-            self.save(record)
-        elif closed >= 0 and record.mlflow_stale:
-            republish(self.root, record.name, tracker)
-            record.mlflow_stale = self.find(record.name).mlflow_stale
-            if not record.mlflow_stale:
-                found.append(Settled(record.name, "MLflow", "stale", "complete"))
-        return found
-
-    def _forget(self, name: str) -> None:
-        self.root.remove(OPEN, name)
-
-    def _done(self, record: RunRecord, flow_run: FlowRun | None) -> None:
-        """Take the mark away, unless somebody works on the run by now, or Prefect was not asked."""
-        if record.mlflow_stale or (flow_run is not None and not self._is_over(record)):
-            return
-        name = f"{self.folder}/{record.name}"
-        if (self.client is not None or not record.prefect_run) and name not in holders(self.root, [name], self.timing):
-            self._forget(record.name)
-
-    def _is_over(self, record: RunRecord) -> bool:
-        flow_run = self.flow_run(record)
-        return flow_run is None or (flow_run.state is not None and flow_run.state.is_final())
-
-
-def close_runs(tracker: Tracker, run: str, status: str) -> int:
-    """End the MLflow runs of run `run` that say RUNNING; return how many. Raises what MLflow raises."""
-    query = f"{tracker.query(run)} and attributes.status = 'RUNNING'"
-    left = tracker.client.search_runs([tracker.experiment], query)
-    for each in left:
-        tracker.client.set_terminated(each.info.run_id, status)
-    return len(left)
-
-
-# Studies are few and need no marks: unfinished ones are looked at every time.
-
-
-class StudySettler(Settler[StudyRecord]):
-    """Settles studies of one root."""
-
-    folder = FOLDER
-
-    def find(self, name: str) -> StudyRecord:
-        return Studies(self.root).find(name)
-
-    def save(self, record: StudyRecord) -> None:
-        Studies(self.root).save(record)
-
-    def of_flow_run(self, flow_run: FlowRun) -> str:
-        """Return the study of the flow run's name, else the one that names it."""
-        for name in dict.fromkeys([flow_run.name, *Studies(self.root).names()]):
-            with suppress(ValueError):
-                if self.find(name).prefect_run == str(flow_run.id):
-                    return name
-        return ""
-
-    def _mlflow(self, record: StudyRecord) -> list[Settled]:
-        """Close the MLflow run of the study if it still says RUNNING."""
-        if not record.mlflow_run or record.mlflow_run.startswith(AWAY):
-            return []
-        tracker, status = self.tracker(record.name), STATUS[record.state]
-        closed = tracker.reach.attempt(lambda: _close(tracker, record.mlflow_run, status), False)
-        return [Settled(record.name, "MLflow", "RUNNING", status)] if closed else []
-
-
-def _close(tracker: Tracker, run_id: str, status: str) -> bool:
-    """End an MLflow run that says RUNNING; return whether it did. Raises what MLflow raises."""
-    running = bool(tracker.client.get_run(run_id).info.status == "RUNNING")
-    if running:
-        tracker.client.set_terminated(run_id, status)
-    return running
-
-
-# Reconcile everything: records, MLflow runs, Prefect flow runs, aliases, storage. Hooks and watchdogs do the same for
-# one run; repeating it changes nothing.
-
-COMPLETE = ".complete"
-LEFT_S = 86_400.0
-"""What killed processes left in storage is removed when nothing wrote to it for so long."""
-
-
 def reconcile(
-    root: Root, client: SyncPrefectClient | None, full: bool = False, grace_s: float = GRACE_S
-) -> list[Settled]:
-    """Settle every open run and unfinished study that nobody works on; with `full`, look at all of them.
+    root: Root, client: SyncPrefectClient | None, full: bool = False, grace_s: float = GRACE_S, cleanup: bool = True
+) -> list[Reconciled]:
+    """Reconcile every open run and unfinished study whose lease has expired; with `full`, look at all of them.
 
-    Also sends what MLflow lacks, gives its aliases to whom the promotion logs give them, and clears what killed
-    processes left in storage. Raises OSError.
+    Without `client` Prefect is left alone. `cleanup` also makes MLflow's aliases follow the promotion logs and
+    removes leftover files. Raises OSError.
     """
     full = full or root.read(OPEN, COMPLETE) is None
-    runs = root.names(RunSettler.folder) if full else root.names(OPEN)
-    studies = [record.name for record in Studies(root).all() if full or record.state != "finished"]
-    found = [
-        *_settled(RunSettler(root, client, grace_s), runs),
-        *_settled(StudySettler(root, client, grace_s), studies),
-    ]
+    works = [f"runs/{name}" for name in (root.names("runs") if full else root.names(OPEN))]
+    works += [f"{FOLDER}/{record.name}" for record in Studies(root).all() if full or record.state != "finished"]
+    # On an object store all leases are observed at once, because that takes seconds; flocks are tried one by one.
+    alive = {} if root.is_local else lease_holders(root, works)
+    tracker = cache(partial(MLflowTracker, root))  # one per family: an MLflow that is away is waited for once
+    changes: list[Reconciled] = []
+    for work in works:
+        if work not in alive:
+            changes += reconcile_record(root, client, work, grace_s=grace_s, tracker=tracker)
     if full:
         root.write(f"{now()}\n", OPEN, COMPLETE)
-    tidied = tidy(root, LEFT_S)
-    return [
-        *found,
-        *(line for family in families(root) for line in show_aliases(root, family)),
-        *([Settled("all", "storage", f"{tidied.bytes:,} bytes left over", "removed")] if tidied.bytes else []),
+    if client is not None:
+        changes += _restart_crashed(root, client)
+    if cleanup:
+        for family in families(root):
+            changes += show_aliases(root, family)
+        if removed := clean_up_root(root, LEFT_S).bytes:
+            changes.append(Reconciled("all", "storage", f"{removed:,} bytes left over", "removed"))
+    return changes
+
+
+def reconcile_record(
+    root: Root,
+    client: SyncPrefectClient | None,
+    work: str,
+    attempt: int = 0,
+    grace_s: float = GRACE_S,
+    tracker: Callable[[str], MLflowTracker] | None = None,
+) -> list[Reconciled]:
+    """Reconcile the record `work` (`runs/quickstart-3`, `studies/ramp-cpu`), unless its lease is held.
+
+    `attempt` is the Prefect attempt whose process is known to be dead; 0: unknown.
+    """
+    folder, _, name = work.partition("/")
+    is_run = folder == "runs"
+    records: Any = Runs(root) if is_run else Studies(root)
+    changes: list[Reconciled] = []
+    try:
+        flow_run = _flow_run(client, records.find(name))
+        state: State = "interrupted"
+        if flow_run is not None and flow_run.state is not None:
+            if flow_run.state.is_paused():  # waits for a person's approval, without a process
+                return []
+            if flow_run.state.is_cancelling() or flow_run.state.is_cancelled():
+                state = "cancelled"
+            elif flow_run.state.is_failed():
+                state = "failed"
+        with lease(root, work, f"reconciling {name}"):
+            record = records.find(name)
+            if record.state == "running" or (record.state, state) == ("interrupted", "cancelled"):
+                changes.append(Reconciled(name, "record", record.state, state))
+                record.state, record.ended = state, now()
+                record.error = record.error or (GONE if state == "interrupted" else state)
+                records.save(record)
+    except (LeaseHeld, DamagedRecord):  # `herd verify` reports a damaged record
+        return []
+    except ValueError:  # the record was deleted
+        if is_run:
+            root.remove(OPEN, name)
+        return []
+
+    mlflow = (tracker or partial(MLflowTracker, root))(record.family if is_run else record.name)
+    status = STATUS[record.state]
+
+    def close_running() -> int:
+        query = mlflow.query(name) if is_run else f"attributes.run_id = '{record.mlflow_run}'"
+        running = mlflow.client.search_runs([mlflow.experiment], f"{query} and attributes.status = 'RUNNING'")
+        for run in running:
+            mlflow.client.set_terminated(run.info.run_id, status)
+        return len(running)
+
+    closed = 0
+    if is_run or (record.mlflow_run and not record.mlflow_run.startswith(AWAY)):
+        closed = mlflow.reach.attempt(close_running, -1)
+    if closed > 0:
+        changes.append(Reconciled(name, "MLflow", "RUNNING", status))
+    if is_run and closed < 0 and not record.mlflow_stale:
+        record.mlflow_stale = True
+        records.save(record)
+    elif is_run and closed >= 0 and record.mlflow_stale:
+        backfill_run(root, name, mlflow)
+        record.mlflow_stale = records.find(name).mlflow_stale
+        if not record.mlflow_stale:
+            changes.append(Reconciled(name, "MLflow", "stale", "complete"))
+
+    if client is not None and flow_run is not None:
+        changes += _end_flow_run(client, flow_run, record, attempt, grace_s)
+    if is_run and not record.mlflow_stale and (client is not None or not record.prefect_run):
+        flow_run = _flow_run(client, record)
+        over = flow_run is None or (flow_run.state is not None and flow_run.state.is_final())
+        if over and work not in lease_holders(root, [work]):
+            root.remove(OPEN, name)
+    return changes
+
+
+def _flow_run(client: SyncPrefectClient | None, record: Any) -> FlowRun | None:
+    """Return the flow run of `record`; None if it was deleted or Prefect is left alone."""
+    if client is not None and record.prefect_run:
+        with suppress(ObjectNotFound):
+            return client.read_flow_run(UUID(record.prefect_run))
+    return None
+
+
+def _end_flow_run(
+    client: SyncPrefectClient, flow_run: FlowRun, record: Any, attempt: int, grace_s: float
+) -> Iterator[Reconciled]:
+    """Give the flow run of a dead process its final state, if it has none or a wrong one."""
+    state = flow_run.state
+    if state is not None and record.state == "finished" and (state.is_failed() or state.is_crashed()):
+        if not UNREACHED.search(state.message or ""):
+            return
+        after: PrefectState = Completed(message=f"{record.name} finished")
+    else:
+        if state is None or not (state.is_running() or state.is_cancelling() or state.is_pending()):
+            return
+        # Prefect counts an attempt when it runs: a pending flow run with our number is the next attempt on its way.
+        over = attempt > 0 and flow_run.run_count == attempt and not state.is_pending()
+        if not over and (datetime.now(UTC) - state.timestamp).total_seconds() < grace_s:
+            return
+        after = PREFECT[record.state](message=record.error or f"{record.name} {record.state}")
+    client.set_flow_run_state(flow_run.id, after, force=True)
+    yield Reconciled(record.name, "Prefect", state.name or state.type.value, after.name or "")
+
+
+def restart(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+    """Schedule another attempt of a flow run if it crashed and its deployment asks for that; return whether it did."""
+    state = flow_run.state
+    if state is None or not state.is_crashed() or flow_run.deployment_id is None or AUTO_RESUME not in flow_run.tags:
+        return False
+    start, ahead = datetime.now(UTC), timedelta(seconds=AHEAD_S)
+    if (state.message or "").startswith(FIRST_REPORT) and start - state.timestamp < ahead:
+        start += ahead
+    client.set_flow_run_state(flow_run.id, AwaitingRetry(scheduled_time=start, message=RESUMED))  # type: ignore[arg-type]
+    return True
+
+
+def _restart_crashed(root: Root, client: SyncPrefectClient) -> Iterator[Reconciled]:
+    """Restart the flow runs of `root` that crashed lately; those that died before they had a record, too."""
+    crashed = filters.FlowRunFilter(
+        tags=filters.FlowRunFilterTags(all_=[AUTO_RESUME]),
+        state=filters.FlowRunFilterState(name=filters.FlowRunFilterStateName(any_=["Crashed"])),
+        end_time=filters.FlowRunFilterEndTime(after_=datetime.now(UTC) - RESTART_WITHIN),  # type: ignore[arg-type]
+    )
+    for flow_run in client.read_flow_runs(flow_run_filter=crashed):
+        config = flow_run.parameters.get("config") or {}
+        try:
+            if Root.parse(config.get("root") or os.environ.get("HERD_ROOT") or DEFAULT_ROOT).uri != root.uri:
+                continue
+        except ValueError:  # a root that contains a password
+            continue
+        work, record_state = _work_of(root, flow_run)
+        if work and lease_holders(root, [work]):
+            # A busy worker reports a death again minutes later, when the next attempt works. A Crashed flow run can be
+            # neither cancelled nor suspended for an approval, so it is Running again.
+            if record_state == "running":
+                client.set_flow_run_state(flow_run.id, Running(message="its process is alive"), force=True)
+                yield Reconciled(flow_run.name, "Prefect", "Crashed", "Running")
+            continue
+        # Attempts that die while they are imported never run, so they cannot count themselves.
+        states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp, reverse=True)
+        unborn = takewhile(lambda state: not state.is_running(), states)
+        if sum(state.message == RESUMED for state in unborn) < FRUITLESS and restart(client, flow_run):
+            yield Reconciled(flow_run.name, "Prefect", "Crashed", "AwaitingRetry")
+
+
+def _work_of(root: Root, flow_run: FlowRun) -> tuple[str, str]:
+    """Return lease name and state of the record that a flow run works on; both are empty if there is none yet."""
+    runs, studies = Runs(root), Studies(root)
+    candidates: list[tuple[str, Any, list[str]]] = [
+        ("runs", runs, [flow_run.name, *reversed(root.names(OPEN))]),
+        (FOLDER, studies, [flow_run.name, *studies.names()]),
     ]
+    for folder, records, names in candidates:
+        for name in dict.fromkeys(names):
+            with suppress(ValueError):
+                record = records.find(name)
+                if record.prefect_run == str(flow_run.id):
+                    return f"{folder}/{name}", record.state
+    return "", ""
 
 
-def _settled(settler: Settler[Any], names: list[str]) -> list[Settled]:
-    place = {name: f"{settler.folder}/{name}" for name in names}
-    held = holders(settler.root, [] if settler.root.is_local else list(place.values()))  # all at once: it takes seconds
-    return [line for name in names if place[name] not in held for line in settler.settle(name)]
-
-
-def show_aliases(root: Root, family: str) -> list[Settled]:
-    """Make the aliases of a family in MLflow follow its promotion log; if it is away, another time will."""
-    tracker, log = Tracker(root, family), PromotionLog(root, family)
+def show_aliases(root: Root, family: str) -> list[Reconciled]:
+    """Make the aliases of a family in MLflow follow its promotion log; if MLflow is away, a later pass does."""
+    tracker, log = MLflowTracker(root, family), PromotionLog(root, family)
     nothing: list[str] = []
-    changes = tracker.reach.attempt(lambda: Registry(tracker).show(log), nothing)
-    return [Settled(family, "MLflow", "aliases behind the promotion log", change) for change in changes]
+    changes = tracker.reach.attempt(lambda: Registry(tracker).publish(log), nothing)
+    return [Reconciled(family, "MLflow", "aliases behind the promotion log", change) for change in changes]

@@ -1,34 +1,43 @@
-"""`herd status`: every run of a root in one table, or one run in detail, in as many columns as the terminal has.
+"""Terminal output about runs: `herd status` (all runs, or one in detail), and the last lines of `herd run`.
 
-Made from files alone, so it works without any server and on a root that other machines work in.
-What this gives up: it is a look at one moment; live curves are in MLflow. 0.4 s for a root of a few runs.
+Made from files alone, so it works without any server and on a root that other machines use.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.markup import escape
 
-from llama3.recipe.schedule import Schedule
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import tokens
 from llama3.train import metrics
-from llama3.train.job import TERMINATED, AttemptResult, outcomes_in
-from storage.artifact import Store
+from llama3.train.job import TERMINATED, AttemptResult, read_outcomes
+from storage.artifact import Artifact, Store
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.format import FactTable, FittedTable, bits_per_byte, clock, command, format_bytes, losses
-from tasks.promotion.log import CHALLENGER, WAITS
-from tasks.runs.progress import RunProgress, artifact_of, standings
-from tasks.runs.records import RunRecord, Runs
+from tasks.format import (
+    FactTable,
+    FittedTable,
+    command,
+    format_bits_per_byte,
+    format_bytes,
+    format_duration,
+    format_losses,
+)
+from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL
+from tasks.runs.progress import RunProgress, artifact_of, run_progress
+from tasks.runs.records import RunRecord, Runs, trained_stages
 from tasks.stages.alerts import read_alerts
 from tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
 
-COLOURS = {
+COLORS = {
     "running": "green",
     "finished": "default",
     "failed": "red",
@@ -36,83 +45,98 @@ COLOURS = {
     "interrupted": "yellow",
     "cancelled": "yellow",
     "waiting": "cyan",
-    "waits for approval": "cyan",
+    "pending_approval": "cyan",
     "challenger": "cyan",
     "silent": "yellow",
     "promoted": "green",
-    "refused": "red",
+    "rejected": "red",
 }
-
-
 MOST = 40
 """Runs in the table of all."""
-
-
 NUMBERS = ("position", "done", "loss", "tokens/s", "goodput", "restarts", "left", "tokens", "time", "size", "bits/byte")
-"""Columns that are set to the right."""
-
-
+"""Right-aligned columns."""
 LEFT_OUT = ("checkpoint", "goodput", "position", "restarts", "left", "tokens/s", "at", "loss")
-"""Columns of all runs that a narrow terminal does without, the first one first."""
+"""Columns of all runs that a narrow terminal leaves out, in this order."""
+SILENT_S = 120.0
+"""Without a step for this long, a running run is shown as silent."""
+SAMPLE_CHARACTERS = 200
+SCORES_A_LINE = 3
 
 
 def status_tables(root: Root, run: str | None) -> list[FittedTable | FactTable]:
-    """Return the table of all runs of `root`, newest last, or the tables of one, to be printed by rich.
+    """Return the table of all runs of `root`, newest last, or the tables of one, for rich's print.
 
-    Raises ValueError if there is no such run.
+    Raises ValueError if the run does not exist.
     """
     runs, now = Runs(root), time.time()
     if run is None:
-        found = standings(root, runs.all()[-MOST:])
-        return [_all(found, now) if found else FactTable({"runs": f"none in {escape(root.uri)}"})]
-    standing = standings(root, [runs.find(run)])[0]
-    store = open_store(root)
+        progress = run_progress(root, runs.all()[-MOST:])
+        return [_all(progress, now) if progress else FactTable({"runs": f"none in {escape(root.uri)}"})]
+    one = run_progress(root, [runs.find(run)])[0]
+    alerts = FittedTable("alerts", ("time", "stage", "alert", "what"), ("time",))
+    for alert in read_alerts(root, run):
+        when = datetime.fromtimestamp(alert.time).strftime("%m-%d %H:%M:%S")
+        alerts.add_row(when, alert.stage, f"[yellow]{alert.kind}[/]", escape(alert.text))
     tables: list[FittedTable | FactTable] = [
-        _facts(root, standing, now),
-        _steps(store, standing),
-        _attempts(root, standing),
-        _alerts(root, run),
+        _facts(root, one, now),
+        _steps(open_store(root), one),
+        _attempts(root, one),
+        alerts,
     ]
     return [table for table in tables if table.rows]
 
 
-def _all(found: list[RunProgress], now: float) -> FittedTable:
+def _all(progress: list[RunProgress], now: float) -> FittedTable:
     headers = ("run", "state", "at", "position", "done", "loss", "tokens/s", "goodput", "checkpoint", "restarts")
     table = FittedTable("", (*headers, "left", "verdict"), LEFT_OUT, NUMBERS)
-    for standing in found:
-        record = standing.record
+    for run in progress:
+        record = run.record
+        silent = now - run.recent[-1].time if run.recent and run.holder else 0.0
         table.add_row(
             f"[bold]{record.name}[/]",
-            _coloured(_state(standing, now)),
-            standing.step if record.state != "finished" else "",
-            tokens(standing.position),
-            _percent(standing.position / standing.total),
-            _number(standing.loss),
-            _rate(standing),
-            _percent(standing.last(metrics.GOODPUT)),
-            _saved(standing, now),
-            str(standing.restarts or ""),
-            _left(standing),
-            _coloured(CHALLENGER if record.verdict == WAITS else record.verdict),
+            _colored(f"silent {format_duration(silent)}" if silent > SILENT_S else run.state),
+            run.step if record.state != "finished" else "",
+            tokens(run.position),
+            _percent(run.position / run.total),
+            _number(run.loss),
+            _rate(run),
+            _percent(run.last(metrics.GOODPUT)),
+            _saved(run, now),
+            str(run.restarts or ""),
+            _left(run),
+            _colored(CHALLENGER if record.verdict == PENDING_APPROVAL else record.verdict),
         )
     return table
 
 
-def _facts(root: Root, standing: RunProgress, now: float) -> FactTable:
-    """Return what is to be said of one run, one fact a line."""
-    record = standing.record
-    done = f"{tokens(standing.position)} of {tokens(standing.total)} tokens"
+def _facts(root: Root, run: RunProgress, now: float) -> FactTable:
+    """Return the facts of one run, one per line; empty ones are left out."""
+    record = run.record
+    done = f"{tokens(run.position)} of {tokens(run.total)} tokens"
+    last = f"; last step {format_duration(now - run.recent[-1].time)} ago" if run.recent else ""
+    process = ""
+    if run.holder:
+        process = f"{escape(run.holder)}{last}"
+    elif record.state == "running":
+        at = f" at {tokens(run.position)}" if run.recent or run.saved else ""
+        process = f"[red]none; it was in {run.step}{at}[/]{last}; the same command continues it"
+    speed, left = "", f", {_left(run)} left" if _left(run) else ""
+    if rate := _rate(run):
+        speed = f"{rate} tokens/s, goodput {_percent(run.last(metrics.GOODPUT))}{left}"
+    began = datetime.fromisoformat(record.started)
+    ended = datetime.fromisoformat(record.ended).timestamp() if record.ended and record.state != "running" else now
+    origin = f"rerun of {record.rerun_of}" + (f" from {record.redo_from}" if record.redo_from else "")
     facts = {
-        "run": f"[bold]{record.name}[/] {_coloured(standing.state)} {_coloured(record.verdict)}".rstrip(),
-        "process": _process(standing, now),
-        "position": f"{done} ({_percent(standing.position / standing.total)})",
-        "loss": _number(standing.loss),
-        "speed": _speed(standing),
-        "checkpoint": _saved(standing, now),
-        "restarts": f"{standing.restarts}, attempt {record.attempts} of the run" if standing.restarts else "",
-        "time": _time(record, now),
+        "run": f"[bold]{record.name}[/] {_colored(run.state)} {_colored(record.verdict)}".rstrip(),
+        "process": process,
+        "position": f"{done} ({_percent(run.position / run.total)})",
+        "loss": _number(run.loss),
+        "speed": speed,
+        "checkpoint": _saved(run, now),
+        "restarts": f"{run.restarts}, attempt {record.attempts} of the run" if run.restarts else "",
+        "time": f"{began.astimezone():%Y-%m-%d %H:%M:%S}, {format_duration(ended - began.timestamp())}",
         "error": f"[red]{escape(record.error)}[/]" if record.error else "",
-        "from": escape(_origin(record)),
+        "from": escape(origin) if record.rerun_of else "",
         "code": f"{record.code}, recipe {record.recipe_digest[:12]}",
         "MLflow": escape(_mlflow(root, record)),
         "Prefect": escape(_prefect(record)),
@@ -121,39 +145,39 @@ def _facts(root: Root, standing: RunProgress, now: float) -> FactTable:
     return FactTable({name: text for name, text in facts.items() if text})
 
 
-def _steps(store: Store, standing: RunProgress) -> FittedTable:
+def _steps(store: Store, run: RunProgress) -> FittedTable:
     headers = ("step", "outcome", "tokens", "mean loss", "bits/byte", "time", "size", "artifact")
-    record, left_out = standing.record, ("size", "tokens", "time", "bits/byte", "mean loss")
+    record, left_out = run.record, ("size", "tokens", "time", "bits/byte", "mean loss")
     table = FittedTable("steps", headers, left_out, NUMBERS)
-    spans = {span.name: span for span in Schedule(standing.recipe).trained}
+    spans = {span.name: span for span in Schedule(run.recipe).trained}
     for name, step in record.steps.items():
         artifact, span = artifact_of(store, record, name), spans.get(name)
-        facts = artifact.facts if artifact else {}
+        metadata = artifact.metadata if artifact else {}
         table.add_row(
             name,
             step.outcome if step.outcome != "reused" else "[dim]reused[/]",
             tokens(span.tokens) if span else "",
-            losses(facts) if span and facts else "",
-            bits_per_byte(facts) if span else "",
-            clock(step.seconds) if step.outcome != "reused" else "",
+            format_losses(metadata) if span and metadata else "",
+            format_bits_per_byte(metadata) if span else "",
+            format_duration(step.seconds) if step.outcome != "reused" else "",
             format_bytes(artifact.bytes) if artifact else "[red]gone[/]",
             step.artifact,
         )
-    if standing.step and standing.record.state != "finished":
-        span = spans.get(standing.step)
-        so_far = f"{tokens(standing.position - span.start)} of {tokens(span.tokens)}" if span else ""
-        loss = _number(standing.loss) if standing.recent else ""
-        table.add_row(f"[bold]{standing.step}[/]", _coloured(standing.state), so_far, loss)
+    if run.step and record.state != "finished":
+        span = spans.get(run.step)
+        so_far = f"{tokens(run.position - span.start)} of {tokens(span.tokens)}" if span else ""
+        loss = _number(run.loss) if run.recent else ""
+        table.add_row(f"[bold]{run.step}[/]", _colored(run.state), so_far, loss)
     return table
 
 
-def _attempts(root: Root, standing: RunProgress) -> FittedTable:
-    """Return how each start of a trainer ended, as this machine's logs tell; single ones that went well are not."""
+def _attempts(root: Root, run: RunProgress) -> FittedTable:
+    """Return how each attempt of a trainer ended, by the local logs; a single successful one is left out."""
     table = FittedTable("trainers", ("stage", "attempt", "ended", "why"))
-    logs = root.file("runs", standing.record.name, "logs")
+    logs = root.file("runs", run.record.name, "logs")
     for stage in sorted((path for path in logs.glob("*") if path.is_dir()), key=lambda path: path.stat().st_ctime):
         attempts = sorted(stage.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        endings = [_ending(outcomes_in(attempt)) for attempt in attempts]
+        endings = [_ending(read_outcomes(attempt)) for attempt in attempts]
         if len(endings) > 1 or any(how != "complete" for how, _ in endings):
             for number, (how, why) in enumerate(endings, start=1):
                 table.add_row(stage.name, str(number), how, escape(why))
@@ -161,82 +185,33 @@ def _attempts(root: Root, standing: RunProgress) -> FittedTable:
 
 
 def _ending(outcomes: list[AttemptResult]) -> tuple[str, str]:
+    """Return how an attempt ended, and the first line of the reason."""
     worst = max(outcomes, key=lambda outcome: abs(outcome.status), default=None)
     if worst is None:
         return "", "it did not say"
-    why = (worst.words.splitlines() or [""])[0]
-    named = {0: "complete", TERMINATED: "told to stop"}.get(worst.status, f"status {worst.status}")
+    why = (worst.message.splitlines() or [""])[0]
+    how = {0: "complete", TERMINATED: "stopped"}.get(worst.status, f"status {worst.status}")
     if worst.status < 0:
-        named = signal.Signals(-worst.status).name
-    return named, "" if worst.status == 0 else why[:70]
+        how = signal.Signals(-worst.status).name
+    return how, "" if worst.status == 0 else why[:70]
 
 
-def _alerts(root: Root, run: str) -> FittedTable:
-    table = FittedTable("alerts", ("time", "stage", "alert", "what"), ("time",))
-    for alert in read_alerts(root, run):
-        when = datetime.fromtimestamp(alert.time).strftime("%m-%d %H:%M:%S")
-        table.add_row(when, alert.stage, f"[yellow]{alert.kind}[/]", escape(alert.text))
-    return table
+def _colored(text: str) -> str:
+    color = next((color for name, color in COLORS.items() if text.startswith(name)), "")
+    return f"[{color}]{text}[/]" if color and text else text
 
 
-def _coloured(text: str) -> str:
-    colour = next((colour for name, colour in COLOURS.items() if text.startswith(name)), "")
-    return f"[{colour}]{text}[/]" if colour and text else text
+def _saved(run: RunProgress, now: float) -> str:
+    return f"{tokens(run.saved.position)} {format_duration(now - run.saved.time)} ago" if run.saved else ""
 
 
-SILENT_S = 120.0
-"""Without a step, after which it is said how long ago the last one was."""
+def _left(run: RunProgress) -> str:
+    return format_duration(run.remaining_s) if run.holder and run.remaining_s is not None else ""
 
 
-def _state(standing: RunProgress, now: float) -> str:
-    silent = now - standing.recent[-1].time if standing.recent and standing.holder else 0.0
-    return f"silent {clock(silent)}" if silent > SILENT_S else standing.state
-
-
-def _process(standing: RunProgress, now: float) -> str:
-    """Say who works on the run, or where it was left."""
-    last = f"; last step {clock(now - standing.recent[-1].time)} ago" if standing.recent else ""
-    if standing.holder:
-        return f"{escape(standing.holder)}{last}"
-    if standing.record.state != "running":
-        return ""
-    where = f" at {tokens(standing.position)}" if standing.recent or standing.saved else ""
-    return f"[red]none; it was in {standing.step}{where}[/]{last}; the same command goes on with it"
-
-
-def _time(record: RunRecord, now: float) -> str:
-    began = datetime.fromisoformat(record.started)
-    ended = datetime.fromisoformat(record.ended).timestamp() if record.ended and record.state != "running" else now
-    return f"{began.astimezone():%Y-%m-%d %H:%M:%S}, {clock(ended - began.timestamp())}"
-
-
-def _origin(record: RunRecord) -> str:
-    if not record.rerun_of:
-        return ""
-    return f"rerun of {record.rerun_of}" + (f" from {record.redo_from}" if record.redo_from else "")
-
-
-def _speed(standing: RunProgress) -> str:
-    rate, goodput = _rate(standing), standing.last(metrics.GOODPUT)
-    if not rate:
-        return ""
-    left = f", {_left(standing)} left" if _left(standing) else ""
-    return f"{rate} tokens/s, goodput {_percent(goodput)}{left}"
-
-
-def _saved(standing: RunProgress, now: float) -> str:
-    return f"{tokens(standing.saved.position)} {clock(now - standing.saved.time)} ago" if standing.saved else ""
-
-
-def _left(standing: RunProgress) -> str:
-    return clock(standing.remaining_s) if standing.holder and standing.remaining_s is not None else ""
-
-
-def _rate(standing: RunProgress) -> str:
-    found = [
-        record.metrics[metrics.TOKENS_PER_S] for record in standing.recent if metrics.TOKENS_PER_S in record.metrics
-    ]
-    return tokens(sum(found) / len(found)) if found and standing.holder else ""
+def _rate(run: RunProgress) -> str:
+    rates = [record.metrics[metrics.TOKENS_PER_S] for record in run.recent if metrics.TOKENS_PER_S in record.metrics]
+    return tokens(sum(rates) / len(rates)) if rates and run.holder else ""
 
 
 def _number(value: float | None) -> str:
@@ -244,16 +219,16 @@ def _number(value: float | None) -> str:
 
 
 def _percent(share: float | None) -> str:
-    """Return a share in whole percent, rounded down: what is not complete is not 100%."""
+    """Return a share in whole percent, rounded down, so that 100% means complete."""
     return "" if share is None else f"{math.floor(100 * share + 1e-9)}%"
 
 
 def _mlflow(root: Root, record: RunRecord) -> str:
-    """Return the address of the run in MLflow, or the file that holds it."""
+    """Return the address of the run in MLflow, or the file of the database."""
     server = server_uri()
     if not record.mlflow_run:
         return ""
-    again = command(root, "republish", record.name)
+    again = command(root, "mlflow", "sync", record.name)
     stale = f" (out of date: {again} sends everything again)" if record.mlflow_stale else ""
     if not server:
         return f"run {record.mlflow_run} in {tracking_uri(root)}{stale}"
@@ -261,8 +236,76 @@ def _mlflow(root: Root, record: RunRecord) -> str:
 
 
 def _prefect(record: RunRecord) -> str:
-    """Return the address of the flow run, if a server is known, or its id."""
+    """Return the address of the flow run, or its id if no server is known."""
     api = os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").removesuffix("/api")
     if not record.prefect_run:
         return ""
     return f"{api}/runs/flow-run/{record.prefect_run}" if api else f"flow run {record.prefect_run}"
+
+
+def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[str]:
+    """Return the summary of a run that ended, one line each, with rich markup.
+
+    `options` are those of the command that a rerun needs again, such as the cluster.
+    """
+    runs, store = Runs(root), open_store(root)
+    record, recipe = runs.find(name), runs.recipe(name)
+    spans = trained_stages(recipe, record)
+    color = {"promoted": "green", "rejected": "red"}.get(record.verdict, "yellow")
+    verdict = record.verdict or f"stopped after {record.until or 'its last step'}"
+    minutes = (datetime.fromisoformat(record.ended) - datetime.fromisoformat(record.started)).total_seconds() / 60
+    peak = f", peak {record.peak_memory_gib} GiB" if record.peak_memory_gib else ""
+    lines = [
+        "",
+        f"[bold]{name}[/] [{color}]{verdict}[/] after {minutes:.1f} min{peak}",
+        *_results(store, record, spans),
+        f"  report    {runs.folder(name) / 'report.html'}",
+    ]
+    if spans:
+        model = store.load(record.steps[spans[-1].name].artifact).uri.removeprefix("file://")
+        lines.append(f"  model     {model}/model")
+    lines += [
+        f"  MLflow    {tracking_uri(root)}, run {name} ({record.mlflow_run})",
+        "next:",
+        f"  {escape(command(root, 'up')):<38} see it in Prefect and MLflow",
+    ]
+    if spans:
+        change = f"stages.{spans[-1].stage.name}.weight_averaging=2"
+        last = max(int(run.name.rsplit("-", 1)[1]) for run in runs.all() if run.family == record.family)
+        rerun = command(root, "rerun", name, "--from", spans[-1].name, "--set", change, *options)
+        lines += [f"  {escape(rerun)}", f"  {escape(command(root, 'compare', name, f'{record.family}-{last + 1}'))}"]
+    return lines
+
+
+def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[str]:
+    """Return losses, and the scores and a sample of the newest model that was scored."""
+    if not spans:
+        return []
+    stages = [store.load(record.steps[span.name].artifact).metadata for span in spans]
+    means = [stages[0]["first_loss"], *(stage["last_loss"] for stage in stages)]
+    lines = [f"  loss      {' -> '.join(f'{loss:.3f}' for loss in means)}, means over a tenth of each stage"]
+    if held_out := " -> ".join(filter(None, map(format_bits_per_byte, stages))):
+        lines.append(f"  held out  {held_out} bits per byte, at the end of each stage")
+    scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's
+    if scored:
+        evaluation = store.load(record.steps[scored[-1]].artifact)
+        first = json.loads(evaluation.part("generations.json").read_text())[0]
+        sample = " ".join(f"{first['prompt']}{first['text']}".split())
+        sample = sample if len(sample) <= SAMPLE_CHARACTERS else sample[:SAMPLE_CHARACTERS] + " ..."
+        lines += [*_scores(evaluation), f"  sample    [dim]{escape(sample)}[/]"]
+    return lines
+
+
+def _scores(evaluation: Artifact) -> list[str]:
+    """Return the scores with their 95 % intervals, a few per line; of parts of a score only those of `bpb`."""
+    from llama3.evaluate.scores import PREFIX, read_scores  # imports pyarrow
+
+    texts = []
+    for key, score in sorted(read_scores(evaluation.path).items()):
+        name = key.removeprefix(PREFIX)
+        if "/" not in name or name.startswith("bpb/"):
+            interval = f" ({bounds})" if (bounds := score.interval(".3f")) else ""
+            unjudged = f" [yellow]{score.unjudged} questions not judged[/]" if score.unjudged else ""
+            texts.append(f"{name} {score.value:.3f}{interval}{unjudged}")
+    lines = [texts[start : start + SCORES_A_LINE] for start in range(0, len(texts), SCORES_A_LINE)]
+    return [f"  {'' if number else 'scores':<10}{'  '.join(line)}" for number, line in enumerate(lines)]

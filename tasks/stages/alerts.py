@@ -1,8 +1,7 @@
 """Watch a stage while it trains and alert people: each incident once, when it begins.
 
-The records are those of the trainer's journal. An incident is open until it has been over for a while, so that a value
-near its limit gives one alert. Alerts go to the console, to `alerts.jsonl` in the run's folder, and to Prefect as the
-event `herd.alert.<kind>`. Dead supervisors are alerted by Prefect's automation for silent flow runs.
+An incident stays open until it has been over for a while, so that a value near its limit gives one alert. Alerts go to
+the console, to `alerts.jsonl` in the run's folder, and to Prefect as the event `herd.alert.<kind>`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from llama3.train import metrics
 from llama3.train.journal import Record, Rewind
 from storage.root import Root
 from tasks.console import Console
-from tasks.format import clock, format_bytes
+from tasks.format import format_bytes, format_duration
 from tasks.tracking.events import emit, resource_id
 
 Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate"]
@@ -32,24 +31,24 @@ Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate"]
 CALM_STEPS = 50
 """Good steps after which a spike is over."""
 START_S = 900.0
-"""Without a first step: processes start, load a checkpoint, and compile."""
+"""Limit before the first step: processes start, load a checkpoint, and compile."""
 STALL_S = 120.0
-"""Without a further step, at least; saving a checkpoint may take that long."""
+"""Least limit between steps; saving a checkpoint may take that long."""
 STALL_STEPS = 30
-"""Without a further step, in usual steps."""
+"""Limit between steps, in usual steps."""
 SLOW = 1.1
 """Work of the slowest rank over the median of its peers above which it counts as slow, as in the trainer."""
 SLOW_WINDOWS = 3
 """Slow measurements in a row that make a straggler."""
 DISK_EVERY_S = 30.0
 DISK_LEAST = 2 * 10**9
-"""Bytes that should be free, at least, and CHECKPOINTS times what the newest checkpoint takes."""
+"""Least bytes that should be free; also CHECKPOINTS times the size of the newest checkpoint."""
 CHECKPOINTS = 3
 RECOVERED = 1.5
-"""A disk has room again when so many times the limit is free."""
+"""A disk incident is over when this many times the limit is free."""
 FILE = "alerts.jsonl"
 FROM_JOURNAL = ("loss-spike", "straggler")
-"""Alerts that the same records raise again when a stage is followed anew."""
+"""Alerts that the same records raise again when a stage is followed again."""
 
 
 class Alert(BaseModel):
@@ -82,16 +81,16 @@ class Alerts:
         self.sigma = (spikes or Spikes()).sigma
         self.work, self.clock = work, clock
         self.open: set[Kind] = set()
-        """Incidents that have been told of and are not over."""
+        """Incidents that were alerted and are not over."""
         self.position = 0
         self._calm = self._slow = 0
         self._step_s = 0.0
         self._disk_at = -math.inf
         self._told = {alert.kind: alert.position for alert in read_alerts(root, run) if alert.stage == stage}
-        """Of each kind the last position that an earlier process told of: the journal is read from its start again."""
+        """Kind -> last position alerted by an earlier process: the journal is read from its start again."""
 
-    def see(self, entry: Record | Rewind) -> None:
-        """Take note of the next line of the journal."""
+    def observe(self, entry: Record | Rewind) -> None:
+        """Examine the next entry of the journal."""
         if isinstance(entry, Rewind):
             self._raise("loss-spike", f"went back to {tokens(entry.position)} because of a spike", entry.position)
             self._calm = 0
@@ -100,55 +99,45 @@ class Alerts:
         self.open.discard("no-progress")
         values = entry.metrics
         self._step_s = max(values.get(metrics.STEP_S, 0.0), 0.9 * self._step_s)
-        self._spike(values)
-        self._straggler(values)
+
+        score, loss = values.get(metrics.SPIKE_SCORE, 0.0), values.get(metrics.LOSS)
+        spike = score > self.sigma
+        if metrics.SKIPPED in values and metrics.SPIKE_SCORE in values and loss is None:
+            spike = True
+            self._raise("loss-spike", "the loss is not finite; the step was skipped")
+        elif spike:
+            numbers = f"gradient norm {values.get(metrics.GRAD_NORM, math.nan):.4g}: {score:.1f}"
+            numbers = numbers if loss is None else f"loss {loss:.4g}, {numbers}"
+            self._raise("loss-spike", f"{numbers} times the usual spread above the mean before")
+        self._calm = self._calm + 1 if not spike and metrics.SKIPPED not in values else 0
+        if self._calm >= CALM_STEPS:
+            self.open.discard("loss-spike")
+
+        slowest, median = values.get(metrics.SLOWEST_RANK_S), values.get(metrics.MEDIAN_RANK_S)
+        if slowest is not None and median:
+            self._slow = self._slow + 1 if slowest > SLOW * median else 0
+            if not self._slow:
+                self.open.discard("straggler")
+            if self._slow >= SLOW_WINDOWS:
+                ratio = f"{slowest / median:.2f}x"
+                self._raise("straggler", f"one process takes {ratio} the time of its peers; its rank is in rank-0.log")
         self._disk()
 
-    def idle(self, seconds: float) -> None:
-        """Take note that nothing came for so long: since the last record, or since this attempt was started."""
+    def observe_silence(self, seconds: float) -> None:
+        """Examine the `seconds` without a record, since the last one or the start of this attempt."""
         limit = max(STALL_S, STALL_STEPS * self._step_s) if self._step_s else START_S
         if seconds > limit:
             since = f"after {tokens(self.position)}" if self.position else "since the start"
-            self._raise("no-progress", f"no step for {clock(seconds)}, {since}")
+            self._raise("no-progress", f"no step for {format_duration(seconds)}, {since}")
         self._disk()
 
     def restarted(self) -> None:
-        """Take note that the trainer was started again: it may take as long as the first time."""
+        """The trainer was started again: the limit for the first step applies."""
         self._step_s = 0.0
         self.open.discard("no-progress")
 
-    def _spike(self, values: Mapping[str, float]) -> None:
-        score, loss = values.get(metrics.SPIKE_SCORE, 0.0), values.get(metrics.LOSS)
-        if metrics.SKIPPED in values and metrics.SPIKE_SCORE in values and loss is None:
-            self._raise("loss-spike", "the loss is not finite; the step was left out")
-        elif score > self.sigma:
-            what = f"loss {loss:.4g}, " if loss is not None else ""
-            text = (
-                f"{what}gradient norm {values.get(metrics.GRAD_NORM, math.nan):.4g}: {score:.1f} times the usual spread"
-            )
-            self._raise("loss-spike", f"{text} above the mean before")
-        elif metrics.SKIPPED not in values:
-            self._calm += 1
-            if self._calm >= CALM_STEPS:
-                self.open.discard("loss-spike")
-            return
-        self._calm = 0
-
-    def _straggler(self, values: Mapping[str, float]) -> None:
-        slowest, median = values.get(metrics.SLOWEST_RANK_S), values.get(metrics.MEDIAN_RANK_S)
-        if slowest is None or not median:
-            return
-        if slowest <= SLOW * median:
-            self._slow = 0
-            self.open.discard("straggler")
-            return
-        self._slow += 1
-        if self._slow >= SLOW_WINDOWS:
-            ratio = slowest / median
-            self._raise("straggler", f"one process takes {ratio:.2f}x the time of its peers; its rank is in rank-0.log")
-
     def _disk(self) -> None:
-        """Look at the free space of the working folder, now and then."""
+        """Examine the free space of the working folder every DISK_EVERY_S."""
         if self.clock() - self._disk_at < DISK_EVERY_S:
             return
         self._disk_at = self.clock()
@@ -172,53 +161,44 @@ class Alerts:
         at = self.position if position is None else position
         if kind in FROM_JOURNAL and at <= self._told.get(kind, -1):
             return
-        tell(self.root, self.console, Alert(
+        emit_alert(self.root, self.console, Alert(
             time=time.time(), kind=kind, run=self.run, stage=self.stage, text=text, position=at
         ))  # fmt: skip
 
 
-def gate_failed(root: Root, console: Console, run: str, stage: str, text: str, position: int) -> None:
-    """Tell of a gate that a model did not pass."""
-    tell(root, console, Alert(time=time.time(), kind="gate", run=run, stage=stage, text=text, position=position))
+def alert_gate_failed(root: Root, console: Console, run: str, stage: str, text: str, position: int) -> None:
+    """Alert that a model did not pass a gate."""
+    emit_alert(root, console, Alert(time=time.time(), kind="gate", run=run, stage=stage, text=text, position=position))
 
 
-def tell(root: Root, console: Console, alert: Alert) -> None:
-    """Say an alert, keep it in the run's folder, and send it as an event; what cannot be kept is still said."""
-    console.say(f"  [yellow]alert {alert.kind}: {escape(alert.text)}[/]")
-    with suppress(Exception):  # a full disk is one of the things that are told of
-        _keep(root, alert)
+def emit_alert(root: Root, console: Console, alert: Alert) -> None:
+    """Print an alert, append it to the run's file, and send it as an event."""
+    console.log(f"  [yellow]alert {alert.kind}: {escape(alert.text)}[/]")
+    line = alert.model_dump_json().encode() + b"\n"
+    with suppress(Exception):  # a full disk is itself an alert
+        if root.is_local:
+            path = root.file("runs", alert.run, FILE)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(line)
+        else:  # an object store cannot append
+            root.write((root.read("runs", alert.run, FILE) or b"") + line, "runs", alert.run, FILE)
     payload = {"run": alert.run, "stage": alert.stage, "text": alert.text, "position": alert.position, "root": root.uri}
     emit(f"herd.alert.{alert.kind}", resource_id(f"run/{alert.run}"), alert.run, payload)
 
 
 def read_alerts(root: Root, run: str) -> list[Alert]:
     """Return the alerts of a run, oldest first."""
-    lines = (root.read("runs", run, FILE) or b"").splitlines()
-    return [alert for line in lines if (alert := _parsed(line))]
-
-
-def _keep(root: Root, alert: Alert) -> None:
-    """Add a line; an object store has no appending, so there the few lines are written anew."""
-    line = alert.model_dump_json().encode() + b"\n"
-    if root.is_local:
-        path = root.file("runs", alert.run, FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(line)
-    else:
-        root.write((root.read("runs", alert.run, FILE) or b"") + line, "runs", alert.run, FILE)
-
-
-def _parsed(line: bytes) -> Alert | None:
-    with suppress(ValidationError):  # the end of a line that was cut off
-        return Alert.model_validate_json(line)
-    return None
+    alerts = []
+    for line in (root.read("runs", run, FILE) or b"").splitlines():
+        with suppress(ValidationError):  # the last line may be torn
+            alerts.append(Alert.model_validate_json(line))
+    return alerts
 
 
 def _newest_bytes(work: Path | None) -> int:
-    """Return what the newest checkpoint of a stage takes on this disk."""
-    folders = sorted((path for path in (work / "checkpoints").glob("[0-9]*")), reverse=True) if work else []
-    for folder in folders[:1]:
-        with suppress(OSError):
-            return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Return the size of the newest checkpoint of a stage on this disk."""
+    folders = [*(work / "checkpoints").glob("[0-9]*")] if work else []
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in max(folders).rglob("*") if path.is_file()) if folders else 0
     return 0

@@ -1,7 +1,7 @@
 """Raw text to curated documents, as three tracked steps: collect (read), annotate (measure), curate (decide).
 
-Each is an artifact of its own, so a new threshold reads no source again and measures nothing again: it only decides
-again. Work in progress lies in the root's scratch folder under the artifact's key, where a killed step goes on.
+Each is an artifact, so a new threshold only repeats the last one. Work in progress is in the root's scratch folder
+under the artifact's key, where a killed step continues.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.recipe.data_schema import Curate
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec, file_digest
-from storage.filesystem import state
+from storage.filesystem import source_state
 from storage.page_cache import lazy_folder
 from tasks.executors import data_runner, item_memory
-from tasks.step import Context, ensure, ensure_in_scratch, link_files
+from tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
-ANNOTATE_VERSION = 2
-CURATE_VERSION = 3
 READING = ("on_error", "max_lost", "extractor", "repair")
 """Fields of `curate` that decide what is read."""
-LABELS = ("name", "judged")
+LABELS = ("name", "annealing_verdict")
 """Fields of a source that do not."""
 
 
@@ -45,7 +42,7 @@ def collect_documents(context: Context) -> Artifact:
         name=context.recipe.name,
         version=COLLECT_VERSION,
         parameters={
-            "sources": read_from(context.recipe),
+            "sources": source_fields(context.recipe),
             "curate": {field: plain["curate"][field] for field in READING},
             "seed": context.recipe.documents_seed,
         },
@@ -60,7 +57,9 @@ def collect_documents(context: Context) -> Artifact:
         return facts
 
     artifact = ensure_in_scratch(context, "collect", design, build)
-    _say_what_was_left_out(context, artifact)
+    lines = [f"{line['domain']} {line['reason']} {line['documents']:,}" for line in artifact.metadata["skipped"]]
+    if lines:
+        context.console.log(f"  {'':<18}[dim]left out while reading: {'; '.join(lines)}[/]")
     return artifact
 
 
@@ -68,15 +67,15 @@ def collect_documents(context: Context) -> Artifact:
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
     from llama3.data.annotate import STEP as ATTRIBUTES
-    from llama3.data.annotate import annotate
+    from llama3.data.annotate import VERSION, annotate, attribute_files, attribute_settings
 
     curation = context.recipe.curate
     design = ArtifactSpec(
         kind="annotated",
         name=context.recipe.name,
-        version=ANNOTATE_VERSION,
-        parameters=measured(curation),
-        inputs={"collected": collected.key, "files": _state_of(_seeds(curation))},
+        version=VERSION,
+        parameters=attribute_settings(curation),
+        inputs={"collected": collected.key, "files": _state_of(attribute_files(curation))},
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
@@ -91,15 +90,22 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on."""
-    from llama3.data.curate import curate
+    from llama3.data.curate import CURATION, VERSION, curate
 
-    curation = context.recipe.curate
+    recipe = context.recipe
+    files = [uri for stage in CURATION for uri in stage.files(recipe.curate)]
+    parameters: dict[str, Any] = {"curate": resolved(recipe)["curate"]}
+    # Written only if set: recipes without them keep the keys of earlier artifacts.
+    if apart := [f"{domain}/{source}" for domain in recipe.sources for source in recipe.places_apart(domain)]:
+        parameters["apart"] = apart
+    if recipe.curate.topics is not None and recipe.curate.topics.caps:
+        parameters["caps"] = ["training text"]  # caps once applied to held-out documents too
     design = ArtifactSpec(
         kind="curated",
-        name=context.recipe.name,
-        version=CURATE_VERSION,
-        parameters={"curate": resolved(context.recipe)["curate"], **_apart(context.recipe)},
-        inputs={"annotated": annotated.key, "files": _state_of([*curation.block, *_benchmarks(curation)])},
+        name=recipe.name,
+        version=VERSION,
+        parameters=parameters,
+        inputs={"annotated": annotated.key, "files": _state_of(files)},
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
@@ -108,72 +114,24 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
             return curate(context.recipe, *paths, runner, memory=item_memory(context.cluster))
 
     artifact = ensure_in_scratch(context, "curate", design, build)
-    _say_what_was_kept(context, artifact)
+    sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]
+    lines = [f"{domain} {sizes[domain] / 1e6:.1f} MB in {counts[domain]:,} documents" for domain in counts]
+    context.console.log(f"  {'':<18}[dim]kept {'; '.join(lines)}[/]")
     return artifact
 
 
-def read_from(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Return what of the sources decides what is read; what they are called is no part of it."""
-    sources: dict[str, list[dict[str, Any]]] = resolved(recipe)["sources"]
+def source_fields(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields of the sources that decide what is read: not their names."""
+    domains: dict[str, list[dict[str, Any]]] = resolved(recipe)["sources"]
     return {
-        domain: [{field: value for field, value in one.items() if field not in LABELS} for one in listed]
-        for domain, listed in sources.items()
+        domain: [{field: value for field, value in source.items() if field not in LABELS} for source in sources]
+        for domain, sources in domains.items()
     }
-
-
-def _apart(recipe: Recipe) -> dict[str, list[str]]:
-    """Return what decides which documents are held out or capped in recipes that have sources apart, or caps.
-
-    Caps left held-out documents alone from some day on; the word keeps what was curated before from being reused.
-    """
-    named = [f"{domain}/{place}" for domain in recipe.sources for place in recipe.places_apart(domain)]
-    capped = recipe.curate.topics is not None and bool(recipe.curate.topics.caps)
-    return {**({"apart": named} if named else {}), **({"caps": ["training text"]} if capped else {})}
-
-
-def measured(curation: Curate) -> dict[str, Any]:
-    """Return what of the `curate` section decides attributes: everything but thresholds."""
-    from llama3.data.annotate import bounds_divergence
-
-    dedup, lines, topics = curation.dedup, curation.lines, curation.topics
-    return {
-        "bands": {"shingle": dedup.shingle, "bands": dedup.bands, "rows": dedup.rows},
-        "lines": lines.model_dump(mode="json", include={"min_chars", "domains"}) if lines.max_copies else None,
-        "scores": [score.model_dump(mode="json", exclude={"min"}) for score in curation.scores],
-        "topics": topics.model_dump(mode="json", exclude={"caps"}) if topics else None,
-        "dirty_words": curation.dirty_words,
-        "divergence": bounds_divergence(curation),
-    }
-
-
-def _seeds(curation: Curate) -> list[str]:
-    examples = [uri for score in curation.scores for uri in (*score.good, *score.bad, *filter(None, [score.model]))]
-    topics = [uri for uris in (curation.topics.seeds if curation.topics else {}).values() for uri in uris]
-    return [*examples, *topics, *curation.dirty_words]
-
-
-def _benchmarks(curation: Curate) -> list[str]:
-    return [benchmark.uri for benchmark in curation.decontaminate]
 
 
 def _state_of(uris: list[str]) -> str:
-    """Return a digest of what the files of `uris` are now."""
-    return hashlib.sha256(json.dumps([state(uri) for uri in uris]).encode()).hexdigest()
-
-
-def _say_what_was_left_out(context: Context, artifact: Artifact) -> None:
-    lines = [f"{line['domain']} {line['reason']} {line['documents']:,}" for line in artifact.facts["skipped"]]
-    if lines:
-        context.console.say(f"  {'':<18}[dim]left out while reading: {'; '.join(lines)}[/]")
-
-
-def _say_what_was_kept(context: Context, artifact: Artifact) -> None:
-    facts = artifact.facts
-    parts = [
-        f"{domain} {facts['bytes'][domain] / 1e6:.1f} MB in {facts['documents'][domain]:,} documents"
-        for domain in facts["documents"]
-    ]
-    context.console.say(f"  {'':<18}[dim]kept {'; '.join(parts)}[/]")
+    """Return a digest of the present state of the files `uris`."""
+    return hashlib.sha256(json.dumps([source_state(uri) for uri in uris]).encode()).hexdigest()
 
 
 # Curated documents to a tokenizer and to token shards, as two tracked steps.
@@ -191,14 +149,14 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
         inputs["model"] = file_digest(Path(recipe.tokenizer.use))
-    design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, learnt_by(recipe), inputs)
-    return ensure(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
+    design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, tokenizer_fields(recipe), inputs)
+    return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
 
 
-@task(name="tokenise", cache_policy=NO_CACHE, persist_result=False)
-def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
-    """Return the token shards, and refuse a run that would repeat a domain more often than the recipe allows."""
-    from llama3.tokens.shards import tokenise
+@task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
+def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
+    """Return the token shards. Raises ValueError if the run would repeat a domain more often than the recipe allows."""
+    from llama3.tokens.shards import tokenize
     from llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
@@ -206,37 +164,36 @@ def tokenise_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         kind="tokens",
         name=recipe.name,
         version=TOKENS_VERSION,
-        parameters=dealt_by(recipe),
+        parameters=token_shard_fields(recipe),
         inputs={"curated": curated.key, "tokenizer": tokenizer.key},
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         with data_runner(context.cluster) as runner:
-            facts = tokenise(recipe, curated.path, tokenizer.path, scratch, runner=runner)
+            facts = tokenize(recipe, curated.path, tokenizer.path, scratch, runner=runner)
         link_files(scratch, folder)
         return facts
 
-    artifact = ensure_in_scratch(context, "tokenise", design, build)
+    artifact = ensure_in_scratch(context, "tokenize", design, build)
     stream = TokenStream(lazy_folder(artifact, 0), recipe)
     stream.check()
-    for line in stream.overlapping_helpings():
-        context.console.say(f"  [yellow]tokenise: {line}[/]")
+    for line in stream.overlapping_offsets():
+        context.console.log(f"  [yellow]tokenize: {line}[/]")
     return artifact
 
 
-def learnt_by(recipe: Recipe) -> dict[str, Any]:
-    """Return what of the recipe decides a tokenizer: of its mix the shares, not the name."""
+def tokenizer_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the recipe that decide a tokenizer: the shares of its mix, not its name."""
     tokenizer = resolved(recipe)["tokenizer"]
     train = {key: value for key, value in (tokenizer["train"] or {}).items() if key != "mix"}
     shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
     return {"tokenizer": {**tokenizer, "train": train or None}, "mix": shares}
 
 
-def dealt_by(recipe: Recipe) -> dict[str, Any]:
-    """Return what of the recipe decides the shards: number type, and which sources have shards of their own."""
-    sources = recipe.sources.items()
-    weights = {
-        domain: [one.weight for one in listed] for domain, listed in sources if any(one.weight for one in listed)
-    }
-    apart = {domain: [one.name for one in listed] for domain, listed in sources if any(one.name for one in listed)}
+def token_shard_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the recipe that decide the shards: number type, and sources with separate shards."""
+    weights = {domain: [source.weight for source in sources] for domain, sources in recipe.sources.items()}
+    weights = {domain: values for domain, values in weights.items() if any(values)}
+    names = {domain: [source.name for source in sources] for domain, sources in recipe.sources.items()}
+    apart = {domain: values for domain, values in names.items() if any(values)}
     return {"dtype": recipe.tokens.dtype, "weights": weights, **({"apart": apart} if apart else {})}

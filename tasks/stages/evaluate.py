@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,92 +13,103 @@ from typing import Any
 import pyarrow.parquet as pq
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from rich.markup import escape
 
-from llama3.evaluate.held_out import ValidationDocument, held_out, looked_at
+from llama3.evaluate.gate import Decision, GateRow, decide
+from llama3.evaluate.held_out import ValidationDocument, candidate_documents, read_validation_documents
+from llama3.evaluate.long_context_gate import METRICS, score_long_context
 from llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob
-from llama3.evaluate.suite import suite_for, suite_inputs, under
+from llama3.evaluate.needle import KEY as NEEDLE
+from llama3.evaluate.scores import read_scores
+from llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import resolved, to_yaml
+from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
+from llama3.recipe.units import Tokens
 from llama3.train.job import Attempt
 from storage.artifact import Artifact, ArtifactSpec
+from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
-from tasks.errors import EvaluationFailed
+from tasks.errors import EvaluationFailed, GateFailed
 from tasks.launch.local import Agents
-from tasks.step import Context, ensure
+from tasks.stages.alerts import alert_gate_failed
+from tasks.step import Context, ensure_artifact
 
-# Evaluators are forked from the agent that forks the trainer's ranks. Scores have the same bytes on any number of
-# processes. They run on this machine, and the model must fit one device.
+# Evaluators are forked from the agent that forks the trainer's ranks, on this machine; the model must fit one device.
+# Scores have the same bytes on any number of processes.
 
 
-def score(
+def run_evaluation(
     recipe: Recipe, model: Path, documents: Path, folder: Path, cluster: Cluster, agents: Agents
 ) -> dict[str, Any]:
-    """Score the model in folder `model`, which holds its tokenizer, into `folder`; return the facts of `evaluate`.
+    """Score the model in `model`, a folder with its tokenizer, into `folder`; return the metadata of `evaluate`.
 
     Raises ValueError as `evaluate` does, OSError for a full disk, and EvaluationFailed if a process died.
     """
     with TemporaryDirectory(prefix="evaluate-") as temporary:
-        place = Path(temporary)
-        (place / "recipe.yaml").write_text(to_yaml(recipe))
+        scratch = Path(temporary)
+        (scratch / "recipe.yaml").write_text(to_yaml(recipe))
         threads = max(1, cluster.threads // cluster.evaluators)
         job = EvaluateJob(
-            recipe=place / "recipe.yaml",
+            recipe=scratch / "recipe.yaml",
             model=model,
             tokenizer=model,
             documents=documents,
             folder=folder,
-            facts=place / "facts.json",
+            facts=scratch / "facts.json",
             threads=threads,
             device=cluster.device,
         )
-        (place / "job.json").write_text(job.model_dump_json())
-        attempt = Attempt(program="evaluate", job=place / "job.json", logs=place / "logs", processes=cluster.evaluators)
+        (scratch / "job.json").write_text(job.model_dump_json())
+        attempt = Attempt(
+            program="evaluate", job=scratch / "job.json", logs=scratch / "logs", processes=cluster.evaluators
+        )
         outcome = agents.start(attempt, cluster.process_threads).wait()
         if outcome.status == 0:
             facts: dict[str, Any] = json.loads(job.facts.read_text())
             return facts
-    mistakes = [line for line in outcome.words.splitlines() if line.startswith(MISTAKE)]
+    mistakes = [line for line in outcome.message.splitlines() if line.startswith(MISTAKE)]
     if outcome.status == REFUSED and mistakes:
         raise ValueError(mistakes[-1].removeprefix(MISTAKE))
-    if os.strerror(errno.ENOSPC) in outcome.words:
+    if os.strerror(errno.ENOSPC) in outcome.message:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.words}")
+    raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.message}")
 
 
 # Scoring reads the first documents by id, which are in the first files of each domain: only these are fetched.
 
 BYTES_PER_TOKEN = 8
-"""More than any text has; a document is cut to a row of tokens later."""
+"""An upper bound; documents are truncated to a row of tokens later."""
 
 
-def held_out_folder(curated: Artifact, count: int) -> Path:
-    """Return the folder of `curated`; it has the files in which the first `count` documents of each domain stand."""
+def validation_folder(curated: Artifact, count: int) -> Path:
+    """Return the folder of `curated`, with the files of the first `count` held-out documents of each domain."""
     for domain in DOMAINS:
-        wanted, found = looked_at(domain, count), 0
+        missing = candidate_documents(domain, count)
         for name in sorted(name for name in curated.manifest.files if name.startswith(f"documents/{domain}-")):
-            if found >= wanted:
+            if missing <= 0:
                 break
             splits = pq.read_table(curated.part(name), columns=["split"])["split"].to_pylist()
-            found += splits.count("held_out")
+            missing -= splits.count("held_out")
     return curated.folder
 
 
-def write_held_out(recipe: Recipe, curated: Path, tokenizer: Path, work: Path) -> bool:
-    """Write what the trainer scores between steps into its folder; return False if there is nothing to score.
+def write_validation_rows(recipe: Recipe, curated: Path, tokenizer: Path, work: Path) -> bool:
+    """Write the documents that the trainer scores between steps into `work`; return False if there are none.
 
-    `curated` is the folder with the documents (see `held_out_folder`).
+    `curated` is the folder with the documents (see `validation_folder`).
     """
     from llama3.tokens.tokenizer import Tokenizer
-    from llama3.train.validation_rows import pack
+    from llama3.train.validation import pack_rows
 
-    count, seq = recipe.evaluate.every_documents, min(min(stage.lengths) for stage in recipe.stages)
+    count, seq_len = recipe.evaluate.val_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:
-        documents: list[ValidationDocument] = held_out(curated, count, BYTES_PER_TOKEN * seq)
-    except ValueError:  # curate.held_out: 0; the evaluation says so
+        documents: list[ValidationDocument] = read_validation_documents(curated, count, BYTES_PER_TOKEN * seq_len)
+    except ValueError:  # curate.validation_fraction: 0; the evaluation says so
         return False
     work.mkdir(parents=True, exist_ok=True)
-    pack(documents, Tokenizer.load(tokenizer), seq).write(work)
+    pack_rows(documents, Tokenizer.load(tokenizer), seq_len).write(work)
     return True
 
 
@@ -106,26 +118,13 @@ VERSION = 3
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)
 def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact, suite: str = "") -> Artifact:
-    """Return the scores of `checkpoint` on the held-out documents of `curated`, by the recipe's suite or by `suite`.
+    """Return the scores of `checkpoint` on the held-out documents of `curated`, by `suite` or the recipe's.
 
-    `name` is the stage that ends with it, or `champion`. The scores are attached to the checkpoint's LoggedModel and,
-    for this run's own checkpoints, to the parent run's curves.
+    `name` is the stage that ends with it, or `champion`.
     """
-    usual = suite_for(context.recipe, name)
-    recipe = under(context.recipe, suite or usual)
-    design = _design(recipe, checkpoint, curated)
-    step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
-
-    def build(folder: Path, _: str) -> dict[str, Any]:
-        documents = held_out_folder(curated, recipe.evaluate.documents)
-        return score(recipe, checkpoint.part("model"), documents, folder, context.cluster, context.agents)
-
-    return ensure(context, step, design, build)
-
-
-def _design(recipe: Recipe, checkpoint: Artifact, curated: Artifact) -> ArtifactSpec:
-    plain = resolved(recipe)
-    return ArtifactSpec(
+    usual = stage_suite_name(context.recipe, name)
+    recipe = with_suite(context.recipe, suite or usual)
+    design = ArtifactSpec(
         kind="evaluation",
         name=checkpoint.manifest.name,
         version=VERSION,
@@ -133,8 +132,137 @@ def _design(recipe: Recipe, checkpoint: Artifact, curated: Artifact) -> Artifact
             "suite": recipe.evaluate.suite,
             "documents": recipe.evaluate.documents,
             "questions": recipe.evaluate.questions,
-            "weights": plain["mix"][recipe.stages[0].mix],
+            "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },
         inputs={"checkpoint": checkpoint.key, "curated": curated.key, **suite_inputs(recipe)},
     )
+    step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
+
+    def build(folder: Path, _: str) -> dict[str, Any]:
+        documents = validation_folder(curated, recipe.evaluate.documents)
+        return run_evaluation(recipe, checkpoint.part("model"), documents, folder, context.cluster, context.agents)
+
+    return ensure_artifact(context, step, design, build)
+
+
+# The gates between the sequence lengths of a long-context stage, as tracked steps.
+#
+# The scores are an artifact, so a restarted run does not measure them again; each run decides from them and the
+# recipe's thresholds, so a changed threshold takes effect at once. A failed gate ends the run before the next
+# length.
+
+GATE_VERSION = 1
+
+
+@task(name="gate", task_run_name="gate-{name}", cache_policy=NO_CACHE, persist_result=False)
+def check_long_context_gates(
+    context: Context, name: str, checkpoint: Artifact, began: Artifact | None, curated: Artifact
+) -> Decision:
+    """Judge `checkpoint`, the end of the stage or part called `name`, by the stage's gates.
+
+    `began` is the checkpoint that the whole stage started from. Raises GateFailed if a gate fails.
+    """
+    schedule = Schedule(context.recipe)
+    span = schedule.span(name)
+    gates = span.stage.gates
+    first = next(number for number, part in enumerate(schedule.segments) if part.stage == span.stage.name)
+    short = schedule.segments[first - 1].seq_len if "short-context" in gates else None  # the length before the stage
+    before = None
+    if short is not None:
+        assert began is not None
+        before = read_scores(_scores(context, f"{span.stage.name}-start", began, curated, short, None).path)
+    needle = span.lengths[-1] if "needle" in gates else None
+    found = _scores(context, name, checkpoint, curated, short, needle)
+    decision = decide({METRICS[gate]: rule for gate, rule in gates.items()}, read_scores(found.path), before)
+    write_atomic(context.folder / f"gate-{name}.json", decision.model_dump_json(indent=1))
+    rows = [row for row in decision.rows if row.metric in METRICS.values() or not row.passed]
+    for row in rows:
+        context.console.log(f"  {escape(_line(row))}")
+    if not decision.accepted:
+        reasons = "; ".join(_line(row) for row in rows if not row.passed)
+        position = checkpoint.metadata["end"]
+        alert_gate_failed(context.root, context.console, context.record.name, name, reasons, position)
+        raise GateFailed(_remedies(schedule, span, rows, found))
+    return decision
+
+
+def _scores(
+    context: Context, name: str, checkpoint: Artifact, curated: Artifact, short: int | None, needle: int | None
+) -> Artifact:
+    recipe = context.recipe
+    design = ArtifactSpec(
+        kind="gate",
+        name=checkpoint.manifest.name,
+        version=GATE_VERSION,
+        parameters={
+            "short": short,
+            "needle": needle,
+            "documents": recipe.evaluate.documents,
+            "needles": recipe.evaluate.needles if needle else None,
+            "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
+        },
+        inputs={"checkpoint": checkpoint.key, "curated": curated.key},
+    )
+
+    def build(folder: Path, _: str) -> dict[str, Any]:
+        model, device = checkpoint.part("model"), context.cluster.device
+        return score_long_context(recipe, model, curated.path, folder, short=short, needle=needle, device=device)
+
+    return ensure_artifact(context, f"gate-{name}", design, build)
+
+
+def _line(row: GateRow) -> str:
+    """Return what a gate measured, its rule, and whether it is passed."""
+    verdict = "passed" if row.passed else "failed"
+    if row.metric not in METRICS.values() or row.candidate is None:
+        return f"{row.metric} {verdict}: {row.reason}"
+    if row.metric == NEEDLE:
+        return f"needle {verdict}: {row.candidate:.1%} of the sentences found; the gate requires {row.rule}"
+    return (
+        f"short-context {verdict}: {row.candidate:.4f} bits per byte, {row.champion:.4f} before the stage; "
+        f"the gate allows {row.threshold:.4f} ({row.rule})"
+    )
+
+
+def _remedies(schedule: Schedule, span: StageSpan, rows: list[GateRow], found: Artifact) -> str:
+    """Return the numbers of a failed gate and the changes of the recipe that let the run continue."""
+    stage, last = span.stage, span.segments[-1]
+    prefix = f"{NEEDLE}/depth_"
+    depths = [(int(key.removeprefix(prefix)), found.metadata[key]) for key in sorted(found.metadata) if prefix in key]
+    return "\n".join(
+        [
+            f"stages.{stage.name}.gates: {span.name} does not pass at sequence {last.seq_len}; "
+            f"the run stops at position {last.end:,}",
+            *(f"  {_line(row)}" for row in rows),
+            *(["  needle by depth: " + ", ".join(f"{d} %: {share:.0%}" for d, share in depths)] if depths else []),
+            "change one of these fields and start the run again:",
+            f"  stages.{stage.name}.{_longer(schedule, span)}  # trains twice as long at this length",
+            f"  stages.{stage.name}.gates: {_loosened(span, rows)}  # accepts this model",
+        ]
+    )
+
+
+def _longer(schedule: Schedule, span: StageSpan) -> str:
+    """Return the field and value that double the training at this length and keep the other lengths."""
+    segments = schedule.span(span.stage.name).segments
+    sizes = [Tokens(segment.tokens) for segment in segments]
+    last = span.part if span.part is not None else len(sizes) - 1
+    sizes[last] = Tokens(2 * sizes[last])
+    if len(sizes) > 1:
+        return f"for: [{', '.join(map(str, sizes))}]" + (" in place of until" if span.stage.until else "")
+    return f"until: {Tokens(span.start + sizes[0])}" if span.stage.until else f"for: {sizes[0]}"
+
+
+def _loosened(span: StageSpan, rows: list[GateRow]) -> str:
+    """Return the gates of the recipe, with the bounds of failed gates set to the measured values."""
+    measured = {row.metric: row for row in rows}
+    gates = []
+    for gate, rule in span.stage.gates.items():
+        row, text = measured[METRICS[gate]], str(rule)
+        if not row.passed and row.candidate is not None and gate == "needle":
+            text = f"at least {math.floor(100 * row.candidate) / 100:g}"
+        elif not row.passed and row.candidate is not None and row.champion is not None:
+            text = f"no worse than {math.ceil(1000 * (row.candidate / row.champion - 1)) / 10:g}%"
+        gates.append(f"{gate}: {text}")
+    return f"{{{', '.join(gates)}}}"

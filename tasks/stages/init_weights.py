@@ -1,4 +1,4 @@
-"""What training goes on from, as a tracked step: weights from elsewhere, or a checkpoint of another run as it is."""
+"""What training starts from, as a tracked step: imported weights, or a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llama3.model.flops import parameter_count
 from llama3.recipe.load import RecipeError, resolved
 from llama3.tokens.tokenizer import Tokenizer
 from storage.artifact import Artifact, ArtifactSpec
-from storage.filesystem import state
-from tasks.models.start import find_start, start_faults, tokenizer_faults
-from tasks.step import Context, ensure
+from storage.filesystem import source_state
+from tasks.models.start import find_init_checkpoint, init_from_faults, tokenizer_faults
+from tasks.step import Context, ensure_artifact
 
 if TYPE_CHECKING:
     from llama3.tokens.tokenizer import Tokenizer
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-@task(name="start", cache_policy=NO_CACHE, persist_result=False)
-def import_start(context: Context, tokenizer: Artifact) -> Artifact:
-    """Return the weights that the recipe's `start` names as an artifact of ours, or the checkpoint that it names.
+@task(name="init-weights", cache_policy=NO_CACHE, persist_result=False)
+def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
+    """Return the weights of the recipe's `init_from` as an artifact, or the checkpoint that it names.
 
-    Raises ValueError if they are not of the recipe's shape, or the checkpoint does not fit it otherwise.
+    Raises ValueError if they do not fit the recipe.
     """
     from llama3.export.convert import import_weights
     from llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
-    assert recipe.start is not None
-    if recipe.start.is_checkpoint:
+    assert recipe.init_from is not None
+    if recipe.init_from.is_checkpoint:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
-    start, rows = recipe.start, Tokenizer.load(tokenizer.path).rows
+    start, rows = recipe.init_from, Tokenizer.load(tokenizer.path).rows
     parameters = {
-        "files": state(start.origin),
+        "files": source_state(start.path),
         "format": start.format,
         "model": resolved(recipe)["model"],
         "rows": rows,
@@ -46,23 +46,25 @@ def import_start(context: Context, tokenizer: Artifact) -> Artifact:
     design = ArtifactSpec("weights", recipe.name, VERSION, parameters, {})
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        spec = import_weights(start, folder / "model", recipe.model, rows)
-        return {"from": start.origin, "parameters": parameter_count(spec, rows)}
+        config = import_weights(start, folder / "model", recipe.model, rows)
+        return {"from": start.path, "parameters": parameter_count(config, rows)}
 
-    return ensure(context, "start", design, build)
+    return ensure_artifact(context, "init-weights", design, build)
 
 
 def _checkpoint(context: Context, tokenizer: Tokenizer) -> Artifact:
     """Return the checkpoint that the recipe starts from: reused, as a stage of another run is."""
-    if faults := start_faults(context.store, context.runs, context.recipe):
+    if faults := init_from_faults(context.store, context.runs, context.recipe):
         raise RecipeError("\n".join(faults))
-    found = find_start(context.store, context.runs, context.recipe)
+    found = find_init_checkpoint(context.store, context.runs, context.recipe)
     if faults := list(tokenizer_faults(context.recipe, found, tokenizer)):
         raise RecipeError("\n".join(faults))
     made = found.manifest
     design = ArtifactSpec(made.kind, made.name, made.version, made.parameters, made.inputs)
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        raise RecipeError(f"start.from: {found.label} is damaged; run {made.made_by} again, or start from another")
+        raise RecipeError(
+            f"init_from.path: {found.label} is damaged; run {made.created_by} again, or start from another"
+        )
 
-    return ensure(context, "start", design, build)
+    return ensure_artifact(context, "init-weights", design, build)

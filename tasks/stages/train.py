@@ -1,8 +1,8 @@
 """One training stage as a tracked step: launch the trainer, follow its journal, commit what it made.
 
-The trainer is processes that know neither Prefect nor MLflow. Here their journal is read, shown, and sent to MLflow in
-batches; when one dies or hangs, all are started again as a fresh launch that resumes from the newest good checkpoint,
-on as many processes as are there, as long as attempts get further. How each attempt ended is a file beside its logs.
+The trainer's processes know neither Prefect nor MLflow: this task reads their journal and sends it to MLflow. When a
+process dies or hangs, all are started again from the newest good checkpoint, on as many processes as are available, as
+long as attempts make progress.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from llama3.recipe.units import Bytes
 from llama3.train import metrics
 from llama3.train.averaging import FILE as AVERAGE
 from llama3.train.averaging import Choice
-from llama3.train.incidents import SkippedRanges
 from llama3.train.job import TERMINATED, AttemptResult, TrainJob
+from llama3.train.journal import SkippedRanges
 from llama3.train.main import REFUSED
 from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
 from storage.filesystem import write_atomic
@@ -39,17 +39,17 @@ from storage.page_cache import lazy_folder
 from tasks.errors import TrainingFailed
 from tasks.launch.base import Launch, Launcher, fitting, launch_key
 from tasks.launch.launchers import launcher_of
-from tasks.plan.predict import predict
-from tasks.runs.progress import IN_PROGRESS, name_of_work, newest
+from tasks.plan.predict import predict_step_times
+from tasks.runs.progress import IN_PROGRESS, newest, work_dir_name
 from tasks.stages.alerts import Alerts
-from tasks.stages.evaluate import held_out_folder, write_held_out
-from tasks.stages.follow import Follower
-from tasks.step import Context, WorkInProgress, ensure, link_files
+from tasks.stages.evaluate import validation_folder, write_validation_rows
+from tasks.stages.follow import JournalTailer
+from tasks.step import Context, WorkInProgress, ensure_artifact, link_files
 from tasks.tracking.prefect_artifacts import StagePage, stage_done
 
 VERSION = 1
 SILENCE = 2
-"""So many timeouts without a step are a hang; after one, the processes notice each other's."""
+"""Timeouts without a step after which a trainer hangs; after one, the processes notice a peer that hangs."""
 
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", cache_policy=NO_CACHE, persist_result=False)
@@ -59,20 +59,27 @@ def train_stage(
     """Return the checkpoint artifact at the end of `stage`: state to go on from, model, and every metric.
 
     `parent` is the checkpoint of the stage before, or the weights that the first stage starts from. The trainer scores
-    held-out documents of `curated` now and then, which changes no weight.
+    held-out documents of `curated`, which changes no weight.
     """
     span = Schedule(context.recipe).span(stage)
-    context = replace(context, cluster=context.cluster.at(span.stage.name, stage))
+    context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
     design = _design(context, span, tokens, parent)
-    made_from, apart = design.inputs, context.record.apart(stage)
-    work = context.scratch / name_of_work(context.recipe, span, made_from["tokens"], made_from["parent"], apart)
-    kept = _checkpoints(context, work)
+    made_from, work_dir_key = design.inputs, context.record.work_dir_key(stage)
+    work = context.scratch / work_dir_name(context.recipe, span, made_from["tokens"], made_from["parent"], work_dir_key)
+    checkpoints = context.cluster.checkpoints.rstrip("/")
+    if not checkpoints and not context.root.is_local:
+        checkpoints = context.root.join(IN_PROGRESS)
+    kept = f"{checkpoints}/{work.name}" if checkpoints else None
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
-        _write_held_out(context, span, curated, tokenizer, work)
-        job = _job(context, span, tokens, parent, work)
+        settings = context.recipe.evaluate
+        if settings.val_interval != "never":
+            documents = validation_folder(curated, settings.val_documents)
+            if not write_validation_rows(context.recipe, documents, tokenizer.path, work):
+                context.console.log(f"  [yellow]{span.name}: no held-out document to score while training[/]")
+        job = _job(context, span, tokens, parent, work, kept)
         _train(context, span, job, [context.record.mlflow_run, mlflow_run])
-        link_files(work / "result", folder)  # not moved: killed before the commit, the next attempt finds it whole
+        link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         return _facts(span, folder)
 
@@ -80,26 +87,17 @@ def train_stage(
         if kept:
             remove_all(kept)
 
-    artifact = ensure(
+    artifact = ensure_artifact(
         context, stage, design, build, WorkInProgress(work.name, partial(_resumes, span, work, kept), done)
     )
-    if "average" in artifact.facts:
-        context.console.say(f"  {'average':<18}{Choice.model_validate(artifact.facts['average'])}")
+    if "average" in artifact.metadata:
+        context.console.log(f"  {'average':<18}{Choice.model_validate(artifact.metadata['average'])}")
     stage_done(context, stage)
     return artifact
 
 
-def _write_held_out(context: Context, span: StageSpan, curated: Artifact, tokenizer: Artifact, work: Path) -> None:
-    asked = context.recipe.evaluate
-    if asked.every == "never":
-        return
-    documents = held_out_folder(curated, asked.every_documents)
-    if not write_held_out(context.recipe, documents, tokenizer.path, work):
-        context.console.say(f"  [yellow]{span.name}: no held-out document to score while training[/]")
-
-
 def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> ArtifactSpec:
-    """Everything that decides the stage's result, and nothing of where it runs."""
+    """Return what decides the stage's result: nothing of where it runs."""
     from llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
@@ -107,24 +105,27 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
     schedule = Schedule(recipe).rates(span.start, span.end)
     rates = [rate for _, rate in schedule]
     parameters = {
-        "model": {key: value for key, value in plain["model"].items() if key not in ("preset", "max_seq")},
+        "model": {key: value for key, value in plain["model"].items() if key not in ("preset", "max_seq_len")},
         "optimizer": plain["optimizer"],
         "lr": f"{rates[0]:.3g} to {rates[-1]:.3g}, peak {max(rates):.3g}",
         "rates": digest(schedule)[:16],
         "z_loss": recipe.z_loss,
-        "compute": recipe.compute,
+        "precision": recipe.precision,
         "seed": recipe.seed,
         "mix": {domain: str(share) for domain, share in span.shares.items()},
-        "shape": [[part.start, part.seq, part.batch, part.steps] for part in span.segments],
-        "average": str(span.stage.average) if span.stage.average else None,
-        **({"keep": span.stage.keep} if span.stage.keep != "average" else {}),
+        "shape": [[part.start, part.seq_len, part.batch, part.steps] for part in span.segments],
+        "average": str(span.stage.weight_averaging) if span.stage.weight_averaging else None,
+        **({"keep": span.stage.select} if span.stage.select != "average" else {}),
         "stream": TokenStream(lazy_folder(tokens, 0), recipe).identity(span.start, span.end),
     }
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
     return ArtifactSpec("checkpoint", f"{recipe.name}-{span.name}", VERSION, parameters, inputs)
 
 
-def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, work: Path) -> Path:
+def _job(
+    context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, work: Path, checkpoints: str | None
+) -> Path:
+    """Write the job file of the stage into `work`; return its path. `checkpoints`: their URI, if not in `work`."""
     cluster = context.cluster
     job = TrainJob(
         recipe=context.runs.local_recipe(context.record.name),
@@ -140,8 +141,8 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
         layout=cluster.layout,
         deterministic=cluster.deterministic,
         profile=cluster.profile,
-        checkpoints=_checkpoints(context, work),
-        predicted=predict(context.root, context.recipe, cluster, span),
+        checkpoints=checkpoints,
+        predicted=predict_step_times(context.root, context.recipe, cluster, span),
         restart_damaged=context.restart_damaged,
     )
     path = work / "job.json"
@@ -150,30 +151,22 @@ def _job(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact |
 
 
 def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:
-    """Return how many tokens of a stage in progress are trained, as its progress line counts; None if it begins."""
+    """Return how many tokens of a stage in progress are trained; None if it begins."""
     if (work / "result").is_dir():
         return span.tokens
     saved = newest([str(work / "checkpoints"), *([kept] if kept else [])])
     return saved.position - span.start if saved else None
 
 
-def _checkpoints(context: Context, work: Path) -> str | None:
-    """Return where the checkpoints of the stage that works in `work` are kept, if not there."""
-    place = context.cluster.checkpoints.rstrip("/")
-    if not place and not context.root.is_local:
-        place = context.root.join(IN_PROGRESS)
-    return f"{place}/{work.name}" if place else None
-
-
 def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> None:
-    """Run the trainer until the stage is complete. Raises TrainingFailed when attempts get no further."""
+    """Run the trainer until the stage is complete. Raises TrainingFailed when attempts make no progress."""
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
-    by = launcher_of(context.cluster, launch_key(job), context.agents)
+    launcher = launcher_of(context.cluster, launch_key(job), context.agents)
     with context.console.progress(span.name, span.tokens) as line:
-        follower = Follower(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
-        attempts, timeout_s = StageAttempts(context, span, by), context.cluster.timeout_s
+        follower = JournalTailer(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
+        attempts, timeout_s = StageAttempts(context, span, launcher), context.cluster.timeout_s
         while True:
             before = follower.position
             launch = attempts.start(job)
@@ -184,7 +177,7 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> Non
 
 
 class StageAttempts:
-    """The attempts at one stage: how many processes each gets, where its logs are, and when it is time to give up."""
+    """The attempts at one stage: number of processes, log folder, and when to give up."""
 
     def __init__(self, context: Context, span: StageSpan, launcher: Launcher) -> None:
         self.context, self.span, self.launcher = context, span, launcher
@@ -192,9 +185,9 @@ class StageAttempts:
         self.fruitless = 0
 
     def start(self, job: Path) -> Launch:
-        """Start the next attempt on the processes that are there, or follow one that a lost supervisor left running.
+        """Start the next attempt on the available processes, or follow one that still runs without its supervisor.
 
-        Raises TrainingFailed if they are too few.
+        Raises TrainingFailed if the processes are too few.
         """
         live = self.launcher.live(job)
         if live is not None:
@@ -202,39 +195,40 @@ class StageAttempts:
             self.folder = live.logs
             return live
         with folder_lease(job.parent, f"stage {self.span.name}", lambda by: self._say(f"waits for {by}, which saves")):
-            pass  # the ranks of a supervisor that was killed are told to save, and may take their time
-        asked = self.context.cluster.processes
-        processes = fitting(self.span, self.context.cluster, self.launcher.capacity())
-        if processes != asked:
-            self._say(f"starts on {processes} processes instead of {asked}; the data stay the same")
+            pass  # the ranks of a killed supervisor may still be saving
+        cluster = self.context.cluster
+        processes = fitting(self.span, cluster, self.launcher.capacity())
+        if processes != cluster.processes:
+            self._say(f"starts on {processes} processes instead of {cluster.processes}; the data stay the same")
         self.folder = self.logs / f"attempt-{len(list(self.logs.glob('attempt-*'))) + 1}"
         return self.launcher.start(job, processes, self.folder)
 
     def ended(self, outcome: AttemptResult, progress: bool) -> None:
-        """Take note of an attempt that left the stage unfinished.
-
-        Raises TrainingFailed when it was one too many, and OSError for a full disk, on which another one would end too.
-        """
-        if os.strerror(errno.ENOSPC) in outcome.words:
+        """Count an attempt that did not finish the stage. Raises TrainingFailed to give up, OSError for a full disk."""
+        if os.strerror(errno.ENOSPC) in outcome.message:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self.fruitless = 0 if progress else self.fruitless + 1
         if outcome.status == REFUSED or self.fruitless >= self.context.cluster.attempts:
             raise TrainingFailed(
                 f"stage {self.span.name}: the trainer ended with status {outcome.status} and no new step, "
-                f"{self.fruitless} time(s) in a row ({self.folder}):\n{outcome.words}"
+                f"{self.fruitless} time(s) in a row ({self.folder}):\n{outcome.message}"
             )
-        how = "was told to stop" if outcome.status == TERMINATED else f"died (status {outcome.status})"
+        how = "was stopped" if outcome.status == TERMINATED else f"died (status {outcome.status})"
         self._say(f"the trainer {how}; starting it again")
-        for words in outcome.words.splitlines()[:1]:
-            self._say(words)
+        for line in outcome.message.splitlines()[:1]:
+            self._say(line)
 
     def _say(self, text: str) -> None:
-        self.context.console.say(f"  [yellow]{self.span.name}: {escape(text)}[/]")
+        self.context.console.log(f"  [yellow]{self.span.name}: {escape(text)}[/]")
 
 
 def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
+    """Return the artifact's metadata from the result of the stage in `folder`."""
     table = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.LOSS)])
-    choice = _choice(folder)
+    path = folder / AVERAGE
+    average = Choice.model_validate_json(path.read_text()).model_dump(mode="json") if path.exists() else None
+    files = sorted(set(weight_files(folder / "model").values()))
+    digests = [file_digest(file) for file in files]
     losses = [row["value"] for row in sorted(table.to_pylist(), key=lambda row: row["position"])]
     window = metrics.window(len(losses))  # a single batch is a few documents
     held_out = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.HELD_OUT)]).to_pylist()
@@ -245,19 +239,7 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "first_loss": fmean(losses[:window]),
         "last_loss": fmean(losses[-window:]),
         **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
-        "model_sha256": _model_digest(folder / "model"),
+        "model_sha256": digests[0] if len(files) == 1 else digest(digests),
         "skips": SkippedRanges.read(folder).facts(),
-        **({"average": choice.model_dump(mode="json")} if choice is not None else {}),
+        **({"average": average} if average is not None else {}),
     }
-
-
-def _choice(folder: Path) -> Choice | None:
-    """Return what the trainer kept of a stage with an average."""
-    path = folder / AVERAGE
-    return Choice.model_validate_json(path.read_text()) if path.exists() else None
-
-
-def _model_digest(folder: Path) -> str:
-    """Return the digest of a model's weights: of its one file, or of the digests of its files in order."""
-    files = sorted(set(weight_files(folder).values()))
-    return file_digest(files[0]) if len(files) == 1 else digest([file_digest(path) for path in files])

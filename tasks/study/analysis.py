@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 from llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_key, read_scores
 from llama3.evaluate.suite import BPB
 from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import embedding_rows, parameter_count
+from llama3.model.flops import parameter_count, vocab_rows
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
 from llama3.studies.chinchilla import fit_chinchilla
-from llama3.studies.expand import ArmRun, ExpandedStudy, nearest, shape_changes, shape_for
+from llama3.studies.expand import ExpandedStudy, VariantRun, nearest_shape, scale_shape, shape_changes
 from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, Interval, TaskPoints, forecast_verdict
-from llama3.studies.isoflop import IsoflopFit, NoLaw, Trial, fit_ladder
+from llama3.studies.isoflop import IsoflopFit, NoLawError, Trial, fit_ladder
 from llama3.studies.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
 from llama3.studies.results import RunResult, Samples, StudyVerdict
 from llama3.studies.study import BASE, Ladder
-from llama3.studies.verdicts import ablation_verdict, annealing_verdict, ladder_verdict, mix_verdict, no_law
+from llama3.studies.verdicts import ablation_verdict, annealing_verdict, ladder_verdict, mix_verdict, no_law_verdict
 from storage.artifact import Artifact, Store
 from tasks.report import plots
 from tasks.runs.records import RunRecord
@@ -49,29 +49,29 @@ ACCURACY_INSIDE, NATS_INSIDE = 9, 6
 """Columns that show whether accuracy and nats lie inside their intervals."""
 
 
-def analyse(posed: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
+def analyze(expanded: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
     """Return the analysis of a study's results `found`; `flags` are added to those of the verdict.
 
     Results that are too few or cannot be compared give a verdict that says so.
     """
-    study, finished = posed.study, {result.arm for result in found}
+    study, finished = expanded.study, {result.variant for result in found}
     try:
         if study.ladder:
-            analysis = _ladder_analysis(posed, study.ladder, found)
+            analysis = _ladder_analysis(expanded, study.ladder, found)
         elif study.mix:
-            analysis = mix_analysis(posed, found)
+            analysis = mix_analysis(expanded, found)
         elif study.annealing:
             sources = {name: name for name in study.annealing.new if name in finished}
-            analysis = Analysis(annealing_verdict(found, posed.control, sources))
+            analysis = Analysis(annealing_verdict(found, expanded.control, sources))
         else:
             assert study.compare is not None
             changes = {
                 name: overrides
-                for name, overrides in study.compare.arms.items()
+                for name, overrides in study.compare.variants.items()
                 if name in finished and name != study.compare.control
             }
-            weights: dict[str, float] = {domain: float(share) for domain, share in posed.base.first_mix.items()}
-            analysis = Analysis(ablation_verdict(found, posed.control, changes, study.compare.score, weights))
+            weights: dict[str, float] = {domain: float(share) for domain, share in expanded.base.first_mix.items()}
+            analysis = Analysis(ablation_verdict(found, expanded.control, changes, study.compare.score, weights))
     except ValueError as error:
         analysis = Analysis(StudyVerdict(headline=[f"no verdict: {' '.join(str(error).split())}"]))
     verdict = analysis.verdict.model_copy(update={"flags": [*flags, *analysis.verdict.flags]})
@@ -81,15 +81,17 @@ def analyse(posed: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[st
 # Results from records and artifacts
 
 
-def outcomes(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[RunResult]:
-    """Return the results of a study's finished runs, in the order of its arms. Raises ValueError."""
-    return [outcome(posed, store, arm, answers[arm.name]) for arm in posed.runs if arm.name in answers]
+def outcomes(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[RunResult]:
+    """Return the results of a study's finished runs, in the order of its variants. Raises ValueError."""
+    return [
+        outcome(expanded, store, variant, answers[variant.name]) for variant in expanded.runs if variant.name in answers
+    ]
 
 
-def outcome(posed: ExpandedStudy, store: Store, arm: ArmRun, record: RunRecord) -> RunResult:
+def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: RunRecord) -> RunResult:
     """Return the result of one run. Operations are those of the trained model, with its own embedding rows."""
-    checkpoint, evaluation = last_artifacts(store, record, arm.recipe)
-    spec, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
+    checkpoint, evaluation = last_artifacts(store, record, variant.recipe)
+    config, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
     scores = read_scores(evaluation.part(SCORES_FILE).parent)
     table = pq.read_table(evaluation.part(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
     keys = np.array(table["key"].to_pylist())
@@ -104,12 +106,12 @@ def outcome(posed: ExpandedStudy, store: Store, arm: ArmRun, record: RunRecord) 
             groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
         )
     return RunResult(
-        arm=arm.arm.name,
-        repeat=arm.repeat,
+        variant=variant.variant.name,
+        repeat=variant.repeat,
         run=record.name,
-        parameters=parameter_count(spec, rows),
-        tokens=int(checkpoint.facts["end"]),
-        flops=training_flops(posed, Schedule(arm.recipe).segments, spec, rows),
+        parameters=parameter_count(config, rows),
+        tokens=int(checkpoint.metadata["end"]),
+        flops=training_flops(expanded, Schedule(variant.recipe).segments, config, rows),
         scores=scores,
         samples=samples,
     )
@@ -118,10 +120,10 @@ def outcome(posed: ExpandedStudy, store: Store, arm: ArmRun, record: RunRecord) 
 def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Artifact, Artifact]:
     """Return checkpoint and evaluation of the run's last stage. Raises ValueError if either was deleted."""
     span, stage = Schedule(recipe).trained[-1], recipe.stages[-1].name
-    return store.at(record.steps[span.name].artifact), store.at(record.steps[f"evaluate-{stage}"].artifact)
+    return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
 
 
-def shared(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[tuple[str, str, str, int]]:
+def shared(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[tuple[str, str, str, int]]:
     """Return the artifacts of the runs, as (step, artifact, run that made it, number of runs that use it)."""
     uses: dict[tuple[str, str], set[str]] = {}
     for record in {record.name: record for record in answers.values()}.values():
@@ -129,32 +131,32 @@ def shared(posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord])
             uses.setdefault((step, result.artifact), set()).add(record.name)
     rows = []
     for (step, label), runs in uses.items():
-        made_by = ""
+        created_by = ""
         with suppress(ValueError):  # deleted by retention
-            made_by = store.at(label).manifest.made_by
-        rows.append((step, label, made_by, len(runs)))
+            created_by = store.load(label).manifest.created_by
+        rows.append((step, label, created_by, len(runs)))
     return rows
 
 
-def other_data(store: Store, answers: Mapping[str, RunRecord], arms: Sequence[ArmRun]) -> list[str]:
-    """Return a line for each arm whose token shards differ from the first arm's although its recipe does not.
+def other_data(store: Store, answers: Mapping[str, RunRecord], variants: Sequence[VariantRun]) -> list[str]:
+    """Return a line for each variant whose token shards differ from the first variant's although its recipe does not.
 
-    Then the sources changed between the runs, and the arms differ in more than the study varies.
+    Then the sources changed between the runs, and the variants differ in more than the study varies.
     """
     first: dict[str, tuple[str, str]] = {}
     lines = []
-    for arm in arms:
-        record = answers.get(arm.name)
-        if record is None or "tokenise" not in record.steps:
+    for variant in variants:
+        record = answers.get(variant.name)
+        if record is None or "tokenize" not in record.steps:
             continue
         fields = {"sources", "curate", "tokenizer", "tokens", "data_seed"}
-        if arm.recipe.tokenizer.train is None:
+        if variant.recipe.tokenizer.train is None:
             fields.add("mix")
-        label, data = record.steps["tokenise"].artifact, arm.recipe.model_dump_json(include=fields)
-        name, other = first.setdefault(data, (arm.name, label))
+        label, data = record.steps["tokenize"].artifact, variant.recipe.model_dump_json(include=fields)
+        name, other = first.setdefault(data, (variant.name, label))
         if other != label:
             lines.append(
-                f"{arm.name}: was trained on {label}, {name} on {other}, from equal recipes: the sources changed "
+                f"{variant.name}: was trained on {label}, {name} on {other}, from equal recipes: the sources changed "
                 f"between them; run it again with herd rerun {record.name} --from collect"
             )
     return lines
@@ -163,19 +165,19 @@ def other_data(store: Store, answers: Mapping[str, RunRecord], arms: Sequence[Ar
 # Mix search
 
 
-def mix_analysis(posed: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
+def mix_analysis(expanded: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
     """Return the analysis of a mix search. Raises ValueError for too few mixes, or a missing control.
 
-    Arms that change other things than shares are compared with the base mix, and not part of the fit.
+    Variants that change other things than shares are compared with the base mix, and not part of the fit.
     """
-    search, finished = posed.study.mix, {result.arm for result in found}
+    search, finished = expanded.study.mix, {result.variant for result in found}
     assert search is not None
     if BASE not in finished:
-        raise ValueError(f"mix: the control arm {BASE} has no finished run; run it too")
+        raise ValueError(f"mix: the control variant {BASE} has no finished run; run it too")
     shares: dict[str, dict[str, float]] = {
-        run.arm.name: {domain: float(share) for domain, share in run.arm.shares.items()}
-        for run in posed.runs
-        if run.arm.name in finished - set(search.others)
+        run.variant.name: {domain: float(share) for domain, share in run.variant.shares.items()}
+        for run in expanded.runs
+        if run.variant.name in finished - set(search.others)
     }
     weights: dict[str, float] = {domain: float(share) for domain, share in search.weights.items()}
     weights = weights or shares[BASE]
@@ -188,25 +190,25 @@ def mix_analysis(posed: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
         domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
     }
     best = propose(mixture, base, bounds)
-    arms = [name for name in dict.fromkeys(run.arm.name for run in posed.runs) if name in finished - {BASE}]
-    verdict = mix_verdict(mixture, best, found, BASE, arms, search.of)
+    variants = [name for name in dict.fromkeys(run.variant.name for run in expanded.runs) if name in finished - {BASE}]
+    verdict = mix_verdict(mixture, best, found, BASE, variants, search.of)
     return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture, best))
 
 
 def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
-    """Return the arms with their shares and losses, lowest weighted bits first, and the best blend."""
+    """Return the variants with their shares and losses, lowest weighted bits first, and the best blend."""
     front = pareto(mixture)
     mixes = []
     for i in np.argsort(mixture.totals):
         shares = [f"{share:.1%}" for share in mixture.shares[i]]
         losses = [f"{loss:.4f}" for loss in mixture.losses[i]]
         totals = [f"{mixture.totals[i]:.4f}", f"{mixture.predicted[i]:.4f}"]
-        mixes.append([mixture.arms[i], *shares, *losses, *totals, "yes" if mixture.arms[i] in front else ""])
+        mixes.append([mixture.variants[i], *shares, *losses, *totals, "yes" if mixture.variants[i] in front else ""])
     domains = mixture.domains
-    columns = ["arm", *domains, *(f"bpb {domain}" for domain in domains), "weighted", "predicted", "Pareto"]
+    columns = ["variant", *domains, *(f"bpb {domain}" for domain in domains), "weighted", "predicted", "Pareto"]
     note = (
-        "Bits per byte, means over repeats. Predicted: by the fit through all other arms. Pareto: no arm beats it on "
-        "every domain."
+        "Bits per byte, means over repeats. Predicted: by the fit through all other variants. Pareto: no variant beats "
+        "it on every domain."
     )
     blend = [
         [domain, f"{weight:.1%}", f"{share.value:.1%}", f"{share.low:.1%} to {share.high:.1%}", f"{slope:+.4f}"]
@@ -215,8 +217,8 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
         )
     ]
     blend_note = (
-        "The best blend of the arms, with the interval due to noise. Slope: weighted bits per byte for each e-fold of "
-        "the domain's share; below 0 more of it helps."
+        "The best blend of the variants, with the interval due to noise. Slope: weighted bits per byte for each e-fold "
+        "of the domain's share; below 0 more of it helps."
     )
     return [
         ViewTable("Mixes", note, columns, mixes),
@@ -227,8 +229,8 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
 def _mix_figures(mixture: Mixture, best: Proposal) -> list[Figure]:
     shares, losses = (
         {
-            arm: dict(zip(mixture.domains, row.tolist(), strict=True))
-            for arm, row in zip(mixture.arms, table, strict=True)
+            variant: dict(zip(mixture.domains, row.tolist(), strict=True))
+            for variant, row in zip(mixture.variants, table, strict=True)
         }
         for table in (mixture.shares, mixture.losses)
     )
@@ -236,14 +238,14 @@ def _mix_figures(mixture: Mixture, best: Proposal) -> list[Figure]:
     return [
         ("Shares", SPLIT, split(shares[BASE], best.shares)),
         ("Bits per byte by share", PANELS, against_shares(shares, losses, BASE)),
-        ("Arms that the fit has not seen", LEFT_OUT, left_out({"all domains, weighted": pairs})),
+        ("Variants that the fit has not seen", LEFT_OUT, left_out({"all domains, weighted": pairs})),
     ]
 
 
 # Ladder
 
 
-def _ladder_analysis(posed: ExpandedStudy, ladder: Ladder, found: Sequence[RunResult]) -> Analysis:
+def _ladder_analysis(expanded: ExpandedStudy, ladder: Ladder, found: Sequence[RunResult]) -> Analysis:
     if unscored := [result.run for result in found if ladder.score not in result.scores]:
         raise ValueError(f"ladder.score: {unscored[0]} has no {ladder.score!r}; it has {', '.join(found[0].scores)}")
     trials = [
@@ -252,9 +254,9 @@ def _ladder_analysis(posed: ExpandedStudy, ladder: Ladder, found: Sequence[RunRe
     ]
     try:
         fitted = fit_ladder(trials, ladder.budgets)
-    except NoLaw as reason:
+    except NoLawError as reason:
         figure = [("Loss by budget", PARABOLAS, isoflop(reason.parabolas))] if reason.parabolas else []
-        return Analysis(no_law(reason), [], figure)
+        return Analysis(no_law_verdict(reason), [], figure)
     alternative = None
     with suppress(ValueError):  # too few or too similar runs for L(N, D)
         alternative = fit_chinchilla(trials)
@@ -270,7 +272,7 @@ def _ladder_analysis(posed: ExpandedStudy, ladder: Ladder, found: Sequence[RunRe
                 "flags": [*verdict.flags, *forecast.verdict.flags],
             }
         )
-    change = _recipe_changes(posed, ladder, fitted, ladder.to) if ladder.to else []
+    change = _recipe_changes(expanded, ladder, fitted, ladder.to) if ladder.to else []
     return Analysis(verdict.model_copy(update={"change": change}), tables, figures)
 
 
@@ -289,20 +291,18 @@ def _budget_table(fitted: IsoflopFit) -> ViewTable:
     return ViewTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
 
 
-def _recipe_changes(posed: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit, flops: float) -> list[str]:
+def _recipe_changes(expanded: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit, flops: float) -> list[str]:
     """Return the changes that make the base recipe a run of `flops` operations, allocated by the law."""
-    best, rows = fitted.law.at(flops), embedding_rows(posed.base)
-    like = nearest(best.parameters.value, ladder.sizes.values(), rows)
-    stage = posed.base.stages[-1]
-    batch = stage.batch or next(earlier.batch for earlier in reversed(posed.base.stages) if earlier.batch)
+    best, rows = fitted.law.optimum(flops), vocab_rows(expanded.base)
+    like = nearest_shape(best.parameters.value, ladder.sizes.values(), rows)
+    stage = expanded.base.stages[-1]
+    batch = stage.batch or next(earlier.batch for earlier in reversed(expanded.base.stages) if earlier.batch)
     end = Tokens(max(1, round(best.tokens.value / batch)) * batch)
-    changes = shape_changes(shape_for(best.parameters.value, like, rows), posed.base.model)
+    changes = shape_changes(scale_shape(best.parameters.value, like, rows), expanded.base.model)
     changes.append(f"stages.{stage.name}.until={end}")
     if stage.length:
         changes.append(f"stages.{stage.name}.for=null")
-    if posed.base.lr.wsd is None:  # a decay to the end of the run must end with it
-        changes.append(f"lr.{posed.base.lr.rule}.over={end}")
-    return changes
+    return changes + expanded.base.lr.decay.overrides_for(end)
 
 
 def _forecast(found: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[str], flops: float) -> Analysis:
@@ -327,7 +327,7 @@ def _forecast(found: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[st
             tables.append(backtest_table(name, task.backtest()))
         with suppress(ValueError):
             fit = task.fit()
-            figures.append((f"Forecast: {name}", note, plots.forecast(fit, fit.at(flops))))
+            figures.append((f"Forecast: {name}", note, plots.forecast_plot(fit, fit.predict(flops))))
     return Analysis(verdict, tables, figures)
 
 
@@ -356,17 +356,17 @@ def backtest_table(name: str, test: Backtest) -> ViewTable:
         rows.append(
             [
                 *(row.run, f"{row.runs} runs", f"{forecast.flops:.3g}", f"{forecast.beyond:.3g} x"),
-                *(interval(forecast.nats), f"{row.nats:.4f}", "yes" if row.nats_inside else "no"),
-                *(interval(row.expected), f"{row.accuracy:.4f}", "yes" if row.inside else "no"),
+                *(interval(forecast.nll), f"{row.nll:.4f}", "yes" if row.nll_in_interval else "no"),
+                *(interval(row.expected), f"{row.accuracy:.4f}", "yes" if row.in_interval else "no"),
             ]
         )
-        if not row.inside:
+        if not row.in_interval:
             outside[index, ACCURACY_INSIDE] = "bad"
-        if not row.nats_inside:
+        if not row.nll_in_interval:
             outside[index, NATS_INSIDE] = "bad"
     note = (
-        f"Each run forecast from those of less compute. Inside their 95 % intervals: {test.inside:.0%} of accuracies, "
-        f"{test.nats_inside:.0%} of nats; the interval of the accuracy includes the sampling noise of the questions. "
-        f"No further levels left out: {test.stopped}."
+        f"Each run forecast from those of less compute. Inside their 95 % intervals: {test.in_interval:.0%} of "
+        f"accuracies, {test.nll_in_interval:.0%} of nats; the interval of the accuracy includes the sampling noise of "
+        f"the questions. No further levels left out: {test.stopped}."
     )
     return ViewTable(f"Back-test: {name}", note, COLUMNS, rows, outside)

@@ -1,7 +1,7 @@
 """The page of a study, as self-contained HTML and as markdown, from plain data.
 
 It shows the verdict, figures, tables, shared artifacts, cost, and the command that repeats the study. With many runs
-the table of runs is folded behind the means of the arms.
+the table of runs is folded behind the means of the variants.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from llama3.recipe.units import tokens
 from llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
-from tasks.format import clock
+from tasks.format import format_duration
 from tasks.study.plots import FOREST, forest
 
 Line = tuple[str, str]
@@ -34,10 +34,10 @@ Figure = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class ArmRow:
+class VariantRow:
     """One run of the study."""
 
-    arm: str
+    variant: str
     repeat: int
     run: str
     state: str
@@ -99,7 +99,7 @@ class StudyView:
     verdict: StudyVerdict
     plan: Sequence[Sequence[str]]
     """Headers, then a row for each planned run."""
-    arms: Sequence[ArmRow]
+    variants: Sequence[VariantRow]
     tables: Sequence[ViewTable]
     """Of the analysis."""
     figures: Sequence[Figure]
@@ -169,22 +169,22 @@ def _render(name: str, view: StudyView, pictures: str = "") -> str:
     environment.filters["when"] = lambda text: text[:16].replace("T", " ")
     facts = [
         ("state", view.state),
-        ("arms", str(len({row.arm for row in view.arms}))),
-        ("runs", str(len(view.arms))),
-        ("training operations", f"{sum(row.trained for row in view.arms):.3g}"),
-        ("device-hours", f"{sum(row.device_hours for row in view.arms):.3g}"),
+        ("variants", str(len({row.variant for row in view.variants}))),
+        ("runs", str(len(view.variants))),
+        ("training operations", f"{sum(row.trained for row in view.variants):.3g}"),
+        ("device-hours", f"{sum(row.device_hours for row in view.variants):.3g}"),
     ]
     if view.started and view.ended:
         ends = [datetime.fromisoformat(text) for text in (view.started, view.ended)]
-        facts.append(("took", clock((ends[1] - ends[0]).total_seconds())))
-    arms = _arm_tables(view.arms)
+        facts.append(("took", format_duration((ends[1] - ends[0]).total_seconds())))
+    variants = _variant_tables(view.variants)
     return environment.get_template(name).render(
         view=view,
         facts=facts,
         change=change_lines(view.verdict.change, view.before),
-        tables=[*_finding_tables(view.verdict.findings), *view.tables, *arms],
-        runs=_run_table(view.arms),
-        folded=bool(arms) and len(view.arms) > RUNS,
+        tables=[*_finding_tables(view.verdict.findings), *view.tables, *variants],
+        runs=_run_table(view.variants),
+        folded=bool(variants) and len(view.variants) > RUNS,
         shared=_lineage_table(view, shared=True),
         single=_lineage_table(view, shared=False),
         plan=ViewTable("Plan", "", view.plan[0], view.plan[1:]) if view.plan else None,
@@ -194,47 +194,47 @@ def _render(name: str, view: StudyView, pictures: str = "") -> str:
 
 
 def _finding_tables(findings: Sequence[Finding]) -> list[ViewTable]:
-    """Return the findings as a table of arms by scores."""
+    """Return the findings as a table of variants by scores."""
     if not findings:
         return []
-    arms = list(dict.fromkeys(finding.arm for finding in findings))
+    variants = list(dict.fromkeys(finding.variant for finding in findings))
     scores = list(dict.fromkeys((finding.score, finding.unit) for finding in findings))
-    by_key = {(finding.arm, finding.score): finding for finding in findings}
+    by_key = {(finding.variant, finding.score): finding for finding in findings}
     rows: list[list[str]] = []
     tones: dict[tuple[int, int], str] = {}
-    for index, arm in enumerate(arms):
+    for index, variant in enumerate(variants):
         cells = []
         for column, (score, _) in enumerate(scores):
-            finding = by_key.get((arm, score))
+            finding = by_key.get((variant, score))
             cells.append(f"{finding.gain:+.4f} ({finding.low:+.4f} to {finding.high:+.4f})" if finding else "")
             if finding and finding.says in TONES:
                 tones[index, column + 2] = TONES[finding.says]
-        rows.append([arm, str(max(finding.repeats for finding in findings if finding.arm == arm)), *cells])
-    columns = ["arm", "repeats", *(f"{short(score).removeprefix('bpb ')}, {unit}" for score, unit in scores)]
+        rows.append([variant, str(max(finding.repeats for finding in findings if finding.variant == variant)), *cells])
+    columns = ["variant", "repeats", *(f"{short(score).removeprefix('bpb ')}, {unit}" for score, unit in scores)]
     note = (
-        "Gain over the control with its 95 % interval; above 0 the arm is better on every score. Colored: significant "
-        "after correction for all arms and scores."
+        "Gain over the control with its 95 % interval; above 0 the variant is better on every score. Colored: "
+        "significant after correction for all variants and scores."
     )
     return [ViewTable("Findings", note, columns, rows, tones)]
 
 
-def _score_keys(arms: Sequence[ArmRow]) -> list[str]:
+def _score_keys(variants: Sequence[VariantRow]) -> list[str]:
     """Return the scores that have a column: bits per byte first, without likelihoods of gold answers."""
-    keys = {key for row in arms for key in row.scores if "gold_nll" not in key}
+    keys = {key for row in variants for key in row.scores if "gold_nll" not in key}
     return sorted(keys, key=lambda key: (not key.startswith(FIRST), key.count("/"), key))[:SCORES]
 
 
-def _run_table(arms: Sequence[ArmRow]) -> ViewTable:
-    keys = _score_keys(arms)
-    columns = ["arm", "repeat", "run", "state", "tokens", "FLOPs", "time", "device-hours"]
+def _run_table(variants: Sequence[VariantRow]) -> ViewTable:
+    keys = _score_keys(variants)
+    columns = ["variant", "repeat", "run", "state", "tokens", "FLOPs", "time", "device-hours"]
     rows = [
         [
-            *(row.arm, str(row.repeat), row.run, row.state, tokens(row.tokens), f"{row.flops:.3g}"),
-            *(clock(row.seconds), f"{row.device_hours:.3g}"),
+            *(row.variant, str(row.repeat), row.run, row.state, tokens(row.tokens), f"{row.flops:.3g}"),
+            *(format_duration(row.seconds), f"{row.device_hours:.3g}"),
             *(f"{row.scores[key]:.4g}" if key in row.scores else "" for key in keys),
             row.reused,
         ]
-        for row in arms
+        for row in variants
     ]
     note = (
         "Scores of the final model of each run, and FLOPs of its whole training. Device-hours are those of the stages "
@@ -243,24 +243,24 @@ def _run_table(arms: Sequence[ArmRow]) -> ViewTable:
     return ViewTable("Runs", note, [*columns, *map(short, keys), "reused"], rows)
 
 
-def _arm_tables(arms: Sequence[ArmRow]) -> list[ViewTable]:
-    """Return the means of the arms if some have several runs."""
-    groups: dict[str, list[ArmRow]] = {}
-    for row in arms:
-        groups.setdefault(row.arm, []).append(row)
+def _variant_tables(variants: Sequence[VariantRow]) -> list[ViewTable]:
+    """Return the means of the variants if some have several runs."""
+    groups: dict[str, list[VariantRow]] = {}
+    for row in variants:
+        groups.setdefault(row.variant, []).append(row)
     if all(len(group) == 1 for group in groups.values()):
         return []
-    keys, rows = _score_keys(arms), []
-    for arm, group in groups.items():
+    keys, rows = _score_keys(variants), []
+    for variant, group in groups.items():
         hours = sum(row.device_hours for row in group)
-        cells = [arm, str(len(group)), tokens(group[0].tokens), f"{hours:.3g}"]
+        cells = [variant, str(len(group)), tokens(group[0].tokens), f"{hours:.3g}"]
         for key in keys:
             values = [row.scores[key] for row in group if key in row.scores]
             deviation = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
             cells.append(f"{fmean(values):.4g}{deviation}" if values else "")
         rows.append(cells)
-    columns = ["arm", "runs", "tokens each", "device-hours", *map(short, keys)]
-    return [ViewTable("Arms", "Mean over the runs of an arm, and their standard deviation.", columns, rows)]
+    columns = ["variant", "runs", "tokens each", "device-hours", *map(short, keys)]
+    return [ViewTable("Variants", "Mean over the runs of a variant, and their standard deviation.", columns, rows)]
 
 
 def _lineage_table(view: StudyView, shared: bool) -> ViewTable:
@@ -273,4 +273,4 @@ def _lineage_table(view: StudyView, shared: bool) -> ViewTable:
         note = f"{len(view.lineage) - len(several)} artifacts are used by a single run."
     chosen = sorted((row for row in view.lineage if (row[3] > 1) == shared), key=lambda row: -row[3])
     rows = [[step, label, maker or "deleted since", str(uses)] for step, label, maker, uses in chosen]
-    return ViewTable("Shared" if shared else "Not shared", note, ["step", "artifact", "made by", "runs"], rows)
+    return ViewTable("Shared" if shared else "Not shared", note, ["step", "artifact", "created by", "runs"], rows)

@@ -18,15 +18,15 @@ from llama3.model.flops import flops_per_token
 from llama3.recipe.schedule import Schedule, Segment
 from llama3.recipe.sections import Model
 from llama3.recipe.units import tokens
-from llama3.studies.expand import ArmRun, ExpandedStudy
-from llama3.studies.results import data_digest, once, stage_works
+from llama3.studies.expand import ExpandedStudy, VariantRun
+from llama3.studies.results import data_digest, distinct_stages, stage_flops
 from llama3.studies.study import Variant
 from llama3.train import metrics
 from storage.artifact import Artifact, Store
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.format import clock
-from tasks.plan.predict import predict
+from tasks.format import format_duration
+from tasks.plan.predict import predict_step_times
 from tasks.runs.records import RunRecord, Runs, family_number
 from tasks.study.records import answers_for, runs_of
 
@@ -35,14 +35,14 @@ MEASURED = 20
 SIMILAR = 4.0
 """Largest factor in operations per token at which a run is used for another model. Small models mostly wait for Python:
 a model of 17 times fewer operations took twice the predicted seconds."""
-HEADERS = ("arm", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
+HEADERS = ("variant", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
     """One run of a study."""
 
-    run: ArmRun
+    run: VariantRun
     answer: RunRecord | None
     """The finished run of the same recipe, if there is one."""
     shared: list[str]
@@ -62,7 +62,7 @@ class PlannedRun:
 class StudyPlan:
     """The runs of a study with their cost. Runs in parallel are assumed to be as fast as alone."""
 
-    posed: ExpandedStudy
+    expanded: ExpandedStudy
     runs: list[PlannedRun]
     data: int
     """Number of different sets of token shards."""
@@ -88,41 +88,41 @@ class StudyPlan:
 
 def plan_study(
     root: Root,
-    posed: ExpandedStudy,
+    expanded: ExpandedStudy,
     cluster: Cluster,
     price: float | None = None,
-    chosen: Sequence[ArmRun] | None = None,
+    chosen: Sequence[VariantRun] | None = None,
 ) -> StudyPlan:
     """Return the plan of a study."""
-    arms = posed.runs if chosen is None else chosen
+    variants = expanded.runs if chosen is None else chosen
     runs = Runs(root)
-    answers = runs_of(runs, posed, arms)
-    pace, speed = _pace(root, posed, cluster, runs)
-    trained_by = {work.lineage: work.run for work in once(arms).values()}
+    answers = runs_of(runs, expanded, variants)
+    pace, speed = _pace(root, expanded, cluster, runs)
+    trained_by = {work.lineage: work.run for work in distinct_stages(variants).values()}
     planned = []
-    for arm in arms:
-        works, answer = list(stage_works(arm)), answers.get(arm.name)
-        own = [work for work in works if trained_by[work.lineage] == arm.name]
+    for variant in variants:
+        works, answer = list(stage_flops(variant)), answers.get(variant.name)
+        own = [work for work in works if trained_by[work.lineage] == variant.name]
         flops = 0.0 if answer else sum(work.flops for work in own)
-        seconds = flops * pace[arm.name] if arm.name in pace else None
-        planned.append(PlannedRun(arm, answer, [work.stage for work in works if work not in own], flops, seconds))
-    data = len({data_digest(arm.recipe) for arm in arms})
-    return StudyPlan(posed, planned, data, cluster.processes, speed, price)
+        seconds = flops * pace[variant.name] if variant.name in pace else None
+        planned.append(PlannedRun(variant, answer, [work.stage for work in works if work not in own], flops, seconds))
+    data = len({data_digest(variant.recipe) for variant in variants})
+    return StudyPlan(expanded, planned, data, cluster.processes, speed, price)
 
 
 def check_hours(plan: StudyPlan) -> None:
     """Raise ValueError if the remaining work takes more device-hours than the study's limit."""
-    limit, hours = plan.posed.study.limits.device_hours, plan.device_hours
+    limit, hours = plan.expanded.study.limits.device_hours, plan.device_hours
     if limit is not None and hours is not None and hours > limit:
         raise ValueError(
-            f"{plan.posed.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than "
-            f"{limit:g}; reduce the arms, the repeats or their length, or raise the limit"
+            f"{plan.expanded.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than "
+            f"{limit:g}; reduce the variants, the repeats or their length, or raise the limit"
         )
 
 
-def _pace(root: Root, posed: ExpandedStudy, cluster: Cluster, runs: Runs) -> tuple[dict[str, float], str]:
-    """Return seconds per operation by the name of an arm's run, and their source."""
-    predicted = {arm.name: _predicted_pace(root, arm, cluster) for arm in posed.runs}
+def _pace(root: Root, expanded: ExpandedStudy, cluster: Cluster, runs: Runs) -> tuple[dict[str, float], str]:
+    """Return seconds per operation by the name of a variant's run, and their source."""
+    predicted = {variant.name: _predicted_pace(root, variant, cluster) for variant in expanded.runs}
     pace = {name: value for name, value in predicted.items() if value is not None}
     if len(pace) == len(predicted):
         source = cluster.fabric or "this machine's calibration"
@@ -131,27 +131,27 @@ def _pace(root: Root, posed: ExpandedStudy, cluster: Cluster, runs: Runs) -> tup
     if not measured:
         return {}, "unknown: no run here yet, and no calibration (herd plan calibrate)"
     pace = {}
-    for arm in posed.runs:
-        size = arm.flops / arm.tokens
+    for variant in expanded.runs:
+        size = variant.flops / variant.tokens
         nearest, seconds = min(measured, key=lambda run: abs(math.log(run[0] / size)))
         if 1 / SIMILAR <= nearest / size <= SIMILAR:
-            pace[arm.name] = seconds
-    if any(arm.name not in pace for arm in posed.runs):
+            pace[variant.name] = seconds
+    if any(variant.name not in pace for variant in expanded.runs):
         return pace, "unknown: earlier runs here were of other sizes, and no calibration (herd plan calibrate)"
     return pace, f"measured on {len(measured)} earlier run(s) under this root"
 
 
-def _predicted_pace(root: Root, arm: ArmRun, cluster: Cluster) -> float | None:
+def _predicted_pace(root: Root, variant: VariantRun, cluster: Cluster) -> float | None:
     """Return seconds per operation from a calibration; None without one."""
     seconds = 0.0
-    for span in Schedule(arm.recipe).trained:
-        prediction = predict(root, arm.recipe, cluster.at(span.stage.name, span.name), span)
+    for span in Schedule(variant.recipe).trained:
+        prediction = predict_step_times(root, variant.recipe, cluster.for_stage(span.stage.name, span.name), span)
         for segment in span.segments:
-            step = prediction.by_seq[segment.seq].get(metrics.PLANNED_STEP_S) if prediction else None
+            step = prediction.by_seq[segment.seq_len].get(metrics.PLANNED_STEP_S) if prediction else None
             if step is None:
                 return None
             seconds += step * segment.steps
-    return seconds / arm.flops
+    return seconds / variant.flops
 
 
 def _measured_paces(runs: Runs) -> list[tuple[float, float]]:
@@ -166,8 +166,12 @@ def _measured_paces(runs: Runs) -> list[tuple[float, float]]:
             continue
         names = {span.name for span in Schedule(recipe).trained}
         trained = [step for name, step in record.steps.items() if name in names]
-        if recipe.start is None and answers_for(record, recipe) and all(step.outcome == "made" for step in trained):
-            run = ArmRun(Variant(record.name), 1, recipe)
+        if (
+            recipe.init_from is None
+            and answers_for(record, recipe)
+            and all(step.outcome == "created" for step in trained)
+        ):
+            run = VariantRun(Variant(record.name), 1, recipe)
             paces.append((run.flops / run.tokens, sum(step.seconds for step in trained) / run.flops))
             if len(paces) == MEASURED:
                 break
@@ -181,7 +185,7 @@ def plan_table(plan: StudyPlan) -> Table:
     """Return the runs of the plan for a console, a row for each."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("arm", "stands") else "right", no_wrap=True)
+        table.add_column(header, justify="left" if header in ("variant", "stands") else "right", no_wrap=True)
     for row in plan_rows(plan):
         table.add_row(*row)
     return table
@@ -191,12 +195,12 @@ def plan_rows(plan: StudyPlan) -> list[tuple[str, ...]]:
     """Return the runs of the plan as text, under HEADERS; time and cost are those of the remaining work."""
     return [
         (
-            planned.run.arm.name,
+            planned.run.variant.name,
             str(planned.run.repeat),
             tokens(planned.run.parameters),
             tokens(planned.run.tokens),
             f"{planned.run.flops:.3g}",
-            "" if planned.seconds is None else clock(planned.seconds),
+            "" if planned.seconds is None else format_duration(planned.seconds),
             _money(plan, planned.seconds),
             planned.stands,
         )
@@ -208,13 +212,13 @@ def plan_lines(plan: StudyPlan) -> list[str]:
     """Return the totals below the table, one fact per line."""
     total = sum(planned.run.flops for planned in plan.runs)
     trained = sum(planned.run.tokens for planned in plan.runs)
-    arms = len({planned.run.arm.name for planned in plan.runs})
+    variants = len({planned.run.variant.name for planned in plan.runs})
     reused = sum(planned.answer is not None for planned in plan.runs)
-    time = "unknown" if plan.seconds is None else clock(plan.seconds)
+    time = "unknown" if plan.seconds is None else format_duration(plan.seconds)
     hours = "" if plan.device_hours is None else f", {plan.device_hours:.3g} device-hours"
     cost = f", {money}" if (money := _money(plan, plan.seconds)) else ""
     return [
-        f"runs     {len(plan.runs)} of {arms} arms, {reused} of them finished; {tokens(trained)} tokens",
+        f"runs     {len(plan.runs)} of {variants} variants, {reused} of them finished; {tokens(trained)} tokens",
         f"FLOPs    {total:.3g} in all, {plan.flops:.3g} to do: finished runs and shared stages are not trained again",
         f"data     curated and tokenized {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
         f"time     {time}{hours}{cost} ({plan.speed})",
@@ -241,21 +245,21 @@ class RunCost:
 
 
 def spent(
-    posed: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord], devices: Callable[[str], int]
+    expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord], devices: Callable[[str], int]
 ) -> dict[str, RunCost]:
-    """Return the cost of each run of a study, by the name of an arm's run; `devices` returns those of a run.
+    """Return the cost of each run of a study, by the name of a variant's run; `devices` returns those of a run.
 
     A stage is booked to the run that trained it, else to the first run that uses it; a stage from before the study
     costs nothing. The hours of an attempt that was killed before its first commit are not counted.
     """
     names = {record.name for record in answers.values()}
-    stages = {run.name: list(_stages(store, run, answers[run.name])) for run in posed.runs if run.name in answers}
+    stages = {run.name: list(_stages(store, run, answers[run.name])) for run in expanded.runs if run.name in answers}
     booked_to: dict[str, str] = {}
     for run, trained in stages.items():
         for _, _, artifact in trained:
-            made_by = artifact.manifest.made_by
-            if family_number(posed.study.name, made_by):
-                booked_to.setdefault(artifact.label, made_by if made_by in names else answers[run].name)
+            created_by = artifact.manifest.created_by
+            if family_number(expanded.study.name, created_by):
+                booked_to.setdefault(artifact.label, created_by if created_by in names else answers[run].name)
     costs = {}
     for run, trained in stages.items():
         flops = hours = 0.0
@@ -264,22 +268,24 @@ def spent(
             if booked_to.get(artifact.label) != answers[run].name:
                 reused.append(name)
                 continue
-            spec, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
-            flops += training_flops(posed, segments, spec, rows)
-            hours += artifact.manifest.seconds * devices(artifact.manifest.made_by) / 3600
+            config, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
+            flops += training_flops(expanded, segments, config, rows)
+            hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
         costs[run] = RunCost(flops, hours, tuple(reused))
     return costs
 
 
-def _stages(store: Store, run: ArmRun, record: RunRecord) -> Iterator[tuple[str, Sequence[Segment], Artifact]]:
+def _stages(store: Store, run: VariantRun, record: RunRecord) -> Iterator[tuple[str, Sequence[Segment], Artifact]]:
     """Yield name, segments and checkpoint of each stage whose checkpoint still exists."""
     for span in Schedule(run.recipe).trained:
         with suppress(ValueError):  # deleted by retention
-            yield span.name, span.segments, store.at(record.steps[span.name].artifact)
+            yield span.name, span.segments, store.load(record.steps[span.name].artifact)
 
 
-def training_flops(posed: ExpandedStudy, segments: Sequence[Segment], spec: Model, rows: int) -> float:
+def training_flops(expanded: ExpandedStudy, segments: Sequence[Segment], config: Model, rows: int) -> float:
     """Return the operations of a part of a schedule, by the study's formula."""
-    formula = posed.study.ladder.formula if posed.study.ladder else "causal"
+    formula = expanded.study.ladder.formula if expanded.study.ladder else "causal"
     name = {"6N": "six_n"}.get(formula, formula)
-    return float(sum(segment.tokens * getattr(flops_per_token(spec, rows, segment.seq), name) for segment in segments))
+    return float(
+        sum(segment.tokens * getattr(flops_per_token(config, rows, segment.seq_len), name) for segment in segments)
+    )

@@ -12,14 +12,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from llama3.recipe.units import tokens
 from llama3.studies.forecast import Interval
-from llama3.studies.isoflop import IsoflopFit, Law, Parabola
+from llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
 from tasks.plots import COLOURS, INK, as_svg
 
 Losses = Mapping[str, Mapping[str, float]]
-"""Arm -> domain -> bits per byte, the mean over its repeats."""
+"""Variant -> domain -> bits per byte, the mean over its repeats."""
 Shares = Mapping[str, Mapping[str, float]]
-"""Arm -> domain -> share of the tokens."""
+"""Variant -> domain -> share of the tokens."""
 STEPS = 60
 """Points of a curve."""
 LINE, TARGET = COLOURS["general"], COLOURS["math"]
@@ -40,17 +40,19 @@ LAW = (
     "and its band shows the uncertainty of the fit, not whether the law still holds there."
 )
 LEFT_OUT = (
-    "Each arm's measured bits per byte against the prediction of the fit through all other arms; on the line both are "
-    "equal. A fit that cannot order these arms cannot propose a mix."
+    "Each variant's measured bits per byte against the prediction of the fit through all other variants; on the line "
+    "both are equal. A fit that cannot order these variants cannot propose a mix."
 )
 PANELS = (
     "Bits per byte on the held-out text of each domain against that domain's share of the training tokens, a point for "
-    "each arm. The ring is the base mix."
+    "each variant. The ring is the base mix."
 )
-SPLIT = "Shares of the base mix and of the best blend of the arms; whiskers are 95 % intervals of the blend's shares."
+SPLIT = (
+    "Shares of the base mix and of the best blend of the variants; whiskers are 95 % intervals of the blend's shares."
+)
 FOREST = (
     "Gain over the control (right of the line is better) with its 95 % interval: green helps, red hurts, gray is no "
-    "significant difference after correction for all arms and scores."
+    "significant difference after correction for all variants and scores."
 )
 
 
@@ -77,7 +79,7 @@ def isoflop(parabolas: Sequence[Parabola]) -> str:
         span = [*taken, minimum] if near else taken
         x = np.geomspace(min(span) / 1.1, max(span) * 1.1, STEPS)
         label = f"{parabola.budget:.2g}"
-        axis.plot(x, [parabola.at(tokens) for tokens in x], color=color, linewidth=1.4, label=label)
+        axis.plot(x, [parabola.loss_at(tokens) for tokens in x], color=color, linewidth=1.4, label=label)
         axis.scatter(taken, [trial.loss for trial in parabola.trials], s=20, color=[color], zorder=3)
         if near:
             face = color if parabola.used else "white"
@@ -90,18 +92,22 @@ def isoflop(parabolas: Sequence[Parabola]) -> str:
     return as_svg(figure)
 
 
-def law(fitted: Law, parabolas: Sequence[Parabola], to: float | None = None) -> str:
+def law(fitted: TokenLaw, parabolas: Sequence[Parabola], to: float | None = None) -> str:
     """Return the best number of tokens over the budget, both logarithmic, as SVG text."""
     figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
     budgets = [parabola.budget for parabola in parabolas]
     least, most = min(budgets) / 1.5, max([*budgets, *([to] if to else [])]) * 1.5
-    band = [fitted.at(flops) for flops in np.geomspace(least, most, STEPS)]
+    band = [fitted.optimum(flops) for flops in np.geomspace(least, most, STEPS)]
     low, high = [best.tokens.low for best in band], [best.tokens.high for best in band]
     axis.fill_between([best.flops for best in band], low, high, color=LINE, alpha=0.15, linewidth=0)
-    for start, end, style in ((fitted.least, fitted.most, "-"), (least, fitted.least, "--"), (fitted.most, most, "--")):
-        ends = [fitted.at(start), fitted.at(end)]
+    for start, end, style in (
+        (fitted.min_flops, fitted.max_flops, "-"),
+        (least, fitted.min_flops, "--"),
+        (fitted.max_flops, most, "--"),
+    ):
+        ends = [fitted.optimum(start), fitted.optimum(end)]
         axis.plot([start, end], [best.tokens.value for best in ends], style, color=LINE, linewidth=1.8)
-    axis.axvspan(fitted.least, fitted.most, color=INK, alpha=0.06, linewidth=0, label="range fitted")
+    axis.axvspan(fitted.min_flops, fitted.max_flops, color=INK, alpha=0.06, linewidth=0, label="range fitted")
     for parabola in parabolas:
         _plot_minimum(axis, parabola)
     axis.set_xscale("log")
@@ -109,7 +115,7 @@ def law(fitted: Law, parabolas: Sequence[Parabola], to: float | None = None) -> 
     # the axis contains the law and the minima used, not every end of a wide interval
     shown = [parabola.tokens.value for parabola in parabolas if parabola.used]
     if to:
-        target = fitted.at(to).tokens
+        target = fitted.optimum(to).tokens
         shown += [target.value, target.high, target.low]
     shown = [value for value in shown if math.isfinite(value) and value > 0]
     axis.set_ylim(min(shown) / 2.5, max(shown) * 2.5)
@@ -142,8 +148,8 @@ def _plot_minimum(axis: Any, parabola: Parabola) -> None:
     )
 
 
-def _plot_target(axis: Any, fitted: Law, flops: float) -> None:
-    best = fitted.at(flops)
+def _plot_target(axis: Any, fitted: TokenLaw, flops: float) -> None:
+    best = fitted.optimum(flops)
 
     def text(value: float) -> str:  # three digits: `16.3T`
         return tokens(float(f"{value:.3g}")) if math.isfinite(value) else "unknown"
@@ -188,15 +194,15 @@ def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 
 def against_shares(shares: Shares, losses: Losses, base: str) -> str:
-    """Return bits per byte against the domain's own share, a panel for each; `base` is the arm of the base mix.
+    """Return bits per byte against the domain's own share, a panel for each; `base` is the variant of the base mix.
 
-    The other domains also differ between the arms, so a panel does not show the effect of a share alone.
+    The other domains also differ between the variants, so a panel does not show the effect of a share alone.
     """
     domains = list(losses[base])
     figure, axes = plt.subplots(1, len(domains), figsize=(MIX_WIDTH, 2.9), layout="constrained", squeeze=False)
     for axis, domain in zip(axes.flat, domains, strict=True):
-        x, color = [shares[arm].get(domain, 0.0) for arm in losses], COLOURS.get(domain, INK)
-        axis.scatter(x, [losses[arm][domain] for arm in losses], s=22, color=color, zorder=3)
+        x, color = [shares[variant].get(domain, 0.0) for variant in losses], COLOURS.get(domain, INK)
+        axis.scatter(x, [losses[variant][domain] for variant in losses], s=22, color=color, zorder=3)
         point = (shares[base].get(domain, 0.0), losses[base][domain])
         axis.plot(*point, "o", markersize=10, color=INK, markerfacecolor="none", markeredgewidth=1.5, zorder=4)
         _mix_panel(axis, domain, "share of tokens")
@@ -237,31 +243,31 @@ def _mix_panel(axis: Any, domain: str, label: str) -> None:
 
 
 def forest(findings: Sequence[Finding]) -> str:
-    """Return the forest plot, a panel for each score and a row for each arm, as SVG text; `findings` is not empty."""
-    arms = list(dict.fromkeys(finding.arm for finding in findings))
+    """Return the forest plot as SVG text: a panel per score, a row per variant; `findings` is not empty."""
+    variants = list(dict.fromkeys(finding.variant for finding in findings))
     scores = list(dict.fromkeys(finding.score for finding in findings))
     across = min(ACROSS, len(scores))
     down = -(-len(scores) // across)
-    height = max(1.7, ROW * len(arms) + HEAD) * down
+    height = max(1.7, ROW * len(variants) + HEAD) * down
     figure, grid = plt.subplots(
         down, across, figsize=(FOREST_WIDTH, height), layout="constrained", squeeze=False, sharey=True
     )
     for axis, score in zip(grid.flat, scores, strict=False):
-        _forest_panel(axis, [finding for finding in findings if finding.score == score], arms)
+        _forest_panel(axis, [finding for finding in findings if finding.score == score], variants)
     for axis in grid.flat[len(scores) :]:
         axis.set_visible(False)
-    grid[0, 0].set_ylim(len(arms) - 0.4, -0.6)
+    grid[0, 0].set_ylim(len(variants) - 0.4, -0.6)
     return as_svg(figure)
 
 
-def _forest_panel(axis: Any, findings: Sequence[Finding], arms: Sequence[str]) -> None:
+def _forest_panel(axis: Any, findings: Sequence[Finding], variants: Sequence[str]) -> None:
     axis.axvline(0, color=INK, linewidth=0.9)
     for finding in findings:
-        y, color = arms.index(finding.arm), TINTS[finding.says]
+        y, color = variants.index(finding.variant), TINTS[finding.says]
         if math.isfinite(finding.low) and math.isfinite(finding.high):
             axis.plot([finding.low, finding.high], [y, y], color=color, linewidth=1.8, solid_capstyle="butt")
         axis.plot([finding.gain], [y], marker="o", markersize=4.5, color=color)
-    axis.set_yticks(range(len(arms)), arms, fontsize=9)
+    axis.set_yticks(range(len(variants)), variants, fontsize=9)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", labelsize=8.5)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=3, symmetric=False))

@@ -1,7 +1,8 @@
 """The record of a study: its question, its state and its verdict, in the folder `studies/NAME`.
 
-`study.yaml` and `base.yaml` contain the whole question, `study.json` the state. Runs are matched to arms by the digest
-of their recipe, not stored. Another question under the same name replaces the record; the runs of the first remain.
+`study.yaml` and `base.yaml` contain the whole question, `study.json` the state. Runs are matched to variants by the
+digest of their recipe, not stored. Another question under the same name replaces the record; the runs of the first
+remain.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from llama3.recipe.schema import Recipe
-from llama3.studies.expand import ArmRun, ExpandedStudy, load_study
+from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
 from llama3.studies.results import StudyVerdict
 from storage.filesystem import write_atomic
-from storage.lease import Lease, LeaseHeld, holders, lease
+from storage.lease import Lease, LeaseHeld, lease, lease_holders
 from storage.root import Root
 from tasks.runs.records import DamagedRecord, RunRecord, Runs, State, now, read_records
 
@@ -28,6 +29,8 @@ FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
 
 class StudyRecord(BaseModel):
     """The state of a study."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     name: str
     digest: str
@@ -40,9 +43,9 @@ class StudyRecord(BaseModel):
     started: str
     ended: str = ""
     seconds: float = 0.0
-    """From the first arm to the verdict, over all attempts."""
-    arm_seconds: float = 0.0
-    """Of these, seconds inside the flows of its arms."""
+    """From the first variant to the verdict, over all attempts."""
+    variant_seconds: float = Field(0.0, alias="arm_seconds")
+    """Of these, seconds inside the flows of its variants."""
     code: str
     machine: str = ""
     command: str = ""
@@ -68,7 +71,7 @@ class Studies:
         self.root = root
         self._leases: dict[str, Lease] = {}
 
-    def place(self, name: str) -> Path:
+    def folder(self, name: str) -> Path:
         """Return the study's local folder. Raises ValueError for a name that leaves it."""
         return self.root.file(FOLDER, name)
 
@@ -105,7 +108,7 @@ class Studies:
         """Return every study, with `running` corrected to `interrupted` where no process works on it."""
         records = self.all()
         running = [f"{FOLDER}/{record.name}" for record in records if record.state == "running"]
-        held = holders(self.root, running) if running else {}
+        held = lease_holders(self.root, running) if running else {}
         return [record if f"{FOLDER}/{record.name}" in held else record.abandoned() for record in records]
 
     @contextmanager
@@ -121,13 +124,13 @@ class Studies:
         except LeaseHeld as error:
             raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
 
-    def posed(self, name: str) -> ExpandedStudy:
+    def expanded(self, name: str) -> ExpandedStudy:
         """Return the recorded question. Raises ValueError if there is no such study."""
         self.find(name)
         for file in (QUESTION, BASE):
             if not self.root.is_local:
-                write_atomic(self.place(name) / file, self.root.read(FOLDER, name, file) or b"")
-        return load_study(self.place(name) / QUESTION)
+                write_atomic(self.folder(name) / file, self.root.read(FOLDER, name, file) or b"")
+        return load_study(self.folder(name) / QUESTION)
 
     def save(self, record: StudyRecord) -> None:
         """Write a record. Raises LeaseLost, with nothing written, if another process has taken the study over."""
@@ -135,31 +138,31 @@ class Studies:
             self._leases[record.name].check()
         self.root.write(record.model_dump_json(indent=1), FOLDER, record.name, RECORD)
 
-    def ask(self, posed: ExpandedStudy) -> None:
+    def ask(self, expanded: ExpandedStudy) -> None:
         """Write the question and its base recipe, so that it can be run again without the original files."""
-        plain = posed.study.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        for file, data in {QUESTION: {**plain, "recipe": BASE}, BASE: posed.data}.items():
+        plain = expanded.study.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        for file, data in {QUESTION: {**plain, "recipe": BASE}, BASE: expanded.data}.items():
             text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
-            self.root.write(text, FOLDER, posed.study.name, file)
+            self.root.write(text, FOLDER, expanded.study.name, file)
 
     def publish(self, name: str, file: str, text: str) -> Path:
         """Write a page of the study, and return its local path."""
         self.root.write(text, FOLDER, name, file)
-        path = self.place(name) / file
+        path = self.folder(name) / file
         if not self.root.is_local:
             write_atomic(path, text)
         return path
 
 
-def runs_of(runs: Runs, posed: ExpandedStudy, arms: Sequence[ArmRun]) -> dict[str, RunRecord]:
-    """Return the newest finished run of each arm's recipe, by the name of the arm's run."""
-    by_digest = {arm.digest: arm for arm in arms}
+def runs_of(runs: Runs, expanded: ExpandedStudy, variants: Sequence[VariantRun]) -> dict[str, RunRecord]:
+    """Return the newest finished run of each variant's recipe, by the name of the variant's run."""
+    by_digest = {variant.digest: variant for variant in variants}
     answers = {
         record.recipe_digest: record
-        for record in runs.family(posed.study.name)
+        for record in runs.family(expanded.study.name)
         if record.recipe_digest in by_digest and answers_for(record, by_digest[record.recipe_digest].recipe)
     }
-    return {arm.name: answers[arm.digest] for arm in arms if arm.digest in answers}
+    return {variant.name: answers[variant.digest] for variant in variants if variant.digest in answers}
 
 
 def answers_for(record: RunRecord, recipe: Recipe) -> bool:

@@ -22,29 +22,39 @@ from storage.artifact import flatten
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.format import clock
+from tasks.format import format_duration
 from tasks.runs.records import RunRecord, Runs
-from tasks.study.analysis import analyse, other_data, outcomes, shared
-from tasks.study.page import Analysis, ArmRow, StudyView, picture_name, short, study_figures, study_html, study_markdown
+from tasks.study.analysis import analyze, other_data, outcomes, shared
+from tasks.study.page import (
+    Analysis,
+    StudyView,
+    VariantRow,
+    picture_name,
+    short,
+    study_figures,
+    study_html,
+    study_markdown,
+)
 from tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study, spent
 from tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
 from tasks.tracking import prefect_artifacts
 from tasks.tracking.backfill import STATUS
-from tasks.tracking.mlflow import MetricPoint, Tracker
+from tasks.tracking.factory import mlflow_of, open_tracker
+from tasks.tracking.tracker import MetricPoint, Tracker
 
 LISTED = 5
 """Runs that a flag names."""
 
 
-def conclude(studies: Studies, posed: ExpandedStudy, record: StudyRecord, tracker: Tracker) -> StudyVerdict:
+def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tracker: Tracker) -> StudyVerdict:
     """Compute the verdict of a study from its finished runs, write and publish it. Raises ValueError."""
     root = studies.root
-    answers = runs_of(Runs(root), posed, posed.runs)
-    results = outcomes(posed, open_store(root), answers)
-    analysis = analyse(posed, results, _weak_points(root, posed, answers))
+    answers = runs_of(Runs(root), expanded, expanded.runs)
+    results = outcomes(expanded, open_store(root), answers)
+    analysis = analyze(expanded, results, _weak_points(root, expanded, answers))
     record.verdict = analysis.verdict
     studies.save(record)
-    view = _view(root, posed, record, answers, results, analysis, tracker)
+    view = _view(root, expanded, record, answers, results, analysis, tracker)
     page = studies.publish(record.name, PAGE, study_html(view))
     studies.publish(record.name, NOTES, study_markdown(view, PICTURES))
     for title, _, svg in study_figures(view):
@@ -57,28 +67,30 @@ def conclude(studies: Studies, posed: ExpandedStudy, record: StudyRecord, tracke
 
 def rewrite(studies: Studies, name: str) -> StudyVerdict:
     """Compute the verdict of an earlier study again and write its page. Raises ValueError, or LeaseHeld if it runs."""
-    posed = studies.posed(name)
+    expanded = studies.expanded(name)
     with studies.alone(name):
         record = studies.find(name).abandoned()
-        if not runs_of(Runs(studies.root), posed, posed.runs):
+        if not runs_of(Runs(studies.root), expanded, expanded.runs):
             raise ValueError(
-                f"study {name}: none of its {len(posed.runs)} runs is finished; go on with: {record.command}"
+                f"study {name}: none of its {len(expanded.runs)} runs is finished; go on with: {record.command}"
             )
-        tracker = Tracker(studies.root, name)
+        tracker = open_tracker(studies.root, name)
         tags = {"code.commit": record.code, "study.kind": record.kind}
         record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
-        verdict = conclude(studies, posed, record, tracker)
+        verdict = conclude(studies, expanded, record, tracker)
         ended = datetime.fromisoformat(record.ended).timestamp() if record.ended else None
         tracker.close(record.mlflow_run, STATUS[record.state], ended)
     return verdict
 
 
-def _weak_points(root: Root, posed: ExpandedStudy, answers: Mapping[str, RunRecord]) -> list[str]:
+def _weak_points(root: Root, expanded: ExpandedStudy, answers: Mapping[str, RunRecord]) -> list[str]:
     """Return the weak points of studies of every kind: different data, missing runs, different code."""
-    flags = other_data(open_store(root), answers, posed.runs)
-    if missing := [run.name for run in posed.runs if run.name not in answers]:
+    flags = other_data(open_store(root), answers, expanded.runs)
+    if missing := [run.name for run in expanded.runs if run.name not in answers]:
         listed = ", ".join(missing[:LISTED]) + (", ..." if len(missing) > LISTED else "")
-        flags.append(f"{len(missing)} of {len(posed.runs)} runs are not finished ({listed}); run the study to its end")
+        flags.append(
+            f"{len(missing)} of {len(expanded.runs)} runs are not finished ({listed}); run the study to its end"
+        )
     codes: dict[str, str] = {}
     for name, record in answers.items():
         codes.setdefault(record.code.removesuffix("+changes"), name)
@@ -92,7 +104,7 @@ def _weak_points(root: Root, posed: ExpandedStudy, answers: Mapping[str, RunReco
 
 def _view(
     root: Root,
-    posed: ExpandedStudy,
+    expanded: ExpandedStudy,
     record: StudyRecord,
     answers: Mapping[str, RunRecord],
     results: list[RunResult],
@@ -100,17 +112,19 @@ def _view(
     tracker: Tracker,
 ) -> StudyView:
     """Return the data of the page."""
-    plan = plan_study(root, posed, Cluster())
-    by_run = {(result.arm, result.repeat): result for result in results}
-    costs = spent(posed, open_store(root), answers, lambda run: int(tracker.noted_tags(run).get("world", "1")))
-    arms = []
-    for run in posed.runs:
+    plan = plan_study(root, expanded, Cluster())
+    by_run = {(result.variant, result.repeat): result for result in results}
+    costs = spent(
+        expanded, open_store(root), answers, lambda run: int(mlflow_of(tracker).noted_tags(run).get("world", "1"))
+    )
+    variants = []
+    for run in expanded.runs:
         if run.name in answers:
-            answer, result = answers[run.name], by_run[run.arm.name, run.repeat]
+            answer, result = answers[run.name], by_run[run.variant.name, run.repeat]
             ends = [datetime.fromisoformat(text) for text in (answer.started, answer.ended)]
-            arms.append(
-                ArmRow(
-                    arm=run.arm.name,
+            variants.append(
+                VariantRow(
+                    variant=run.variant.name,
                     repeat=run.repeat,
                     run=answer.name,
                     state=answer.state,
@@ -124,22 +138,22 @@ def _view(
                 )
             )
     cost = [
-        ("runs", f"{len(arms)}"),
-        ("training operations", f"{sum(arm.trained for arm in arms):.3g}, shared stages counted once"),
-        ("time of the runs", clock(sum(arm.seconds for arm in arms))),
-        ("device-hours of training", f"{sum(arm.device_hours for arm in arms):.3g}"),
+        ("runs", f"{len(variants)}"),
+        ("training operations", f"{sum(variant.trained for variant in variants):.3g}, shared stages counted once"),
+        ("time of the runs", format_duration(sum(variant.seconds for variant in variants))),
+        ("device-hours of training", f"{sum(variant.device_hours for variant in variants):.3g}"),
     ]
-    overhead = record.seconds - record.arm_seconds
-    if record.arm_seconds and overhead > 0:
-        share = overhead / record.arm_seconds
-        cost.append(("overhead of the study", f"{clock(overhead)}, {share:.1%} of the time of its arms"))
-    plain = resolved(posed.base)
+    overhead = record.seconds - record.variant_seconds
+    if record.variant_seconds and overhead > 0:
+        share = overhead / record.variant_seconds
+        cost.append(("overhead of the study", f"{format_duration(overhead)}, {share:.1%} of the time of its variants"))
+    plain = resolved(expanded.base)
     known = flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}})
     paths = [line.partition("=")[0] for line in analysis.verdict.change]
     return StudyView(
         name=record.name,
         digest=record.digest,
-        question=posed.study.question,
+        question=expanded.study.question,
         state=record.state,
         started=record.started,
         ended=record.ended,
@@ -147,11 +161,11 @@ def _view(
         command=record.command,
         verdict=analysis.verdict,
         plan=[HEADERS, *plan_rows(plan)],
-        arms=arms,
+        variants=variants,
         tables=analysis.tables,
         figures=analysis.figures,
         cost=cost,
-        lineage=shared(posed, open_store(root), answers),
+        lineage=shared(expanded, open_store(root), answers),
         before={path: str(known[path]) for path in paths if known.get(path) is not None},
     )
 
@@ -162,29 +176,29 @@ def _publish_to_mlflow(
     """Log verdict and headline numbers to the study's MLflow run, and make it the parent of its runs."""
     now = time.time()
     points = [
-        MetricPoint(metrics.STUDY_RUNS, len(view.arms), now, 0),
-        MetricPoint(metrics.STUDY_FLOPS, sum(arm.trained for arm in view.arms), now, 0),
-        MetricPoint(metrics.STUDY_DEVICE_H, sum(arm.device_hours for arm in view.arms), now, 0),
+        MetricPoint(metrics.STUDY_RUNS, len(view.variants), now, 0),
+        MetricPoint(metrics.STUDY_FLOPS, sum(variant.trained for variant in view.variants), now, 0),
+        MetricPoint(metrics.STUDY_GPU_HOURS, sum(variant.device_hours for variant in view.variants), now, 0),
     ]
     for finding in view.verdict.findings:
-        points.append(MetricPoint(metrics.study_gain(finding.arm, finding.score), finding.gain, now, 0))
+        points.append(MetricPoint(metrics.study_gain(finding.variant, finding.score), finding.gain, now, 0))
     tracker.log_points([record.mlflow_run], points)
     tags = {"verdict": "; ".join(view.verdict.headline)[:4000], "mlflow.note.content": study_markdown(view)[:8000]}
     tracker.set_tags(record.mlflow_run, tags)
     for run in answers.values():
-        if run.mlflow_run and tracker.run_id(record.mlflow_run):
-            tracker.set_tags(run.mlflow_run, {"mlflow.parentRunId": tracker.run_id(record.mlflow_run)})
+        if run.mlflow_run and (run_id := mlflow_of(tracker).run_id(record.mlflow_run)):
+            tracker.set_tags(run.mlflow_run, {"mlflow.parentRunId": run_id})
 
 
 def verdict_table(verdict: StudyVerdict) -> Table:
     """Return the findings for a console: gains with their intervals, the significant ones in color."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in ("arm", "score", "unit", "gain", "95 %", ""):
+    for header in ("variant", "score", "unit", "gain", "95 %", ""):
         table.add_column(header, justify="right" if header in ("gain", "95 %") else "left", no_wrap=True)
     for finding in verdict.findings:
         says = {HELPS: "[green]helps[/]", HURTS: "[red]hurts[/]"}.get(finding.says, "")
         interval = f"{finding.low:+.4f} to {finding.high:+.4f}"
-        table.add_row(finding.arm, short(finding.score), finding.unit, f"{finding.gain:+.4f}", interval, says)
+        table.add_row(finding.variant, short(finding.score), finding.unit, f"{finding.gain:+.4f}", interval, says)
     return table
 
 
@@ -192,9 +206,18 @@ def plan_markdown(plan: StudyPlan) -> str:
     """Return the plan as markdown, for Prefect's page of the study."""
     head = f"| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}"
     rows = [f"| {' | '.join(row)} |" for row in plan_rows(plan)]
-    question = plan.posed.study.question or f"A study of kind {plan.posed.study.kind}."
+    question = plan.expanded.study.question or f"A study of kind {plan.expanded.study.kind}."
     return "\n".join(
-        [f"# {plan.posed.study.name}", "", question, "", head, *rows, "", *(f"- {line}" for line in plan_lines(plan))]
+        [
+            f"# {plan.expanded.study.name}",
+            "",
+            question,
+            "",
+            head,
+            *rows,
+            "",
+            *(f"- {line}" for line in plan_lines(plan)),
+        ]
     )
 
 
@@ -215,7 +238,7 @@ def applied(root: Root, name: str, recipe: Path | None = None) -> str:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); name the recipe to change: --recipe FILE"
         ) from error
-    annealing = studies.posed(name).study.annealing
+    annealing = studies.expanded(name).study.annealing
     if annealing is not None:
         return apply_annealing(text, annealing.new, record.verdict, name, record.digest)
     return apply_study(text, record.verdict.change, name, record.digest, record.verdict.headline)

@@ -1,18 +1,20 @@
-"""Send a run to MLflow again from its record, artifacts, journals and decisions alone, into an empty server too.
+"""Backfill: send a run to its trackers again from its record, artifacts, journals and decisions alone.
 
-`herd republish RUN` does it, and a run itself when MLflow was away. It sends everything: points carry their time, runs
-are found by their tags and models by their artifact, so nothing is duplicated. Missing are failed steps, which left no
-artifact, and the journal of a stage that trains on another machine. MLflow numbers model versions itself.
+`herd mlflow sync RUN` does it, and a run itself after MLflow was away. Everything is sent and nothing is duplicated:
+points carry their time, runs are found by their tags and models by their artifact. Missing are failed steps, which left
+no artifact, and the journal of a stage that trains on another machine. MLflow numbers model versions itself.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -23,86 +25,84 @@ from storage.artifact import Artifact, Store, flatten
 from storage.lease import LeaseLost
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.promotion.log import Log, Promotion, PromotionLog, judged, read_log, version_tags
+from tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
 from tasks.runs.records import RunRecord, Runs, evaluation_of
 from tasks.step import Context
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.factory import mlflow_of, open_tracker
 from tasks.tracking.registry import Registry
-from tasks.tracking.steps import Shown, Thinning, checkpoint_model, child_tags, project_step, send_records, step_tags
+from tasks.tracking.steps import (
+    LoggedStep,
+    Thinning,
+    checkpoint_model,
+    child_tags,
+    project_step,
+    send_records,
+    step_tags,
+)
+from tasks.tracking.tracker import MetricPoint, Tracker
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
-"""What MLflow calls the state of a run that ended."""
+"""MLflow's status for the state of a run that ended."""
 FILES = ("recipe.yaml", "report.html", "report.md", "data.html")
 FOLLOWED = "tracking.json"
-"""In the work folder of a stage that trains: which run shows it in MLflow, and how its points are thinned."""
+"""File in the work folder of a stage that trains: its MLflow run, and how its points are thinned."""
+MAX_QUEUED = 200_000
+"""Points: about 40 MB."""
+IDLE_S = 5.0
+DRAIN_S = 60.0
+CATCH_UP_INTERVAL_S = 30.0
 
 
 @dataclass
-class Republished:
-    """What was sent; most of it MLflow may have had already."""
+class BackfillResult:
+    """What was sent; MLflow may have had most of it already."""
 
     runs: int = 0
     points: int = 0
     versions: int = 0
     gone: int = 0
-    """Steps whose artifact is not there any more."""
+    """Steps whose artifact was deleted."""
     complete: bool = True
     """Whether MLflow answered until the end."""
 
 
-def republish(root: Root, run: str, tracker: Tracker | None = None, record: RunRecord | None = None) -> Republished:
-    """Make MLflow complete for `run`; safe at any time and any number of times.
+def backfill_run(
+    root: Root, run: str, tracker: Tracker | None = None, record: RunRecord | None = None
+) -> BackfillResult:
+    """Send everything of `run` to its trackers; safe at any time and any number of times.
 
-    A running run passes its own `tracker` and `record`, whose MLflow ids are set. Raises ValueError if there is no such
-    run, or MLflow does not answer.
+    A running run passes its own `tracker` and `record`, whose MLflow ids are set. Raises ValueError if the run does not
+    exist or MLflow does not answer.
     """
     runs = Runs(root)
-    mine = record or runs.find(run)
-    tracker = tracker or Tracker(root, mine.family)
-    if not tracker.wait_until_available(0, lambda text: None):
-        raise ValueError(f"MLflow at {tracker.uri} does not answer; start it (herd up) and publish {run} again")
-    tracker.reach.stale = False
-    before = mine.model_copy(deep=True)
-    if found := judged(read_log(root, mine.family), run):
-        mine.verdict = found[-1].kind
-    done = _Publisher(root, runs, mine, tracker).publish()
-    done.complete = not tracker.stale
-    if record is None and mine.state != "running":  # the record of a running run is its own to write
-        mine.mlflow_stale = tracker.stale
-        if mine != before:
-            runs.save(mine)
+    own = record or runs.find(run)
+    tracker = tracker or open_tracker(root, own.family, runs.recipe(run).tracking)
+    mlflow = mlflow_of(tracker)
+    if not mlflow.reach.wait(0, lambda text: None):
+        raise ValueError(f"MLflow at {mlflow.uri} does not answer; start it (herd up) and publish {run} again")
+    mlflow.reach.stale = False
+    before = own.model_copy(deep=True)
+    if decisions := gate_decisions(read_log(root, own.family), run):
+        own.verdict = decisions[-1].kind
+    done = _Publisher(root, runs, own, tracker).publish()
+    done.complete = not mlflow.stale
+    if record is None and own.state != "running":  # only a running run writes its own record
+        own.mlflow_stale = mlflow.stale
+        if own != before:
+            runs.save(own)
     return done
 
 
 class _Publisher:
-    """One publishing of one run."""
+    """One backfill of one run."""
 
     def __init__(self, root: Root, runs: Runs, record: RunRecord, tracker: Tracker) -> None:
         self.root, self.runs, self.record, self.tracker = root, runs, record, tracker
+        self.mlflow = mlflow_of(tracker)
         self.store: Store = open_store(root)
-        self.done = Republished()
-        self.tags = self._tags()
-
-    def publish(self) -> Republished:
-        self._run()
-        steps = list(self.record.steps)
-        for step in steps:
-            self._step(step)
-        for folder in sorted(self.root.file("work").glob(f"*/{FOLLOWED}")):
-            self._stage_in_progress(folder)
-        log = PromotionLog(self.root, self.record.family)
-        mine = judged(log.records, self.record.name)
-        for decision in {found.artifact: found for found in mine}.values():
-            self._promotion(decision, log.records)
-        if mine:
-            self.tracker.reach.attempt(lambda: len(Registry(self.tracker).show(log)), 0)
-        self._end()
-        return self.done
-
-    def _tags(self) -> dict[str, str]:
-        """Return the tags of the run: what was written down when it was opened, and what its record says."""
-        record = self.record
-        known = {
+        self.done = BackfillResult()
+        self.tags = {
+            **self.mlflow.noted_tags(record.name),
             "herd.run": record.name,
             "recipe.digest": record.recipe_digest[:16],
             "code.commit": record.code,
@@ -110,130 +110,180 @@ class _Publisher:
             "attempts": str(record.attempts),
             **({"verdict": record.verdict} if record.verdict else {}),
         }
-        return {**self.tracker.noted_tags(record.name), **known}
 
-    def _run(self) -> None:
+    def publish(self) -> BackfillResult:
+        record = self.record
+        self._publish_run()
+        for step in list(record.steps):
+            self._publish_step(step)
+        for path in sorted(self.root.file("work").glob(f"*/{FOLLOWED}")):
+            followed: dict[str, Any] = json.loads(path.read_text())
+            if followed["run"] == record.name and followed["tags"]["stage"] not in record.steps:
+                child = self._child(followed["tags"], _time(record.started), record.state != "running")
+                records = read_journal(path.with_name("journal.jsonl"))
+                thinning = Thinning(followed["steps"], followed["end"])
+                self.done.points += send_records(self.tracker, [record.mlflow_run, child], records, thinning)
+                if record.state != "running":
+                    self.tracker.close(child, STATUS[record.state], _time(record.ended))
+        log = PromotionLog(self.root, record.family)
+        decisions = gate_decisions(log.records, record.name)
+        for decision in {decision.artifact: decision for decision in decisions}.values():
+            self._publish_decision(decision, log.records)
+        if decisions:
+            self.mlflow.reach.attempt(lambda: len(Registry(self.mlflow).publish(log)), 0)
+        if record.state != "running":
+            end = _time(record.ended) if record.ended else None
+            self.tracker.close(record.mlflow_run, STATUS[record.state], end)
+        return self.done
+
+    def _publish_run(self) -> None:
         record, tracker = self.record, self.tracker
         params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
         over = record.state != "running"
         handle = tracker.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
         tracker.log_params(handle, params)
-        record.mlflow_run, record.mlflow_experiment = handle, tracker.experiment
+        record.mlflow_run, record.mlflow_experiment = handle, self.mlflow.experiment
         self.done.runs += 1
         for file in FILES:
-            path = self.runs.place(record.name) / file
+            path = self.runs.folder(record.name) / file
             if not path.is_file() and (data := self.root.read("runs", record.name, file)) is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             if path.is_file():
                 tracker.log_file(handle, path)
 
-    def _step(self, step: str) -> None:
+    def _publish_step(self, step: str) -> None:
         entry = self.record.steps[step]
         try:
-            artifact = self.store.at(entry.artifact)
+            artifact = self.store.load(entry.artifact)
         except ValueError:
             self.done.gone += 1
             return
         made = not entry.outcome.startswith("reused")
         start = artifact.created - artifact.manifest.seconds if made else _time(self.record.started)
         child = self._child(step_tags(step, artifact.manifest.kind, artifact.key), start)
-        self.done.points += project_step(Shown(self.tracker, self.store, self.record, step, artifact, child))
+        self.done.points += project_step(LoggedStep(self.tracker, self.store, self.record, step, artifact, child))
         self.tracker.close(child, "FINISHED", artifact.created if made else start)
         entry.mlflow_run = child
 
-    def _stage_in_progress(self, path: Path) -> None:
-        """Publish the journal of a stage that is not finished, if it is this run's."""
-        followed: dict[str, Any] = json.loads(path.read_text())
-        if followed["run"] != self.record.name or followed["tags"]["stage"] in self.record.steps:
-            return
-        child = self._child(followed["tags"], _time(self.record.started), self.record.state != "running")
-        thinning = Thinning(followed["steps"], followed["end"])
-        records = read_journal(path.with_name("journal.jsonl"))
-        self.done.points += send_records(self.tracker, [self.record.mlflow_run, child], records, thinning)
-        if self.record.state != "running":
-            self.tracker.close(child, STATUS[self.record.state], _time(self.record.ended))
-
-    def _promotion(self, decision: Promotion, log: Log) -> None:
-        """Publish a decision on a model: its MLflow run, the model version, and the gate's table."""
-        scored = self._judged(decision.artifact)
-        if scored is None:
+    def _publish_decision(self, decision: Promotion, log: Log) -> None:
+        """Publish a decision on a model: its run, the model version, and the gate's table."""
+        evaluation: Artifact | None = None
+        with suppress(ValueError):  # the checkpoint was deleted
+            checkpoint = self.store.load(decision.artifact)
+            evaluation = evaluation_of(self.store, self.record, checkpoint)
+        if evaluation is None:
             self.done.gone += 1
             return
-        checkpoint, evaluation = scored
         child = self._child(step_tags("promote", "promotion", evaluation.key), _time(decision.time))
         self.tracker.set_tags(child, {"verdict": decision.kind})
         model = checkpoint_model(self.tracker, [child], checkpoint)
 
-        def version() -> int:
-            registry = Registry(self.tracker)
-            made = registry.version(checkpoint, self.record.name, child, model)
-            registry.note(str(made.version), version_tags(log, decision.artifact))
+        def register() -> int:
+            registry = Registry(self.mlflow)
+            version = registry.version(checkpoint, self.record.name, child, model)
+            registry.set_tags(str(version.version), version_tags(log, decision.artifact))
             return 1
 
-        self.done.versions += self.tracker.reach.attempt(version, 0)
+        self.done.versions += self.mlflow.reach.attempt(register, 0)
         self.tracker.close(child, "FINISHED", _time(decision.time))
-
-    def _judged(self, label: str) -> tuple[Artifact, Artifact] | None:
-        """Return the checkpoint that was judged and its evaluation, or None if either is gone."""
-        try:
-            checkpoint = self.store.at(label)
-        except ValueError:
-            return None
-        evaluation = evaluation_of(self.store, self.record, checkpoint)
-        return (checkpoint, evaluation) if evaluation else None
 
     def _child(self, tags: dict[str, str], start: float, over: bool = True) -> str:
         self.done.runs += 1
         own = child_tags(self.tags, tags["stage"], tags["kind"], tags["artifact.key"])
         return self.tracker.open_child(self.record.mlflow_run, self.record.name, own, start, over)
 
-    def _end(self) -> None:
-        record = self.record
-        if record.state != "running":
-            self.tracker.close(record.mlflow_run, STATUS[record.state], _time(record.ended) if record.ended else None)
-
 
 def _time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-# What a run does about an MLflow that goes away: say it, note it in the record, and publish again when it is back.
+def watch_outages(context: Context) -> None:
+    """Report outages of MLflow on the console and in the run's record; call it before the first step."""
+    reach = mlflow_of(context.tracker).reach
 
+    def changed(away: bool, why: str) -> None:
+        if not away:
+            context.console.log("  MLflow answers again")
+            return
+        context.record.mlflow_stale = True
+        with suppress(LeaseLost):
+            context.runs.save(context.record)
+        message = f"MLflow cannot be reached ({escape(why)}); the run goes on, what it misses is sent later"
+        context.console.log(f"  [yellow]{message}[/]")
 
-def watch(context: Context) -> None:
-    """Have outages told on the console and noted in the run's record; call it before the first step."""
-    reach = context.tracker.reach
     reach.stale = reach.stale or context.record.mlflow_stale
-    reach.changed = partial(_changed, context)
-    reach.refused = lambda words: context.console.say(f"  [yellow]MLflow refused: {escape(words)}[/]")
+    reach.changed = changed
+    reach.refused = lambda message: context.console.log(f"  [yellow]MLflow refused: {escape(message)}[/]")
 
 
 def catch_up(context: Context) -> bool:
     """Return whether MLflow has everything of the run; what it missed is sent now if it answers."""
-    tracker, record = context.tracker, context.record
-    if tracker.stale and tracker.available():
+    mlflow, record = mlflow_of(context.tracker), context.record
+    if mlflow.stale and mlflow.reach.available():
         try:
-            republish(context.root, record.name, tracker, record)
-        except (ValueError, OSError) as error:  # the truth itself cannot be read now; later, or by hand
-            tracker.reach.stale = True
-            context.console.say(f"  [yellow]MLflow lacks a part of this run: {escape(str(error))}[/]")
+            backfill_run(context.root, record.name, context.tracker, record)
+        except (ValueError, OSError) as error:  # a source cannot be read now: try later, or by hand
+            mlflow.reach.stale = True
+            context.console.log(f"  [yellow]MLflow lacks a part of this run: {escape(str(error))}[/]")
         else:
-            if not tracker.stale:
-                context.console.say("  MLflow has everything again")
-    if record.mlflow_stale != tracker.stale:
-        record.mlflow_stale = tracker.stale
+            if not mlflow.stale:
+                context.console.log("  MLflow has everything again")
+    if record.mlflow_stale != mlflow.stale:
+        record.mlflow_stale = mlflow.stale
         with suppress(LeaseLost):
             context.runs.save(record)
-    return not tracker.stale
+    return not mlflow.stale
 
 
-def _changed(context: Context, away: bool, why: str) -> None:
-    if away:
-        context.record.mlflow_stale = True
-        with suppress(LeaseLost):
-            context.runs.save(context.record)
-        say = f"  [yellow]MLflow cannot be reached ({escape(why)}); the run goes on, what it misses is sent later[/]"
-        context.console.say(say)
-    else:
-        context.console.say("  MLflow answers again")
+class Sender:
+    """A thread that sends points while a trainer is followed, so that the follower never waits for a server.
+
+    Points that do not fit into the queue, or come while MLflow is away, are dropped: the journal has them, and
+    `catch_up` sends the whole run again when MLflow answers.
+    """
+
+    def __init__(self, tracker: Tracker, runs: list[str], catch_up: Callable[[], object]) -> None:
+        self.tracker, self.runs, self._catch_up = tracker, runs, catch_up
+        self._mlflow = mlflow_of(tracker)
+        self._queue: queue.Queue[list[MetricPoint] | None] = queue.Queue()
+        self._queued = 0
+        self._thread: threading.Thread | None = None
+        self._caught_up_at = 0.0
+
+    def put(self, points: list[MetricPoint]) -> None:
+        """Queue points to send; returns at once."""
+        if self._queued + len(points) > MAX_QUEUED:
+            self._mlflow.reach.stale = True
+            return
+        self._queued += len(points)
+        self._queue.put(points)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
+            self._thread.start()
+
+    def drain(self, seconds: float = DRAIN_S) -> bool:
+        """Wait at most `seconds` until the queue is empty; return whether MLflow has every point."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(seconds)
+            if thread.is_alive():
+                self._mlflow.reach.stale = True
+        return not self._mlflow.stale
+
+    def _run(self) -> None:
+        while True:
+            try:
+                points = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                points = []
+            if points is None:
+                return
+            if points:
+                self._queued -= len(points)
+                self.tracker.log_points(self.runs, points)
+            reach, now = self._mlflow.reach, time.monotonic()
+            if reach.stale and reach.available() and now - self._caught_up_at > CATCH_UP_INTERVAL_S:
+                self._caught_up_at = now
+                self._catch_up()

@@ -1,4 +1,9 @@
-"""Which MLflow a root records in: the server that MLFLOW_TRACKING_URI names, else a file below the root itself."""
+"""Choose a root's MLflow (MLFLOW_TRACKING_URI, else a SQLite file below the root) and keep that file usable.
+
+MLflow creates its tables by migrations that SQLite does not undo: a process killed in one leaves a file that cannot be
+opened. So the file is migrated under another name and renamed. A broken one moves to `.damaged/`, and its contents are
+sent again.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,26 @@ from storage.artifact import DAMAGED, FileStat
 from storage.filesystem import cache_folder, write_atomic
 from storage.root import Root
 from storage.secrets import move_logins, refuse_secrets
-from storage.staging import locked, staged
+from storage.staging import file_lock, staging_folder
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 
 VARIABLE = "MLFLOW_TRACKING_URI"
+NAME = "mlflow.db"
+SIDES = ("", "-journal", "-wal", "-shm")
+"""Endings of the files of one SQLite database."""
+VERSION_TABLE, COPY_PREFIX = "alembic_version", "_alembic_tmp_"
+"""Table with the schema version, and prefix of the tables that a migration is copying."""
+STEADY_S = 5.0
+"""A file that looks half-migrated is watched for this long: another program may be migrating it."""
+log = logging.getLogger(__name__)
 
 
 def tracking_uri(root: Root) -> str:
-    """Return what the environment says, else a SQLite file in the root's working folder."""
-    return chosen_uri() or database_uri(root)
+    """Return the URI of the environment, else a SQLite file in the root's working folder."""
+    return environment_uri() or database_uri(root)
 
 
 def database_uri(root: Root) -> str:
@@ -36,8 +49,8 @@ def database_uri(root: Root) -> str:
     return f"sqlite:///{root.local.resolve()}/mlflow.db"
 
 
-def chosen_uri() -> str:
-    """Return what the environment says, or "". Raises ValueError for a database with its password in the address."""
+def environment_uri() -> str:
+    """Return the URI of the environment, or "". Raises ValueError for one that contains a password."""
     move_logins()
     uri = os.environ.get(VARIABLE, "")
     refuse_secrets(uri, VARIABLE)
@@ -46,7 +59,7 @@ def chosen_uri() -> str:
 
 def server_uri() -> str:
     """Return the address of the server that the environment names, or ""."""
-    uri = chosen_uri().rstrip("/")
+    uri = environment_uri().rstrip("/")
     return uri if uri.startswith("http") else ""
 
 
@@ -56,13 +69,11 @@ def run_page(server: str, experiment: str, run_id: str) -> str:
 
 
 def set_tracking_uri(uri: str) -> None:
-    """Set MLflow's process-wide URI, and leave the environment as it is.
-
-    MLflow writes the URI into the environment too: the next root of this process, and every child that works on
-    another root, would then record in this one's database.
-    """
+    """Set MLflow's process-wide URI without changing the environment."""
     import mlflow
 
+    # MLflow writes the URI into the environment too: the next root of this process, and child processes with another
+    # root, would then use this one's database.
     before = os.environ.get(VARIABLE)
     mlflow.set_tracking_uri(uri)
     if before is None:
@@ -72,128 +83,116 @@ def set_tracking_uri(uri: str) -> None:
 
 
 def preload() -> None:
-    """Import now what MLflow imports when it first opens a database, which takes a second."""
+    """Import what MLflow imports when it first opens a database, which takes a second."""
     if not server_uri():
         import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
 
-# MLflow's SQLite file. MLflow creates its tables by migrations that SQLite does not undo: a process killed in one
-# leaves a file that cannot be opened. So the file is migrated under another name and renamed; a broken one moves to
-# `.damaged/`, and its contents are sent again.
-
-NAME = "mlflow.db"
-SIDES = ("", "-journal", "-wal", "-shm")
-"""Endings of the files of one SQLite database."""
-VERSIONS, HALF = "alembic_version", "_alembic_tmp_"
-"""Table with the version of the tables, and what begins the name of one that a migration is copying."""
-STEADY_S = 5.0
-"""A file that looks half-made is looked at so long: another program may be migrating it now."""
-log = logging.getLogger(__name__)
-
-
 def prepare_database(root: Root) -> bool:
-    """Make MLflow's database below `root` usable; return whether it had to be begun anew.
+    """Make MLflow's database below `root` usable; return whether it was broken and had to be replaced.
 
-    Raises OSError if it cannot be made here, and what MLflow raises if it cannot be migrated; then it is as it was.
+    Raises OSError if it cannot be created, and what MLflow raises if it cannot be migrated; then it is unchanged.
     """
     path = root.local / NAME
-    with locked(root.local, NAME):
-        tables, version = _looked_at(path)
-        if half := _is_half(tables, version):
-            _wait_until_steady(path)
-            tables, version = _looked_at(path)
-            half = _is_half(tables, version)
-        if half:
+    with file_lock(root.local, NAME):
+        tables, version = _inspect(path)
+        if broken := _is_half_migrated(tables, version):
+            before, since = None, time.monotonic()
+            while time.monotonic() - since < STEADY_S:
+                if (now := [FileStat.from_path(Path(f"{path}{side}")) for side in SIDES]) != before:
+                    before, since = now, time.monotonic()
+                time.sleep(0.2)
+            tables, version = _inspect(path)
+            broken = _is_half_migrated(tables, version)
+        if broken:
             aside = root.local / DAMAGED / f"mlflow-{uuid.uuid4().hex[:6]}.db"
             aside.parent.mkdir(parents=True, exist_ok=True)
             for side in SIDES:
                 with suppress(FileNotFoundError):
                     os.rename(f"{path}{side}", f"{aside}{side}")
-            log.warning("MLflow's database %s was half made or damaged; it is now %s, a new one is begun", path, aside)
-        if half or not tables:
-            _make(root, path, "")
+            log.warning("MLflow's database %s was half migrated or damaged; moved to %s and created again", path, aside)
+        if broken or not tables:
+            _install(root, path, "")
         elif version != _newest_version():
-            _make(root, path, version)
-    if half:
-        _publish_again(root)
-    return half
+            _install(root, path, version)
+    if broken:
+        from tasks.runs.records import Runs, mark_open
+
+        # `reconcile` sends every ended run to MLflow again; a running one does so itself
+        runs = Runs(root)
+        for record in runs.all():
+            if record.state != "running":
+                record.mlflow_stale = True
+                runs.save(record)
+                mark_open(root, record.name)
+    return broken
 
 
-def _looked_at(path: Path) -> tuple[set[str] | None, str]:
-    """Return the tables of a database and its version; no tables for none, None for a file that is no database."""
+def _inspect(path: Path) -> tuple[set[str] | None, str]:
+    """Return the tables of a database and its version; no tables without a file, None if it is not a database."""
     if not path.exists():
         return set(), ""
     try:
         with closing(sqlite3.connect(path, timeout=30)) as connection:
             tables = {str(row[0]) for row in connection.execute("select name from sqlite_master where type = 'table'")}
-            found = (
-                connection.execute("select version_num from alembic_version").fetchall() if VERSIONS in tables else []
-            )
-            return tables, str(found[0][0]) if found else ""
-    except sqlite3.OperationalError:  # locked for 30 s, or it may not be read: not ours to judge
+            query = "select version_num from alembic_version"
+            versions = connection.execute(query).fetchall() if VERSION_TABLE in tables else []
+            return tables, str(versions[0][0]) if versions else ""
+    except sqlite3.OperationalError:  # locked for 30 s, or not readable: not broken
         raise
     except sqlite3.DatabaseError:
         return None, ""
 
 
-def _is_half(tables: set[str] | None, version: str) -> bool:
-    """Return whether a migration did not come to its end; a file without tables is merely empty."""
-    return tables is None or any(table.startswith(HALF) for table in tables) or bool(tables and not version)
+def _is_half_migrated(tables: set[str] | None, version: str) -> bool:
+    """Return whether a migration was interrupted, or the file is not a database; one without tables is only empty."""
+    return tables is None or any(table.startswith(COPY_PREFIX) for table in tables) or bool(tables and not version)
 
 
-def _wait_until_steady(path: Path) -> None:
-    before, since = None, time.monotonic()
-    while time.monotonic() - since < STEADY_S:
-        files = [Path(f"{path}{side}") for side in SIDES]
-        if (now := [FileStat.of(file) for file in files]) != before:
-            before, since = now, time.monotonic()
-        time.sleep(0.2)
-
-
-def _make(root: Root, path: Path, version: str) -> None:
-    """Make an empty database, or migrate a copy of the one of an earlier `version`, and put it in its place."""
+def _install(root: Root, path: Path, version: str) -> None:
+    """Create an empty database at `path`, or replace the one of an earlier `version` by a migrated copy."""
     from mlflow.store.db import utils
 
-    with staged(root.local) as folder:
-        made = folder / NAME
+    with staging_folder(root.local) as folder:
+        staged_file = folder / NAME
         if version:
-            with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(made)) as target:
+            with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(staged_file)) as target:
                 source.backup(target)
-            with _engine(made) as engine:
+            with _engine(staged_file) as engine:
                 utils._upgrade_db(engine)
-            kept = root.local / f"mlflow-{version}.db"
-            kept.unlink(missing_ok=True)
-            os.link(path, kept)
-            log.warning("MLflow's database was migrated; what it was before is %s", kept)
+            backup = root.local / f"mlflow-{version}.db"
+            backup.unlink(missing_ok=True)
+            os.link(path, backup)
+            log.warning("MLflow's database was migrated; the previous one is %s", backup)
         else:
-            _begin(made)
-        with made.open("rb") as file:
+            _create_empty(staged_file)
+        with staged_file.open("rb") as file:
             os.fsync(file.fileno())
-        for side in SIDES[1:]:  # SQLite would take them for those of the new file
+        for side in SIDES[1:]:  # SQLite would apply them to the new file
             Path(f"{path}{side}").unlink(missing_ok=True)
-        made.rename(path)
+        staged_file.rename(path)
 
 
-def _begin(made: Path) -> None:
-    """Make an empty database: a copy of the one in the user's cache, or what becomes that; its migrations take 1 s."""
+def _create_empty(path: Path) -> None:
+    """Create an empty database, copied from the user's cache if possible: its migrations take 1 s."""
     from mlflow.store.db import utils
     from mlflow.version import VERSION
 
-    kept = cache_folder() / f"mlflow-{VERSION}.db"
+    cached = cache_folder() / f"mlflow-{VERSION}.db"
     with suppress(OSError):
-        shutil.copyfile(kept, made)
-    if _is_whole(made):
+        shutil.copyfile(cached, path)
+    if _is_intact(path):
         return
-    made.unlink(missing_ok=True)
-    with _engine(made) as engine:
+    path.unlink(missing_ok=True)
+    with _engine(path) as engine:
         utils._initialize_tables(engine)
     with suppress(OSError):
-        write_atomic(kept, made.read_bytes())
+        write_atomic(cached, path.read_bytes())
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether the database is one of this MLflow, every page of it."""
-    tables, version = _looked_at(path)
+def _is_intact(path: Path) -> bool:
+    """Return whether the database has this MLflow's version and no damaged page."""
+    tables, version = _inspect(path)
     if not tables or version != _newest_version():
         return False
     with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as connection:
@@ -217,15 +216,3 @@ def _newest_version() -> str:
     from mlflow.store.db import utils
 
     return str(utils._get_latest_schema_revision())
-
-
-def _publish_again(root: Root) -> None:
-    """Mark every run that ended, so that `reconcile` sends it to MLflow again; a running one does so itself."""
-    from tasks.runs.records import Runs, mark_open
-
-    runs = Runs(root)
-    for record in runs.all():
-        if record.state != "running":
-            record.mlflow_stale = True
-            runs.save(record)
-            mark_open(root, record.name)

@@ -1,8 +1,7 @@
-"""What an artifact looks like in MLflow: tags, params, points, data sets and models of its step.
+"""What an artifact logs to the tracker: tags, params, points, data sets and models of its step.
 
-One function shows a step, live and in a backfill, so the two cannot differ. It reads only the run's record and
-artifacts. Points are thinned by the step number in each record, which does not depend on the reader. Points of
-rolled-back steps stay where they were sent live and are not sent again.
+The same function logs a step live and in a backfill. It reads only the run's record and artifacts. Points are thinned
+by the step number in each record, so the result does not depend on the reader.
 """
 
 from __future__ import annotations
@@ -18,19 +17,11 @@ from llama3.train import metrics
 from llama3.train.journal import Record
 from storage.artifact import Artifact, Store
 from tasks.runs.records import RunRecord
-from tasks.tracking.mlflow import MetricPoint, Tracker, metric_key
-
-# The scores among the facts of an artifact: of an evaluation, or of a gate within a run.
+from tasks.tracking.mlflow import metric_key
+from tasks.tracking.tracker import MetricPoint, Tracker
 
 SCORE = "eval/"
-"""Beginning of the name of every score."""
-
-
-def scores_of(artifact: Artifact) -> dict[str, float]:
-    """Return the scores of the artifact, each under its whole name (`eval/bpb/math`)."""
-    return {key: value for key, value in artifact.facts.items() if key.startswith(SCORE)}
-
-
+"""Prefix of the name of every score."""
 POINTS_PER_SERIES = 2000
 RARE = frozenset(
     {
@@ -46,16 +37,13 @@ RARE = frozenset(
     }
 )
 """Metrics that only a few records hold: each of their points is sent."""
-RUN_TAGS = (
-    "herd.run",
-    "recipe.digest",
-    "code.commit",
-    "prefect.flow_run_id",
-    "cluster",
-    "world",
-    "attempts",
-)
+RUN_TAGS = ("herd.run", "recipe.digest", "code.commit", "prefect.flow_run_id", "cluster", "world", "attempts")
 """Tags of a run that its steps carry too."""
+
+
+def scores_of(artifact: Artifact) -> dict[str, float]:
+    """Return the scores in the metadata of an evaluation or gate, each under its full name (`eval/bpb/math`)."""
+    return {key: value for key, value in artifact.metadata.items() if key.startswith(SCORE)}
 
 
 @dataclass(frozen=True)
@@ -69,18 +57,15 @@ class Thinning:
 
     def points(self, record: Record) -> list[MetricPoint]:
         """Return the points of one journal record that are sent."""
-        whole = record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % self._stride == 0
+        stride = max(1, self.steps // POINTS_PER_SERIES)
+        whole = record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % stride == 0
         chosen = record.metrics if whole else {key: record.metrics[key] for key in RARE & record.metrics.keys()}
         return [MetricPoint(key, value, record.time, record.position) for key, value in chosen.items()]
 
-    @property
-    def _stride(self) -> int:
-        return max(1, self.steps // POINTS_PER_SERIES)
-
 
 @dataclass(frozen=True)
-class Shown:
-    """One step of a run and where it is shown."""
+class LoggedStep:
+    """One step of a run and where it is logged."""
 
     tracker: Tracker
     store: Store
@@ -88,16 +73,16 @@ class Shown:
     step: str
     artifact: Artifact
     child: str
-    """Handle of the step's MLflow run."""
+    """Handle of the step's run in the tracker."""
 
     @property
     def runs(self) -> list[str]:
-        """The step's own MLflow run, and that of the whole run."""
+        """Handles of the step's run and of the whole run."""
         return [self.child, *([self.record.mlflow_run] if self.record.mlflow_run else [])]
 
 
 def child_tags(run_tags: Mapping[str, str], step: str, kind: str, key: str) -> dict[str, str]:
-    """Return the tags of the MLflow run of a step, which find it again."""
+    """Return the tags of a step's run, by which it is found again."""
     return {**{name: run_tags[name] for name in RUN_TAGS if name in run_tags}, **step_tags(step, kind, key)}
 
 
@@ -105,122 +90,109 @@ def step_tags(step: str, kind: str, key: str) -> dict[str, str]:
     return {"stage": step, "kind": kind, "artifact.key": key[:16]}
 
 
-def project_step(shown: Shown) -> int:
-    """Show a step's artifact in MLflow: what it was made from, its numbers, and what its kind has besides.
+def project_step(shown: LoggedStep) -> int:
+    """Log a step's artifact: its inputs, its numbers, and what its kind has besides. Return how many points were sent.
 
-    Returns how many points were sent. `shown.record` must hold the step already.
+    `shown.record` must hold the step already.
     """
-    tracker, artifact, child = shown.tracker, shown.artifact, shown.child
+    tracker, artifact, child, steps = shown.tracker, shown.artifact, shown.child, shown.record.steps
     manifest = artifact.manifest
-    tags = {"artifact": artifact.label, "outcome": shown.record.steps[shown.step].outcome, "made_by": manifest.made_by}
-    tracker.set_tags(child, {**tags, **_parent(shown)})
+    tags = {"artifact": artifact.label, "outcome": steps[shown.step].outcome, "created_by": manifest.created_by}
+    parent = manifest.inputs.get("parent", "")
+    if labels := [step.artifact for step in steps.values() if parent and step.artifact.endswith(f"-{parent[:8]}")]:
+        tags["parent.checkpoint"] = labels[0]
+    tracker.set_tags(child, tags)
     tracker.log_params(child, {key: value for key, value in manifest.parameters.items() if key != "recipe"})
     tracker.log_params(child, {f"input.{role}": key[:16] for role, key in manifest.inputs.items()})
-    facts = {key: value for key, value in manifest.facts.items() if not key.startswith(SCORE)}
-    points = [MetricPoint(key, value, artifact.created, 0) for key, value in _numbers(facts).items()]
+    numbers = _numbers({key: value for key, value in manifest.metadata.items() if not key.startswith(SCORE)})
+    points = [MetricPoint(key, value, artifact.created, 0) for key, value in numbers.items()]
     tracker.log_points([child], points)
-    return len(points) + _KINDS.get(manifest.kind, _nothing)(shown)
+    match manifest.kind:
+        case "tokens":
+            _log_data_sets(shown)
+        case "checkpoint":
+            return len(points) + _log_stage(shown)
+        case "evaluation" | "gate":
+            return len(points) + _log_scores(shown)
+    return len(points)
 
 
 def send_records(tracker: Tracker, runs: list[str], records: Iterable[Record], thinning: Thinning) -> int:
-    """Send the records of a stage to the MLflow runs and return how many points; those already there stay single."""
+    """Send the records of a stage to the runs and return how many points; points sent before are not duplicated."""
     points = [point for record in records for point in thinning.points(record)]
     tracker.log_points(runs, points)
     return len(points) * len(runs)
 
 
 def read_series(table: Path) -> list[Record]:
-    """Return the records of a finished stage (`metrics.parquet`) as they stood in its journal."""
-    found: dict[int, tuple[float, dict[str, float]]] = {}
+    """Return the records of a finished stage (`metrics.parquet`) as they were in its journal."""
+    records: dict[int, tuple[float, dict[str, float]]] = {}
     for row in parquet.read_table(table).to_pylist():
-        found.setdefault(row["position"], (row["time"], {}))[1][row["key"]] = row["value"]
-    return [Record(time, position, values) for position, (time, values) in sorted(found.items())]
+        records.setdefault(row["position"], (row["time"], {}))[1][row["key"]] = row["value"]
+    return [Record(time, position, values) for position, (time, values) in sorted(records.items())]
 
 
 def checkpoint_model(tracker: Tracker, runs: list[str], checkpoint: Artifact) -> str:
-    """Return the LoggedModel of a checkpoint, shown as an output of the runs."""
-    facts = checkpoint.facts
-    return tracker.checkpoint_model(runs, checkpoint.label, checkpoint.uri, facts["end"], facts["model_sha256"])
+    """Log a checkpoint as an output of the runs and return the id of its model."""
+    metadata = checkpoint.metadata
+    return tracker.checkpoint_model(runs, checkpoint.label, checkpoint.uri, metadata["end"], metadata["model_sha256"])
 
 
-def _parent(shown: Shown) -> dict[str, str]:
-    """Return the tag that names the checkpoint which a stage went on from."""
-    key = shown.artifact.manifest.inputs.get("parent", "")
-    labels = [step.artifact for step in shown.record.steps.values() if key and step.artifact.endswith(f"-{key[:8]}")]
-    return {"parent.checkpoint": labels[0]} if labels else {}
-
-
-def _data(shown: Shown) -> int:
-    """Token shards: what the run is trained on, one data set for each domain of the mix."""
-    facts, artifact = shown.artifact.facts, shown.artifact
-    sources = facts.get("sources", {})
+def _log_data_sets(shown: LoggedStep) -> None:
+    """Log the token shards as training data, one data set for each domain of the mix."""
+    metadata, artifact = shown.artifact.metadata, shown.artifact
+    sources = metadata.get("sources", {})
     datasets = [
         {
             "name": domain,
             "digest": artifact.key,
             "uri": artifact.uri,
             "profile": {
-                "tokens": facts["tokens"][domain],
-                "documents": facts["documents"][domain],
+                "tokens": metadata["tokens"][domain],
+                "documents": metadata["documents"][domain],
                 **({"sources": sources[domain]} if domain in sources else {}),
             },
         }
-        for domain in facts["tokens"]
+        for domain in metadata["tokens"]
     ]
     for run in shown.runs:
         shown.tracker.log_inputs(run, datasets)
-    return 0
 
 
-def _stage(shown: Shown) -> int:
-    """A trained stage: its curves, unless they were sent while it was trained, and its checkpoint as a model."""
-    sent, facts = 0, shown.artifact.facts
-    if shown.child not in shown.tracker.whole:
+def _log_stage(shown: LoggedStep) -> int:
+    """Log a trained stage: its curves, unless they were sent during training, and its checkpoint as a model."""
+    sent, metadata = 0, shown.artifact.metadata
+    if shown.child not in shown.tracker.complete:
         records = read_series(shown.artifact.part("metrics.parquet"))
-        sent = send_records(shown.tracker, shown.runs, records, Thinning(facts["steps"], facts["end"]))
+        sent = send_records(shown.tracker, shown.runs, records, Thinning(metadata["steps"], metadata["end"]))
     checkpoint_model(shown.tracker, shown.runs, shown.artifact)
     return sent
 
 
-def _scores(shown: Shown) -> int:
-    """Scores of a checkpoint, at its position; those of the run's own checkpoints are on the run's curves too.
+def _log_scores(shown: LoggedStep) -> int:
+    """Log the scores of a checkpoint at its position; scores of the run's own checkpoints also go to the run's curves.
 
-    Those of a gate within the run always are; those of an evaluation are attached to the checkpoint's model.
+    Scores of a gate within the run always do; those of an evaluation are attached to the checkpoint's model.
     """
-    checkpoint = _scored(shown)
-    if checkpoint is None:
+    tracker, manifest = shown.tracker, shown.artifact.manifest
+    try:
+        checkpoint = shown.store.load(f"checkpoint/{manifest.name}-{manifest.inputs['checkpoint'][:8]}")
+    except ValueError:  # deleted: without it the position of the scores is unknown
         return 0
+    gate = manifest.kind == "gate"
     own = checkpoint.label in {step.artifact for step in shown.record.steps.values()}
-    gate = shown.artifact.manifest.kind == "advance"
-    runs, position = (shown.runs if own or gate else [shown.child]), checkpoint.facts["end"]
-    points = [
-        MetricPoint(key, value, shown.artifact.created, position) for key, value in scores_of(shown.artifact).items()
-    ]
-    model = "" if gate else checkpoint_model(shown.tracker, [shown.child], checkpoint)
-    shown.tracker.log_points(runs, points, model or None)
+    runs, position = (shown.runs if own or gate else [shown.child]), checkpoint.metadata["end"]
+    scores = scores_of(shown.artifact)
+    points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
+    model = "" if gate else checkpoint_model(tracker, [shown.child], checkpoint)
+    tracker.log_points(runs, points, model or None)
     return len(points) * len(runs)
 
 
-def _scored(shown: Shown) -> Artifact | None:
-    """Return the checkpoint that was scored, or None if it is gone: scores without a position are not shown."""
-    manifest = shown.artifact.manifest
-    try:
-        return shown.store.at(f"checkpoint/{manifest.name}-{manifest.inputs['checkpoint'][:8]}")
-    except ValueError:
-        return None
-
-
-def _nothing(shown: Shown) -> int:
-    return 0
-
-
-_KINDS = {"tokens": _data, "checkpoint": _stage, "evaluation": _scores, "advance": _scores}
-
-
-def _numbers(facts: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested facts under keys with `/` between levels."""
+def _numbers(metadata: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers in nested metadata under keys with `/` between levels."""
     numbers: dict[str, float] = {}
-    for key, value in facts.items():
+    for key, value in metadata.items():
         if isinstance(value, dict):
             numbers |= _numbers(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):

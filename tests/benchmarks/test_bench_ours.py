@@ -106,7 +106,7 @@ def test_the_pipeline_ends_in_tokens(pages: list[Page], tokenizer: Path, tmp_pat
 def test_a_mix_is_exact_without_any_token(tmp_path: Path) -> None:
     make_shards(tmp_path / "shards", 800, empty=True)
     facts = mix.work(tmp_path / "shards", tmp_path, budget=800_000)
-    assert facts["planned"] == facts["realised"]
+    assert facts["planned"] == facts["realized"]
     assert facts["planned"] == {"general": 400_000, "math": 200_000, "code": 136_000, "multilingual": 64_000}
 
 

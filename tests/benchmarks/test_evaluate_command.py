@@ -72,9 +72,9 @@ def test_our_side_is_measured_with_sharing_and_without(tmp_path: Path) -> None:
 
 
 def test_samples_differ_in_what_was_decided_or_in_bits() -> None:
-    def side(acc: float, nats: float, bits: float) -> dict[str, Any]:
+    def side(acc: float, nll: float, bits: float) -> dict[str, Any]:
         return {
-            "choice": {"0": {"decided": {"acc": acc}, "nats": [2.0, nats]}},
+            "choice": {"0": {"decided": {"acc": acc}, "nats": [2.0, nll]}},
             "bits": {"7": {"decided": {}, "nats": [bits]}},
         }
 

@@ -16,7 +16,7 @@ from benchmarks.__main__ import bench
 from benchmarks.process_tree import tree_cost
 from benchmarks.rows import STUDY_TARGETS, Row
 from benchmarks.study import MEASURES, StudySession, StudySettings, study_rows
-from benchmarks.study_overhead import DATA, NAME, StudyCost, arm_recipes, confirm, study_file
+from benchmarks.study_overhead import DATA, NAME, StudyCost, confirm, study_file, variant_recipes
 from llama3.recipe.load import digest, load_recipe, resolved
 from llama3.studies.checks import check_study
 from llama3.studies.expand import load_study
@@ -87,19 +87,19 @@ def test_rows_of_overhead_fail_with_the_command(tmp_path: Path) -> None:
 
 def test_overhead_is_what_the_study_adds(tmp_path: Path) -> None:
     run = session(tmp_path)
-    vars(run)["cost"] = StudyCost(104.0, 9.0, {"a 1": 40.0, "b 1": 60.0}, seconds=51.0, arm_seconds=50.0)
+    vars(run)["cost"] = StudyCost(104.0, 9.0, {"a 1": 40.0, "b 1": 60.0}, seconds=51.0, variant_seconds=50.0)
     rows: list[Row] = [MEASURES[name](run, name) for name in STUDY_TARGETS if name.startswith("overhead/")]
     assert [row.value for row in rows] == pytest.approx([2.0, 4.0, 9.0])
     assert [row.ok for row in rows] == [True, True, None]
 
 
 def test_the_study_that_is_run_can_be_run_and_its_arms_alone_are_the_same(tmp_path: Path) -> None:
-    posed = load_study(study_file(BASE, "200K", tmp_path))
-    check_study(posed)
-    alone = arm_recipes(posed, tmp_path)
+    expanded = load_study(study_file(BASE, "200K", tmp_path))
+    check_study(expanded)
+    alone = variant_recipes(expanded, tmp_path)
     assert len(alone) == 4
-    assert [digest(resolved(load_recipe(path))) for path in alone.values()] == [run.digest for run in posed.runs]
-    assert {run.recipe.name for run in posed.runs} == {NAME}
+    assert [digest(resolved(load_recipe(path))) for path in alone.values()] == [run.digest for run in expanded.runs]
+    assert {run.recipe.name for run in expanded.runs} == {NAME}
 
 
 def write_run(root: Path, name: str, steps: dict[str, str]) -> None:
@@ -111,13 +111,13 @@ def write_run(root: Path, name: str, steps: dict[str, str]) -> None:
 
 def test_sides_that_did_other_work_are_not_compared(tmp_path: Path) -> None:
     found = dict.fromkeys(DATA, "reused")
-    write_run(tmp_path, "data", dict.fromkeys(DATA, "made"))
-    write_run(tmp_path, "one", {**found, "main": "made"})
+    write_run(tmp_path, "data", dict.fromkeys(DATA, "created"))
+    write_run(tmp_path, "one", {**found, "main": "created"})
     confirm(tmp_path, 1)
     with pytest.raises(RuntimeError, match="1 runs trained, not 2"):
         confirm(tmp_path, 2)
-    write_run(tmp_path, "two", {**found, "tokenise": "made", "main": "reused"})
-    with pytest.raises(RuntimeError, match=r"two in .*: tokenise, main not as expected"):
+    write_run(tmp_path, "two", {**found, "tokenize": "created", "main": "reused"})
+    with pytest.raises(RuntimeError, match=r"two in .*: tokenize, main not as expected"):
         confirm(tmp_path, 2)
 
 

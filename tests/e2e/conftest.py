@@ -158,7 +158,7 @@ def herd(tmp_path_factory: pytest.TempPathFactory, new_herd: NewHerd) -> Herd:
 @pytest.fixture(scope="session")
 def undisturbed(herd: Herd) -> dict[str, str]:
     """The bytes that every run of the tiny recipe must end in."""
-    return bytes_made(Root.of(herd.root), "tiny-1")
+    return bytes_made(Root.parse(herd.root), "tiny-1")
 
 
 def copy_artifacts(herd: Herd, root: Path, *patterns: str) -> None:
@@ -216,14 +216,14 @@ def journal_lines(root: Path, stage: str) -> int:
 
 
 def record(herd: Herd, name: str) -> RunRecord:
-    return Runs(Root.of(herd.root)).find(name)
+    return Runs(Root.parse(herd.root)).find(name)
 
 
 def bytes_made(root: Root, run: str) -> dict[str, str]:
     """Return a digest of everything that the result of `run` consists of."""
     steps, store = Runs(root).find(run).steps, open_store(root)
-    made = {step: store.at(entry.artifact) for step, entry in steps.items()}
+    made = {step: store.load(entry.artifact) for step, entry in steps.items()}
     digests: dict[str, str] = {}
-    for step in ("collect", "annotate", "curate", "tokenizer", "tokenise"):
+    for step in ("collect", "annotate", "curate", "tokenizer", "tokenize"):
         digests |= {f"{step}/{name}": entry.sha256 for name, entry in made[step].manifest.files.items()}
-    return digests | {stage: made[stage].facts["model_sha256"] for stage in ("ramp", "main", "anneal")}
+    return digests | {stage: made[stage].metadata["model_sha256"] for stage in ("ramp", "main", "anneal")}

@@ -18,22 +18,22 @@ from storage.root import Root
 from tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
+    PENDING_APPROVAL,
     PROMOTED,
-    WAITS,
     Promotion,
     PromotionLog,
-    holders,
+    current_aliases,
     last_promotion,
     read_log,
 )
 from tasks.runs.records import Runs
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.registry import Registry
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 
 pytestmark = pytest.mark.slow  # test_up.py has one approval by the form
-ASKED = "promote.approval=person"
+ASKED = "promote.approval=manual"
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +52,17 @@ def client(herd: Herd) -> Iterator[SyncPrefectClient]:
 
 
 def newest(herd: Herd) -> str:
-    return Runs(Root.of(herd.root)).all()[-1].name
+    return Runs(Root.parse(herd.root)).all()[-1].name
 
 
 def decision(herd: Herd, run: str) -> Promotion:
-    found = last_promotion(Root.of(herd.root), run)
+    found = last_promotion(Root.parse(herd.root), run)
     assert found is not None
     return found
 
 
 def holder(herd: Herd, alias: str) -> str:
-    version = Registry(Tracker(Root.of(herd.root), "tiny")).holder(alias)
+    version = Registry(MLflowTracker(Root.parse(herd.root), "tiny")).version_with_alias(alias)
     return "" if version is None else str(version.tags["herd.artifact"])
 
 
@@ -79,7 +79,7 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     champion = holder(herd, "champion")
     deployment = RunnerDeployment.from_entrypoint("flows/pipeline.py:pipeline", name="approval").apply()
     assert isinstance(deployment, UUID)
-    changes = [ASKED, "stages.anneal.average=last 3"]
+    changes = [ASKED, "stages.anneal.weight_averaging=last 3"]
     config = {"recipe": herd.recipe, "overrides": changes, "root": str(herd.root), "cluster": {"threads": 1}}
     flow_run = client.create_flow_run_from_deployment(deployment, parameters={"config": config}).id
 
@@ -87,7 +87,7 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     assert (state.type.value, state.name) == ("PAUSED", "Suspended")
     run = client.read_flow_run(flow_run).name
     waiting = decision(herd, run)
-    assert (waiting.kind, waiting.champion) == (WAITS, champion)
+    assert (waiting.kind, waiting.champion) == (PENDING_APPROVAL, champion)
     assert not waiting.decision.accepted
     assert waiting.decision.refusals == ["waits for approval by a person"]
     assert (holder(herd, CHALLENGER), holder(herd, "champion")) == (waiting.artifact, champion)
@@ -101,44 +101,44 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
 
     done = decision(herd, run)
     assert (done.kind, done.by, done.comment) == ("promoted", "Ada", "reads well")
-    assert len([record for record in read_log(Root.of(herd.root), "tiny") if record.run == run]) == 2
+    assert len([record for record in read_log(Root.parse(herd.root), "tiny") if record.run == run]) == 2
     assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (done.artifact, "")
     ended = record(herd, run)
     assert (ended.state, ended.verdict, newest(herd)) == ("finished", "promoted", run)  # no second run was begun
-    version = Registry(Tracker(Root.of(herd.root), "tiny")).holder("champion")
+    version = Registry(MLflowTracker(Root.parse(herd.root), "tiny")).version_with_alias("champion")
     assert version is not None
     assert "approved by Ada" in version.tags["gate.approval.person"]
 
 
 def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_decides(herd: Herd) -> None:
     champion = holder(herd, "champion")
-    printed = herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 4")
+    printed = herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.weight_averaging=last 4")
     run = newest(herd)
     assert re.search(rf"decide with: \S*herd approve {run}", printed)
-    assert record(herd, run).verdict == WAITS
+    assert record(herd, run).verdict == PENDING_APPROVAL
     assert holder(herd, CHALLENGER) == decision(herd, run).artifact
 
-    assert f"{run}: refused" in herd("refuse", run, "--by", "Ada", "--comment", "not yet")
+    assert f"{run}: rejected" in herd("reject", run, "--by", "Ada", "--comment", "not yet")
     done = decision(herd, run)
-    assert (done.kind, done.by, done.comment, record(herd, run).verdict) == ("refused", "Ada", "not yet", "refused")
+    assert (done.kind, done.by, done.comment, record(herd, run).verdict) == ("rejected", "Ada", "not yet", "rejected")
     assert [row.passed for row in done.decision.rows if row.metric == APPROVAL] == [False]
     assert (holder(herd, "champion"), holder(herd, CHALLENGER)) == (champion, "")
     printed = herd("approve", run, status=2)
-    assert f"run {run} does not wait for approval: it is refused" in printed
+    assert f"run {run} does not wait for approval: it is rejected" in printed
 
     printed = herd("rerun", run, "--from", "promote")
-    assert record(herd, newest(herd)).verdict == WAITS  # a new run, so a new question
+    assert record(herd, newest(herd)).verdict == PENDING_APPROVAL  # a new run, so a new question
 
 
 def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refused(herd: Herd) -> None:
-    herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.average=last 5")
+    herd("run", herd.recipe, "--set", ASKED, "--set", "stages.anneal.weight_averaging=last 5")
     run = newest(herd)
     waiting = decision(herd, run)
-    if waiting.kind != WAITS:
+    if waiting.kind != PENDING_APPROVAL:
         pytest.fail(f"the gate refused it: {waiting.decision.refusals}")
-    log = PromotionLog(Root.of(herd.root), "tiny")
+    log = PromotionLog(Root.parse(herd.root), "tiny")
     other = next(one for one in log.records if one.artifact not in (waiting.artifact, waiting.champion))
-    log.append(lambda _: other.model_copy(update={"kind": PROMOTED, "id": "another promoter"}))
+    log.append(other.model_copy(update={"kind": PROMOTED, "id": "another promoter"}), log.head)
     printed = herd("approve", run, status=2)
     assert f"the champion is {other.artifact} now" in printed
     assert f"herd promote {run}" in printed
@@ -146,11 +146,13 @@ def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refuse
 
 
 def test_a_rollback_and_an_override_are_commands_of_seconds(herd: Herd) -> None:
-    root = Root.of(herd.root)
+    root = Root.parse(herd.root)
     printed = herd("rollback", "tiny", "--by", "Ada", "--comment", "it loops")
     back = read_log(root, "tiny")[-1]
     assert printed.startswith(f"tiny@champion: rolled back from {back.champion} to {back.artifact}")
-    assert {alias: holder(herd, alias) for alias in holders(read_log(root, "tiny"))} == holders(read_log(root, "tiny"))
+    assert {alias: holder(herd, alias) for alias in current_aliases(read_log(root, "tiny"))} == current_aliases(
+        read_log(root, "tiny")
+    )
     assert herd("generate", "tiny@champion", "--tokens", "3")
     printed = herd("promote", back.champion, "--by", "Ada", "--override", "it was the prompt")
     forth = read_log(root, "tiny")[-1]
@@ -158,7 +160,7 @@ def test_a_rollback_and_an_override_are_commands_of_seconds(herd: Herd) -> None:
     assert forth.evidence is not None
     assert forth.evidence.decide() == forth.gate
     assert "is the champion" in printed
-    printed = herd("promotions", "tiny")
+    printed = herd("promotion-log", "tiny")
     assert "rolled back" in printed
     assert "it loops" in printed
 

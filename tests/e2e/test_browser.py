@@ -162,7 +162,7 @@ def try_from_elsewhere(up: Up, pages: Pages) -> None:
 
     A flow run of a worker is a command of the user. Also with a name that leads to this machine (DNS rebinding).
     """
-    wanted = up.client.read_deployment_by_name("retention/retention")
+    wanted = up.client.read_deployment_by_name("gc/gc")
     start, health = f"deployments/{wanted.id}/create_flow_run", "health"
     before = len(up.client.read_flow_runs())
     plain, typed = {"content-type": "text/plain"}, {"content-type": "application/json"}
@@ -199,7 +199,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sent(up: Up, pages: Pages, questions: Path) -> FlowRun:
     """The flow run that the form of `pipeline` makes; some of its fields were filled in and emptied again."""
     pages.open("deployments")
-    pages.wait_for("retention", 60)
+    pages.wait_for("gc", 60)
     pages.keep("prefect-deployments")
     pages.open_form("pipeline/pipeline", up)
     pages.fill("Recipe", up.herd.recipe)
@@ -274,8 +274,8 @@ def test_mlflow_draws_the_prepared_comparison(
     up.await_state(again.id, "COMPLETED", seconds=150)
     server = f"http://127.0.0.1:{up.ports[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    root = Root.of(up.herd.root)
-    url = tasks.report.compare.comparison_url(root, tasks.report.compare.comparison(root, ["tiny-1", "tiny-2"]))
+    root = Root.parse(up.herd.root)
+    url = tasks.report.compare.comparison_url(root, tasks.report.compare.compare_runs(root, ["tiny-1", "tiny-2"]))
     assert url.startswith(f"{server}/#/experiments/")
     pages.page.goto(url)
     pages.wait_for("Loss by domain", 60)

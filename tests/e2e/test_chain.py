@@ -25,7 +25,7 @@ def client(herd: Herd) -> MlflowClient:
 
 def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
     printed = herd.printed
-    assert "ramp -> main: seq 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
+    assert "ramp -> main: seq_len 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
     assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 81,920" in printed
     assert "tiny version 1 is the champion" in printed
     for command in ("herd up", "herd rerun tiny-1", "herd compare tiny-1"):
@@ -34,8 +34,8 @@ def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
 
 
 def test_training_learns(herd: Herd) -> None:
-    facts = [Store(herd.root).at(record(herd, "tiny-1").steps[s].artifact).facts for s in ("ramp", "main")]
-    ramp = Store(herd.root).at(record(herd, "tiny-1").steps["ramp"].artifact)
+    facts = [Store(herd.root).load(record(herd, "tiny-1").steps[s].artifact).metadata for s in ("ramp", "main")]
+    ramp = Store(herd.root).load(record(herd, "tiny-1").steps["ramp"].artifact)
     rows = parquet.read_table(ramp.path / "metrics.parquet")
     losses = [row["value"] for row in rows.sort_by("position").to_pylist() if row["key"] == "train/loss"]
     assert losses[0] == pytest.approx(6.64, abs=0.15), "ln(768) before the first step"
@@ -44,15 +44,15 @@ def test_training_learns(herd: Herd) -> None:
     assert facts[1]["bits_per_byte"] < facts[0].get("bits_per_byte", 10.0)
 
 
-def test_the_realised_mix_is_the_planned_one_to_the_token(herd: Herd) -> None:
+def test_the_realized_mix_is_the_planned_one_to_the_token(herd: Herd) -> None:
     store, steps = Store(herd.root), record(herd, "tiny-1").steps
     taken: Counter[str] = Counter()
     for stage in ("ramp", "main"):
-        artifact = store.at(steps[stage].artifact)
+        artifact = store.load(steps[stage].artifact)
         rows = parquet.read_table(artifact.path / "metrics.parquet").to_pylist()
-        last = {row["key"]: row["value"] for row in rows if row["position"] == artifact.facts["end"]}
+        last = {row["key"]: row["value"] for row in rows if row["position"] == artifact.metadata["end"]}
         for domain in DOMAINS:
-            taken[domain] += last[f"data/share/{domain}"] * (artifact.facts["end"] - artifact.facts["start"])
+            taken[domain] += last[f"data/fraction/{domain}"] * (artifact.metadata["end"] - artifact.metadata["start"])
     assert {domain: round(count, 3) for domain, count in taken.items()} == {
         "general": 40960,
         "math": 20480,
@@ -77,7 +77,7 @@ def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
         "annotate",
         "curate",
         "tokenizer",
-        "tokenise",
+        "tokenize",
         "ramp",
         "main",
         "anneal",
@@ -118,7 +118,7 @@ def test_inspect_names_the_documents_behind_tokens(herd: Herd) -> None:
     assert shares.keys() == {"general", "math", "code", "multilingual"}
     assert float(shares["general"]) == pytest.approx(50, abs=1)
     assert "the first 3 stretches" in printed
-    assert "--tokens: '5' is no span" in herd("inspect", "tiny-1", "--tokens", "5", status=2)
+    assert "--tokens: '5' is not a span" in herd("inspect", "tiny-1", "--tokens", "5", status=2)
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_a_second_run_reuses_everything(herd: Herd) -> None:
 
 @pytest.mark.slow
 def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
-    printed = herd("run", herd.recipe, "--set", "stages.anneal.average=3")
+    printed = herd("run", herd.recipe, "--set", "stages.anneal.weight_averaging=3")
     steps = record(herd, "tiny-3").steps
-    assert {name for name, step in steps.items() if step.outcome == "made"} == {"anneal", "evaluate-anneal"}
+    assert {name for name, step in steps.items() if step.outcome == "created"} == {"anneal", "evaluate-anneal"}
     assert 'anneal            new: average "last 2" -> "last 3"' in printed
 
 
@@ -145,12 +145,12 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
     first, again = record(herd, "tiny-1"), record(herd, "tiny-4")
     assert again.rerun_of == "tiny-1"
     assert {name for name, step in again.steps.items() if step.outcome == "reused"} >= {
-        "collect", "annotate", "curate", "tokenise", "ramp",
+        "collect", "annotate", "curate", "tokenize", "ramp",
     }  # fmt: skip
     store = Store(herd.root)
     for stage in ("main", "anneal"):
-        assert again.steps[stage].outcome == "made"
-        old, new = (store.at(run.steps[stage].artifact).facts["model_sha256"] for run in (first, again))
+        assert again.steps[stage].outcome == "created"
+        old, new = (store.load(run.steps[stage].artifact).metadata["model_sha256"] for run in (first, again))
         assert old == new, "the same recipe trains to the same bytes"
 
 
@@ -158,11 +158,11 @@ def test_a_rerun_from_a_stage_redoes_it_and_what_follows(herd: Herd) -> None:
 def test_a_worse_recipe_is_refused_with_gate_value_and_threshold(herd: Herd) -> None:
     worse = ("--set", "stages.main.until=20Ki", "--set", "lr.peak=1e-5", "--set", "lr.cosine.to=0")
     printed = herd("run", herd.recipe, *worse, status=3)
-    assert "refused" in printed
+    assert "rejected" in printed
     assert '-> "2e-06 to 9.57e-06, peak 1e-05" and 1 more' in printed, "what is new is told in numbers"
     run = record(herd, "tiny-5")
-    assert (run.state, run.verdict) == ("finished", "refused")
-    refused = last_promotion(Root.of(herd.root), "tiny-5")
+    assert (run.state, run.verdict) == ("finished", "rejected")
+    refused = last_promotion(Root.parse(herd.root), "tiny-5")
     assert refused is not None
     (failed,) = [row for row in refused.decision.rows if not row.passed]
     assert failed.metric == "eval/bpb"
@@ -189,13 +189,13 @@ def test_runs_are_compared_and_models_speak(herd: Herd) -> None:
 
 def refused(herd: Herd, faults: dict[str, str]) -> None:
     """Check that each command is refused with that fault, before any run is begun."""
-    before = len(Runs(Root.of(herd.root)).all())
+    before = len(Runs(Root.parse(herd.root)).all())
     for command, fault in faults.items():
         words = (herd.recipe if word == "RECIPE" else word for word in command.split("|"))
         printed = herd(*words, status=2)
         assert fault in printed, command
         assert "Traceback" not in printed, command
-    assert len(Runs(Root.of(herd.root)).all()) == before
+    assert len(Runs(Root.parse(herd.root)).all()) == before
 
 
 def test_a_mistake_is_refused_before_any_work(herd: Herd) -> None:
@@ -224,8 +224,8 @@ def test_what_only_the_flow_can_see_is_refused_before_any_work(herd: Herd) -> No
 @pytest.mark.slow
 def test_a_damaged_artifact_is_made_again(herd: Herd) -> None:
     steps = record(herd, "tiny-1").steps
-    next(Path(Store(herd.root).at(steps["tokenizer"].artifact).path).glob("tokenizer.json")).unlink()
+    next(Path(Store(herd.root).load(steps["tokenizer"].artifact).path).glob("tokenizer.json")).unlink()
     herd("run", herd.recipe)
     again = record(herd, "tiny-6").steps
-    assert again["tokenizer"].outcome == "made"
-    assert {again[name].outcome for name in ("curate", "tokenise", "main", "anneal")} == {"reused"}
+    assert again["tokenizer"].outcome == "created"
+    assert {again[name].outcome for name in ("curate", "tokenize", "main", "anneal")} == {"reused"}

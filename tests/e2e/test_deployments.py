@@ -145,8 +145,8 @@ def test_a_rerun_that_failed_is_retried_and_goes_on_with_what_it_made(up: Up, fi
     before = up.record_of(begun)
     assert (before.name, before.rerun_of, before.state) == ("tiny-2", "tiny-1", "failed")
     assert {step: entry.outcome for step, entry in before.steps.items()} == {
-        **dict.fromkeys(("collect", "annotate", "curate", "tokenizer", "tokenise", "ramp"), "reused"),
-        "main": "made",
+        **dict.fromkeys(("collect", "annotate", "curate", "tokenizer", "tokenize", "ramp"), "reused"),
+        "main": "created",
     }
     assert failed.state is not None
     assert "facts.jsonl:1: is not JSON" in str(failed.state.message)
@@ -176,13 +176,13 @@ def _settled(record: RunRecord) -> RunRecord | None:
 
 
 def test_a_part_of_the_chain_reuses_what_is_there_and_stops(up: Up, first: FlowRun) -> None:
-    done = up.await_state(up.start("tokenise/tokenise", change={"jaccard": "70%"}).id, "COMPLETED", seconds=150)
+    done = up.await_state(up.start("tokenize/tokenize", change={"jaccard": "70%"}).id, "COMPLETED", seconds=150)
     record = up.record_of(done)
-    assert list(record.steps) == ["collect", "annotate", "curate", "tokenizer", "tokenise"]
-    assert [record.steps[step].outcome for step in ("collect", "annotate", "curate")] == ["reused", "reused", "made"]
+    assert list(record.steps) == ["collect", "annotate", "curate", "tokenizer", "tokenize"]
+    assert [record.steps[step].outcome for step in ("collect", "annotate", "curate")] == ["reused", "reused", "created"]
     assert record.state == "finished"
     assert done.state is not None
-    assert str(done.state.message).startswith(f"{record.name} stopped after tokenise, as asked")
+    assert str(done.state.message).startswith(f"{record.name} stopped after tokenize, as asked")
 
 
 def test_promote_and_report_belong_to_the_run_that_made_the_checkpoint(up: Up, first: FlowRun) -> None:

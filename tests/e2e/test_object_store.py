@@ -47,7 +47,7 @@ def machine(new_herd: NewHerd, server: dict[str, str], tmp_path: Path) -> Callab
 def test_killed_here_it_goes_on_there(undisturbed: dict[str, str], machine: Callable[[str], Herd]) -> None:
     one, other = machine("one"), machine("other")
     with tempfile.TemporaryDirectory() as scratch:
-        root = Root.of(URI, scratch)
+        root = Root.parse(URI, scratch)
         process = one.start("run", one.recipe, "--set", "checkpoint.every=4Ki")
         wait_for(lambda: checkpoints(root, "main") > 1, "a checkpoint of main", 280)
         kill_all(process.pid)
@@ -56,13 +56,13 @@ def test_killed_here_it_goes_on_there(undisturbed: dict[str, str], machine: Call
         assert "resumed at" in printed
         assert bytes_made(root, "tiny-1") == undisturbed
         assert root.names("in-progress") == []
-        for step in ("collect", "curate", "tokenise", "ramp"):
+        for step in ("collect", "curate", "tokenize", "ramp"):
             assert Runs(root).find("tiny-1").steps[step].outcome == "reused"
     third = machine("third")
     assert third("generate", "tiny-1", "--prompt", "The", "--tokens", "3").startswith("The")
     assert "general" in third("inspect", "tiny-1", "--tokens", "20K:24K")
     assert third("report", "tiny-1").strip().endswith("report.html")
-    again = third("run", third.recipe, "--set", "stages.anneal.average=3")
+    again = third("run", third.recipe, "--set", "stages.anneal.weight_averaging=3")
     assert 'anneal            new: average "last 2" -> "last 3"' in again
     assert "reused checkpoint/tiny-main" in again
 
@@ -89,9 +89,9 @@ def test_a_store_that_cannot_be_reached_is_refused(machine: Callable[[str], Herd
 
 def test_a_study_that_was_killed_here_goes_on_there(machine: Callable[[str], Herd], tmp_path: Path) -> None:
     one, other, third = machine("one"), machine("other"), machine("third")
-    study = write_study(tmp_path, one.recipe, "seeds: [1]\ncompare: {control: five, varies: [lr.warmup], arms: "
+    study = write_study(tmp_path, one.recipe, "seeds: [1]\ncompare: {control: five, varies: [lr.warmup], variants: "
                         "{five: [], ten: [lr.warmup=10 steps]}}")  # fmt: skip
-    root = Root.of(URI, str(tmp_path / "here"))
+    root = Root.parse(URI, str(tmp_path / "here"))
     process = one.start("study", "run", str(study))
     wait_for(lambda: "warm-2" in root.names("runs"), "the second run", 280, every_s=1)
     kill_all(process.pid)
@@ -101,4 +101,4 @@ def test_a_study_that_was_killed_here_goes_on_there(machine: Callable[[str], Her
     assert "finished" in third("study", "list")
     page = third("study", "report", "warm").split()[-1]
     assert Path(page).is_file()
-    assert Root.of(URI, str(tmp_path / "here")).read("studies", "warm", "report.html")
+    assert Root.parse(URI, str(tmp_path / "here")).read("studies", "warm", "report.html")

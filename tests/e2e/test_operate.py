@@ -36,44 +36,44 @@ def test_servers_that_run_elsewhere_are_used_and_none_is_started(
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.lab:4200/api")
     port = free_port()
-    half = Servers.found(1, port, "127.0.0.1")
-    assert [name for name, _, _ in half.commands(Root.of(tmp_path))] == ["mlflow"]
+    half = Servers.from_environment(1, port, "127.0.0.1")
+    assert [name for name, _, _ in half.commands(Root.parse(tmp_path))] == ["mlflow"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.lab:5000")
-    both = Servers.found(1, 1, "127.0.0.1")
-    environment = both.environment(Root.of(tmp_path))
-    assert list(both.commands(Root.of(tmp_path))) == []
+    both = Servers.from_environment(1, 1, "127.0.0.1")
+    environment = both.environment(Root.parse(tmp_path))
+    assert list(both.commands(Root.parse(tmp_path))) == []
     assert environment["PREFECT_API_URL"] == "http://prefect.lab:4200/api"
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow.lab:5000"
 
 
 def test_everything_binds_to_loopback_unless_somebody_asks_otherwise(tmp_path: Path) -> None:
-    root, port, other = Root.of(tmp_path), free_port(), free_port()
-    for _, command, health in Servers.found(port, other, "127.0.0.1").commands(root):
+    root, port, other = Root.parse(tmp_path), free_port(), free_port()
+    for _, command, health in Servers.from_environment(port, other, "127.0.0.1").commands(root):
         assert command[command.index("--host") + 1] == "127.0.0.1"
         assert health.startswith("http://127.0.0.1:")
-    with pytest.raises(ValueError, match=r"--host: 203\.0\.113\.7 is no address of this machine"):
-        Servers.found(port, other, "203.0.113.7")
+    with pytest.raises(ValueError, match=r"--host: 203\.0\.113\.7 is not an address of this machine"):
+        Servers.from_environment(port, other, "203.0.113.7")
 
 
 def test_mlflow_keeps_artifacts_of_a_remote_root_there_and_its_database_here(tmp_path: Path) -> None:
-    command = mlflow_command(Root.of("s3://bucket/herd", scratch=str(tmp_path)), 5000)
+    command = mlflow_command(Root.parse("s3://bucket/herd", scratch=str(tmp_path)), 5000)
     assert command[command.index("--artifacts-destination") + 1] == "s3://bucket/herd/mlflow-artifacts"
     assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path}/mlflow.db"
 
 
 def test_the_environment_of_what_is_started_names_the_root_and_a_fast_heartbeat(tmp_path: Path) -> None:
     port, other = free_port(), free_port()
-    environment = Servers.found(port, other, "127.0.0.1").environment(Root.of(tmp_path))
+    environment = Servers.from_environment(port, other, "127.0.0.1").environment(Root.parse(tmp_path))
     assert environment["HERD_ROOT"] == str(tmp_path)
     assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert set(os.environ) <= set(environment)
 
 
 def test_a_server_has_a_new_password_at_each_start_and_a_database_for_each_root(tmp_path: Path) -> None:
-    stores = [Root.of(f"s3://bucket/{name}", scratch=str(tmp_path)) for name in ("herd", "other")]
+    stores = [Root.parse(f"s3://bucket/{name}", scratch=str(tmp_path)) for name in ("herd", "other")]
     first, again, remote, beside = (
-        Servers.found(free_port(), free_port(), "127.0.0.1").environment(root)
-        for root in (Root.of(tmp_path), Root.of(tmp_path), *stores)
+        Servers.from_environment(free_port(), free_port(), "127.0.0.1").environment(root)
+        for root in (Root.parse(tmp_path), Root.parse(tmp_path), *stores)
     )
     assert first["PREFECT_API_AUTH_STRING"] == first["PREFECT_SERVER_API_AUTH_STRING"]
     assert len(first["PREFECT_API_AUTH_STRING"]) > 40
@@ -89,7 +89,7 @@ def test_what_the_user_chose_of_a_server_stays(tmp_path: Path) -> None:
         PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "https://prefect.example.org",
     }
     with temporary_settings(chosen):
-        variables = server_variables(Root.of(tmp_path), 4200, "127.0.0.1")
+        variables = server_variables(Root.parse(tmp_path), 4200, "127.0.0.1")
     assert (variables["PREFECT_API_AUTH_STRING"], DATABASE in variables) == ("me:mine", False)
     assert variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "https://prefect.example.org"
 
@@ -98,7 +98,7 @@ def test_what_the_user_chose_of_a_server_stays(tmp_path: Path) -> None:
 def test_another_shell_learns_the_servers_from_a_file_of_its_owner(tmp_path: Path, password: dict[str, str]) -> None:
     variables = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "HERD_ROOT": str(tmp_path), **password}
     (tmp_path / "prefect.env").touch(0o644)
-    file = write_access(Root.of(tmp_path), "http://127.0.0.1:4200", variables)
+    file = write_access(Root.parse(tmp_path), "http://127.0.0.1:4200", variables)
     assert file.stat().st_mode & 0o777 == 0o600
     assert ("/sign-in#" in file.read_text()) == bool(password)
     printed = subprocess.run(["bash", "-c", f"source {file}; env"], env={}, capture_output=True, text=True).stdout

@@ -41,4 +41,4 @@ def test_a_run_is_made_to_its_end_without_its_prefect_server(
     assert "Traceback" not in printed
     assert process.returncode == 0, printed
     assert "next:" in printed  # the summary
-    assert bytes_made(Root.of(made.root), "tiny-1") == undisturbed
+    assert bytes_made(Root.parse(made.root), "tiny-1") == undisturbed

@@ -9,14 +9,14 @@ import psutil
 import pytest
 
 from llama3.parallel.layout import Layout
-from llama3.planner.uptime import play
+from llama3.planner.uptime import simulate
 from llama3.train import metrics
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.errors import TrainingFailed
-from tasks.plan.fault_test import STEADY_RESTARTS, FaultTestSettings, ReplayResult, replay_failures
+from tasks.plan.fault_test import STEADY_RESTARTS, FaultTestResult, FaultTestSettings, run_fault_test
 from tasks.runs.records import Runs
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.trained_run import TrainedRun
 
 pytestmark = pytest.mark.slow
@@ -30,53 +30,53 @@ NEAR = 0.12
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     folder = tmp_path_factory.mktemp("root")
     TrainedRun(folder)
-    return Root.of(folder)
+    return Root.parse(folder)
 
 
 @pytest.fixture(scope="module")
-def result(root: Root) -> Iterator[ReplayResult]:
-    found = replay_failures(root, "tiny-1", CLUSTER, SETTINGS)
+def result(root: Root) -> Iterator[FaultTestResult]:
+    found = run_fault_test(root, "tiny-1", CLUSTER, SETTINGS)
     if abs(found.error) > NEAR:  # what was measured undisturbed no longer held: this machine does other things as well
-        found = replay_failures(root, "tiny-1", CLUSTER, SETTINGS)
+        found = run_fault_test(root, "tiny-1", CLUSTER, SETTINGS)
     yield found
     assert not [child for child in psutil.Process().children(recursive=True) if child.name().startswith("herd-rank")]
 
 
-def test_the_run_recovers_from_two_kills_and_a_hang(result: ReplayResult) -> None:
+def test_the_run_recovers_from_two_kills_and_a_hang(result: FaultTestResult) -> None:
     assert [failure.hangs for failure in result.failures] == [True, False, False]
     assert {failure.host % 2 for failure in result.failures} == {0, 1}
     assert result.attempts == 1 + STEADY_RESTARTS + 3
 
 
-def test_prediction_and_measurement_agree(result: ReplayResult) -> None:
+def test_prediction_and_measurement_agree(result: FaultTestResult) -> None:
     assert result.predicted == pytest.approx(result.measured, abs=NEAR)
     assert 0.4 < result.measured < 0.95
 
 
-def test_a_prediction_without_failures_does_not(result: ReplayResult) -> None:
-    calm = play((), SETTINGS.seconds, SETTINGS.save_every_s, result.steady.costs, result.steady.recovery(4))
+def test_a_prediction_without_failures_does_not(result: FaultTestResult) -> None:
+    calm = simulate((), SETTINGS.seconds, SETTINGS.save_every_s, result.steady.costs, result.steady.recovery(4))
     assert calm.share > result.measured + NEAR
 
 
-def test_the_formula_stays_silent_outside_its_range(result: ReplayResult) -> None:
+def test_the_formula_stays_silent_outside_its_range(result: FaultTestResult) -> None:
     assert result.closed_form is None  # a failure every 13 s costs more than 15 % of them
     assert result.spread.low < result.spread.mean < result.spread.high
 
 
-def test_both_sides_are_in_mlflow_with_the_trace(root: Root, result: ReplayResult) -> None:
+def test_both_sides_are_in_mlflow_with_the_trace(root: Root, result: FaultTestResult) -> None:
     record = Runs(root).find(result.run)
-    tracker = Tracker(root, record.family)
+    tracker = MLflowTracker(root, record.family)
     (_, predicted), (_, measured) = (
         tracker.series(record.mlflow_run, key)[-1] for key in (metrics.PLANNED_EFFECTIVE_TIME, metrics.EFFECTIVE_TIME)
     )
     assert (predicted, measured) == pytest.approx((result.predicted, result.measured))
     assert tracker.series(record.mlflow_run, metrics.GOODPUT)
-    kept = json.loads((Runs(root).place(result.run) / "replay.json").read_text())
+    kept = json.loads((Runs(root).folder(result.run) / "replay.json").read_text())
     assert [failure["cause"] for failure in kept["failures"]] == [failure.cause for failure in result.failures]
     assert kept["error"] == pytest.approx(result.error)
 
 
-def test_the_replay_is_a_finished_run_that_leaves_no_work(root: Root, result: ReplayResult) -> None:
+def test_the_replay_is_a_finished_run_that_leaves_no_work(root: Root, result: FaultTestResult) -> None:
     assert Runs(root).find(result.run).state == "finished"
     assert not list((root.local / "work").glob(f"{result.run}*"))
 
@@ -95,14 +95,14 @@ def test_mistakes_are_named_before_anything_starts(
 ) -> None:
     before = len(Runs(root).all())
     with pytest.raises(ValueError, match=words):
-        replay_failures(root, run, cluster, settings)
+        run_fault_test(root, run, cluster, settings)
     assert len(Runs(root).all()) == before
 
 
 def test_a_run_that_cannot_train_ends_the_replay(root: Root) -> None:
     thirds = Cluster(processes=3, threads=3, device="cpu", layout=Layout(tp=3))  # the model has 4 heads
     with pytest.raises(TrainingFailed, match="stage replay: the trainer ended with status 2"):
-        replay_failures(root, "tiny-1", thirds, SETTINGS)
+        run_fault_test(root, "tiny-1", thirds, SETTINGS)
     record = Runs(root).all()[-1]
     assert record.state == "failed"
     assert record.error.startswith("TrainingFailed: stage replay")

@@ -20,7 +20,7 @@ from llama3.recipe.load import RecipeError, load_recipe, parse_recipe
 from storage.object_artifact import open_store
 from storage.processes import fix_import_path
 from storage.root import Root
-from storage.s3 import options
+from storage.s3 import s3fs_options
 from storage.secrets import LOGINS, holds_secret
 from tasks.runs.records import Runs
 from tasks.stages.alerts import read_alerts
@@ -165,12 +165,12 @@ def test_a_login_in_the_address_of_a_server_moves_to_the_variables_for_it(
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"https://me%40lab:{CANARY}%2F@mlflow.lab:5000/base")
     monkeypatch.setenv("PREFECT_API_URL", f"https://me:{CANARY}@prefect.lab/api")
-    assert tracking_uri(Root.of(tmp_path)) == server_uri() == "https://mlflow.lab:5000/base"
+    assert tracking_uri(Root.parse(tmp_path)) == server_uri() == "https://mlflow.lab:5000/base"
     login = get_default_host_creds(server_uri())
     assert (login.username, login.password) == ("me@lab", f"{CANARY}/")
     assert os.environ["PREFECT_API_URL"] == "https://prefect.lab/api"
     assert os.environ["PREFECT_API_AUTH_STRING"] == f"me:{CANARY}"
-    assert Servers.found(1, 1, "127.0.0.1").mlflow == "https://mlflow.lab:5000/base"
+    assert Servers.from_environment(1, 1, "127.0.0.1").mlflow == "https://mlflow.lab:5000/base"
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL"])
@@ -179,7 +179,7 @@ def test_a_password_in_an_address_that_has_no_variable_for_it_is_refused(
 ) -> None:
     monkeypatch.setenv(name, f"postgresql://herd:{CANARY}@db.lab/mlflow")
     with pytest.raises(ValueError, match=f"{name}: the address holds a password") as refused:
-        tracking_uri(Root.of(tmp_path)) if name.startswith("MLFLOW") else options()
+        tracking_uri(Root.parse(tmp_path)) if name.startswith("MLFLOW") else s3fs_options()
     assert CANARY not in str(refused.value)
 
 
@@ -203,7 +203,7 @@ OUTSIDE = ["../outside", "a/../../outside", "/etc/passwd", "..", "a\\..\\b", "",
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_name_leads_out_of_the_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_text("not yours")
-    for root in (Root.of(tmp_path / "root"), Root.of("s3://bucket/herd", scratch=str(tmp_path / "root"))):
+    for root in (Root.parse(tmp_path / "root"), Root.parse("s3://bucket/herd", scratch=str(tmp_path / "root"))):
         for use in (root.join, root.file, root.read, root.names, root.remove, lambda text, r=root: r.write(b"x", text)):
             with pytest.raises(ValueError, match="not a name below a root"):
                 use(name)
@@ -215,15 +215,15 @@ def test_no_run_or_artifact_is_found_outside_of_the_root(tmp_path: Path, name: s
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "run.json").write_text("{}")
     (tmp_path / "outside" / "manifest.json").write_text("{}")
-    root = Root.of(tmp_path / "root")
+    root = Root.parse(tmp_path / "root")
     with pytest.raises(ValueError, match="does not exist"):
         Runs(root).find(name)
-    for use in (Runs(root).place, lambda text: read_alerts(root, text)):
+    for use in (Runs(root).folder, lambda text: read_alerts(root, text)):
         with pytest.raises(ValueError, match="not a name below a root"):
             use(name)
     for label in (name, f"checkpoint/{name}", f"{name}/x"):
         with pytest.raises(ValueError, match=r"artifact|no name"):
-            open_store(root).at(label)
+            open_store(root).load(label)
         with pytest.raises(ValueError, match=r"artifact|no name"):
             open_store(root).delete(label)
     assert (tmp_path / "outside" / "run.json").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama3.train.job import outcomes_in
+from llama3.train.job import read_outcomes
 from llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
 from tests.tasks.slurm_daemons import slurm_for_children
@@ -75,6 +75,6 @@ def test_job_outlives_its_engine_is_adopted_and_cancelled(
     assert second.returncode in (143, -15), printed
     assert queue() == []
     (logs,) = (again.root / "runs" / "tiny-1" / "logs" / "main").glob("attempt-*")
-    assert [told.status for told in outcomes_in(logs)] == [143, 143]  # both nodes saved and left
+    assert [told.status for told in read_outcomes(logs)] == [143, 143]  # both nodes saved and left
     (saved,) = (again.root / "work").glob("main-*/checkpoints")
     assert max(int(folder.name) for folder in saved.iterdir()) == last_position(again.root)

@@ -26,9 +26,9 @@ from tasks.tracking.mlflow_store import tracking_uri
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, wait_for
 
 SHORT = [
-    "evaluate.every=never",
+    "evaluate.val_interval=never",
     "evaluate.after=[]",
-    "stages=[{name: main, until: 16Ki, seq: 64, batch: 1Ki, mix: base}]",
+    "stages=[{name: main, until: 16Ki, seq_len: 64, batch: 1Ki, mix: base}]",
 ]
 
 
@@ -42,7 +42,7 @@ def write_study(folder: Path, recipe: str, text: str, name: str = "warm") -> Pat
 WARM = """
 question: Does the warm-up matter?
 seeds: [1, 2]
-compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.warmup=10 steps]}}
+compare: {control: five, varies: [lr.warmup], variants: {five: [], ten: [lr.warmup=10 steps]}}
 """
 
 
@@ -63,15 +63,15 @@ def asked(herd: Herd, new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactor
 
 
 def done(herd: Herd) -> list[str]:
-    return [record.name for record in Runs(Root.of(herd.root)).all() if record.state == "finished"]
+    return [record.name for record in Runs(Root.parse(herd.root)).all() if record.state == "finished"]
 
 
 @pytest.mark.slow
 def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
     assert done(asked) == ["warm-1", "warm-2", "warm-3", "warm-4"]
     assert "reused: warm-1" in asked.printed
-    assert Runs(Root.of(asked.root)).find("warm-2").attempts == 2
-    record = Studies(Root.of(asked.root)).find("warm")
+    assert Runs(Root.parse(asked.root)).find("warm-2").attempts == 2
+    record = Studies(Root.parse(asked.root)).find("warm")
     assert record.state == "finished"
     assert record.verdict is not None
     assert record.verdict.headline
@@ -79,18 +79,18 @@ def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
 
 @pytest.mark.slow
 def test_arms_share_curation_and_tokens(asked: Herd) -> None:
-    root = Root.of(asked.root)
-    posed = Studies(root).posed("warm")
-    answers = runs_of(Runs(root), posed, posed.runs)
-    uses = {step: runs for step, _, _, runs in shared(posed, open_store(root), answers)}
-    assert {step: uses[step] for step in ("collect", "annotate", "curate", "tokenizer", "tokenise")} == dict.fromkeys(
-        ("collect", "annotate", "curate", "tokenizer", "tokenise"), 4
+    root = Root.parse(asked.root)
+    expanded = Studies(root).expanded("warm")
+    answers = runs_of(Runs(root), expanded, expanded.runs)
+    uses = {step: runs for step, _, _, runs in shared(expanded, open_store(root), answers)}
+    assert {step: uses[step] for step in ("collect", "annotate", "curate", "tokenizer", "tokenize")} == dict.fromkeys(
+        ("collect", "annotate", "curate", "tokenizer", "tokenize"), 4
     )
 
 
 @pytest.mark.slow
 def test_one_parent_in_one_experiment_holds_the_runs(asked: Herd) -> None:
-    root = Root.of(asked.root)
+    root = Root.parse(asked.root)
     client = MlflowClient(tracking_uri(root))
     study = Studies(root).find("warm")
     runs = client.search_runs([study.mlflow_experiment], "tags.kind = 'run'")
@@ -120,7 +120,7 @@ def test_asked_again_nothing_is_trained(asked: Herd) -> None:
 
 @pytest.mark.slow
 def test_a_study_that_found_nothing_changes_nothing(asked: Herd) -> None:
-    verdict = Studies(Root.of(asked.root)).find("warm").verdict
+    verdict = Studies(Root.parse(asked.root)).find("warm").verdict
     assert verdict is not None
     if all(finding.says == NOTHING for finding in verdict.findings):
         assert verdict.change == []
@@ -173,27 +173,27 @@ def words_of(process: psutil.Process) -> str:
 
 
 def models_of(herd: Herd) -> dict[str, str]:
-    root = Root.of(herd.root)
-    posed = Studies(root).posed("warm")
-    answers = runs_of(Runs(root), posed, posed.runs)
+    root = Root.parse(herd.root)
+    expanded = Studies(root).expanded("warm")
+    answers = runs_of(Runs(root), expanded, expanded.runs)
     store = open_store(root)
-    return {name: store.at(run.steps["main"].artifact).facts["model_sha256"] for name, run in answers.items()}
+    return {name: store.load(run.steps["main"].artifact).metadata["model_sha256"] for name, run in answers.items()}
 
 
 @pytest.mark.slow
 def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
-    arms = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
-    text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], arms: {arms}}}"
+    variants = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
+    text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], variants: {variants}}}"
     study = write_study(tmp_path, asked.recipe, text, "partly")
     printed = asked("study", "run", str(study), status=1)
     assert "tokens.max_epochs" in printed
     assert "1 of 3 runs did not finish: broken 1" in printed
-    assert Studies(Root.of(asked.root)).find("partly").state == "failed"
+    assert Studies(Root.parse(asked.root)).find("partly").state == "failed"
 
 
 def test_a_bad_study_is_told_in_lines(new_herd: NewHerd, tmp_path: Path) -> None:
     herd = new_herd(tmp_path / "root")
-    text = "compare: {control: five, varies: [lr.warmup], arms: {five: [], ten: [lr.peak=1e-3]}}"
+    text = "compare: {control: five, varies: [lr.warmup], variants: {five: [], ten: [lr.peak=1e-3]}}"
     printed = herd("study", "plan", str(write_study(tmp_path, herd.recipe, text, "bad")), status=2)
     assert "also differs from five in lr.peak" in printed
     assert "Traceback" not in printed
@@ -203,7 +203,7 @@ def test_a_bad_study_is_told_in_lines(new_herd: NewHerd, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> None:
-    with lease(Root.of(asked.root), "studies/warm", "somebody"):
+    with lease(Root.parse(asked.root), "studies/warm", "somebody"):
         for words in (("report", "warm"), ("run", str(asked.root.parent / "warm.yaml"))):
             printed = asked("study", *words, status=1)
             assert "study warm: another process works on it" in printed
@@ -215,5 +215,5 @@ def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
     """Its recipe alone makes it again: nothing but reuse."""
     recipe = asked.root / "studies" / "warm" / "arms" / "ten-2.yaml"
     assert load_recipe(recipe).name == "warm"
-    printed = asked("run", str(recipe), "--until", "evaluate", "--new")
+    printed = asked("run", str(recipe), "--until", "evaluate", "--fresh")
     assert "new:" not in printed

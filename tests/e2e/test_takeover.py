@@ -24,15 +24,14 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 
-from flows.crash_recovery import AUTO_RESUME
 from flows.local_server import POOL, await_answer, child, prefect_command, worker_command
 from flows.serve import WATCHED, setup
 from storage.processes import free_port
 from storage.root import Root
 from tasks.runs.records import RunRecord, Runs
-from tasks.runs.recovery import reconcile
+from tasks.runs.recovery import AUTO_RESUME, reconcile
 from tasks.study.records import Studies
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
 from tests.e2e.test_study import WARM, write_study
@@ -50,8 +49,8 @@ class Place:
     """Of what the flow run works on."""
 
     def __init__(self, herd: Herd, client: SyncPrefectClient) -> None:
-        self.herd, self.client, self.root = herd, client, Root.of(herd.root)
-        self.tracker = Tracker(self.root, "tiny")
+        self.herd, self.client, self.root = herd, client, Root.parse(herd.root)
+        self.tracker = MLflowTracker(self.root, "tiny")
         self.workers: list[subprocess.Popen[bytes]] = []
 
     def start_worker(self) -> subprocess.Popen[bytes]:
@@ -137,7 +136,7 @@ class Place:
 
 
 class StudyPlace(Place):
-    """The same for a study of two arms and two seeds."""
+    """The same for a study of two variants and two seeds."""
 
     deployment = "study/takeover"
     lease = ("studies", "warm")
@@ -166,7 +165,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
 def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
     """The server with work pool, automations, and the pipeline and the study as deployments."""
     home, api = own
-    setup(Root.of(tmp_path_factory.mktemp("results")), api)
+    setup(Root.parse(tmp_path_factory.mktemp("results")), api)
     environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
     for entrypoint in ("flows/pipeline.py:pipeline", "flows/study.py:study"):
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
@@ -201,7 +200,7 @@ def test_deaths_in_a_row(place: Place, undisturbed: dict[str, str], capsys: pyte
     place.begin()
 
     place.trains(attempt=1, steps=3)
-    left = place.dies((place.engine(), signal.SIGKILL))  # the worker sees it and says Crashed; the automation resumes
+    left = place.dies((place.engine(), signal.SIGKILL))  # the worker sees it and says Crashed; the watchdog restarts it
     assert gone(left)
 
     place.trains(attempt=2, steps=7)
@@ -233,7 +232,7 @@ def test_deaths_in_a_row(place: Place, undisturbed: dict[str, str], capsys: pyte
 
 
 def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything is killed at once, the watchdog too: missing heartbeats are all that is left to tell."""
+    """Everything is killed at once, the watchdog too: the expired lease is all that is left to tell."""
     worker = place.start_worker()
     place.begin()
     place.trains(attempt=1, steps=3)
@@ -244,6 +243,7 @@ def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pyt
     assert gone(left)
     worker.wait(60)
     place.start_worker()
+    reconcile(place.root, place.client, grace_s=0)  # as the loop of `herd up` does
     place.trains(attempt=2, steps=0)
     with capsys.disabled():
         print(f"\nkill -9 of the watchdog too: trains again after {time.monotonic() - began:.0f} s")
@@ -263,7 +263,7 @@ def test_cancel_and_retry(place: Place, undisturbed: dict[str, str]) -> None:
     place.client.set_flow_run_state(place.id, Cancelling())
     wait_for(lambda: place.state() == "Cancelled", "the cancellation", PATIENCE_S)
     assert gone(left)
-    wait_for(lambda: place.record().state == "cancelled", "the hook", 60)
+    wait_for(lambda: place.record().state == "cancelled", "the watchdog", 60)
     wait_for(lambda: "RUNNING" not in place.mlflow(), "MLflow to know", 60)
 
     place.client.set_flow_run_state(place.id, AwaitingRetry(), force=True)

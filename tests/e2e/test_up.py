@@ -23,12 +23,12 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_runs import resume_flow_run
 
 from flows.local_server import ACCESS, PASSWORD
-from tasks.promotion.log import CHALLENGER, WAITS, holders, last_promotion, read_log
+from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, current_aliases, last_promotion, read_log
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.test_browser import CHROMIUM, Pages, opened_pages, try_from_elsewhere
 from tests.e2e.up import Up, running_up
 
-ASKED = "promote.approval=person"
+ASKED = "promote.approval=manual"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the pages are not looked at")
 
 
@@ -119,9 +119,9 @@ def test_a_run_from_the_form_reuses_what_is_there_and_waits_for_a_person(up: Up,
     assert {step.outcome for step in record.steps.values()} == {"reused"}
     waiting = last_promotion(up.root, "tiny-1")
     assert waiting is not None
-    assert (suspended.state_name, waiting.kind, waiting.decision.accepted) == ("Suspended", WAITS, False)
+    assert (suspended.state_name, waiting.kind, waiting.decision.accepted) == ("Suspended", PENDING_APPROVAL, False)
     assert waiting.decision.refusals == ["waits for approval by a person"]
-    held = holders(read_log(up.root, "tiny"))
+    held = current_aliases(read_log(up.root, "tiny"))
     assert (held[CHALLENGER], held.get("champion")) == (waiting.artifact, None)
     for wrong in ({"decision": "perhaps", "name": "Ada"}, {"decision": "approve", "name": ""}, {}):
         with pytest.raises(RuntimeError, match="Validation failed"):
@@ -134,7 +134,7 @@ def test_once_approved_the_run_promotes_and_is_linked_both_ways(up: Up, suspende
     done, record = last_promotion(up.root, "tiny-1"), up.record_of(ended)
     assert done is not None
     assert (done.kind, done.by, done.comment) == ("promoted", "Ada", "reads well")
-    held = holders(read_log(up.root, "tiny"))
+    held = current_aliases(read_log(up.root, "tiny"))
     assert (held["champion"], held.get(CHALLENGER)) == (done.artifact, None)
     assert (record.name, record.state, record.verdict) == ("tiny-1", "finished", "promoted")
     assert [run.name for run in up.runs.all()] == ["tiny-1"]

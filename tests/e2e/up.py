@@ -43,7 +43,7 @@ class Up:
 
     @property
     def root(self) -> Root:
-        return Root.of(self.herd.root)
+        return Root.parse(self.herd.root)
 
     @property
     def runs(self) -> Runs:
@@ -51,7 +51,7 @@ class Up:
 
     def start(self, deployment: str, **config: Any) -> FlowRun:
         """Do what the button Run does, with a form in which `config` was filled in."""
-        if deployment.split("/")[0] in ("pipeline", "curate", "tokenise", "pretrain"):
+        if deployment.split("/")[0] in ("pipeline", "curate", "tokenize", "pretrain"):
             config = {"recipe": self.herd.recipe, **config}
         found = self.client.read_deployment_by_name(deployment)
         return self.client.create_flow_run_from_deployment(found.id, parameters={"config": config})

@@ -7,19 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
-from flows.crash_recovery import (
-    COUNT,
-    FOUND,
-    FRUITLESS,
-    RESUMED,
-    count_fruitless,
-    progress_of_run,
-    progress_of_study,
-    was_resumed,
-)
+from flows.crash_recovery import COUNT, FOUND, count_fruitless, progress_of_run, progress_of_study, was_resumed
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.runs.records import Runs, StepRecord
+from tasks.runs.recovery import FRUITLESS, RESUMED
 
 
 def attempts(amounts: list[str], resumed: list[bool]) -> list[int]:
@@ -65,11 +57,11 @@ def test_a_run_that_always_gets_further_is_resumed_for_ever(amounts: list[tuple[
 
 
 def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(tmp_path: Path) -> None:
-    root, recipe = Root.of(tmp_path), load_recipe(Path("recipes/quickstart.yaml"))
+    root, recipe = Root.parse(tmp_path), load_recipe(Path("recipes/quickstart.yaml"))
     assert progress_of_run(root, recipe, "one") == "0:0"
     record = Runs(root).begin(recipe, "code")
     record.prefect_run = "one"
-    record.steps["collect"] = StepRecord(artifact="collected/quickstart-1a2b3c4d", outcome="made")
+    record.steps["collect"] = StepRecord(artifact="collected/quickstart-1a2b3c4d", outcome="created")
     Runs(root).save(record)
     (tmp_path / "work" / "main-1a2b3c4d").mkdir(parents=True)
     (tmp_path / "work" / "main-1a2b3c4d" / "journal.jsonl").write_bytes(b"12345")

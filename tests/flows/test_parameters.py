@@ -11,8 +11,8 @@ from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
 from flows.checkpoint import evaluate, promote
-from flows.maintenance import report, retention, verify
-from flows.pipeline import curate, pipeline, pretrain, rerun, tokenise
+from flows.maintenance import gc, report, verify
+from flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
 from flows.recipe_form import (
     CADENCE,
     NOTHING,
@@ -36,13 +36,13 @@ from tasks.pipeline_steps import first_step, last_step, step_names
 FLOWS: list[Flow[Any, Any]] = [
     pipeline,
     curate,
-    tokenise,
+    tokenize,
     pretrain,
     rerun,
     evaluate,
     promote,
     report,
-    retention,
+    gc,
     study,
     verify,
 ]
@@ -114,12 +114,14 @@ def test_the_form_of_a_rerun_reads_in_this_order_and_offers_the_steps() -> None:
     ]  # fmt: skip
     offered = fields["from_step"]["enum"]
     assert offered[0] == fields["from_step"]["default"] == NOTHING
-    assert {"curate", "tokenise", "pretrain", "ramp-1", "main", "anneal", "promote"} < set(offered)
+    assert {"curate", "tokenize", "pretrain", "ramp-1", "main", "anneal", "promote"} < set(offered)
 
 
 def test_the_pipeline_does_not_draw_what_the_deployment_rerun_is_for() -> None:
     assert not {"rerun_of", "from_step"} & set(form(pipeline))
-    assert PipelineParameters(rerun_of="quickstart-7", from_step="main").settled().rerun_of == "quickstart-7"
+    assert (
+        PipelineParameters(rerun_of="quickstart-7", from_step="main").resolved_parameters().rerun_of == "quickstart-7"
+    )
 
 
 NONSENSE = [
@@ -131,7 +133,7 @@ NONSENSE = [
     (pipeline, {"change": {"stages": [{"name": "main", "batch": "4 MB"}]}}, "4 MB"),
     (pipeline, {"change": {"mixes": [{"name": "base", "math": "0.25"}]}}, "0.25"),
     (rerun, {"from_step": "curat"}, "curat"),
-    (curate, {"new": "yes"}, "yes"),
+    (curate, {"fresh": "yes"}, "yes"),
     (report, {"cluster": {}}, "cluster"),
 ]
 
@@ -147,34 +149,34 @@ def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> 
     change = {
         "stages": [
             {"name": "main", "until": "400K", "batch": "4Ki", "lr": "constant"},
-            {"name": "anneal", "seq": "256"},
+            {"name": "anneal", "seq_len": "256"},
         ],
         "mixes": [{"name": "base", "math": "35%", "general": "40%"}],
         "peak": "1e-3",
         "warmup": "40 steps",
         "jaccard": "70%",
-        "held_out": "2.5 %",
+        "validation_fraction": "2.5 %",
         "every": "10 min",
         "seed": "7",
     }
     assert refused(pipeline, {"change": change, "overrides": ["evaluate.questions=40"]}) == []
     wanted = StageParameters.model_validate({"change": change, "overrides": ["evaluate.questions=40"]})
-    recipe = chosen_recipe(wanted.settled("curate"))
+    recipe = chosen_recipe(wanted.resolved_parameters("curate"))
 
     main, anneal = recipe.stages[-2:]
     assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("400K"), Tokens.parse("4Ki"), "constant")
-    assert (anneal.seq, str(anneal.length)) == (256, "100K")
+    assert (anneal.seq_len, str(anneal.length)) == (256, "100K")
     assert {domain: str(share) for domain, share in recipe.mix["base"].items()} == {
         "general": "40%", "math": "35%", "code": "17%", "multilingual": "8%"
     }  # fmt: skip
     assert (recipe.lr.peak, str(recipe.lr.warmup), recipe.seed) == (1e-3, "40 steps", 7)
-    assert (recipe.curate.dedup.jaccard, str(recipe.curate.held_out)) == (0.7, "2.5%")
+    assert (recipe.curate.dedup.jaccard, str(recipe.curate.validation_fraction)) == (0.7, "2.5%")
     assert (str(recipe.checkpoint.every), recipe.evaluate.questions) == ("10 min", 40)
 
 
 def test_a_new_end_takes_the_place_of_the_other_kind() -> None:
     change = RecipeChange(stages=[StageChange(name="anneal", until="1M"), StageChange(name="main", length="540K")])
-    recipe = chosen_recipe(PipelineParameters(change=change).settled())
+    recipe = chosen_recipe(PipelineParameters(change=change).resolved_parameters())
     assert [(stage.until, stage.length) for stage in recipe.stages[-2:]] == [
         (None, Tokens.parse("540K")),
         (Tokens.parse("1M"), None),
@@ -186,10 +188,10 @@ def test_a_new_end_takes_the_place_of_the_other_kind() -> None:
 def test_what_the_schema_cannot_know_the_recipe_says_in_one_line() -> None:
     short = PipelineParameters(change=RecipeChange(mixes=[MixChange(name="base", math="20%")]))
     with pytest.raises(RecipeError, match=r"mix: the shares of base sum to 95%; change them until they sum to 100%"):
-        chosen_recipe(short.settled())
+        chosen_recipe(short.resolved_parameters())
     unknown = PipelineParameters(change=RecipeChange(stages=[StageChange(name="mian", until="1M")]))
     with pytest.raises(RecipeError, match=r"there is no element 'mian' in that list"):
-        chosen_recipe(unknown.settled())
+        chosen_recipe(unknown.resolved_parameters())
 
 
 @pytest.mark.parametrize(
@@ -213,20 +215,20 @@ def test_a_pattern_takes_every_quantity_as_it_is_printed(pattern: str, values: A
 
 def test_settling_folds_the_form_into_one_list_of_overrides_and_leaves_the_rest() -> None:
     config = PipelineParameters(change=RecipeChange(seed="3"), overrides=["seed=4"], until=" main ", root="/data")
-    settled = config.settled()
+    settled = config.resolved_parameters()
     assert (settled.overrides, settled.until, settled.root) == (["seed=3", "seed=4"], "main", "/data")
-    assert settled.settled() == settled
-    assert StageParameters(root="/data", new=True).settled("curate") == PipelineParameters(
-        root="/data", new=True, until="curate", cluster=settled.cluster
+    assert settled.resolved_parameters() == settled
+    assert StageParameters(root="/data", fresh=True).resolved_parameters("curate") == PipelineParameters(
+        root="/data", fresh=True, until="curate", cluster=settled.cluster
     )
 
 
 def test_a_rerun_redoes_from_the_list_or_from_a_stage_of_ones_own() -> None:
-    assert RerunParameters().settled("quickstart-7").from_step == ""
-    assert RerunParameters(from_step="curate").settled("quickstart-7").from_step == "curate"
-    assert RerunParameters(stage="cooldown").settled("quickstart-7").from_step == "cooldown"
+    assert RerunParameters().resolved_parameters("quickstart-7").from_step == ""
+    assert RerunParameters(from_step="curate").resolved_parameters("quickstart-7").from_step == "curate"
+    assert RerunParameters(stage="cooldown").resolved_parameters("quickstart-7").from_step == "cooldown"
     with pytest.raises(ValueError, match="fill in one of them"):
-        RerunParameters(from_step="curate", stage="cooldown").settled("quickstart-7")
+        RerunParameters(from_step="curate", stage="cooldown").resolved_parameters("quickstart-7")
 
 
 def test_an_empty_root_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_general_words_name_the_first_or_last_step_of_their_kind() -> None:
 
 def test_steps_are_named_in_order() -> None:
     assert step_names(load_recipe(QUICKSTART)) == [
-        "collect", "annotate", "curate", "tokenizer", "tokenise",
+        "collect", "annotate", "curate", "tokenizer", "tokenize",
         "ramp-1", "ramp-2", "main", "evaluate-main", "anneal", "evaluate-anneal", "promote",
     ]  # fmt: skip
 
@@ -257,20 +259,26 @@ def test_overrides_change_the_chosen_recipe() -> None:
 
 def test_the_form_of_a_study_takes_arms_as_a_list() -> None:
     sent = {
-        "arms": [
+        "variants": [
             {"name": "short", "change": {"warmup": "10 steps"}},
             {"name": "long", "overrides": ["lr.warmup=90 steps"]},
         ],
         "only": ["short"],
     }
     assert refused(study, sent) == []
-    assert refused(study, {"arms": [{"name": "Two Words"}]})
-    assert refused(study, {"arms": [{"name": "short", "change": {"warmup": "ten"}}]})
+    assert refused(study, {"variants": [{"name": "Two Words"}]})
+    assert refused(study, {"variants": [{"name": "short", "change": {"warmup": "ten"}}]})
     config = StudyParameters.model_validate(sent)
-    posed = config.posed()
-    assert [run.arm.name for run in posed.runs if run.repeat == 1] == ["steady", "ramp", "no-warmup", "short", "long"]
-    assert {run.arm.name for run in config.chosen(posed)} == {"steady", "short"}  # the control in any case
-    warmups = {run.arm.name: str(run.recipe.lr.warmup) for run in posed.runs}
+    expanded = config.expanded()
+    assert [run.variant.name for run in expanded.runs if run.repeat == 1] == [
+        "steady",
+        "ramp",
+        "no-warmup",
+        "short",
+        "long",
+    ]
+    assert {run.variant.name for run in config.chosen(expanded)} == {"steady", "short"}  # the control in any case
+    warmups = {run.variant.name: str(run.recipe.lr.warmup) for run in expanded.runs}
     assert (warmups["short"], warmups["long"]) == ("10 steps", "90 steps")
-    with pytest.raises(ValueError, match="only: 'shorter' is no arm of ramp-cpu"):
-        StudyParameters(only=["shorter"]).chosen(posed)
+    with pytest.raises(ValueError, match="only: 'shorter' is not a variant of ramp-cpu"):
+        StudyParameters(only=["shorter"]).chosen(expanded)

@@ -21,23 +21,14 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
-from flows.crash_recovery import (
-    AUTO_RESUME,
-    FIRST_REPORT,
-    RESUMED,
-    resume,
-    resume_all,
-    resume_soon,
-    steps_back,
-    thin_out,
-    was_resumed,
-)
+from flows.crash_recovery import steps_back, thin_out, was_resumed
 from flows.local_server import POOL
-from flows.serve import QUEUES, RESULTS, crash_zombies, resume_crashed, setup
+from flows.serve import QUEUES, RESULTS, RETIRED, crash_zombies, setup
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
-from tasks.runs.records import Runs
+from tasks.runs.records import Runs, mark_open
+from tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from tests.dist import Forked
 
 QUEUE = "training"
@@ -74,46 +65,46 @@ def ids(client: SyncPrefectClient) -> dict[str, str]:
 
 
 def test_a_second_time_changes_nothing(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
-    made = setup(Root.of(tmp_path), api)
+    made = setup(Root.parse(tmp_path), api)
     before = ids(client)
-    again = setup(Root.of(tmp_path), api)
+    again = setup(Root.parse(tmp_path), api)
 
     assert ids(client) == before
-    assert {line.rsplit(": ", 1)[1] for line in again} == {"is there"}
+    assert {line.rsplit(": ", 1)[1] for line in again} == {"exists"}
     assert [line.rsplit(": ", 1)[0] for line in made] == [line.rsplit(": ", 1)[0] for line in again]
-    assert {f"block {RESULTS}", "herd: crash zombie runs", "herd: resume crashed runs"} < set(before)
+    assert {f"block {RESULTS}", "herd: crash zombie runs", "herd: alerts (example)"} < set(before)
 
 
 def test_heavy_queues_run_one_at_a_time_and_a_new_pool_has_the_template_of_its_worker(
     client: SyncPrefectClient, api: str, tmp_path: Path
 ) -> None:
-    setup(Root.of(tmp_path), api)
+    setup(Root.parse(tmp_path), api)
     limits = {queue.name: queue.concurrency_limit for queue in client.read_work_queues(work_pool_name=POOL)}
     assert limits == QUEUES
     assert "command" in client.read_work_pool(POOL).base_job_template["variables"]["properties"]
 
 
 def test_what_somebody_changed_stays(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
-    setup(Root.of(tmp_path), api)
+    setup(Root.parse(tmp_path), api)
     (alerts,) = client.read_automations_by_name("herd: alerts (example)")
     client.pause_automation(alerts.id)
-    setup(Root.of(tmp_path), api)
+    setup(Root.parse(tmp_path), api)
     assert not client.read_automations_by_name("herd: alerts (example)")[0].enabled
 
 
-def test_a_crashed_run_is_resumed_with_words_that_tell_it_from_a_retry_by_a_person(
-    client: SyncPrefectClient, api: str, tmp_path: Path
-) -> None:
-    setup(Root.of(tmp_path), api)
-    (resume,) = client.read_automations_by_name("herd: resume crashed runs")
-    assert [action.message for action in resume.actions] == [RESUMED]  # type: ignore[union-attr]
+def test_the_automation_of_earlier_versions_goes(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
+    old = crash_zombies()
+    old.name = RETIRED
+    client.create_automation(old)
+    setup(Root.parse(tmp_path), api)
+    assert not client.read_automations_by_name(RETIRED)
 
 
 def test_results_of_a_remote_root_lie_below_it_without_a_secret(
     client: SyncPrefectClient, api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
-    setup(Root.of("s3://bucket/herd", scratch=str(tmp_path)), api)
+    setup(Root.parse("s3://bucket/herd", scratch=str(tmp_path)), api)
     block = RemoteFileSystem.load(RESULTS)
     assert isinstance(block, RemoteFileSystem)
     assert block.basepath == "s3://bucket/herd/prefect-results"
@@ -124,13 +115,13 @@ def test_results_of_a_remote_root_lie_below_it_without_a_secret(
 
 def test_without_a_server_it_says_which_one_it_needs(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_API_URL: None}), pytest.raises(ValueError, match="PREFECT_API_URL: is not set"):
-        setup(Root.of(tmp_path))
+        setup(Root.parse(tmp_path))
 
 
 @pytest.fixture
 def quiet(client: SyncPrefectClient, api: str, tmp_path: Path) -> Iterator[SyncPrefectClient]:
     """The server with nothing in its work pool that waits."""
-    setup(Root.of(tmp_path), api)
+    setup(Root.parse(tmp_path), api)
     yield client
     for each in runs_of_pool(client):
         client.delete_flow_run(each.id)
@@ -214,24 +205,20 @@ def test_what_people_started_is_never_cancelled_and_of_a_schedule_one_is_left(qu
     assert list(thin_out(quiet)) == []
 
 
-@pytest.fixture
-def deaf(client: SyncPrefectClient) -> SyncPrefectClient:
-    """The server, whose automation misses every crash."""
-    for rule in client.read_automations_by_name(resume_crashed().name):
-        client.delete_automation(rule.id)
-    rule = resume_crashed()
-    rule.trigger.expect = {"nothing.at.all"}  # type: ignore[union-attr]
-    client.create_automation(rule)
-    return client
-
-
-def crashed(client: SyncPrefectClient, message: str, tags: tuple[str, ...] = (AUTO_RESUME,)) -> UUID:
+def crashed(
+    client: SyncPrefectClient, message: str, tags: tuple[str, ...] = (AUTO_RESUME,), root: Root | None = None
+) -> UUID:
     """Return a flow run of a deployment whose first attempt crashed."""
     deployment = client.create_deployment(client.create_flow(pipeline), name="tests", tags=list(tags))
-    made = client.create_flow_run_from_deployment(deployment).id
+    parameters = {"config": {"root": root.uri}} if root else {}
+    made = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
     client.set_flow_run_state(made, Running(), force=True)
     client.set_flow_run_state(made, Crashed(message=message), force=True)
     return made
+
+
+def restarted(client: SyncPrefectClient, flow_run: UUID) -> bool:
+    return restart(client, client.read_flow_run(flow_run))
 
 
 def state(client: SyncPrefectClient, flow_run: UUID) -> State[None]:
@@ -240,52 +227,65 @@ def state(client: SyncPrefectClient, flow_run: UUID) -> State[None]:
     return found
 
 
-def test_a_first_report_is_answered_with_a_start_some_seconds_ahead(deaf: SyncPrefectClient) -> None:
-    flow_run = crashed(deaf, f"{FIRST_REPORT}: -9")
-    assert resume_soon(deaf, flow_run, attempt=1)
-    now = state(deaf, flow_run)
+def test_a_first_report_is_answered_with_a_start_some_seconds_ahead(client: SyncPrefectClient) -> None:
+    flow_run = crashed(client, f"{FIRST_REPORT}: -9")
+    assert restarted(client, flow_run)
+    now = state(client, flow_run)
     assert (now.name, now.message) == ("AwaitingRetry", RESUMED)
     assert now.state_details.scheduled_time is not None
     assert now.state_details.scheduled_time > datetime.now(UTC) + timedelta(seconds=20)
-    assert was_resumed(deaf.read_flow_run_states(flow_run))
-    assert not resume_soon(deaf, flow_run, attempt=1)
+    assert was_resumed(client.read_flow_run_states(flow_run))
+    assert not restarted(client, flow_run)
 
 
-def test_other_crashes_are_left_to_the_automation_and_taken_up_if_it_does_not(deaf: SyncPrefectClient) -> None:
-    flow_run = crashed(deaf, "its process is gone")
-    assert not resume_soon(deaf, flow_run, attempt=1)
-    assert state(deaf, flow_run).is_crashed()
-    assert resume(deaf, flow_run, attempt=1, wait_s=0)
-    assert (state(deaf, flow_run).name, state(deaf, flow_run).message) == ("AwaitingRetry", RESUMED)
-    assert not resume(deaf, flow_run, attempt=1, wait_s=0)
+def test_other_crashes_are_answered_at_once(client: SyncPrefectClient) -> None:
+    flow_run = crashed(client, "its process is gone")
+    assert restarted(client, flow_run)
+    now = state(client, flow_run)
+    assert (now.name, now.message) == ("AwaitingRetry", RESUMED)
+    assert now.state_details.scheduled_time is not None
+    assert now.state_details.scheduled_time < datetime.now(UTC) + timedelta(seconds=5)
+    assert not restarted(client, flow_run)
 
 
-def test_what_nobody_asked_to_resume_stays(deaf: SyncPrefectClient) -> None:
-    untagged = crashed(deaf, "its process is gone", tags=("herd",))
-    assert not resume(deaf, untagged, attempt=1, wait_s=0)
-    later = crashed(deaf, "its process is gone")
-    assert not resume(deaf, later, attempt=0, wait_s=0)  # another attempt has begun since
-    deaf.set_flow_run_state(later, Cancelled(), force=True)
-    assert not resume(deaf, later, attempt=1, wait_s=0)
+def test_what_nobody_asked_to_resume_stays(client: SyncPrefectClient) -> None:
+    assert not restarted(client, crashed(client, "its process is gone", tags=("herd",)))
+    later = crashed(client, "its process is gone")
+    client.set_flow_run_state(later, Cancelled(), force=True)
+    assert not restarted(client, later)
 
 
-def test_the_hourly_pass_finds_what_was_overlooked_but_not_what_crashed_just_now(deaf: SyncPrefectClient) -> None:
-    flow_run = crashed(deaf, "no heartbeat")
-    assert flow_run not in {each.id for each in resume_all(deaf, grace_s=60)}
-    assert flow_run in {each.id for each in resume_all(deaf, grace_s=0)}
-    assert state(deaf, flow_run).name == "AwaitingRetry"
+def test_a_pass_restarts_what_crashed_before_it_had_a_record_but_not_for_ever(
+    client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    root = Root.parse(tmp_path)
+    flow_run, other = crashed(client, "no heartbeat", root=root), crashed(client, "no heartbeat")
+    for _ in range(FRUITLESS):
+        assert [line.after for line in reconcile(root, client, cleanup=False)] == ["AwaitingRetry"]
+        assert state(client, flow_run).name == "AwaitingRetry"
+        client.set_flow_run_state(flow_run, Crashed(message="no heartbeat"), force=True)
+    assert reconcile(root, client, cleanup=False) == []
+    assert state(client, other).is_crashed()  # of another root
 
 
-def test_where_the_automation_is_switched_off_nothing_is_resumed(deaf: SyncPrefectClient) -> None:
-    (rule,) = deaf.read_automations_by_name(resume_crashed().name)
-    deaf.pause_automation(rule.id)
-    flow_run = crashed(deaf, f"{FIRST_REPORT}: -9")
-    try:
-        assert not resume_soon(deaf, flow_run, attempt=1)
-        assert not resume(deaf, flow_run, attempt=1, wait_s=0)
-        assert not list(resume_all(deaf, grace_s=0))
-    finally:
-        deaf.resume_automation(rule.id)
+def test_a_flow_run_that_is_called_crashed_while_its_process_lives_is_running(
+    client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    """A busy worker reports a death a second time when the next attempt works already."""
+    root = Root.parse(tmp_path)
+    flow_run = crashed(client, "Flow run infrastructure exited", root=root)
+    record = Runs(root).begin(load_recipe(Path("recipes/quickstart.yaml")), "code")
+    record.prefect_run = str(flow_run)
+    Runs(root).save(record)
+    mark_open(root, record.name)
+    with lease(root, f"runs/{record.name}", record.name):
+        assert [line.after for line in reconcile(root, client, cleanup=False)] == ["Running"]
+    assert state(client, flow_run).is_running()
+    assert [line.after for line in reconcile(root, client, grace_s=0, cleanup=False)] == [
+        "interrupted",
+        "Crashed",
+        "AwaitingRetry",
+    ]
 
 
 CLAIM = """
@@ -297,25 +297,27 @@ from flows.recipe_form import PipelineParameters
 from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.runs.records import Runs
+from tasks.runs.records import Runs, mark_open
+from tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 flows.crash_recovery.LEAVE_S = 1.0
 config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
-with flows.run_lifecycle.acquire_run(config, recipe, Runs(Root.of(sys.argv[1])), TerminalConsole()) as (record, fence):
+runs = Runs(Root.parse(sys.argv[1]))
+with flows.run_lifecycle.acquire_run(config, recipe, runs, TerminalConsole()) as (record, fence):
     print("works on", record.name, flush=True)
 """
 
 
 @pytest.mark.parametrize("by_machine", [True, False])
 def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it(
-    deaf: SyncPrefectClient, tmp_path: Path, by_machine: bool
+    client: SyncPrefectClient, tmp_path: Path, by_machine: bool
 ) -> None:
     """A late report of the first death begins another attempt beside the one that works; a Retry waits for its end."""
-    flow_run, root = crashed(deaf, "its process is gone"), Root.of(tmp_path)
-    deaf.set_flow_run_state(flow_run, AwaitingRetry(message=RESUMED if by_machine else "retried"), force=True)
+    flow_run, root = crashed(client, "its process is gone"), Root.parse(tmp_path)
+    client.set_flow_run_state(flow_run, AwaitingRetry(message=RESUMED if by_machine else "retried"), force=True)
     record = Runs(root).begin(load_recipe(Path("recipes/quickstart.yaml")), "code")
     record.prefect_run = str(flow_run)
     Runs(root).save(record)
-    surroundings = {**os.environ, "PREFECT_API_URL": str(deaf.api_url), "PREFECT__FLOW_RUN_ID": str(flow_run)}
+    surroundings = {**os.environ, "PREFECT_API_URL": str(client.api_url), "PREFECT__FLOW_RUN_ID": str(flow_run)}
     with lease(root, f"runs/{record.name}", record.name):
         process = Forked("-c", CLAIM, str(tmp_path), environment=surroundings)
         said = process.stdout.readline()
@@ -326,7 +328,3 @@ def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it
     assert ("an earlier process of this flow run: this one leaves" in said) == by_machine
     assert (f"works on {record.name}" in said) != by_machine
     assert Runs(root).find(record.name).attempts == (1 if by_machine else 2)
-
-
-def test_no_event_is_taken_in_by_both_automations() -> None:
-    assert not crash_zombies().trigger.expect & resume_crashed().trigger.expect  # type: ignore[union-attr]

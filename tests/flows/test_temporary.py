@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 from flows.local_server import is_temporary, start_temporary_server
 from storage.root import Root
-start_temporary_server(Root.of(sys.argv[1]))()
+start_temporary_server(Root.parse(sys.argv[1]))()
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 assert is_temporary()
 print(PREFECT_API_URL.value(), PREFECT_API_AUTH_STRING.value(), flush=True)
@@ -46,7 +46,7 @@ def answers(url: str) -> bool:
 
 def test_none_is_started_where_one_is_known(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        start_temporary_server(Root.of(tmp_path))()
+        start_temporary_server(Root.parse(tmp_path))()
     assert not is_temporary()
     assert not (tmp_path / "logs").exists()
 

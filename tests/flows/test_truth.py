@@ -1,4 +1,4 @@
-"""What carries the end of a flow run to its record: hooks, and the watchdog of a process that was killed."""
+"""What carries the end of a process to its record: its own last words, the watchdog, and nothing of a lost lease."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import psutil
 import pytest
-from prefect import flow
-from prefect.client.schemas.objects import FlowRun
-from prefect.states import Crashed
 
-from flows.run_lifecycle import _close, _closing, on_cancellation, on_crashed, on_failure
+from flows.run_lifecycle import _close, _closing
 from llama3.recipe.load import load_recipe
 from storage.lease import LeaseLost, lease
 from storage.object_artifact import open_store
@@ -24,10 +21,11 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.runs.records import RunRecord, Runs, mark_open, now
-from tasks.step import Context, tracked
+from tasks.runs.recovery import reconcile_record
+from tasks.step import Context, tracked_step
 from tasks.study.records import Studies, StudyRecord
-from tasks.tracking.backfill import watch
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.backfill import watch_outages
+from tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun
 
@@ -38,7 +36,7 @@ from contextlib import suppress
 from flows.watchdog import watched
 from storage.lease import lease
 from storage.root import Root
-root, work = Root.of(sys.argv[1]), sys.argv[2]
+root, work = Root.parse(sys.argv[1]), sys.argv[2]
 with suppress(KeyError), lease(root, work, work), watched(root, work, 0):
     print("works", flush=True)
     asked = sys.stdin.readline()
@@ -50,14 +48,9 @@ with suppress(KeyError), lease(root, work, work), watched(root, work, 0):
 """
 
 
-@flow(name="pipeline")
-def pipeline() -> None:
-    """Its hooks are called by hand."""
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    return Root.of(tmp_path_factory.mktemp("root"))
+    return Root.parse(tmp_path_factory.mktemp("root"))
 
 
 @pytest.fixture
@@ -69,34 +62,6 @@ def run(root: Root) -> RunRecord:
     return record
 
 
-def flow_run(root: Root, run: RunRecord, name: str = "") -> FlowRun:
-    parameters = {"config": {"root": root.uri}}
-    return FlowRun(id=UUID(run.prefect_run), flow_id=uuid4(), name=name or run.name, parameters=parameters)
-
-
-@pytest.mark.parametrize(
-    ("hook", "state"), [(on_cancellation, "cancelled"), (on_crashed, "interrupted"), (on_failure, "failed")]
-)
-def test_a_hook_says_how_it_ended(hook: object, state: str, root: Root, run: RunRecord) -> None:
-    for _ in range(2):
-        hook(flow=pipeline, flow_run=flow_run(root, run), state=Crashed())  # type: ignore[operator]
-        assert Runs(root).find(run.name).state == state
-
-
-def test_a_hook_finds_a_renamed_flow_run_and_leaves_others(root: Root, run: RunRecord) -> None:
-    other = run.model_copy(update={"prefect_run": str(uuid4())})
-    on_crashed(flow=pipeline, flow_run=flow_run(root, other), state=Crashed())
-    assert Runs(root).find(run.name).state == "running"
-    on_crashed(flow=pipeline, flow_run=flow_run(root, run, "my favourite"), state=Crashed())
-    assert Runs(root).find(run.name).state == "interrupted"
-
-
-def test_a_late_hook_does_not_touch_a_run_that_was_taken_up_again(root: Root, run: RunRecord) -> None:
-    with lease(root, f"runs/{run.name}", run.name):
-        on_crashed(flow=pipeline, flow_run=flow_run(root, run), state=Crashed())
-    assert Runs(root).find(run.name).state == "running"
-
-
 @pytest.mark.slow
 def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,20 +70,15 @@ def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     with mlflow_server(tmp_path / "mlflow") as server:
         use(monkeypatch, server.uri)
-        run = TrackedRun(Root.of(tmp_path / "root"))
+        run = TrackedRun(Root.parse(tmp_path / "root"))
         context = run.context
-        watch(context)
+        watch_outages(context)
         run.tokens()
         server.signal(signal.SIGSTOP)
         threading.Timer(7.0, server.signal, [signal.SIGCONT]).start()
         _close(context, "finished", "FINISHED", "")
         status = context.tracker.client.get_run(context.record.mlflow_run).info.status
     assert (status, Runs(context.root).find(context.record.name).mlflow_stale) == ("FINISHED", False)
-
-
-def test_a_hook_never_raises(run: RunRecord) -> None:
-    broken = FlowRun(id=UUID(run.prefect_run), flow_id=uuid4(), name="x", parameters={"config": {"root": 7}})
-    on_failure(flow=pipeline, flow_run=broken, state=Crashed())
 
 
 def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]:
@@ -132,21 +92,17 @@ def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]
 
 
 @pytest.mark.slow
-def test_hook_and_watchdog_say_how_a_study_ended(root: Root) -> None:
+def test_the_watchdog_says_how_a_study_ended(root: Root) -> None:
     record = StudyRecord(name="warm", digest="d", kind="compare", recipe="r.yaml", started=now(), code="abc")
     record.prefect_run = str(uuid4())
     Studies(root).save(record)
     process, watchdog = works(root, "studies/warm")
-    parameters = {"config": {"root": root.uri}}
-    ended = FlowRun(id=UUID(record.prefect_run), flow_id=uuid4(), name="my study", parameters=parameters)
-    on_failure(flow=pipeline, flow_run=ended, state=Crashed())
+    reconcile_record(root, None, "studies/warm")
     assert Studies(root).find("warm").state == "running"  # somebody works on it
     process.kill()
     process.wait()
     psutil.wait_procs([watchdog], timeout=90)
     assert Studies(root).find("warm").state == "interrupted"
-    on_cancellation(flow=pipeline, flow_run=ended, state=Crashed())
-    assert Studies(root).find("warm").state == "cancelled"
 
 
 def test_the_watchdog_of_a_killed_process_settles_its_run_and_leaves(root: Root, run: RunRecord) -> None:
@@ -171,10 +127,10 @@ def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(word: str, r
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["ends", "fails", "is stopped"])
 def test_who_lost_the_run_says_nothing_of_how_it_ended(root: Root, run: RunRecord, error: BaseException | None) -> None:
-    runs, tracker = Runs(root), Tracker(root, RECIPE.name)
+    runs, tracker = Runs(root), MLflowTracker(root, RECIPE.name)
     with lease(root, f"runs/{run.name}", "first") as mine:
         runs.hold(run.name, mine)
-        tracker.lost = lambda: runs.lost(run.name)
+        tracker.lost = lambda: runs.lease_lost(run.name)
         run.mlflow_run = tracker.open_run(run.name, {"attempts": "1"}, {})
         context = Context(RECIPE, Cluster(), open_store(root), runs, run, tracker, TerminalConsole(), [])
         children = []
@@ -182,8 +138,12 @@ def test_who_lost_the_run_says_nothing_of_how_it_ended(root: Root, run: RunRecor
         with lease(root, f"runs/{run.name}", "second"):
             later = Runs(root).find(run.name).model_copy(update={"attempts": 2})
             Runs(root).save(later)
-            Tracker(root, RECIPE.name).open_run(run.name, {"attempts": "2"}, {})
-            with suppress(ValueError, KeyboardInterrupt), _closing(context), tracked(context, "a", "b", "c") as child:
+            MLflowTracker(root, RECIPE.name).open_run(run.name, {"attempts": "2"}, {})
+            with (
+                suppress(ValueError, KeyboardInterrupt),
+                _closing(context),
+                tracked_step(context, "a", "b", "c") as child,
+            ):
                 children.append(child)
                 tracker.set_tags(run.mlflow_run, {"attempts": "1"})
                 if error is not None:

@@ -72,7 +72,7 @@ def test_windows_is_refused_before_its_first_import_fails() -> None:
 PAGES = sorted(Path("docs/tutorials").glob("*.md"))
 PROGRAM = re.compile(r"(?:\$ )?(\.venv/bin/)?(herd|prefect|python|mlflow|pytest)( .*)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```\n", re.DOTALL)
-MADE = {"place.yaml", "mine.yaml", "chosen.yaml"}
+CREATED = {"place.yaml", "mine.yaml", "chosen.yaml"}
 """Files that a command before them writes."""
 
 
@@ -131,7 +131,7 @@ def check_herd(page: Path, words: list[str]) -> None:
     if context.info_name == "rerun":
         recipe = Path({"quickstart": "recipes/quickstart.yaml"}[given["run"].rpartition("-")[0]])
         assert given["from_"] in Schedule(load_recipe(recipe)).names
-    if context.info_name in ("run", "rerun", "plan") and recipe is not None and recipe.name not in MADE:
+    if context.info_name in ("run", "rerun", "plan") and recipe is not None and recipe.name not in CREATED:
         asked = load_recipe(recipe, given["set_"] or [])
         if context.info_name == "run" and cluster is not None:
             check_layout(asked, load_cluster_of(page, cluster))
@@ -143,7 +143,7 @@ def check_herd(page: Path, words: list[str]) -> None:
 
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
     with TemporaryDirectory() as folder:
-        check_place(recipe, cluster, Root.of(folder))
+        check_place(recipe, cluster, Root.parse(folder))
 
 
 def load_cluster_of(page: Path, name: Path) -> Cluster:

@@ -14,7 +14,7 @@ import pytest
 from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.digests import PAGE
 from storage.object_artifact import open_store
-from storage.objects import files_below
+from storage.objects import list_objects
 from storage.root import Root
 from tests.dist import forkserver
 
@@ -41,7 +41,7 @@ def commit(root: Root, intent: ArtifactSpec, files: dict[str, bytes] = FILES) ->
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
-    """Return the files of an artifact, brought to this machine and verified."""
+    """Return the files of an artifact, ensure_local to this machine and verified."""
     artifact.verify()
     folder = artifact.path
     return {name: (folder / name).read_bytes() for name in artifact.manifest.files}
@@ -64,9 +64,9 @@ def build_one(pipe: Connection, root: Root, intent: ArtifactSpec, text: str, lar
     pipe.send(build(root, intent, text, large).manifest)
 
 
-def bring(pipe: Connection, root: Root, label: str) -> None:
+def download(pipe: Connection, root: Root, label: str) -> None:
     """In a process: bring an artifact when told."""
-    artifact = open_store(root).at(label)
+    artifact = open_store(root).load(label)
     pipe.send("ready")
     pipe.recv()
     artifact.verify()
@@ -98,12 +98,12 @@ def _work(variables: dict[str, str], work: Callable[..., None], pipe: Connection
 
 def attempts(root: Root, intent: ArtifactSpec) -> set[str]:
     """Return the attempts at an artifact of which there is a file in the store."""
-    return {name.split("/")[0] for name in files_below(root.join(*intent.label.split("/")))}
+    return {name.split("/")[0] for name in list_objects(root.join(*intent.label.split("/")))}
 
 
 def in_scratch(root: Root, folder: Path) -> Root:
     """Return the same root as another machine sees it: with a working folder of its own."""
-    return Root.of(root.uri, str(folder))
+    return Root.parse(root.uri, str(folder))
 
 
 def disk_calls(patch: pytest.MonkeyPatch) -> list[int | Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.objects import children
+from storage.objects import list_children
 from tests.storage import s3
 from tests.storage.fault_proxy import Fault, FaultProxy, fault_proxy
 from tests.storage.s3_servers import Server, openstack_swift
@@ -49,7 +49,7 @@ class World:
         """Make the client and its first connection, for which a busy machine may need longer than a short deadline."""
         for _ in range(20):
             with suppress(OSError):
-                children(f"s3://{self.server.bucket}/none")
+                list_children(f"s3://{self.server.bucket}/none")
                 return
 
 

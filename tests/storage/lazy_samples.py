@@ -69,7 +69,7 @@ def die_while_bringing(folder: Path) -> None:
     def deadly(self: PageTable, handle: int, pages: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    PageTable.brought = deadly  # type: ignore[method-assign, assignment]
+    PageTable.mark_fetched = deadly  # type: ignore[method-assign, assignment]
     with LazyFolder(folder).held(np.array([1, 2])):
         pass
 

@@ -37,7 +37,7 @@ def test_a_committed_artifact_is_found_by_what_it_is_made_from(tmp_path: Path) -
     build(store, design(jaccard=0.8))
     found = store.find(design(jaccard=0.8))
     assert found is not None
-    assert found.facts == {"documents": 1}
+    assert found.metadata == {"documents": 1}
     assert found.path.name == f"web-{found.key[:8]}"
     found.verify()
     assert store.find(design(jaccard=0.7)) is None
@@ -89,7 +89,7 @@ def test_a_damaged_artifact_is_moved_aside(tmp_path: Path, harm: Callable[[Path]
 def test_parts_and_names(tmp_path: Path) -> None:
     store = Store(tmp_path)
     build(store, design())
-    artifact = store.at(design().label)
+    artifact = store.load(design().label)
     assert artifact.part("documents") == artifact.path / "documents"
     assert artifact.part("documents/a.txt").read_text() == "hello"
     assert artifact.uri == artifact.path.as_uri()
@@ -101,7 +101,7 @@ def test_parts_and_names(tmp_path: Path) -> None:
     "label", ["../x-1a2b3c4d", "curated/../x-1a2b3c4d", "/etc/x-1a2b3c4d", "a/b/c-1a2b3c4d", "web"]
 )
 def test_labels_that_leave_the_root_are_refused(tmp_path: Path, label: str) -> None:
-    for call in (Store(tmp_path).at, Store(tmp_path).delete):
+    for call in (Store(tmp_path).load, Store(tmp_path).delete):
         with pytest.raises(ValueError, match="write kind/name-key8"):
             call(label)
 
@@ -113,7 +113,7 @@ def test_a_manifest_that_changed_is_not_believed(tmp_path: Path) -> None:
     text = place.read_text()
     place.write_text(text.replace('"documents": 1', '"documents": 7'))
     with pytest.raises(DamagedArtifact, match="changed since it was written"):
-        store.at(design(loss=1).label)
+        store.load(design(loss=1).label)
     assert store.all("curated") == []
     assert store.find(design(loss=1)) is None
     build(store, design(loss=1))
@@ -124,9 +124,9 @@ def test_a_manifest_without_a_seal_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     build(store, design())
     place = tmp_path / design().label / "manifest.json"
-    place.write_text(store.at(design().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
+    place.write_text(store.load(design().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
     with pytest.raises(DamagedArtifact, match="has no seal"):
-        store.at(design().label)
+        store.load(design().label)
 
 
 def sealed(folder: Path, **changes: object) -> None:
@@ -168,7 +168,7 @@ def test_one_broken_manifest_hides_nothing_else_and_its_artifact_is_made_again(
     assert [artifact.label for artifact in store.all("curated")] == [design(n=2).label]
     assert store.all("curated")[0].created > 0
     with pytest.raises(DamagedArtifact, match="web-"):
-        store.at(design(n=1).label)
+        store.load(design(n=1).label)
     build(store, design(n=1), "again")
     found = store.find(design(n=1))
     assert found is not None
@@ -191,7 +191,7 @@ def test_every_flipped_bit_is_found_on_reuse_named_and_mended(tmp_path: Path) ->
         assert store.find(intent, words.append) is not None
         flipped(tmp_path / intent.label / "documents" / "a.txt", random.randrange(80_000))
         with pytest.raises(DamagedArtifact, match=r"documents/a\.txt changed"):
-            _ = store.at(intent.label).path
+            _ = store.load(intent.label).path
         assert store.find(intent, words.append) is None
     assert len(words) == len(list((tmp_path / ".damaged").iterdir())) == 100
     assert all(word.startswith(f"artifact {intent.label}: documents/a.txt changed") for word in words)
@@ -211,16 +211,16 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
 
     monkeypatch.setattr(storage.artifact, "digest_file", digest)
     for _ in range(3):
-        assert store.at(design().label).part("documents/a.txt") == path
+        assert store.load(design().label).part("documents/a.txt") == path
     assert read == ["a.txt"]
     os.utime(path, (1e9, 1e9 + 1))
     assert store.find(design(), print) is not None
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 2
-    monkeypatch.setattr(storage.artifact, "_boot", lambda: "another boot")
+    monkeypatch.setattr(storage.artifact, "_boot_name", lambda: "another boot")
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 3
-    store.at(design().label).verify()
+    store.load(design().label).verify()
     assert read == ["a.txt"] * 4
     store.delete(design().label)
     assert not (tmp_path / ".verified" / design().label).exists()
@@ -263,7 +263,7 @@ def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
 
 def test_of_processes_that_commit_the_same_one_wins(tmp_path: Path) -> None:
     for number in range(5):
-        root = Root.of(tmp_path / str(number))
+        root = Root.parse(tmp_path / str(number))
         writers = [started(build_one, root, design(), f"text {n}", b"") for n in range(4)]
         for _, pipe in writers:
             pipe.send("go")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from storage.artifact import DamagedArtifact
-from storage.cleanup import tidy
+from storage.cleanup import clean_up_root
 from storage.object_artifact import open_store
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, contents, design, in_scratch
@@ -28,7 +28,7 @@ OTHERS: tuple[Fault, ...] = (*BURSTS, "reset-in-body", "flip")
 @pytest.fixture
 def root(world: World, tmp_path: Path) -> Root:
     world.proxy.use()
-    return Root.of(world.server.fresh()[0], str(tmp_path / "scratch"))
+    return Root.parse(world.server.fresh()[0], str(tmp_path / "scratch"))
 
 
 @pytest.mark.parametrize("fault", [*(pytest.param(fault, marks=SLOW) for fault in BURSTS), "flip-sent"])
@@ -81,7 +81,7 @@ def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, 
     assert all(rule.done for rule in rules)
     with world.direct():
         assert all(contents(artifact) == FILES for artifact in made)
-        tidy(root, AT_ONCE)
+        clean_up_root(root, AT_ONCE)
         found = assert_whole(in_scratch(root, tmp_path / "reader"))
         assert attempts(root, design()) == {found}
 

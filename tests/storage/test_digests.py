@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from storage.digests import digest_file, digest_folder
 from storage.filesystem import filesystem_of, write_atomic
-from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file, remove, remove_all
+from storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file, remove, remove_all
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "b/d.bin", "z.txt"]), st.binary(max_size=300)), st.booleans())
@@ -38,14 +38,14 @@ def test_objects_come_and_go(tmp_path: Path) -> None:
     (tmp_path / "store" / "deep").mkdir(parents=True)
     put_file(tmp_path / "file", f"{place}/a")
     put_bytes(f"{place}/deep/b", b"12")
-    assert children(place) == {"a": 5, "deep": children(place)["deep"]}
-    assert children(f"{place}/deep") == {"b": 2}
+    assert list_children(place) == {"a": 5, "deep": list_children(place)["deep"]}
+    assert list_children(f"{place}/deep") == {"b": 2}
     assert get_bytes(f"{place}/deep/b") == b"12"
-    assert children(f"{place}/nowhere") == {}
+    assert list_children(f"{place}/nowhere") == {}
     for _ in range(2):
         remove(f"{place}/a")
         remove_all(f"{place}/deep")
-    assert children(place) == {}
+    assert list_children(place) == {}
 
 
 def test_files_that_are_created_can_be_read_by_others_as_those_that_are_replaced_can(tmp_path: Path) -> None:

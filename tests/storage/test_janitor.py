@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from storage.artifact import Artifact, ArtifactSpec
-from storage.cleanup import Tidied, tidy
+from storage.cleanup import CleanupResult, clean_up_root
 from storage.filesystem import filesystem_of
 from storage.object_artifact import open_store
-from storage.objects import files_below, put_bytes, remove
+from storage.objects import list_objects, put_bytes, remove
 from storage.root import Root
 from tests.storage.commit_samples import AT_ONCE
 
-NOTHING = Tidied(0, 0, 0, 0, 0)
+NOTHING = CleanupResult(0, 0, 0, 0, 0)
 LATER = 3600
 
 
 @pytest.fixture
 def root(bucket: str, tmp_path: Path) -> Root:
-    return Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path))
+    return Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path))
 
 
 def build(root: Root, number: int = 1) -> Artifact:
@@ -37,10 +37,10 @@ def test_attempts_that_no_manifest_names_go(root: Root) -> None:
     made = build(root)
     put_bytes(root.join(made.label, "0" * 32, "deep/left.bin"), b"x" * 100)
     put_bytes(root.join("curated/gone-1a2b3c4d", "1" * 32, "left.bin"), b"x" * 10)
-    assert tidy(root, LATER) == NOTHING
-    assert tidy(root, AT_ONCE) == Tidied(0, 2, 0, 0, 110)
-    assert tidy(root, AT_ONCE) == NOTHING
-    assert set(files_below(root.join("curated"))) == {
+    assert clean_up_root(root, LATER) == NOTHING
+    assert clean_up_root(root, AT_ONCE) == CleanupResult(0, 2, 0, 0, 110)
+    assert clean_up_root(root, AT_ONCE) == NOTHING
+    assert set(list_objects(root.join("curated"))) == {
         f"{made.folder.name}.json",
         f"{made.folder.name}/{made.manifest.attempt}/a.txt",
     }
@@ -50,15 +50,15 @@ def test_what_is_not_an_attempt_stays(root: Root) -> None:
     others = ["runs/web-1a2b3c4d/" + "0" * 32 + "/x", "curated/web-1a2b3c4d/notes/x", "other/x", ".damaged/x.json"]
     for name in others:
         put_bytes(f"{root.uri}/{name}", b"x")
-    assert tidy(root, AT_ONCE) == NOTHING
-    assert sorted(files_below(root.uri)) == sorted(others)
+    assert clean_up_root(root, AT_ONCE) == NOTHING
+    assert sorted(list_objects(root.uri)) == sorted(others)
 
 
 def test_a_damaged_manifest_leaves_its_attempts_alone(root: Root) -> None:
     made = build(root)
     put_bytes(root.join(made.label, "0" * 32, "left.bin"), b"x")
     put_bytes(root.join(f"{made.label}.json"), b"{")
-    assert tidy(root, AT_ONCE) == NOTHING
+    assert clean_up_root(root, AT_ONCE) == NOTHING
 
 
 def test_uploads_that_were_never_finished_go(root: Root, bucket: str) -> None:
@@ -68,10 +68,10 @@ def test_uploads_that_were_never_finished_go(root: Root, bucket: str) -> None:
     for key in (f"{prefix}/curated/web-1a2b3c4d/{'0' * 32}/a", f"{prefix}-other/a"):
         upload = filesystem.call_s3("create_multipart_upload", Bucket=name, Key=key)["UploadId"]
         filesystem.call_s3("upload_part", Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * 1000)
-    assert tidy(root, LATER) == NOTHING
-    assert tidy(root, AT_ONCE) == Tidied(1, 0, 0, 0, 1000)
+    assert clean_up_root(root, LATER) == NOTHING
+    assert clean_up_root(root, AT_ONCE) == CleanupResult(1, 0, 0, 0, 1000)
     assert [upload["Key"] for upload in filesystem.list_multipart_uploads(name)] == [f"{prefix}-other/a"]
-    assert tidy(root, AT_ONCE) == NOTHING
+    assert clean_up_root(root, AT_ONCE) == NOTHING
 
 
 def test_copies_of_what_is_gone_go(root: Root) -> None:
@@ -85,8 +85,8 @@ def test_copies_of_what_is_gone_go(root: Root) -> None:
         path.write_text("x")
     for artifact in (gone, part):
         remove(root.join(f"{artifact.label}.json"))
-    assert tidy(root, LATER) == NOTHING
-    tidied = tidy(root, AT_ONCE)
+    assert clean_up_root(root, LATER) == NOTHING
+    tidied = clean_up_root(root, AT_ONCE)
     assert tidied[:4] == (0, 2, 0, 3)
     assert not cache.parent.parent.exists()
     assert scratch.exists()
@@ -95,13 +95,13 @@ def test_copies_of_what_is_gone_go(root: Root) -> None:
 
 
 def test_a_local_root_has_only_staging_to_tidy(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     build(root)
     left = tmp_path / ".staging" / "left"
     left.mkdir()
     os.utime(left, (1e9, 1e9))
     with open_store(root).staging() as mine:
-        assert tidy(root, LATER)[:4] == (0, 0, 1, 0)
+        assert clean_up_root(root, LATER)[:4] == (0, 0, 1, 0)
         assert mine.exists()
     assert not left.exists()
 
@@ -111,5 +111,5 @@ def test_an_attempt_is_as_old_as_its_newest_file(root: Root) -> None:
     put_bytes(f"{place}/first.bin", b"x")
     time.sleep(4.2)  # the server's clock counts whole seconds
     put_bytes(f"{place}/second.bin", b"x")
-    assert tidy(root, 3.0) == NOTHING
-    assert tidy(root, AT_ONCE) == Tidied(0, 1, 0, 0, 2)
+    assert clean_up_root(root, 3.0) == NOTHING
+    assert clean_up_root(root, AT_ONCE) == CleanupResult(0, 1, 0, 0, 2)

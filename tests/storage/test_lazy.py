@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import storage.page_cache
 from storage.digests import PAGE
 from storage.object_artifact import WrongBytes
-from storage.page_cache import LazyFolder, brought, lazy_of, make_lazy
+from storage.page_cache import LazyFolder, ensure_local, lazy_folder_of, make_lazy
 from tests.dist import forkserver
 from tests.storage.lazy_samples import PAGES, SMALL, die_while_bringing, lazily, page_of, read_at_random, written
 
@@ -30,18 +30,18 @@ def on_disk(folder: Path) -> int:
 
 
 def test_a_plain_folder_is_itself(source: Path) -> None:
-    assert lazy_of(source / "a") is None
-    assert brought(source / "a" / "x.bin") == source / "a" / "x.bin"
+    assert lazy_folder_of(source / "a") is None
+    assert ensure_local(source / "a" / "x.bin") == source / "a" / "x.bin"
 
 
 def test_small_files_come_whole_and_once(source: Path, tmp_path: Path) -> None:
     folder = lazily(tmp_path / "lazy", source, 3)
     for name, data in SMALL.items():
-        assert brought(folder / name).read_bytes() == data
-    before = brought(folder / "a/table").stat().st_mtime_ns
+        assert ensure_local(folder / name).read_bytes() == data
+    before = ensure_local(folder / "a/table").stat().st_mtime_ns
     assert LazyFolder(folder).path("a/table").stat().st_mtime_ns == before
     with pytest.raises(FileNotFoundError, match="a/other: is not in the artifact's manifest"):
-        brought(folder / "a" / "other")
+        ensure_local(folder / "a" / "other")
 
 
 @given(
@@ -114,7 +114,7 @@ def test_marks_of_another_boot_are_not_believed(source: Path, tmp_path: Path, mo
     folder = lazily(tmp_path / "lazy", source, 9)
     with LazyFolder(folder).held(np.arange(6)):
         pass
-    os.truncate(brought(folder / "a" / "x.bin"), 0)  # what a power cut does to bytes that were not on the disk yet
+    os.truncate(ensure_local(folder / "a" / "x.bin"), 0)  # what a power cut does to bytes that were not on the disk yet
     monkeypatch.setattr(storage.page_cache, "boot_id", lambda: "another")
     lazy = LazyFolder(folder)
     with lazy.held(np.arange(6)):
@@ -159,7 +159,7 @@ def test_a_folder_of_small_files_only_can_be_read(tmp_path: Path) -> None:
     """As many shards of less than a page are: nothing is paged, and the cache is a folder still to be made."""
     source = written(tmp_path / "store", big=())
     folder = lazily(tmp_path / "lazy", source, 1)
-    assert {name: brought(folder / name).read_bytes() for name in SMALL} == SMALL
+    assert {name: ensure_local(folder / name).read_bytes() for name in SMALL} == SMALL
 
 
 def test_a_small_file_that_changed_here_is_brought_again(source: Path, tmp_path: Path) -> None:

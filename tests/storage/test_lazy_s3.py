@@ -21,7 +21,7 @@ DESIGN = ArtifactSpec("tokens", "web", 1, {}, {"curated": "a" * 64})
 @pytest.fixture(scope="module", autouse=True)
 def made(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The server holds one artifact."""
-    store = open_store(Root.of(f"{proxy.uri}/root", str(tmp_path_factory.mktemp("maker"))))
+    store = open_store(Root.parse(f"{proxy.uri}/root", str(tmp_path_factory.mktemp("maker"))))
     with store.staging() as staged:
         written(staged)
         store.commit(DESIGN, staged, {}, "test", "abc", 0.1)
@@ -35,13 +35,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(proxy: FaultProxy, tmp_path: Path) -> Path:
     proxy.use()
-    artifact = open_store(Root.of(f"{proxy.uri}/root", str(tmp_path))).find(DESIGN)
+    artifact = open_store(Root.parse(f"{proxy.uri}/root", str(tmp_path))).find(DESIGN)
     assert artifact is not None
     return lazy_folder(artifact, 4 * PAGE)
 
 
 def test_on_the_machine_that_made_it_there_is_nothing_to_bring(proxy: FaultProxy, tmp_path: Path) -> None:
-    root = Root.of(f"{proxy.uri}/root", str(tmp_path))
+    root = Root.parse(f"{proxy.uri}/root", str(tmp_path))
     artifact = open_store(root).find(DESIGN)
     assert artifact is not None
     assert lazy_folder(artifact, PAGE) == root.file("lazy", artifact.label, artifact.manifest.attempt)

@@ -14,13 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from storage.lease import Holder, LeaseHeld, LeaseLost, LeaseObservation, LeaseTiming, folder_lease, holders, lease
+from storage.lease import (
+    LeaseHeld,
+    LeaseLost,
+    LeaseObservation,
+    LeaseRecord,
+    LeaseTiming,
+    folder_lease,
+    lease,
+    lease_holders,
+)
 from storage.root import Root
 from tests.storage.commit_samples import started
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at
 
-FAST = LeaseTiming(beat_s=0.2, silence_s=1.5, settle_s=0.05)
+FAST = LeaseTiming(beat_s=0.2, lease_timeout_s=1.5, grace_s=0.05)
 
 
 def hold(pipe: Connection, root: Root, name: str) -> None:
@@ -69,8 +78,8 @@ def other(root: Root, name: str) -> Iterator[Other]:
 @pytest.fixture(params=["local", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     if request.param == "local":
-        return Root.of(tmp_path / "root")
-    return Root.of(f"{request.getfixturevalue('bucket')}/{tmp_path.name}", str(tmp_path))
+        return Root.parse(tmp_path / "root")
+    return Root.parse(f"{request.getfixturevalue('bucket')}/{tmp_path.name}", str(tmp_path))
 
 
 def test_the_holder_is_named_and_release_is_immediate(root: Root) -> None:
@@ -79,9 +88,9 @@ def test_the_holder_is_named_and_release_is_immediate(root: Root) -> None:
         pattern = rf"runs/a-1 is used by quickstart-1 \(process {holder.process.pid} on \S+ since 20"
         with pytest.raises(LeaseHeld, match=pattern), lease(root, "runs/a-1", "mine", timing=FAST):
             pass
-        assert list(holders(root, ["runs/a-1", "runs/b-1"], FAST)) == ["runs/a-1"]
+        assert list(lease_holders(root, ["runs/a-1", "runs/b-1"], FAST)) == ["runs/a-1"]
         assert holder.told("end") == "released"
-        assert not holders(root, ["runs/a-1"], FAST)
+        assert not lease_holders(root, ["runs/a-1"], FAST)
         with lease(root, "runs/a-1", "mine", timing=FAST) as held:
             assert held.fence == 2
             held.check()
@@ -92,7 +101,7 @@ def test_a_killed_holder_frees_it_at_once_on_its_own_machine(root: Root) -> None
         assert holder.hears() == "held 1"
         holder.process.kill()
         holder.process.join()
-        assert not holders(root, ["checkpoint/x-1"], FAST)
+        assert not lease_holders(root, ["checkpoint/x-1"], FAST)
         with lease(root, "checkpoint/x-1", "mine", timing=FAST) as held:
             assert held.fence == 2
 
@@ -149,7 +158,7 @@ def test_two_racing_processes_have_one_winner(root: Root) -> None:
 
 
 def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path))
+    root = Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path))
     with other(root, "checkpoint/x-1") as holder:
         assert holder.hears() == "held 1"
         assert holder.told("check") == "ours"
@@ -157,7 +166,7 @@ def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str
         began = time.monotonic()
         with lease(root, "checkpoint/x-1", "mine", lambda _: None, timing=FAST) as held:
             assert held.fence == 2
-            assert time.monotonic() - began >= FAST.silence_s
+            assert time.monotonic() - began >= FAST.lease_timeout_s
             holder.signal(signal.SIGCONT)
             words = holder.told("check")
             assert words.startswith("lost lease")
@@ -166,9 +175,9 @@ def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str
 
 
 def test_the_loser_is_told_without_asking(bucket: str, tmp_path: Path) -> None:
-    root, lost = Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path)), threading.Event()
+    root, lost = Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path)), threading.Event()
     with lease(root, "runs/a-1", "mine", lost=lost.set, timing=FAST) as held:
-        theirs = Holder.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
+        theirs = LeaseRecord.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
         assert theirs is not None
         other = theirs.model_copy(update={"token": "other", "fence": 2})
         root.write(other.text(), "leases", "runs", "a-1", "2.json")
@@ -179,10 +188,10 @@ def test_the_loser_is_told_without_asking(bucket: str, tmp_path: Path) -> None:
 
 
 def test_a_dead_holder_of_another_machine_is_believed_after_the_silence(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/{tmp_path.name}", str(tmp_path))
+    root = Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path))
     with lease(root, "runs/a-1", "theirs", timing=FAST):
         pass
-    theirs = Holder.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
+    theirs = LeaseRecord.parse(root.read("leases", "runs", "a-1", "1.json") or b"")
     assert theirs is not None
     root.write(
         theirs.model_copy(update={"released": False, "machine": "another"}).text(), "leases", "runs", "a-1", "1.json"
@@ -190,12 +199,12 @@ def test_a_dead_holder_of_another_machine_is_believed_after_the_silence(bucket: 
     began = time.monotonic()
     with lease(root, "runs/a-1", "mine", timing=FAST) as held:
         assert held.fence == 2
-        assert time.monotonic() - began >= FAST.silence_s
+        assert time.monotonic() - began >= FAST.lease_timeout_s
     assert root.names("leases", "runs", "a-1") == ["2.json"]
 
 
 def test_a_removed_lock_file_is_noticed(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     with lease(root, "runs/a-1", "mine") as held:
         (tmp_path / "leases" / "runs" / "a-1").unlink()
         with lease(root, "runs/a-1", "theirs"), pytest.raises(LeaseLost, match="its file was removed"):
@@ -217,12 +226,12 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
-    text = Holder.here("quickstart-1", fence=3).text().encode()
+    text = LeaseRecord.here("quickstart-1", fence=3).text().encode()
     for bit in range(8 * len(text)):
         data = bytearray(text)
         data[bit // 8] ^= 1 << bit % 8
-        assert Holder.parse(bytes(data)) is None, bytes(data)
-    assert Holder.parse(text) is not None
+        assert LeaseRecord.parse(bytes(data)) is None, bytes(data)
+    assert LeaseRecord.parse(text) is not None
 
 
 @pytest.mark.parametrize("skip", [0, 1, 2])
@@ -230,7 +239,7 @@ def test_a_bit_that_flips_on_the_way_neither_refuses_ourselves_nor_takes_a_live_
     proxy: FaultProxy, tmp_path: Path, skip: int
 ) -> None:
     with pointed_at({"HERD_S3_CHECKSUMS": "when_required"}):
-        root = Root.of(f"{proxy.uri}/{tmp_path.name}", str(tmp_path))
+        root = Root.parse(f"{proxy.uri}/{tmp_path.name}", str(tmp_path))
         (rule,) = proxy.use(Rule("flip", "GET", r"1\.json$", skip=skip))
         with lease(root, "runs/a-1", "mine", timing=LeaseTiming(60, 60, 0.05)) as held:
             for _ in range(3):

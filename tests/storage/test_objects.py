@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from storage.digests import each
+from storage.digests import parallel_map
 from storage.filesystem import filesystem_of
 from storage.objects import (
-    children,
     create_bytes,
-    files_below,
-    files_in,
     get_bytes,
     get_file,
+    list_children,
+    list_objects,
+    list_objects_in,
     put_bytes,
     put_file,
     remove,
@@ -42,18 +42,18 @@ def test_objects_come_and_go(uri: str, tmp_path: Path) -> None:
     put_file(tmp_path / "file", f"{uri}/a")
     put_bytes(f"{uri}/deep/b", b"12")
     put_bytes(f"{uri}/deep.json", b"123")
-    assert children(uri) == {"a": 5, "deep": 0, "deep.json": 3}
-    assert {name: stored.bytes for name, stored in files_below(uri).items()} == {"a": 5, "deep/b": 2, "deep.json": 3}
-    assert list(files_in(uri, "deep")) == ["deep.json"]
-    assert abs(files_below(uri)["a"].modified - time.time()) < 60
+    assert list_children(uri) == {"a": 5, "deep": 0, "deep.json": 3}
+    assert {name: stored.bytes for name, stored in list_objects(uri).items()} == {"a": 5, "deep/b": 2, "deep.json": 3}
+    assert list(list_objects_in(uri, "deep")) == ["deep.json"]
+    assert abs(list_objects(uri)["a"].modified - time.time()) < 60
     assert (size_of(f"{uri}/a"), size_of(f"{uri}/deep"), size_of(f"{uri}/b")) == (5, None, None)
     get_file(f"{uri}/a", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == b"12345"
     for _ in range(2):
         remove(f"{uri}/a")
         remove_all(f"{uri}/deep")
-    assert children(uri) == {"deep.json": 3}, "a name that begins alike stays"
-    assert files_below(f"{uri}/none") == children(f"{uri}/none") == {}
+    assert list_children(uri) == {"deep.json": 3}, "a name that begins alike stays"
+    assert list_objects(f"{uri}/none") == list_children(f"{uri}/none") == {}
     with pytest.raises(FileNotFoundError):
         get_file(f"{uri}/none", tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -63,26 +63,26 @@ def test_listings_of_several_pages_are_whole(proxy: FaultProxy, uri: str) -> Non
     names = [f"web-{number:08x}.json" for number in range(PAGE + 3)]
     filesystem_of(uri).pipe({f"{uri}/{name}": b"{}" for name in names})
     proxy.use()
-    assert list(files_in(uri, "web-")) == names
+    assert list(list_objects_in(uri, "web-")) == names
     assert len(proxy.log) == 2
-    assert len(files_in(uri, "web-0000001")) == 16
-    assert list(children(uri)) == list(files_below(uri)) == names
+    assert len(list_objects_in(uri, "web-0000001")) == 16
+    assert list(list_children(uri)) == list(list_objects(uri)) == names
     remove_all(uri)
-    assert children(uri) == {}
+    assert list_children(uri) == {}
 
 
 def test_what_another_process_wrote_is_seen_at_once(uri: str) -> None:
-    assert children(uri) == {}
+    assert list_children(uri) == {}
     other = filesystem_of(uri).__class__(skip_instance_cache=True)
     other.pipe_file(f"{uri}/new", b"1")
-    assert children(uri) == {"new": 1}
+    assert list_children(uri) == {"new": 1}
     assert filesystem_of(uri).exists(f"{uri}/new")
 
 
 def test_of_writers_that_create_the_same_one_wins(uri: str) -> None:
     for number in range(3):
         names = [b"writer %d" % n for n in range(8)]
-        won = each(lambda data, number=number: create_bytes(f"{uri}/{number}", data), names, 8)
+        won = parallel_map(lambda data, number=number: create_bytes(f"{uri}/{number}", data), names, 8)
         assert [name for name, mine in zip(names, won, strict=True) if mine] == [get_bytes(f"{uri}/{number}")]
     assert create_bytes(f"{uri}/0", get_bytes(f"{uri}/0")), "our own, stored before the reply was lost"
 
@@ -132,8 +132,8 @@ CALLS: dict[str, Callable[[str, Path], object]] = {
     "get": lambda uri, path: get_bytes(f"{uri}/x"),
     "put": lambda uri, path: put_bytes(f"{uri}/x", b"1"),
     "create": lambda uri, path: create_bytes(f"{uri}/x", b"1"),
-    "list": lambda uri, path: children(uri),
-    "find": lambda uri, path: files_below(uri),
+    "list": lambda uri, path: list_children(uri),
+    "find": lambda uri, path: list_objects(uri),
     "remove": lambda uri, path: remove(f"{uri}/x"),
     "remove all": lambda uri, path: remove_all(uri),
     "put file": lambda uri, path: put_file(path, f"{uri}/x"),
@@ -181,9 +181,9 @@ def test_after_the_first_error_nothing_new_is_begun() -> None:
         raise OSError(f"item {item}")
 
     with pytest.raises(OSError, match=r"item [01]"):
-        each(work, range(100), 2)
+        parallel_map(work, range(100), 2)
     assert sorted(begun) == [0, 1]
-    assert each(str, range(20), 3) == [str(item) for item in range(20)]
+    assert parallel_map(str, range(20), 3) == [str(item) for item in range(20)]
 
 
 def test_an_answer_with_a_flipped_bit_is_asked_for_again(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:

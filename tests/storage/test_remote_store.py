@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from storage.artifact import MANIFEST, ArtifactSpec, DamagedArtifact, Store
-from storage.cleanup import tidy
+from storage.cleanup import clean_up_root
 from storage.digests import PAGE, digest_bytes, digest_pages
-from storage.object_artifact import BRINGING, PAGES, RemoteStore, open_store
-from storage.objects import files_below, get_bytes, put_bytes, remove
+from storage.object_artifact import DOWNLOADING, PAGES, RemoteStore, open_store
+from storage.objects import get_bytes, list_objects, put_bytes, remove
 from storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, bring, build, build_one, in_scratch, started
+from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, build, build_one, download, in_scratch, started
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at
 
@@ -22,7 +22,7 @@ from tests.storage.s3 import pointed_at
 @pytest.fixture
 def root(proxy: FaultProxy, tmp_path: Path) -> Root:
     proxy.use()
-    return Root.of(f"{proxy.uri}/{tmp_path.name}", str(tmp_path / "here"))
+    return Root.parse(f"{proxy.uri}/{tmp_path.name}", str(tmp_path / "here"))
 
 
 def elsewhere(root: Root, name: str = "there") -> Root:
@@ -41,14 +41,14 @@ def test_what_one_machine_commits_another_finds_and_brings(root: Root, proxy: Fa
     assert proxy.log == [], "the staged folder is the copy"
     found = open_store(elsewhere(root)).find(design())
     assert found is not None
-    assert (found.label, found.facts, found.uri) == (made.label, {"documents": 1}, made.uri)
+    assert (found.label, found.metadata, found.uri) == (made.label, {"documents": 1}, made.uri)
     assert found.folder == root.local.parent / "there" / found.label
     assert not found.folder.exists()
     assert (found.path / "documents" / "a.txt").read_text() == "hello"
     assert (found.path / MANIFEST).read_text() == get_bytes(root.join(f"{found.label}.json")).decode()
-    assert not (found.path / BRINGING).exists()
+    assert not (found.path / DOWNLOADING).exists()
     found.verify()
-    assert open_store(root).at(made.label).manifest == made.manifest == open_store(root).all("curated")[0].manifest
+    assert open_store(root).load(made.label).manifest == made.manifest == open_store(root).all("curated")[0].manifest
     assert open_store(root).find(design(jaccard=0.7)) is None
 
 
@@ -62,7 +62,7 @@ def test_finding_is_one_get_and_one_listing(root: Root, proxy: FaultProxy) -> No
 
 def test_a_part_is_brought_alone_and_the_rest_later(root: Root, proxy: FaultProxy) -> None:
     build(root, design())
-    found = open_store(elsewhere(root)).at(design().label)
+    found = open_store(elsewhere(root)).load(design().label)
     proxy.use()
     assert found.part("documents") == found.folder / "documents"
     assert (found.part("documents/a.txt")).read_text() == "hello"
@@ -88,12 +88,12 @@ def test_pages_of_large_files_can_be_verified_alone(root: Root) -> None:
 def test_a_copy_of_another_attempt_is_not_mixed_with_ours(root: Root) -> None:
     there = elsewhere(root)
     build(root, design(), "first")
-    open_store(there).at(design().label).part("documents")
+    open_store(there).load(design().label).part("documents")
     open_store(root).delete(design().label)
     assert open_store(there).find(design()) is None
-    assert files_below(root.join("curated")) == {}
+    assert list_objects(root.join("curated")) == {}
     build(root, design(), "again")
-    found = open_store(there).at(design().label)
+    found = open_store(there).load(design().label)
     assert (found.path / "documents" / "a.txt").read_text() == "again"
     (found.folder / "large.bin").write_bytes(b"short")
     found.verify()
@@ -112,7 +112,7 @@ def test_a_damaged_artifact_is_set_aside_and_made_again(root: Root, harm: object
     harm(f"{made.uri}/documents/a.txt")  # type: ignore[operator]
     assert made.missing() == ["documents/a.txt"]
     assert open_store(root).find(design()) is None
-    assert next(iter(files_below(root.join(".damaged")))).startswith(made.label.replace("/", "-"))
+    assert next(iter(list_objects(root.join(".damaged")))).startswith(made.label.replace("/", "-"))
     assert build(root, design()).uri != made.uri
     assert open_store(root).find(design()) is not None
 
@@ -145,7 +145,7 @@ def test_a_copy_that_changed_here_is_brought_again(root: Root, name: str) -> Non
 def test_bits_that_flip_on_the_way_are_asked_for_again(root: Root, proxy: FaultProxy, name: str) -> None:
     build(root, design())
     (rule,) = proxy.use(Rule("flip", "GET", rf"{name}$"))
-    open_store(elsewhere(root)).at(design().label).verify()
+    open_store(elsewhere(root)).load(design().label).verify()
     assert rule.done == 1
 
 
@@ -169,7 +169,7 @@ def test_bits_that_flip_in_what_is_read_back_delete_no_commit_of_ours(
     assert rule.done == flips
     proxy.use()
     assert made.missing() == []
-    found = open_store(elsewhere(root)).at(design().label)
+    found = open_store(elsewhere(root)).load(design().label)
     assert found.uri == made.uri
     found.verify()
 
@@ -195,7 +195,7 @@ def test_a_new_key_is_explained_by_the_newest_of_its_name(root: Root, proxy: Fau
 def test_names_that_leave_the_root_are_refused(root: Root, label: str) -> None:
     for store in (open_store(root), Store(root.local)):
         with pytest.raises(ValueError, match="write kind/name-key8"):
-            store.at(label)
+            store.load(label)
         with pytest.raises(ValueError, match="write kind/name-key8"):
             store.delete(label)
     with pytest.raises(ValueError, match="write kind/name-key8"):
@@ -208,16 +208,16 @@ def test_a_manifest_cannot_name_files_outside(root: Root) -> None:
         bad = made.manifest.model_copy(update={"files": {name: digest_bytes(b"x")}})
         put_bytes(root.join(f"{made.label}.json"), bad.text().encode())
         with pytest.raises(DamagedArtifact, match="is not a file name inside an artifact"):
-            open_store(root).at(made.label)
+            open_store(root).load(made.label)
 
 
 def test_processes_that_want_one_artifact_bring_it_once(root: Root, proxy: FaultProxy) -> None:
     build(root, design(), large=b"x" * 100)
-    bringers = [started(bring, elsewhere(root), design().label) for _ in range(2)]
+    downloaders = [started(download, elsewhere(root), design().label) for _ in range(2)]
     proxy.use()
-    for _, pipe in bringers:
+    for _, pipe in downloaders:
         pipe.send("go")
-    for process, _ in bringers:
+    for process, _ in downloaders:
         process.join()
         assert process.exitcode == 0
     assert sorted(line.rsplit("/", 1)[1] for line in proxy.log if line.startswith("GET")) == ["a.txt", "large.bin"]
@@ -225,13 +225,13 @@ def test_processes_that_want_one_artifact_bring_it_once(root: Root, proxy: Fault
 
 def test_a_half_brought_copy_is_gone_on_with(root: Root, proxy: FaultProxy) -> None:
     build(root, design(), large=b"x" * 100)
-    process, pipe = started(bring, elsewhere(root), design().label)
+    process, pipe = started(download, elsewhere(root), design().label)
     assert process.pid is not None
     (rule,) = proxy.use(Rule("kill", "GET", r"(a\.txt|large\.bin)$", skip=1, pid=process.pid))
     pipe.send("go")
     process.join()
     assert (process.exitcode, rule.done) == (-9, 1)
-    found = open_store(elsewhere(root)).at(design().label)
+    found = open_store(elsewhere(root)).load(design().label)
     assert not (found.folder / MANIFEST).exists()
     found.verify()
     assert (found.folder / MANIFEST).exists()
@@ -272,10 +272,10 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
         assert len(list((root.local / ".staging").iterdir())) == (0 if ended else 1)
         there = len(attempts(root, intent))
         left.extend([there - 1] if found is None else [])
-        tidied = tidy(root, AT_ONCE)
+        tidied = clean_up_root(root, AT_ONCE)
         assert (tidied.attempts, tidied.uploads) == (there - 1, 0)
         assert len(attempts(root, intent)) == 1
-        assert tidy(root, AT_ONCE) == (0, 0, 0, 0, 0)
+        assert clean_up_root(root, AT_ONCE) == (0, 0, 0, 0, 0)
         again = open_store(root).find(intent)
         assert again is not None
         k += 1
@@ -285,5 +285,5 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
 
 
 def test_the_store_of_a_folder_is_the_local_one(tmp_path: Path) -> None:
-    assert type(open_store(Root.of(tmp_path))) is Store
-    assert type(open_store(Root.of("s3://bucket/x", str(tmp_path)))) is RemoteStore
+    assert type(open_store(Root.parse(tmp_path))) is Store
+    assert type(open_store(Root.parse("s3://bucket/x", str(tmp_path)))) is RemoteStore

@@ -14,7 +14,7 @@ from tests.dist import forkserver
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "runs/../../x", "a\\b", "a\0b"])
 def test_a_name_cannot_leave_the_root(tmp_path: Path, name: str) -> None:
-    for root in (Root.of(tmp_path), Root.of("s3://bucket/herd")):
+    for root in (Root.parse(tmp_path), Root.parse("s3://bucket/herd")):
         with pytest.raises(ValueError, match="not a name below a root"):
             root.join("runs", name)
         with pytest.raises(ValueError, match="not a name below a root"):
@@ -23,7 +23,7 @@ def test_a_name_cannot_leave_the_root(tmp_path: Path, name: str) -> None:
 
 @given(st.text())
 def test_whatever_is_accepted_lies_below(name: str) -> None:
-    root = Root.of("/somewhere/herd")
+    root = Root.parse("/somewhere/herd")
     try:
         place = root.file(name)
     except ValueError:
@@ -32,17 +32,17 @@ def test_whatever_is_accepted_lies_below(name: str) -> None:
 
 
 def test_a_remote_root_has_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    root = Root.of("s3://bucket/team/herd/")
+    root = Root.parse("s3://bucket/team/herd/")
     assert root.uri == "s3://bucket/team/herd"
     assert root.join("runs", "a-1") == "s3://bucket/team/herd/runs/a-1"
     assert root.local.name == "s3-bucket-team-herd"
     monkeypatch.setenv("HERD_SCRATCH", str(tmp_path))
-    assert Root.of("s3://bucket/team/herd").local == tmp_path
+    assert Root.parse("s3://bucket/team/herd").local == tmp_path
     assert not root.is_local
 
 
 def test_documents(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     assert root.read("runs", "a-1", "run.json") is None
     assert root.names("runs") == []
     root.write("one", "runs", "a-1", "run.json")
@@ -58,8 +58,8 @@ def test_creation_has_one_winner(tmp_path: Path) -> None:
         for attempt in range(10):
             won = pool.starmap(_create, [(tmp_path, f"name-{attempt}", writer) for writer in range(4)])
             assert sum(won) == 1
-            assert Root.of(tmp_path).read(f"name-{attempt}") == str(won.index(True)).encode()
+            assert Root.parse(tmp_path).read(f"name-{attempt}") == str(won.index(True)).encode()
 
 
 def _create(folder: Path, name: str, writer: int) -> bool:
-    return Root.of(folder).create(str(writer), name)
+    return Root.parse(folder).create(str(writer), name)

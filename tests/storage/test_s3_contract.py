@@ -18,12 +18,12 @@ from botocore.exceptions import ClientError
 
 from storage.filesystem import filesystem_of
 from storage.objects import (
-    children,
     create_bytes,
-    files_below,
-    files_in,
     get_bytes,
     get_file,
+    list_children,
+    list_objects,
+    list_objects_in,
     put_bytes,
     put_file,
     remove,
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_file_not_found(server: Server, tmp_path: Path) -> 
         get_bytes(f"{uri}/none")
     with pytest.raises(FileNotFoundError):
         get_file(f"{uri}/none", tmp_path / "none")
-    assert (children(uri), files_below(uri), files_in(uri, "a")) == ({}, {}, {})
+    assert (list_children(uri), list_objects(uri), list_objects_in(uri, "a")) == ({}, {}, {})
     remove(f"{uri}/none")
     remove_all(uri)
 
@@ -169,22 +169,22 @@ def test_children_and_files_are_listed_with_size_and_time(server: Server) -> Non
     uri, _ = server.fresh()
     for name, size in (("b", 2), ("a", 1), ("folder/c", 3), ("folder/deep/d", 4), ("ab", 5)):
         put_bytes(f"{uri}/{name}", b"x" * size)
-    assert children(uri) == {"a": 1, "ab": 5, "b": 2, "folder": 0}
-    below = files_below(uri)
+    assert list_children(uri) == {"a": 1, "ab": 5, "b": 2, "folder": 0}
+    below = list_objects(uri)
     assert {name: stored.bytes for name, stored in below.items()} == {
         "a": 1, "ab": 5, "b": 2, "folder/c": 3, "folder/deep/d": 4,
     }  # fmt: skip
     assert all(abs(stored.modified - time.time()) < 60 for stored in below.values())
-    assert list(files_in(uri, "a")) == ["a", "ab"]
+    assert list(list_objects_in(uri, "a")) == ["a", "ab"]
 
 
 def test_a_listing_has_more_than_one_page(server: Server) -> None:
     uri, _ = server.fresh()
     count = server.page + 3
     filesystem_of(uri).pipe({f"{uri}/{number:04}.json": b"x" for number in range(count)})
-    assert len(children(uri)) == len(files_below(uri)) == count
+    assert len(list_children(uri)) == len(list_objects(uri)) == count
     remove_all(uri)
-    assert children(uri) == {}
+    assert list_children(uri) == {}
 
 
 def test_names_may_hold_what_people_write(server: Server) -> None:
@@ -192,23 +192,23 @@ def test_names_may_hold_what_people_write(server: Server) -> None:
     names = ["with space", "plus+and&", "ümläut", "equal=1", "per%20cent", "tilde~", "star*", "quote'"]
     for name in names:
         put_bytes(f"{uri}/{name}", name.encode())
-    assert list(children(uri)) == sorted(names)
+    assert list(list_children(uri)) == sorted(names)
     assert [get_bytes(f"{uri}/{name}").decode() for name in names] == names
     remove_all(uri)
-    assert children(uri) == {}
+    assert list_children(uri) == {}
 
 
 def test_what_another_client_writes_and_deletes_is_seen_at_once(server: Server) -> None:
     uri, key = server.fresh()
     put_bytes(f"{uri}/ours", b"1")
-    assert list(children(uri)) == ["ours"]
+    assert list(list_children(uri)) == ["ours"]
     for number in range(20):
         name = f"theirs-{number}"
         server.client.put_object(Bucket=server.bucket, Key=f"{key}/{name}", Body=b"2")
-        assert name in children(uri)
+        assert name in list_children(uri)
         assert get_bytes(f"{uri}/{name}") == b"2"
         server.client.delete_object(Bucket=server.bucket, Key=f"{key}/{name}")
-        assert list(children(uri)) == ["ours"]
+        assert list(list_children(uri)) == ["ours"]
         with pytest.raises(FileNotFoundError):
             get_bytes(f"{uri}/{name}")
 
@@ -237,7 +237,7 @@ def test_an_unfinished_upload_is_invisible_listed_and_can_be_aborted(server: Ser
     place = {"Bucket": server.bucket, "Key": f"{key}/half"}
     upload = server.client.create_multipart_upload(**place)["UploadId"]
     server.client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"x" * 5 * MIB)
-    assert children(uri) == {}
+    assert list_children(uri) == {}
     listed = filesystem_of(uri).list_multipart_uploads(server.bucket)
     assert (f"{key}/half", upload) in [(entry["Key"], entry["UploadId"]) for entry in listed]
     server.client.abort_multipart_upload(**place, UploadId=upload)
@@ -296,4 +296,4 @@ def test_what_was_stored_survives_kill_9(tmp_path: Path) -> None:
         assert server.kill_and_start is not None
         server.kill_and_start()
         assert get_bytes(f"{uri}/kept") == b"kept"
-        assert children(uri) == {"kept": 4}
+        assert list_children(uri) == {"kept": 4}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.objects import children, create_bytes, get_bytes, put_bytes, put_file
+from storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time
 
@@ -49,7 +49,7 @@ def test_a_write_to_a_broken_server_ends_and_leaves_nothing(world: World, uri: s
         put_bytes(f"{uri}/data", DATA)
     assert rule.done
     with world.direct():
-        assert children(uri) == {}
+        assert list_children(uri) == {}
 
 
 @pytest.mark.parametrize("fault", ["slow-down", "error", "hang", "truncate"])
@@ -69,7 +69,7 @@ def test_a_slow_server_is_waited_for(world: World, uri: str) -> None:
     assert rule.done == 1
 
 
-def test_our_own_exclusive_create_is_recognised_when_its_reply_is_lost(world: World, uri: str) -> None:
+def test_our_own_exclusive_create_is_recognized_when_its_reply_is_lost(world: World, uri: str) -> None:
     (rule,) = world.proxy.use(Rule("drop-reply", "PUT"))
     with world.faulty():
         assert create_bytes(f"{uri}/one", b"writer 1")
@@ -98,5 +98,5 @@ def test_a_file_in_parts_outlasts_a_reset_part_and_a_lost_completion(world: Worl
         put_file(tmp_path / "big", f"{uri}/big")
     assert (part.done, complete.done) == (1, 1)
     with world.direct():
-        assert children(uri) == {"big": 11 * 2**20}
+        assert list_children(uri) == {"big": 11 * 2**20}
     assert not world.server.client.list_multipart_uploads(Bucket=world.server.bucket).get("Uploads")

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from storage.artifact import ArtifactSpec, Store, UntrustedArtifact
 from storage.digests import digest_json
-from storage.signing import SIGNING, TRUSTED, distrust, signed
+from storage.signing import SIGNING, TRUSTED, sign, signature_error
 
 
 def design(**parameters: object) -> ArtifactSpec:
@@ -46,7 +46,7 @@ def forge(folder: Path, **changes: object) -> None:
 def test_without_a_key_nothing_is_signed_or_asked_for(tmp_path: Path) -> None:
     folder = build(Store(tmp_path), design())
     assert "signature" not in json.loads((folder / "manifest.json").read_text())
-    assert distrust("manifest", "00", "") == ""
+    assert signature_error("manifest", "00", "") == ""
 
 
 def test_what_one_key_signs_those_believe_who_trust_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +58,11 @@ def test_what_one_key_signs_those_believe_who_trust_it(tmp_path: Path, monkeypat
         monkeypatch.setenv(SIGNING, signing)
         monkeypatch.setenv(TRUSTED, trusted)
         assert store.find(design()) is not None
-        assert store.at(design().label).facts == {"eval/bpb": 2.5}
+        assert store.load(design().label).metadata == {"eval/bpb": 2.5}
     monkeypatch.setenv(SIGNING, other)
     monkeypatch.delenv(TRUSTED)
     with pytest.raises(UntrustedArtifact, match=rf"{design().label}/manifest.json: is signed by none of the 1 keys"):
-        store.at(design().label)
+        store.load(design().label)
 
 
 def test_forged_and_unsigned_manifests_are_refused_by_name_and_left_where_they_are(
@@ -86,10 +86,10 @@ def test_forged_and_unsigned_manifests_are_refused_by_name_and_left_where_they_a
 
 def test_a_signature_is_of_one_kind_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIGNING, key(tmp_path, "one")[0])
-    signature = signed("manifest", "ab")
-    assert distrust("manifest", "ab", signature) == ""
+    signature = sign("manifest", "ab")
+    assert signature_error("manifest", "ab", signature) == ""
     for what, digest, text in (("promotion", "ab", signature), ("manifest", "cd", signature), ("manifest", "ab", "??")):
-        assert "is signed by none of the 1 keys" in distrust(what, digest, text)
+        assert "is signed by none of the 1 keys" in signature_error(what, digest, text)
 
 
 def test_a_key_that_cannot_be_used_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +104,12 @@ def test_a_key_that_cannot_be_used_is_refused_by_name(tmp_path: Path, monkeypatc
     ):
         monkeypatch.setenv(SIGNING, signing)
         with pytest.raises(ValueError, match=f"{SIGNING}: {signing}: .*{words}.*openssl genpkey"):
-            signed("manifest", "ab")
+            sign("manifest", "ab")
     monkeypatch.delenv(SIGNING)
     for trusted in ("/nowhere", private):
         monkeypatch.setenv(TRUSTED, trusted)
         with pytest.raises(ValueError, match=f"{TRUSTED}: {trusted}: "):
-            distrust("manifest", "ab", "")
+            signature_error("manifest", "ab", "")
     monkeypatch.setenv(TRUSTED, public)
     with pytest.raises(ValueError, match=f"{SIGNING}: is not set, but {TRUSTED} is"):
-        signed("manifest", "ab")
+        sign("manifest", "ab")

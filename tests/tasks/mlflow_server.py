@@ -74,8 +74,8 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
 def empty_database(folder: Path) -> str:
     """Return the URI of a database without runs, made as a root's is."""
     folder.mkdir()
-    prepare_database(Root.of(folder))
-    return database_uri(Root.of(folder))
+    prepare_database(Root.parse(folder))
+    return database_uri(Root.parse(folder))
 
 
 @pytest.fixture(scope="session")

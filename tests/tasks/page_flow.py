@@ -21,7 +21,9 @@ def train() -> float:
     page = prefect_artifacts.StagePage(RUN, "main", 100, 1000, interval_s=0.0)
     began = time.monotonic()
     for position in range(200, 1200, 100):
-        page.see(Record(0.0, position, {"train/loss": 5.0, "throughput/tokens_per_s": 2e4, "time/remaining_s": 187.0}))
+        page.update(
+            Record(0.0, position, {"train/loss": 5.0, "throughput/tokens_per_s": 2e4, "time/remaining_s": 187.0})
+        )
         emit("herd.alert.disk", f"herd.run.{RUN}", RUN, {"run": RUN})
     return time.monotonic() - began
 
@@ -52,7 +54,7 @@ def deserted() -> tuple[float, float, bool]:
 
 def pages_of_run() -> dict[str, Any]:
     """Return type, data and description of each page on the server, by the end of its key."""
-    start = prefect_artifacts.page_key(RUN) + "-"
+    start = prefect_artifacts.artifact_key(RUN) + "-"
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(like_=f"{start}%")))
     return {str(page.key).removeprefix(start): (page.type, page.data, page.description) for page in found}

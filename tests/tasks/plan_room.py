@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tasks.plan.cluster import ClusterPlan, plan_on
+from tasks.plan.cluster import ClusterPlan, plan_on_cluster
 from tasks.plan.recipe import make_plan
 from tests.llama3.planner.plan_samples import cluster_file, recipe
 
@@ -15,4 +15,4 @@ from tests.llama3.planner.plan_samples import cluster_file, recipe
 def planned(*gpus: str) -> ClusterPlan:
     """Return the plan on `gpus` as `--gpus` gives them."""
     with TemporaryDirectory() as folder:
-        return plan_on(make_plan(recipe(), []), str(cluster_file(Path(folder))), gpus)
+        return plan_on_cluster(make_plan(recipe(), []), str(cluster_file(Path(folder))), gpus)

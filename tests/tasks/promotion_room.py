@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.load import load_recipe
 from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.object_artifact import open_store
@@ -21,11 +21,11 @@ from tasks.console import TerminalConsole
 from tasks.runs.records import Runs, StepRecord
 from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
 from tests.llama3.export.export_samples import TEXTS, tokenizer
 
-SHAPE = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq: 2048, tied_embeddings: true}"
+SHAPE = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq_len: 2048, tied_embeddings: true}"
 Fill = Callable[[Path], object]
 
 
@@ -35,11 +35,11 @@ class PromotionRoom:
     def __init__(self, place: Path, *changes: str) -> None:
         words = ["evaluate={documents: 4, questions: 4}", SHAPE, *changes]
         self.recipe = load_recipe(Path("recipes/quickstart.yaml"), words)
-        self.root, self.coder = Root.of(place), tokenizer()
+        self.root, self.coder = Root.parse(place), tokenizer()
         self.store: Store = open_store(self.root)
         runs = Runs(self.root)
         record = runs.begin(self.recipe, "c0de")
-        tracker = Tracker(self.root, self.recipe.name)
+        tracker = MLflowTracker(self.root, self.recipe.name)
         cluster = Cluster(threads=1)
         self.context = Context(
             self.recipe, cluster, self.store, runs, record, tracker, TerminalConsole(), [], agents=shared_agents()
@@ -55,7 +55,7 @@ class PromotionRoom:
             made = self.store.commit(
                 ArtifactSpec(kind, name, 1, {}, inputs), folder, facts, self.context.record.name, "", 1
             )
-        self.context.record.steps[f"{kind} {name}"] = StepRecord(artifact=made.label, outcome="made")
+        self.context.record.steps[f"{kind} {name}"] = StepRecord(artifact=made.label, outcome="created")
         self.context.runs.save(self.context.record)
         return made
 
@@ -63,7 +63,7 @@ class PromotionRoom:
         """Commit a model with random weights; `change` may do something to its folder before."""
 
         def fill(folder: Path) -> None:
-            made = build(self.recipe.model, self.coder.rows, seed, torch.float32, torch.device("cpu"))
+            made = build_model(self.recipe.model, self.coder.rows, seed, torch.float32, torch.device("cpu"))
             save_model(folder / "model", self.recipe.model, self.coder.rows, made.state_dict())
             self.coder.save(folder / "model")
             change(folder / "model")

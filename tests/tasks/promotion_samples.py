@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llama3.evaluate.gate import Check, Evidence, MeasuredScore
 from storage.artifact import Artifact
 from storage.root import Root
-from tasks.promotion.log import PROMOTED, Kind, Log, Promotion, PromotionLog, reigning
+from tasks.promotion.log import PROMOTED, HeadMoved, Kind, Log, Promotion, PromotionLog, current_label
 from tests.tasks.standing_root import commit
 
 FAMILY = "tiny"
@@ -27,7 +28,7 @@ def judged_record(number: int, kind: Kind = PROMOTED, log: Log = (), **more: Any
         "digest": f"{number:064x}",
         "position": 100 * number,
         "alias": "champion",
-        "champion": reigning(log, "champion"),
+        "champion": current_label(log, "champion"),
         "against": len(log),
         "gate": evidence.decide(),
         "evidence": evidence,
@@ -37,7 +38,18 @@ def judged_record(number: int, kind: Kind = PROMOTED, log: Log = (), **more: Any
 
 def add(root: Root, number: int, kind: Kind = PROMOTED, **more: Any) -> Promotion:
     """Append the record of a judgement to the log of the family."""
-    return PromotionLog(root, FAMILY).append(lambda log: judged_record(number, kind, log, **more))
+    log = PromotionLog(root, FAMILY)
+    return log.append(judged_record(number, kind, log.records, **more), log.head)
+
+
+def append_to(log: PromotionLog, decide: Callable[[Log], Promotion]) -> Promotion:
+    """Append what `decide` makes of the log, decided again while others come first."""
+    while True:
+        log.refresh()
+        try:
+            return log.append(decide(log.records), log.head)
+        except HeadMoved:
+            continue
 
 
 def champions(root: Root, count: int) -> list[Artifact]:

@@ -15,7 +15,7 @@ from llama3.train.journal import Journal, Record
 from storage.artifact import Artifact, ArtifactSpec
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.runs.progress import work_name
+from tasks.runs.progress import run_work_dir_name
 from tasks.runs.records import RunRecord, Runs, StepRecord
 
 TINY = Path("tests/e2e/tiny.yaml")
@@ -40,15 +40,15 @@ def begun(root: Root, recipe: Recipe) -> RunRecord:
     key = ""
     for step, kind in {"collect": "collected", "annotate": "annotated", "curate": "curated"}.items():
         artifact = commit(root, kind, recipe.name, {"documents": 10}, **({"before": key} if key else {}))
-        record.steps[step], key = StepRecord(artifact=artifact.label, outcome="made", seconds=3.2), artifact.key
+        record.steps[step], key = StepRecord(artifact=artifact.label, outcome="created", seconds=3.2), artifact.key
     tokenizer = commit(root, "tokenizer", recipe.name, curated=key)
     tokens = commit(root, "tokens", recipe.name, curated=key, tokenizer=tokenizer.key)
-    record.steps["tokenizer"] = StepRecord(artifact=tokenizer.label, outcome="made", seconds=1.0)
-    record.steps["tokenise"] = StepRecord(artifact=tokens.label, outcome="reused")
+    record.steps["tokenizer"] = StepRecord(artifact=tokenizer.label, outcome="created", seconds=1.0)
+    record.steps["tokenize"] = StepRecord(artifact=tokens.label, outcome="reused")
     span = Schedule(recipe).trained[0]
     facts = {"start": 0, "end": span.end, "first_loss": 6.64, "last_loss": 6.01, "model_sha256": "f" * 64}
     made = commit(root, "checkpoint", f"{recipe.name}-{span.name}", facts, tokens=tokens.key, parent="fresh weights")
-    record.steps[span.name] = StepRecord(artifact=made.label, outcome="made", seconds=9.3)
+    record.steps[span.name] = StepRecord(artifact=made.label, outcome="created", seconds=9.3)
     runs.save(record)
     return record
 
@@ -56,7 +56,7 @@ def begun(root: Root, recipe: Recipe) -> RunRecord:
 def train(root: Root, recipe: Recipe, record: RunRecord, steps: int, saved: int) -> Path:
     """Write the journal of `steps` steps of the run's second stage, and a checkpoint after `saved` of them."""
     span = Schedule(recipe).trained[1]
-    work = root.file("work", work_name(open_store(root), recipe, record, span))
+    work = root.file("work", run_work_dir_name(open_store(root), recipe, record, span))
     (work / "checkpoints").mkdir(parents=True)
     batch = span.segments[0].batch
     with Journal(work / "journal.jsonl") as journal:

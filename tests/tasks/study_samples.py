@@ -9,7 +9,7 @@ import numpy as np
 
 from llama3.studies.isoflop import IsoflopFit, Trial, fit_ladder
 from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, StudyVerdict
-from tasks.study.page import ArmRow, StudyView, ViewTable
+from tasks.study.page import StudyView, VariantRow, ViewTable
 
 ALPHA = 0.53
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -41,28 +41,28 @@ def ladder(shift: float = 0.0) -> IsoflopFit:
     return fit_ladder(made, sorted({trial.flops for trial in made}))
 
 
-def findings(arms: int, scores: int = 4) -> list[Finding]:
-    """Return findings of every kind, the first arm's gains significant."""
+def findings(variants: int, scores: int = 4) -> list[Finding]:
+    """Return findings of every kind, the first variant's gains significant."""
     dice, made = np.random.default_rng(1), []
-    for arm in range(arms):
+    for variant in range(variants):
         for score in range(scores):
-            gain = 0.012 * dice.standard_normal() + (0.03 if arm == 0 else 0.0)
+            gain = 0.012 * dice.standard_normal() + (0.03 if variant == 0 else 0.0)
             half = 0.012 + 0.006 * dice.random()
             says = HELPS if gain > half else HURTS if gain < -half else NOTHING
             ends = {"gain": gain, "low": gain - half, "high": gain + half}
             key = f"eval/bpb/{DOMAINS[score]}" if score < 4 else f"eval/task-{score}"
             unit = "bpb" if score < 4 else "accuracy"
-            made.append(Finding(arm=f"arm-{arm}", score=key, **ends, unit=unit, says=says, repeats=3))
+            made.append(Finding(variant=f"variant-{variant}", score=key, **ends, unit=unit, says=says, repeats=3))
     return made
 
 
-def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object) -> StudyView:
-    """Return a study of so many arms beside a control."""
+def view(variants: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object) -> StudyView:
+    """Return a study of so many variants beside a control."""
     dice = np.random.default_rng(2)
-    names = ["base", *(f"arm-{arm}" for arm in range(arms))]
+    names = ["base", *(f"variant-{variant}" for variant in range(variants))]
     rows = [
-        ArmRow(
-            arm=name,
+        VariantRow(
+            variant=name,
             repeat=repeat,
             run=f"sample-{place * repeats + repeat}",
             state="finished",
@@ -92,19 +92,21 @@ def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object)
         machine="2 CPU cores",
         command="herd study run recipes/experiments/sample.yaml",
         verdict=StudyVerdict(
-            headline=["arm-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
+            headline=["variant-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
             change=["mix.base.general=45%", "mix.base.math=30%", "lr.peak=3e-3"],
             flags=["3 repeats leave an interval two degrees of freedom; add seeds"],
-            findings=findings(arms, scores),
+            findings=findings(variants, scores),
         ),
-        plan=[("arm", "repeat", "tokens"), *((row.arm, str(row.repeat), "4M") for row in rows)],
-        arms=rows,
-        tables=[ViewTable("Mixes", "What each arm trained on.", ["arm", "math"], [[name, "25%"] for name in names])],
+        plan=[("variant", "repeat", "tokens"), *((row.variant, str(row.repeat), "4M") for row in rows)],
+        variants=rows,
+        tables=[
+            ViewTable("Mixes", "What each variant trained on.", ["variant", "math"], [[name, "25%"] for name in names])
+        ],
         figures=[],
         cost=[("runs", str(len(rows))), ("time of training", "3:12 h")],
         lineage=[
             ("curate", "curated/web-1a2b3c4d", "sample-1", len(rows)),
-            ("tokenise", "tokens/all-5e6f7a8b", "sample-1", len(rows)),
+            ("tokenize", "tokens/all-5e6f7a8b", "sample-1", len(rows)),
             *(("main", f"checkpoint/main-{place:08x}", row.run, 1) for place, row in enumerate(rows)),
         ],
         before={"mix.base.general": "50%", "mix.base.math": "25%"},
@@ -112,18 +114,18 @@ def view(arms: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object)
     return dataclasses.replace(shown, **changes)  # type: ignore[arg-type]
 
 
-def mixes(arms: int = 9) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Return shares and bits per byte of arms, the first the base; a domain's loss falls as its share grows."""
+def mixes(variants: int = 9) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Return shares and bits per byte of variants, the first the base; a domain's loss falls as its share grows."""
     dice = np.random.default_rng(6)
     base = {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
     shares = {"base": base}
-    for arm in range(1, arms):
+    for variant in range(1, variants):
         drawn = dice.dirichlet([12 * share for share in base.values()])
-        shares[f"arm-{arm}"] = dict(zip(base, map(float, drawn), strict=True))
+        shares[f"variant-{variant}"] = dict(zip(base, map(float, drawn), strict=True))
     losses = {
-        arm: {
+        variant: {
             domain: 1.6 + 0.9 * math.exp(-3 * share) + 0.004 * dice.standard_normal() for domain, share in own.items()
         }
-        for arm, own in shares.items()
+        for variant, own in shares.items()
     }
     return shares, losses

@@ -33,15 +33,17 @@ def test_a_printed_command_names_the_root_unless_it_is_the_default(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HERD_ROOT", raising=False)
     monkeypatch.setattr("sys.argv", ["herd"])
-    assert command(Root.of("herd-data"), "up") == "herd up"
-    assert command(Root.of("s3://herd/team"), "rerun", "x-1") == "herd rerun x-1 --root s3://herd/team"
-    assert command(Root.of(tmp_path / "a b"), "up") == f"herd up --root '{tmp_path}/a b'"
+    assert command(Root.parse("herd-data"), "up") == "herd up"
+    assert command(Root.parse("s3://herd/team"), "rerun", "x-1") == "herd rerun x-1 --root s3://herd/team"
+    assert command(Root.parse(tmp_path / "a b"), "up") == f"herd up --root '{tmp_path}/a b'"
     monkeypatch.setenv("HERD_ROOT", "s3://herd/team")
-    assert command(Root.of("s3://herd/team"), "up") == "herd up"
-    assert command(Root.of("herd-data"), "up") == f"herd up --root {tmp_path}/herd-data"
+    assert command(Root.parse("s3://herd/team"), "up") == "herd up"
+    assert command(Root.parse("herd-data"), "up") == f"herd up --root {tmp_path}/herd-data"
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sys.argv", [".venv/bin/herd"])
-    assert command(Root.of("s3://herd/team"), "up") == ".venv/bin/herd up", "what is not on the PATH is named as typed"
+    assert command(Root.parse("s3://herd/team"), "up") == ".venv/bin/herd up", (
+        "what is not on the PATH is named as typed"
+    )
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import yaml
 
+from llama3.data.annotate import attribute_settings
 from llama3.data.readers.sources import fingerprint
 from llama3.recipe.load import digest, parse_recipe, resolved
 from llama3.recipe.schema import Recipe
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
-from tasks.report.card import card_of, data_mix_digest
-from tasks.stages.data import dealt_by, learnt_by, measured, read_from
+from tasks.report.card import data_mix_digest, make_card
+from tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
 from tests.tasks.trained_run import TrainedRun
 
 FOUND = {"study": "judge-cpu", "digest": "1a2b3c4d5e6f", "says": "helps", "score": "eval/bpb/math"}
@@ -21,8 +22,8 @@ STUDIED = [{"study": "mix-cpu", "digest": "0123456789ab", "changed": ["mix.base.
 
 def annotated(recipe: Recipe) -> Recipe:
     """Return the recipe as two studies leave it."""
-    plain = resolved(recipe) | {"studies": STUDIED, "require_judged": "helps"}
-    plain["sources"]["math"][0]["judged"] = {**FOUND, "gain": 0.012, "low": 0.008, "high": 0.016}
+    plain = resolved(recipe) | {"studies": STUDIED, "require_annealing_verdict": "helps"}
+    plain["sources"]["math"][0]["annealing_verdict"] = {**FOUND, "gain": 0.012, "low": 0.008, "high": 0.016}
     return parse_recipe(plain, "annotated")
 
 
@@ -30,19 +31,19 @@ def test_no_artifact_s_key_knows_it(tmp_path: Path) -> None:
     plain = TrainedRun(tmp_path / "root").recipe
     judged = annotated(plain)
     assert digest(resolved(judged)) != digest(resolved(plain))
-    for decided in (read_from, learnt_by, dealt_by, fingerprint):
+    for decided in (source_fields, tokenizer_fields, token_shard_fields, fingerprint):
         assert decided(judged) == decided(plain)
     assert resolved(judged)["curate"] == resolved(plain)["curate"]
-    assert measured(judged.curate) == measured(plain.curate)
+    assert attribute_settings(judged.curate) == attribute_settings(plain.curate)
     assert data_mix_digest(judged, "k", 5120) == data_mix_digest(plain, "k", 5120)
 
 
 def test_the_card_and_the_parameters_of_the_run_show_it(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "root")
-    before = card_of(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "").digests
+    before = make_card(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "").digests
     judged = annotated(run.recipe)
     write_atomic(run.runs.local_recipe("tiny-1"), yaml.safe_dump(resolved(judged)))
-    card = card_of(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
+    card = make_card(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
     assert {name: text for name, text in card.digests.items() if name not in before} == {
         "changed by study 1": "mix-cpu 0123456789ab: mix.base.math",
         "math: x": "helps +0.0120 on eval/bpb/math, 95 % 0.0080..0.0160 (study judge-cpu 1a2b3c4d5e6f)",

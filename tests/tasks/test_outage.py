@@ -19,10 +19,10 @@ from storage.root import Root
 from tasks.console import TerminalConsole
 from tasks.runs.records import Runs
 from tasks.stages import follow
-from tasks.stages.follow import Follower
-from tasks.tracking import mlflow, sender
+from tasks.stages.follow import JournalTailer
+from tasks.tracking import backfill, mlflow
 from tasks.tracking.backfill import catch_up
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points
 
@@ -54,7 +54,7 @@ class Writer:
 
     def poll(self) -> AttemptResult | None:
         status = self.process.poll()
-        return None if status is None else AttemptResult(status=status, words="")
+        return None if status is None else AttemptResult(status=status, message="")
 
     def waits(self) -> bool:
         return False
@@ -84,14 +84,14 @@ class Followed:
     def _follow(self) -> None:
         journal = self.writer.logs / "journal.jsonl"
         with TerminalConsole().progress("main", STEPS * 256) as line:
-            follower = Follower(self.context, self.runs, journal, STEPS, line, STEPS * 256)
+            follower = JournalTailer(self.context, self.runs, journal, STEPS, line, STEPS * 256)
             self.ended = follower.follow(self.writer, 0, 600.0)
 
     def end(self) -> None:
         """Tell the writer to stop and wait until the follower has returned."""
         self.writer.stop()
         self.thread.join(60)
-        assert self.ended == AttemptResult(status=0, words="")
+        assert self.ended == AttemptResult(status=0, message="")
 
     def check_complete(self) -> None:
         """Every record of the journal is in MLflow once, in both runs."""
@@ -126,7 +126,7 @@ def server(running: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowServ
     use(monkeypatch, running.uri)
     monkeypatch.setattr(follow, "SEND_INTERVAL_S", 0.3)
     monkeypatch.setattr(mlflow, "PROBE_INTERVAL_S", 1.0)
-    monkeypatch.setattr(sender, "CATCH_UP_INTERVAL_S", 1.0)
+    monkeypatch.setattr(backfill, "CATCH_UP_INTERVAL_S", 1.0)
     return running
 
 
@@ -148,25 +148,25 @@ def follow_() -> Iterator[Start]:
 def test_a_killed_server_that_comes_back_has_every_point_once(
     server: MlflowServer, follow_: Callable[[Root], Followed], tmp_path: Path
 ) -> None:
-    followed = follow_(Root.of(tmp_path))
+    followed = follow_(Root.parse(tmp_path))
     tracker, record = followed.context.tracker, followed.context.record
     await_(lambda: tracker.series(followed.runs[0], metrics.LOSS))
     server.kill()
-    await_(lambda: tracker.stale and Runs(Root.of(tmp_path)).find(record.name).mlflow_stale)
+    await_(lambda: tracker.stale and Runs(Root.parse(tmp_path)).find(record.name).mlflow_stale)
     assert followed.thread.is_alive(), "the run goes on"
     server.start()
     await_(lambda: not record.mlflow_stale)
     followed.end()
     assert not tracker.stale
-    assert tracker.whole == {followed.runs[1]}
+    assert tracker.complete == {followed.runs[1]}
     followed.check_complete()
-    assert not Runs(Root.of(tmp_path)).find(record.name).mlflow_stale
+    assert not Runs(Root.parse(tmp_path)).find(record.name).mlflow_stale
 
 
 def test_a_server_that_hangs_holds_nobody_up(
     server: MlflowServer, follow_: Callable[[Root], Followed], tmp_path: Path
 ) -> None:
-    followed = follow_(Root.of(tmp_path))
+    followed = follow_(Root.parse(tmp_path))
     tracker = followed.context.tracker
     await_(lambda: tracker.series(followed.runs[0], metrics.LOSS))
     server.signal(signal.SIGSTOP)
@@ -174,14 +174,14 @@ def test_a_server_that_hangs_holds_nobody_up(
         await_(lambda: tracker.reach.away)
         followed.end()  # while the server hangs
         assert tracker.stale
-        assert not tracker.whole
+        assert not tracker.complete
         tracker.set_tags(followed.runs[0], {"later": "yes"})
         handle = tracker.open_run("tiny-99", {}, {})
         assert tracker.run_id(handle) == ""
-        assert not tracker.wait_until_available(0, print)
+        assert not tracker.reach.wait(0, print)
     finally:
         server.signal(signal.SIGCONT)
-    assert tracker.wait_until_available(60, print)
+    assert tracker.reach.wait(60, print)
     assert catch_up(followed.context)
     followed.check_complete()
     assert tracker.tags(followed.runs[0])["later"] == "yes", "tags of a run are written down before they are sent"
@@ -189,12 +189,12 @@ def test_a_server_that_hangs_holds_nobody_up(
 
 def test_a_run_that_begins_without_a_server_is_there_when_it_starts(server: MlflowServer, tmp_path: Path) -> None:
     server.kill()
-    run = TrackedRun(Root.of(tmp_path), name="late")
+    run = TrackedRun(Root.parse(tmp_path), name="late")
     tracker, handle = run.context.tracker, run.context.record.mlflow_run
     run.tokens()
     assert tracker.run_id(handle) == ""
     server.start()
-    assert tracker.wait_until_available(60, print)
+    assert tracker.reach.wait(60, print)
     assert catch_up(run.context)
-    shown = Tracker(Root.of(tmp_path), "late").client.search_runs([tracker.experiment])
-    assert sorted(run.info.run_name for run in shown) == ["late-1", "late-1 tokenise"]
+    shown = MLflowTracker(Root.parse(tmp_path), "late").client.search_runs([tracker.experiment])
+    assert sorted(run.info.run_name for run in shown) == ["late-1", "late-1 tokenize"]

@@ -20,7 +20,7 @@ def names(recipe: Recipe) -> list[str]:
 
 
 def test_the_steps_of_the_quickstart() -> None:
-    data = ["collect", "annotate", "curate", "tokenizer", "tokenise"]
+    data = ["collect", "annotate", "curate", "tokenizer", "tokenize"]
     assert names(QUICKSTART) == [
         *data,
         "ramp-1",
@@ -35,7 +35,7 @@ def test_the_steps_of_the_quickstart() -> None:
 
 def test_each_length_of_a_long_stage_has_its_gate_behind_it() -> None:
     order = names(LARGE)
-    parts = [step for step in pipeline_steps(LARGE) if step.kind == "advance"]
+    parts = [step for step in pipeline_steps(LARGE) if step.kind == "gate"]
     assert len(parts) == 6
     for gate in parts:
         assert order[order.index(gate.name) - 1] == gate.span.name

@@ -12,16 +12,16 @@ from storage.object_artifact import open_store
 from storage.objects import put_bytes
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.runs.gc import COPY, carry_out, plan_retention
-from tasks.runs.progress import IN_PROGRESS, standings
+from tasks.runs.gc import COPY, delete_items, plan_gc
+from tasks.runs.progress import IN_PROGRESS, run_progress
 from tasks.runs.records import Runs
-from tasks.stages.alerts import Alert, read_alerts, tell
+from tasks.stages.alerts import Alert, emit_alert, read_alerts
 from tests.tasks.standing_root import begun, commit, tiny, train
 
 
 def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(bucket: str, tmp_path: Path) -> None:
-    here = Root.of(f"{bucket}/status", scratch=str(tmp_path / "here"))
-    there = Root.of(f"{bucket}/status", scratch=str(tmp_path / "there"))
+    here = Root.parse(f"{bucket}/status", scratch=str(tmp_path / "here"))
+    there = Root.parse(f"{bucket}/status", scratch=str(tmp_path / "there"))
     recipe = tiny()
     record = begun(here, recipe)
     record.state = "interrupted"
@@ -29,7 +29,7 @@ def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(
     work = train(here, recipe, record, steps=8, saved=8)
     checkpoint = next((work / "checkpoints").iterdir())
     place = here.join(IN_PROGRESS, work.name)
-    found = standings(there, [record])[0]
+    found = run_progress(there, [record])[0]
     assert (found.step, found.position, found.saved is not None) == ("main", 16_384, True)  # the stage before
 
     journal = (work / "journal.jsonl").read_bytes()
@@ -37,7 +37,7 @@ def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(
         f"{place}/journal/{checkpoint.name}-a-0001-000.jsonl", b'{"before":null,"start":0,"files":{}}\n' + journal
     )
     put_bytes(f"{place}/{checkpoint.name}/a-0001/manifest.json", b"{}")
-    found = standings(there, [record])[0]
+    found = run_progress(there, [record])[0]
     assert found.position == int(checkpoint.name)
     assert found.saved is not None
     assert time.time() - found.saved.time < 60
@@ -45,25 +45,25 @@ def test_another_machine_sees_the_newest_checkpoint_and_what_was_stored_with_it(
 
 
 def test_alerts_are_seen_from_everywhere(bucket: str, tmp_path: Path) -> None:
-    here = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "here"))
-    there = Root.of(f"{bucket}/alerts", scratch=str(tmp_path / "there"))
+    here = Root.parse(f"{bucket}/alerts", scratch=str(tmp_path / "here"))
+    there = Root.parse(f"{bucket}/alerts", scratch=str(tmp_path / "there"))
     for number in range(2):
         alert = Alert(time=number, kind="disk", run="tiny-1", stage="main", text="full", position=number)
-        tell(here, TerminalConsole(), alert)
+        emit_alert(here, TerminalConsole(), alert)
     assert [alert.position for alert in read_alerts(there, "tiny-1")] == [0, 1]
 
 
 def test_remote_artifacts_and_local_copies_are_deleted_and_what_is_used_stays(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/retention", scratch=str(tmp_path))
+    root = Root.parse(f"{bucket}/retention", scratch=str(tmp_path))
     kept = begun(root, tiny())  # its state is running, and so it is an open run
     lost = commit(root, "checkpoint", "other-main", {"end": 1}, tokens="0" * 64)
     later = time.time() + 86_400
-    plan = plan_retention(root, 1, 3600, [], later)
+    plan = plan_gc(root, 1, 3600, [], later)
     assert {(item.label, item.kind) for item in plan.doomed} == {(lost.label, "checkpoint"), (lost.label, COPY)}
-    deleted = carry_out(root, plan)
+    deleted = delete_items(root, plan)
     assert {item.kind for item in deleted} == {"checkpoint", COPY}
     assert not root.file(lost.label).exists()
     with pytest.raises(ValueError, match="not found under"):
-        open_store(root).at(lost.label)
+        open_store(root).load(lost.label)
     for step in kept.steps.values():
-        open_store(root).at(step.artifact).verify()
+        open_store(root).load(step.artifact).verify()

@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
-from llama3.data.mapreduce import in_turn
+from llama3.data.mapreduce import run_serial
 from llama3.recipe.load import load_recipe
 from tasks.cluster import Cluster
 from tasks.executors import data_runner, item_memory
@@ -69,9 +69,9 @@ def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> 
     collected, annotated, scratch, out = (here / name for name in ("collected", "annotated", "curated", "out"))
     for path in (collected, annotated, scratch, out):
         path.mkdir(parents=True)
-    collect(recipe, collected, in_turn)
-    annotate(recipe, collected, annotated, in_turn)
-    curate(recipe, collected, annotated, out, scratch, in_turn)
+    collect(recipe, collected, run_serial)
+    annotate(recipe, collected, annotated, run_serial)
+    curate(recipe, collected, annotated, out, scratch, run_serial)
     assert contents(out) == contents(tmp_path / "dask" / "out")
 
 

@@ -19,17 +19,21 @@ from storage.artifact import Artifact, ArtifactSpec, Store
 from tasks.report.data import ReportData, _notes
 from tasks.report.run import _render
 from tasks.runs.records import RunRecord
-from tasks.runs.summary import _scores
+from tasks.runs.status import _scores
 from tasks.tracking.prefect_artifacts import _score_row
 
 SCORES = {
     score.key: score
     for score in (
-        Score.of("eval/bpb", normal(2.5, 0.02, 128), "bits per byte", "lower", "c0ffee" * 10, None),
-        Score.of("eval/bpb/code", normal(2.75, 0.05, 32), "bits per byte", "lower", "decade" * 10, None),
-        Score.of("eval/mmlu", Estimate(0.3, 0.0458, 0.219, 0.396, 100), "accuracy", "higher", "facade" * 10, 0.25),
-        Score.of("eval/mmlu/law", Estimate(0.5, 0.1, 0.3, 0.7, 20), "accuracy", "higher", "facade" * 10, 0.25),
-        Score.of("eval/odd", normal(1.0, math.nan, 1), "bits per byte", "lower", "beef" * 16, None),
+        Score.from_estimate("eval/bpb", normal(2.5, 0.02, 128), "bits per byte", "lower", "c0ffee" * 10, None),
+        Score.from_estimate("eval/bpb/code", normal(2.75, 0.05, 32), "bits per byte", "lower", "decade" * 10, None),
+        Score.from_estimate(
+            "eval/mmlu", Estimate(0.3, 0.0458, 0.219, 0.396, 100), "accuracy", "higher", "facade" * 10, 0.25
+        ),
+        Score.from_estimate(
+            "eval/mmlu/law", Estimate(0.5, 0.1, 0.3, 0.7, 20), "accuracy", "higher", "facade" * 10, 0.25
+        ),
+        Score.from_estimate("eval/odd", normal(1.0, math.nan, 1), "bits per byte", "lower", "beef" * 16, None),
     )
 }
 

@@ -17,8 +17,8 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.runs.records import Runs
-from tasks.step import Context, WorkInProgress, ensure, ensure_in_scratch, tracked
-from tasks.tracking.mlflow import Tracker
+from tasks.step import Context, WorkInProgress, ensure_artifact, ensure_in_scratch, tracked_step
+from tasks.tracking.mlflow import MLflowTracker
 from tests.storage.commit_samples import started
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -30,7 +30,7 @@ class Heard:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.lines.append(text)
 
     def table(self, table: Any) -> None: ...
@@ -42,16 +42,16 @@ class Heard:
 
 
 @pytest.fixture(scope="module")
-def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
-    return Tracker(Root.of(tmp_path_factory.mktemp("mlflow")), "quickstart")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> MLflowTracker:
+    return MLflowTracker(Root.parse(tmp_path_factory.mktemp("mlflow")), "quickstart")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    return Root.of(tmp_path / "root")
+    return Root.parse(tmp_path / "root")
 
 
-def context(root: Root, tracker: Tracker) -> Context:
+def context(root: Root, tracker: MLflowTracker) -> Context:
     """The context of one more run."""
     runs = Runs(root)
     record = runs.begin(RECIPE, "code")
@@ -77,18 +77,18 @@ def refuses(folder: Path, _: object) -> dict[str, Any]:
     raise AssertionError("it is there and must not be made")
 
 
-def test_the_log_says_what_is_new_or_reused(root: Root, tracker: Tracker) -> None:
+def test_the_log_says_what_is_new_or_reused(root: Root, tracker: MLflowTracker) -> None:
     first, second = context(root, tracker), context(root, tracker)
-    ensure(first, "thing", design(jaccard=0.8), writes)
-    ensure(first, "thing", design(jaccard=0.7), writes)
+    ensure_artifact(first, "thing", design(jaccard=0.8), writes)
+    ensure_artifact(first, "thing", design(jaccard=0.7), writes)
     assert heard(first) == ["[dim]new: nothing of this name was made before[/]", "[dim]new: jaccard 0.8 -> 0.7[/]"]
-    ensure(second, "thing", design(jaccard=0.7), refuses)
+    ensure_artifact(second, "thing", design(jaccard=0.7), refuses)
     (line,) = heard(second)
     assert line.startswith("reused thing/quickstart-")
     assert second.record.steps["thing"].outcome == "reused"
 
 
-def test_a_second_run_waits_and_reuses(root: Root, tracker: Tracker) -> None:
+def test_a_second_run_waits_and_reuses(root: Root, tracker: MLflowTracker) -> None:
     maker, waiter = context(root, tracker), context(root, tracker)
     began, go_on, found = threading.Event(), threading.Event(), []
 
@@ -97,10 +97,10 @@ def test_a_second_run_waits_and_reuses(root: Root, tracker: Tracker) -> None:
         assert go_on.wait(30)
         return writes(folder, _)
 
-    threads = [threading.Thread(target=lambda: found.append(ensure(maker, "thing", design(), slowly)))]
+    threads = [threading.Thread(target=lambda: found.append(ensure_artifact(maker, "thing", design(), slowly)))]
     threads[0].start()
     assert began.wait(30)
-    threads.append(threading.Thread(target=lambda: found.append(ensure(waiter, "thing", design(), refuses))))
+    threads.append(threading.Thread(target=lambda: found.append(ensure_artifact(waiter, "thing", design(), refuses))))
     threads[1].start()
     while not heard(waiter):
         time.sleep(0.01)
@@ -108,17 +108,17 @@ def test_a_second_run_waits_and_reuses(root: Root, tracker: Tracker) -> None:
     for thread in threads:
         thread.join(30)
     assert found[0].key == found[1].key
-    assert (maker.record.steps["thing"].outcome, waiter.record.steps["thing"].outcome) == ("made", "reused")
+    assert (maker.record.steps["thing"].outcome, waiter.record.steps["thing"].outcome) == ("created", "reused")
     assert heard(waiter)[0].startswith("[yellow]waits for quickstart-1 (process")
     assert heard(waiter)[0].endswith("which is making it[/]")
     assert len(heard(waiter)) == 2
 
 
-def test_work_in_progress_is_resumed_and_then_removed(root: Root, tracker: Tracker) -> None:
+def test_work_in_progress_is_resumed_and_then_removed(root: Root, tracker: MLflowTracker) -> None:
     run, done = context(root, tracker), []
     folder = run.scratch / "thing-place"
     folder.mkdir(parents=True)
-    ensure(
+    ensure_artifact(
         run,
         "thing",
         design(),
@@ -131,7 +131,7 @@ def test_work_in_progress_is_resumed_and_then_removed(root: Root, tracker: Track
     assert done == [1]
 
 
-def test_designs_that_share_a_work_folder_wait_for_each_other(root: Root, tracker: Tracker) -> None:
+def test_designs_that_share_a_work_folder_wait_for_each_other(root: Root, tracker: MLflowTracker) -> None:
     run = context(root, tracker)
 
     def tries(folder: Path, _: object) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def test_designs_that_share_a_work_folder_wait_for_each_other(root: Root, tracke
             pass
         return writes(folder, _)
 
-    ensure(run, "thing", design(), tries, work=WorkInProgress("thing-place"))
+    ensure_artifact(run, "thing", design(), tries, work=WorkInProgress("thing-place"))
 
 
-def test_scratch_outlives_an_error_but_not_the_commit(root: Root, tracker: Tracker) -> None:
+def test_scratch_outlives_an_error_but_not_the_commit(root: Root, tracker: MLflowTracker) -> None:
     run = context(root, tracker)
 
     def half(folder: Path, scratch: Path) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_scratch_outlives_an_error_but_not_the_commit(root: Root, tracker: Track
     assert not list(run.scratch.iterdir())
 
 
-def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: Tracker) -> None:
+def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: MLflowTracker) -> None:
     run = context(root, tracker)
 
     def robbed(folder: Path, _: object) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: Tracker) -
         return writes(folder, _)
 
     with pytest.raises(LeaseLost):
-        ensure(run, "thing", design(), robbed)
+        ensure_artifact(run, "thing", design(), robbed)
     assert run.store.find(design()) is None
     assert "thing" not in run.record.steps
 
@@ -190,7 +190,7 @@ def make_and_report(pipe: Connection, root: Root) -> None:
 
 
 def test_racing_processes_make_one(root: Root) -> None:
-    """The order of `ensure` (find, lease, find again, make) with four processes at once."""
+    """The order of `ensure_artifact` (find, lease, find again, make) with four processes at once."""
     racers = [started(make_and_report, root) for _ in range(4)]
     for _, pipe in racers:
         pipe.send("go")
@@ -201,12 +201,12 @@ def test_racing_processes_make_one(root: Root) -> None:
     assert len(list((root.local / "made").iterdir())) == 1
 
 
-def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: Tracker) -> None:
+def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: MLflowTracker) -> None:
     run = context(root, tracker)
     ended = {}
     for key, error in (("a", None), ("b", ValueError()), ("c", KeyboardInterrupt())):
         try:
-            with tracked(run, "thing", f"step-{key}", key) as child:
+            with tracked_step(run, "thing", f"step-{key}", key) as child:
                 if error:
                     raise error
         except (ValueError, KeyboardInterrupt):
@@ -215,13 +215,13 @@ def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: Tracker) -> N
     assert ended == {"a": "FINISHED", "b": "FAILED", "c": "KILLED"}
 
 
-def test_a_damaged_artifact_is_named_set_aside_and_made_again_by_its_step(root: Root, tracker: Tracker) -> None:
+def test_a_damaged_artifact_is_named_set_aside_and_made_again_by_its_step(root: Root, tracker: MLflowTracker) -> None:
     first, second = context(root, tracker), context(root, tracker)
-    path = ensure(first, "thing", design(), writes).part("a.txt")
+    path = ensure_artifact(first, "thing", design(), writes).part("a.txt")
     path.write_text("b")
-    made = ensure(second, "thing", design(), writes)
+    made = ensure_artifact(second, "thing", design(), writes)
     assert made.part("a.txt").read_text() == "a"
-    assert second.record.steps["thing"].outcome == "made"
+    assert second.record.steps["thing"].outcome == "created"
     assert second.record.steps["thing"].why == "the one there was damaged"
     assert heard(second)[0] == f"[yellow]set aside: artifact {design().label}: a.txt changed since it was committed[/]"
     (aside,) = (root.local / ".damaged").iterdir()

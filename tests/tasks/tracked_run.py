@@ -17,13 +17,13 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.promotion.approval import settle
-from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, reigning
+from tasks.promotion.apply import apply
+from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
 from tasks.runs.records import Runs, StepRecord, now
-from tasks.step import Context, tracked
-from tasks.tracking.mlflow import Tracker
+from tasks.step import Context, tracked_step
+from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.registry import Registry
-from tasks.tracking.steps import Shown, checkpoint_model, project_step
+from tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -57,7 +57,7 @@ class TrackedRun:
         self.root, self.better = root, better
         recipe_ = recipe(**changes)
         runs = Runs(root)
-        tracker, params = Tracker(root, recipe_.name), flatten(resolved(recipe_), depth=2)
+        tracker, params = MLflowTracker(root, recipe_.name), flatten(resolved(recipe_), depth=2)
         record = runs.begin(recipe_, "c0de")
         self.context = Context(recipe_, Cluster(), open_store(root), runs, record, tracker, TerminalConsole(), [])
         record.mlflow_run = tracker.open_run(record.name, self.context.tags(), params)
@@ -79,7 +79,7 @@ class TrackedRun:
     def tokens(self) -> Artifact:
         counts = {"tokens": dict.fromkeys(DOMAINS, 4000), "documents": dict.fromkeys(DOMAINS, 40)}
         return self.step(
-            "tokenise", ArtifactSpec("tokens", "tiny", 1, {"dtype": "uint16"}, {}), {**counts, "odd@key": 1}, {}
+            "tokenize", ArtifactSpec("tokens", "tiny", 1, {"dtype": "uint16"}, {}), {**counts, "odd@key": 1}, {}
         )
 
     def stage(self, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> Artifact:
@@ -96,12 +96,12 @@ class TrackedRun:
 
     def step(self, step: str, design: ArtifactSpec, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
         context = self.context
-        with tracked(context, design.kind, step, design.key) as child:
+        with tracked_step(context, design.kind, step, design.key) as child:
             artifact = context.store.find(design) or self._make(design, facts, files)
-            outcome = "made" if artifact.manifest.made_by == context.record.name else "reused"
+            outcome = "created" if artifact.manifest.created_by == context.record.name else "reused"
             context.record.steps[step] = StepRecord(artifact=artifact.label, outcome=outcome, mlflow_run=child)
             context.runs.save(context.record)
-            project_step(Shown(context.tracker, context.store, context.record, step, artifact, child))
+            project_step(LoggedStep(context.tracker, context.store, context.record, step, artifact, child))
         return artifact
 
     def _make(self, design: ArtifactSpec, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:
@@ -116,25 +116,24 @@ class TrackedRun:
             metric="eval/bpb", rule="better", candidate=1, champion=2, threshold=2, passed=True, reason="better"
         )
         decision = Decision(accepted=True, rows=(row,))
-        with tracked(context, "promotion", "promote", evaluation.key) as child:
+        with tracked_step(context, "promotion", "promote", evaluation.key) as child:
             model = checkpoint_model(context.tracker, [child], checkpoint)
             registry.version(checkpoint, context.record.name, child, model)
             log = PromotionLog(self.root, context.recipe.name)
-            log.append(
-                lambda records: Promotion(
-                    time=now(),
-                    kind=PROMOTED,
-                    run=context.record.name,
-                    family=context.recipe.name,
-                    artifact=checkpoint.label,
-                    digest=checkpoint.facts["model_sha256"],
-                    position=checkpoint.facts["end"],
-                    alias="champion",
-                    champion=reigning(records, "champion"),
-                    gate=decision,
-                )
+            promotion = Promotion(
+                time=now(),
+                kind=PROMOTED,
+                run=context.record.name,
+                family=context.recipe.name,
+                artifact=checkpoint.label,
+                digest=checkpoint.metadata["model_sha256"],
+                position=checkpoint.metadata["end"],
+                alias="champion",
+                champion=current_label(log.records, "champion"),
+                gate=decision,
             )
-            settle(context.runs, context.record, context.tracker, log, checkpoint.label)
+            log.append(promotion, log.head)
+            apply(context.runs, context.record, context.tracker, log, checkpoint.label)
             context.tracker.set_tags(child, {"verdict": "promoted"})
 
     def end(self) -> None:
@@ -146,7 +145,7 @@ class TrackedRun:
 
 def two_runs(folder: Path) -> Root:
     """Return a root with two runs of one family, `tiny-1` and `tiny-2`; the second is better and reuses the tokens."""
-    root = Root.of(folder)
+    root = Root.parse(folder)
     TrackedRun(root).all()
     TrackedRun(root, better=0.5, seed=4).all()
     return root
@@ -165,7 +164,7 @@ def write(path: Path, content: Any) -> None:
     place.unlink()
 
 
-def seen(tracker: Tracker, names: list[str]) -> dict[str, Any]:
+def seen(tracker: MLflowTracker, names: list[str]) -> dict[str, Any]:
     """Return everything that MLflow shows of runs, by names that do not change from server to server."""
     client = tracker.client
     found: dict[str, Any] = {}
@@ -185,13 +184,13 @@ def seen(tracker: Tracker, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def points(tracker: Tracker, run: str, key: str) -> list[tuple[int, float, int]]:
+def points(tracker: MLflowTracker, run: str, key: str) -> list[tuple[int, float, int]]:
     """Return the points of a series as (position, value, time in ms), each as often as it is there."""
     history = tracker.client.get_metric_history(run, key)
     return sorted((point.step, point.value, point.timestamp) for point in history)
 
 
-def models(tracker: Tracker) -> dict[str, Any]:
+def models(tracker: MLflowTracker) -> dict[str, Any]:
     """Return the logged models by artifact, and the versions and aliases of the registered model."""
     client = tracker.client
     logged = {

@@ -10,7 +10,7 @@ import torch
 
 from llama3.evaluate.scores import Score, write_scores
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.train import metrics
 from llama3.train.journal import Journal, Record, to_parquet
@@ -28,11 +28,11 @@ class TrainedRun:
     """Commits what the steps of a run of two stages commit, and writes its record."""
 
     def __init__(self, folder: Path, seed: int = 3) -> None:
-        self.root, self.recipe = Root.of(folder), recipe(seed=seed)
+        self.root, self.recipe = Root.parse(folder), recipe(seed=seed)
         self.runs, self.store = Runs(self.root), open_store(self.root)
         self.record: RunRecord = self.runs.begin(self.recipe, "c0de")
         tokens = self._step(
-            "tokenise", ArtifactSpec("tokens", "tiny", 1, {}, {}), {}, lambda at: write_tokens(at, self.recipe)
+            "tokenize", ArtifactSpec("tokens", "tiny", 1, {}, {}), {}, lambda at: write_tokens(at, self.recipe)
         )
         self._step("tokenizer", ArtifactSpec("tokenizer", "tiny", 1, {}, {}), {"digest": CODER.digest}, CODER.save)
         for span in Schedule(self.recipe).trained:
@@ -52,7 +52,7 @@ class TrainedRun:
         facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.5, "model_sha256": "d" * 64}
 
         def write(folder: Path) -> None:
-            made = build(self.recipe.model, CODER.rows, self.recipe.seed, torch.float32, torch.device("cpu"))
+            made = build_model(self.recipe.model, CODER.rows, self.recipe.seed, torch.float32, torch.device("cpu"))
             save_model(folder / "model", self.recipe.model, CODER.rows, made.state_dict())
             CODER.save(folder / "model")
             curve(span, folder / "metrics.parquet")
@@ -63,7 +63,7 @@ class TrainedRun:
         with self.store.staging() as folder:
             write(folder)
             artifact = self.store.commit(design, folder, facts, self.record.name, "c0de", 1.0)
-        self.record.steps[step] = StepRecord(artifact=artifact.label, outcome="made")
+        self.record.steps[step] = StepRecord(artifact=artifact.label, outcome="created")
         return artifact
 
 

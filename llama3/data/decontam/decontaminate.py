@@ -8,27 +8,30 @@ of a thousand documents add up, so a document is dropped only if it covers an ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, index_of, thresholds, write_benchmarks
+from llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, ngram_index, thresholds, write_benchmarks
 from llama3.data.kernels.arrow import Hashes, Offsets, text_buffers
-from llama3.data.kernels.ngrams import nothing_found, scan
+from llama3.data.kernels.ngrams import empty_matches, scan
 from llama3.data.mapreduce import (
     CurationJob,
+    CurationStage,
     Runner,
-    listed,
-    quoted,
     rows_of_part,
-    run,
+    run_step,
+    schema_of,
+    sql_list,
+    sql_literal,
     write_by_key,
     write_drops,
     write_table,
 )
-from llama3.data.text.words import WORD, words
+from llama3.data.text.words import WORD, split_words
+from llama3.recipe.data_schema import Curate
 
 MAP, FOUND, VERIFIED = "contaminated/map", "contaminated/found", "contaminated/verified"
 REPORT, RATIOS, EXAMPLES = "contaminated/report", "contaminated/ratios", "contaminated/examples"
@@ -40,83 +43,53 @@ _BATCH = 2048
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that it maps numbers to distinct keys all over the range of hashes."""
 _LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
-_FOUND = pa.schema(
-    {
-        "key": pa.uint64(),
-        "kind": pa.string(),
-        "item": pa.int64(),
-        "words": pa.int64(),
-        "row": pa.int64(),
-        "id": pa.string(),
-    }
-)
-"""Rows by kind. `gram`: the gram with hash `key` occurs. `best`: the document that covers most own words (`words`) of
-example `item`. `document`: the document contains an example of benchmark `item`."""
-_VERIFIED = pa.schema({"item": pa.int64(), "words": pa.int64(), "run": pa.int64(), "excerpt": pa.string()})
-_REPORT = pa.schema(
-    {
-        "benchmark": pa.string(),
-        "action": pa.string(),
-        "threshold": pa.string(),
-        "examples": pa.int64(),
-        "short": pa.int64(),
-        "template": pa.int64(),
-        "flagged": pa.int64(),
-        "confirmed": pa.int64(),
-        "precision": pa.float64(),
-        "documents": pa.int64(),
-        "dropped": pa.int64(),
-    }
+_FOUND = schema_of("key uint64, kind string, item int64, words int64, row int64, id string")
+"""Rows by kind. `gram`: the gram with hash `key` occurs. `best`: the document that covers most own words
+(`split_words`) of example `item`. `document`: the document contains an example of benchmark `item`."""
+_VERIFIED = schema_of("item int64, words int64, run int64, excerpt string")
+_REPORT = schema_of(
+    "benchmark string, action string, threshold string, examples int64, short int64, template int64, flagged "
+    "int64, confirmed int64, precision float64, documents int64, dropped int64"
 )
 """`short`: examples of fewer than 8 words in total; `template`: examples with no own words; `flagged`: examples with a
 corpus ratio at or above the threshold, as a whole or in a field; `precision`: confirmed / flagged, null without flags;
 `documents`: those that contain an example; `dropped`: the same, or 0 if the action is to report."""
-_RATIOS = pa.schema(
-    {
-        "benchmark": pa.string(),
-        "ratio": pa.float64(),
-        "corpus": pa.int64(),
-        "document": pa.int64(),
-        "examples": pa.int64(),
-    }
-)
+_RATIOS = schema_of("benchmark string, ratio float64, corpus int64, document int64, examples int64")
 """Examples whose ratio over the corpus, or in one document, is at least `ratio`."""
-_EXAMPLES = pa.schema(
-    {
-        "benchmark": pa.string(),
-        "example": pa.int64(),
-        "words": pa.int64(),
-        "ratio": pa.float64(),
-        "document": pa.string(),
-        "document_ratio": pa.float64(),
-        "run": pa.int64(),
-        "confirmed": pa.bool_(),
-        "excerpt": pa.string(),
-    }
+_EXAMPLES = schema_of(
+    "benchmark string, example int64, words int64, ratio float64, document string, document_ratio float64, run "
+    "int64, confirmed bool, excerpt string"
 )
 """`example`: its index in the benchmark; `document`: id of the document that covers most of it, `document_ratio`: the
 share. For an example of several fields, the row is that of the field, or of the whole, that documents cover most. `run`
 and `excerpt`: longest run of shared words, if it was verified."""
 
 
-def decontaminate(runner: Runner, job: CurationJob) -> None:
-    """Run all sub-steps: drops in `contaminated/drop` and three report tables, a step of one file each.
+class Decontaminate(CurationStage):
+    """Drop the documents that contain an evaluation example, and write three tables of the report.
 
     Tables: `contaminated/report` (one row per benchmark), `contaminated/ratios` (examples by ratio)
-    and `contaminated/examples` (those that the corpus covers in part). No-op without benchmarks. Raises ValueError if a
-    benchmark cannot be read.
+    and `contaminated/examples` (those that the corpus covers in part). Raises ValueError if a benchmark cannot be read.
     """
-    if not job.recipe.curate.decontaminate:
-        return
-    shards, parts = range(len(job.shards)), range(job.parts)
-    run(runner, job, STEP, write_benchmarks, [0])
-    run(runner, job, MAP, scan_shard, shards)
-    run(runner, job, "contaminated/drop", drop_documents, parts)
-    run(runner, job, FOUND, reduce_found, parts)
-    run(runner, job, VERIFIED, verify_shard, shards)
-    run(runner, job, REPORT, report_benchmarks, [0])
-    run(runner, job, RATIOS, report_ratios, [0])
-    run(runner, job, EXAMPLES, report_examples, [0])
+
+    name, title, section = "contaminated", "evaluation sets", ("decontaminate",)
+    reasons: ClassVar = {"contaminated": "Contains an example of an evaluation set."}
+    tables: ClassVar = {REPORT: "contamination", RATIOS: "ratios", EXAMPLES: "contaminated"}
+
+    def enabled(self, curate: Curate) -> bool:
+        return bool(curate.decontaminate)
+
+    def files(self, curate: Curate) -> list[str]:
+        return [benchmark.uri for benchmark in curate.decontaminate]
+
+    def passes(self, runner: Runner, job: CurationJob) -> None:
+        shards, parts = range(len(job.shards)), range(job.parts)
+        run_step(runner, job, STEP, write_benchmarks, [0])
+        run_step(runner, job, MAP, scan_shard, shards)
+        run_step(runner, job, "contaminated/drop", drop_documents, parts)
+        run_step(runner, job, FOUND, reduce_matches, parts)
+        run_step(runner, job, VERIFIED, verify_shard, shards)
+        run_step(runner, job, REPORT, write_reports, [0])
 
 
 def scan_shard(job: CurationJob, item: int) -> None:
@@ -125,8 +98,8 @@ def scan_shard(job: CurationJob, item: int) -> None:
     The output is bounded by the grams, the examples and the documents that contain one, not by how often a gram occurs.
     """
     shard, benchmarks = job.shards[item], job.recipe.curate.decontaminate
-    index = index_of(job)
-    matches, stamp = nothing_found(index), 0
+    index = ngram_index(job)
+    matches, stamp = empty_matches(index), 0
     alive = job.query(job.survivors(shard, "contaminated", '"row"'))["row"].to_numpy()
     document_batches, benchmark_batches = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for batch in pq.ParquetFile(shard.text).iter_batches(_BATCH, columns=["row", "text"]):
@@ -179,7 +152,7 @@ def drop_documents(job: CurationJob, part: int) -> None:
     write_drops(job, query, "contaminated", part)
 
 
-def reduce_found(job: CurationJob, part: int) -> None:
+def reduce_matches(job: CurationJob, part: int) -> None:
     """Merge the matches of all shards: each gram once, the best document per example, documents per benchmark."""
     rows = rows_of_part(job, MAP, part)
     query = f"""SELECT DISTINCT * FROM ({rows}) WHERE kind = 'gram'
@@ -210,22 +183,22 @@ class Overlap(NamedTuple):
 
 def overlap(example: str, own: Sequence[bool], document: str) -> Overlap:
     """Compare word by word, not by hashes; `own[i]`: gram i of the example is not template."""
-    example_words = words(example)
+    example_words = split_words(example)
     width = min(GRAM, len(example_words))
-    places: dict[tuple[str, ...], list[int]] = {}
-    for place in range(len(example_words) - width + 1):
-        places.setdefault(tuple(example_words[place : place + width]), []).append(place)
+    positions: dict[tuple[str, ...], list[int]] = {}
+    for position in range(len(example_words) - width + 1):
+        positions.setdefault(tuple(example_words[position : position + width]), []).append(position)
     spans = [match.span() for match in WORD.finditer(document.translate(_LOWER))]
-    document_words = words(document)
+    document_words = split_words(document)
     covered: set[int] = set()
     longest, end = 0, 0
     before: dict[int, int] = {}
     for at, gram in enumerate(zip(*(document_words[k:] for k in range(width)), strict=False)):
-        # before[place] is the length of the run that ends with the gram at `place`
-        before = {place: before.get(place - 1, width - 1) + 1 for place in places.get(gram, ())}
-        for place, length in before.items():
-            if own[place]:
-                covered.update(range(place, place + width))
+        # before[position] is the length of the run that ends with the gram at `position`
+        before = {position: before.get(position - 1, width - 1) + 1 for position in positions.get(gram, ())}
+        for position, length in before.items():
+            if own[position]:
+                covered.update(range(position, position + width))
             if length > longest:
                 longest, end = length, at + width
     excerpt = document[spans[end - longest][0] : spans[end - 1][1]] if longest else ""
@@ -242,7 +215,7 @@ def verify_shard(job: CurationJob, item: int) -> None:
     texts: dict[int, str] = {}
     if len(chosen):
         rows = ", ".join(map(str, np.unique(best.rows[chosen])))
-        query = f'SELECT "row", text FROM read_parquet({quoted(str(shard.text))}) WHERE "row" IN ({rows})'
+        query = f'SELECT "row", text FROM read_parquet({sql_literal(str(shard.text))}) WHERE "row" IN ({rows})'
         with job.session() as connection:
             texts = dict(connection.execute(query).fetchall())
     verified = []
@@ -271,30 +244,12 @@ def _best_documents(job: CurationJob, examples: EvalExamples) -> _BestDocuments:
     return _BestDocuments(covered, rows, ids)
 
 
-# Reports
-
-
-class _Results(NamedTuple):
-    """Values for the report tables, one per text of an example."""
-
-    examples: EvalExamples
-    corpus: Offsets
-    """Words in grams that occur in the corpus."""
-    best: _BestDocuments
-    flagged: Any
-    confirmed: Any
-    run: Offsets
-    excerpt: list[str]
-
-    def any_text(self, flags: Any) -> Any:
-        """Return for each example whether `flags`, bool[n], is true for any of its texts."""
-        return np.logical_or.reduceat(flags, self.examples.whole)
-
-
-def _results(job: CurationJob) -> _Results:
+def write_reports(job: CurationJob, item: int) -> None:
+    """Write the three tables of the report; `contaminated/report`, the last one, marks the step as done."""
     examples, benchmarks = EvalExamples.read(job), job.recipe.curate.decontaminate
+    best, whole = _best_documents(job, examples), examples.whole
     seen = pq.read_table(job.files(FOUND), filters=[("kind", "=", "gram")])["key"].to_numpy()
-    corpus, best = examples.covered(np.isin(examples.grams, seen)), _best_documents(job, examples)
+    corpus = examples.covered(np.isin(examples.grams, seen))  # words in grams that occur in the corpus
     shares = [benchmarks[number].threshold for number in examples.benchmark.tolist()]
     pairs = zip(corpus.tolist(), examples.words.tolist(), shares, strict=True)
     flagged = np.array([count > 0 and hit >= share * count for hit, count, share in pairs], np.bool_)
@@ -303,78 +258,49 @@ def _results(job: CurationJob) -> _Results:
         verified[row["item"]], run[row["item"]], excerpt[row["item"]] = row["words"], row["run"], row["excerpt"]
     enough = (verified >= examples.least(thresholds(job))) & (run >= np.minimum(RUN, examples.words))
     confirmed = flagged & enough & (examples.words >= GRAM)
-    return _Results(examples, corpus, best, flagged, confirmed, run, excerpt)
 
+    # Of each example, the text that documents cover most, by benchmark and falling ratio
+    ratio, share = corpus / np.maximum(1, examples.words), best.words / np.maximum(1, examples.own)
+    ranked = np.lexsort((examples.words, ratio, share, flagged, confirmed, examples.example))
+    most = ranked[np.diff(examples.example[ranked], append=len(ranked)) != 0]
+    chosen = most[corpus[most] > 0]
+    order = chosen[np.lexsort((chosen, -ratio[chosen], examples.benchmark[chosen]))]
+    number = examples.benchmark[order]
+    columns = {
+        "benchmark": [benchmarks[index].name for index in number.tolist()],
+        "example": examples.example[order] - np.searchsorted(examples.benchmark[whole], number),
+        "words": examples.words[order],
+        "ratio": ratio[order],
+        "document": [best.ids[text] for text in order.tolist()],
+        "document_ratio": share[order],
+        "run": run[order],
+        "confirmed": confirmed[order],
+        "excerpt": [excerpt[text] for text in order.tolist()],
+    }
+    write_table(pa.table(columns, schema=_EXAMPLES), job.file(EXAMPLES, item))
 
-def report_benchmarks(job: CurationJob, item: int) -> None:
-    """Write one row per benchmark."""
-    results = _results(job)
-    examples = results.examples
-    words = examples.words[examples.whole]
-    query = f"""SELECT item, sum(words)::BIGINT FROM read_parquet({listed(job.files(FOUND))})
+    def count_examples(flags: Any, members: Any) -> int:
+        """Return how many of the examples `members` have a text for which `flags` is true."""
+        return int(np.logical_or.reduceat(flags, whole)[members].sum())
+
+    query = f"""SELECT item, sum(words)::BIGINT FROM read_parquet({sql_list(job.files(FOUND))})
         WHERE kind = 'document' GROUP BY item"""
     with job.session() as connection:
         documents = dict(connection.execute(query).fetchall())
-    rows = []
-    for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        members = examples.benchmark[examples.whole] == number
-        flagged, confirmed = (
-            int(results.any_text(mask)[members].sum()) for mask in (results.flagged, results.confirmed)
-        )
-        rows.append(
-            {
-                "benchmark": benchmark.name,
-                "action": benchmark.action,
-                "threshold": str(benchmark.threshold),
-                "examples": int(members.sum()),
-                "short": int((words[members] < GRAM).sum()),
-                "template": int(((examples.own[examples.whole] == 0) & (words > 0))[members].sum()),
-                "flagged": flagged,
-                "confirmed": confirmed,
-                "precision": confirmed / flagged if flagged else None,
-                "documents": documents.get(number, 0),
-                "dropped": documents.get(number, 0) if benchmark.action == "drop" else 0,
-            }
-        )
-    write_table(pa.Table.from_pylist(rows, _REPORT), job.file(REPORT, item))
-
-
-def report_ratios(job: CurationJob, item: int) -> None:
-    """Write how many examples reach each tenth of the ratio, over the corpus and in one document."""
-    results = _results(job)
-    examples, rows = results.examples, []
-    for number, benchmark in enumerate(job.recipe.curate.decontaminate):
-        members = examples.benchmark[examples.whole] == number
+    words, reports, ratios = examples.words[whole], [], []
+    for index, benchmark in enumerate(benchmarks):
+        members = examples.benchmark[whole] == index
+        total = int(members.sum())
         for tenth in range(1, 11):
-            corpus = results.any_text((10 * results.corpus >= tenth * examples.words) & (examples.words > 0))
-            document = results.any_text((10 * results.best.words >= tenth * examples.own) & (examples.own > 0))
-            counts = {"corpus": int(corpus[members].sum()), "document": int(document[members].sum())}
-            rows.append({"benchmark": benchmark.name, "ratio": tenth / 10, **counts, "examples": int(members.sum())})
-    write_table(pa.Table.from_pylist(rows, _RATIOS), job.file(RATIOS, item))
-
-
-def report_examples(job: CurationJob, item: int) -> None:
-    """Write the examples that the corpus covers in part, by benchmark and falling ratio."""
-    results, benchmarks = _results(job), job.recipe.curate.decontaminate
-    examples, best = results.examples, results.best
-    first = np.searchsorted(examples.benchmark[examples.whole], np.arange(len(benchmarks)))
-    ratio, share = results.corpus / np.maximum(1, examples.words), best.words / np.maximum(1, examples.own)
-    ranked = np.lexsort((examples.words, ratio, share, results.flagged, results.confirmed, examples.example))
-    most = ranked[np.diff(examples.example[ranked], append=len(ranked)) != 0]
-    chosen = most[results.corpus[most] > 0]
-    order = chosen[np.lexsort((chosen, -ratio[chosen], examples.benchmark[chosen]))]
-    rows = [
-        {
-            "benchmark": benchmarks[examples.benchmark[place]].name,
-            "example": int(examples.example[place] - first[examples.benchmark[place]]),
-            "words": int(examples.words[place]),
-            "ratio": float(ratio[place]),
-            "document": best.ids[place],
-            "document_ratio": float(share[place]),
-            "run": int(results.run[place]),
-            "confirmed": bool(results.confirmed[place]),
-            "excerpt": results.excerpt[place],
-        }
-        for place in order.tolist()
-    ]
-    write_table(pa.Table.from_pylist(rows, _EXAMPLES), job.file(EXAMPLES, item))
+            in_corpus = count_examples((10 * corpus >= tenth * examples.words) & (examples.words > 0), members)
+            in_one = count_examples((10 * best.words >= tenth * examples.own) & (examples.own > 0), members)
+            ratios.append((benchmark.name, tenth / 10, in_corpus, in_one, total))
+        short = int((words[members] < GRAM).sum())
+        only_template = int(((examples.own[whole] == 0) & (words > 0))[members].sum())
+        flags, true_flags = count_examples(flagged, members), count_examples(confirmed, members)
+        precision = true_flags / flags if flags else None
+        hits = documents.get(index, 0)
+        head = (benchmark.name, benchmark.action, str(benchmark.threshold), total, short, only_template)
+        reports.append((*head, flags, true_flags, precision, hits, hits if benchmark.action == "drop" else 0))
+    write_table(pa.table(list(zip(*ratios, strict=True)), schema=_RATIOS), job.file(RATIOS, item))
+    write_table(pa.table(list(zip(*reports, strict=True)), schema=_REPORT), job.file(REPORT, item))

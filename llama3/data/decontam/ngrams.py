@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
-from llama3.data.kernels.ngrams import NgramIndex, endings_of, key_table, text_grams
+from llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
 from llama3.data.mapreduce import CurationJob, write_table
 from llama3.data.readers.files import file_format
 from llama3.data.text.words import WORD
@@ -57,9 +57,9 @@ def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[list[str]]:
     examples = 0
     for uri, kind in files:
         try:
-            for place, record in _records(uri, kind == "parquet"):
+            for location, record in _records(uri, kind == "parquet"):
                 examples += 1
-                yield [_field(record, field, f"{where}.fields: {place}") for field in benchmark.fields]
+                yield [_field(record, field, f"{where}.fields: {location}") for field in benchmark.fields]
         except (OSError, EOFError, pa.ArrowException, orjson.JSONDecodeError) as error:
             raise ValueError(f"{where}.uri: {uri!r} cannot be read ({error}); repair it or name another") from error
     if not examples:
@@ -81,18 +81,18 @@ def _records(uri: str, parquet: bool) -> Iterator[tuple[str, Any]]:
                 yield f"{uri}:{number}", orjson.loads(line)
 
 
-def _field(record: Any, field: str, place: str) -> str:
+def _field(record: Any, field: str, location: str) -> str:
     """Return the text of `field`, or its texts joined."""
     if not isinstance(record, dict):
-        raise ValueError(f"{place} holds {type(record).__name__}, not an object; write one object a line")
+        raise ValueError(f"{location} holds {type(record).__name__}, not an object; write one object a line")
     if field not in record:
-        raise ValueError(f"{place} has no field {field!r}; name one of {', '.join(sorted(record))}")
+        raise ValueError(f"{location} has no field {field!r}; name one of {', '.join(sorted(record))}")
     value = record[field]
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return " ".join(value)
     if not isinstance(value, str):
         raise ValueError(
-            f"{place} holds {type(value).__name__} in {field!r}, not text or a list of texts; name another"
+            f"{location} holds {type(value).__name__} in {field!r}, not text or a list of texts; name another"
         )
     return value
 
@@ -178,7 +178,7 @@ class EvalExamples:
         return np.concatenate(([0], np.cumsum(self.words)))
 
     @cached_property
-    def place(self) -> Offsets:
+    def gram_start(self) -> Offsets:
         """First word of every gram."""
         within: Offsets = np.arange(len(self.grams)) - self.ends[self.owner]
         return self.first_word[self.owner] + within
@@ -196,8 +196,8 @@ class EvalExamples:
     def covered(self, grams: Flags) -> Offsets:
         """Return how many words of each text are inside one of the flagged grams."""
         size = int(self.first_word[-1]) + 1
-        starts = np.bincount(self.place[grams], minlength=size)
-        stops = np.bincount((self.place + self.width)[grams], minlength=size)
+        starts = np.bincount(self.gram_start[grams], minlength=size)
+        stops = np.bincount((self.gram_start + self.width)[grams], minlength=size)
         inside = np.concatenate(([0], np.cumsum(np.cumsum(starts - stops) > 0)))
         return np.diff(inside[self.first_word])
 
@@ -218,9 +218,9 @@ class EvalExamples:
         widths[gram] = self.width
         owner = np.repeat(np.arange(len(self.words), dtype=np.int32), self.words)
         need = np.where(self.words >= GRAM, self.least(thresholds), NEVER).astype(np.int32)
-        places, benchmark = self.place[order].astype(np.int32), self.benchmark.astype(np.int32)
-        endings = endings_of(self.last, self.words, GRAM)
-        return NgramIndex(key_table(keys), GRAM, endings, postings, places, widths, owner, benchmark, need)
+        positions, benchmark = self.gram_start[order].astype(np.int32), self.benchmark.astype(np.int32)
+        endings = gram_endings(self.last, self.words, GRAM)
+        return NgramIndex(key_table(keys), GRAM, endings, postings, positions, widths, owner, benchmark, need)
 
 
 @lru_cache(maxsize=1)  # a worker scans many shards for the same examples; 2 million grams take a second to read
@@ -232,7 +232,7 @@ def _read(file: str, changed: int) -> EvalExamples:
     return EvalExamples(benchmark, example, table["text"], words, last, grams, ends, template)
 
 
-def index_of(job: CurationJob) -> NgramIndex:
+def ngram_index(job: CurationJob) -> NgramIndex:
     """Return the index that the documents of `job` are scanned for."""
     file = job.file(STEP, 0)
     return _index(str(file), file.stat().st_mtime_ns, thresholds(job))

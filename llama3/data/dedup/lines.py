@@ -9,7 +9,7 @@ collisions of 64-bit hashes. Counting goes by hash range: a worker holds one sha
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,23 +25,35 @@ from llama3.data.kernels.lines import (
     line_keys,
     mark_copies,
     mark_repeats,
-    strip,
+    write_unmarked,
 )
 from llama3.data.kernels.ngrams import key_table
-from llama3.data.kernels.words import mixed
-from llama3.data.mapreduce import CurationJob, Runner, listed, quoted, rows_of_part, run, write_by_key, write_table
+from llama3.data.kernels.words import mix64
+from llama3.data.mapreduce import (
+    CurationJob,
+    CurationStage,
+    Runner,
+    rows_of_part,
+    run_step,
+    schema_of,
+    sql_list,
+    sql_literal,
+    write_by_key,
+    write_table,
+)
+from llama3.recipe.data_schema import Curate
 
 DOCUMENTS, BUCKETS, MAP, BAD, COMMON = "lines/documents", "lines/buckets", "lines/map", "lines/bad", "lines/common"
 SHOWN = 200
 """Removed lines in the report table."""
 _SHOWN_CHARS = 200
 _BATCH = 8192
-_COUNTS = pa.schema({"key": pa.uint64(), "copies": pa.int64(), "row": pa.int64()})
-_COMMON = pa.schema({"domain": pa.string(), "language": pa.string(), "copies": pa.int64(), "line": pa.string()})
+_COUNTS = schema_of("key uint64, copies int64, row int64")
+_COMMON = schema_of("domain string, language string, copies int64, line string")
 _SEPARATOR = "\x00"
 
 
-class Stripped(NamedTuple):
+class StrippedTexts(NamedTuple):
     """Texts without the removed lines, and per text the removed lines and bytes (with newlines and blank lines)."""
 
     texts: pa.LargeStringArray
@@ -61,19 +73,26 @@ def _line_hashes(data: Bytes, offsets: Offsets, min_chars: int) -> tuple[Hashes,
     return hashes, ends
 
 
-def count_lines(runner: Runner, job: CurationJob) -> None:
-    """Count the lines of all documents that no step has dropped, and keep those with too many copies.
+class LineDedup(CurationStage):
+    """Count the lines of the documents that are left; `strip_lines` removes those with too many copies at the end.
 
-    Leaves `lines/bad` (what `strip_lines` removes) and `lines/common` (the most frequent of them, with their text).
+    Writes `lines/bad` (the lines to remove) and `lines/common` (the most frequent of them, with their text).
     """
-    if job.recipe.curate.lines.max_copies is None:
-        return
-    shards = range(len(job.shards))
-    run(runner, job, DOCUMENTS, count_documents, shards)
-    run(runner, job, BUCKETS, count_buckets, [0])
-    run(runner, job, MAP, map_lines, shards)
-    run(runner, job, BAD, reduce_lines, range(job.parts))
-    run(runner, job, COMMON, common_lines, [0])
+
+    name, title, section = "lines", "lines removed", ("lines",)
+    reasons: ClassVar = {"emptied": "Too short once the lines that many documents share were removed."}
+    tables: ClassVar = {COMMON: "lines"}
+
+    def enabled(self, curate: Curate) -> bool:
+        return curate.lines.max_copies is not None
+
+    def passes(self, runner: Runner, job: CurationJob) -> None:
+        shards = range(len(job.shards))
+        run_step(runner, job, DOCUMENTS, count_documents, shards)
+        run_step(runner, job, BUCKETS, count_buckets, [0])
+        run_step(runner, job, MAP, map_lines, shards)
+        run_step(runner, job, BAD, reduce_lines, range(job.parts))
+        run_step(runner, job, COMMON, common_lines, [0])
 
 
 def count_documents(job: CurationJob, item: int) -> None:
@@ -85,10 +104,10 @@ def count_documents(job: CurationJob, item: int) -> None:
 
 def count_buckets(job: CurationJob, item: int) -> None:
     """Write the number of buckets for the documents of each domain and language."""
-    bucket = job.recipe.curate.lines.bucket
+    bucket = job.recipe.curate.lines.bucket_documents
     table = job.query(
         f"""SELECT domain, language, ((sum(documents) + {bucket - 1}) // {bucket})::BIGINT AS buckets
-        FROM read_parquet({listed(job.files(DOCUMENTS))}) GROUP BY ALL ORDER BY ALL"""
+        FROM read_parquet({sql_list(job.files(DOCUMENTS))}) GROUP BY ALL ORDER BY ALL"""
     )
     write_table(table, job.file(BUCKETS, item))
 
@@ -122,7 +141,7 @@ def reduce_lines(job: CurationJob, part: int) -> None:
 def common_lines(job: CurationJob, item: int) -> None:
     """Write the bad lines with the most copies: domain, language, copies, line (normalized, its beginning)."""
     top = job.query(
-        f"""SELECT key, copies, "row" FROM read_parquet({listed(job.files(BAD))})
+        f"""SELECT key, copies, "row" FROM read_parquet({sql_list(job.files(BAD))})
         ORDER BY copies DESC, key LIMIT {SHOWN}"""
     )
     lines = {row["key"]: row for row in top.to_pylist()}
@@ -130,7 +149,7 @@ def common_lines(job: CurationJob, item: int) -> None:
         low, high = shard.rows
         rows = sorted({line["row"] for line in lines.values() if low <= line["row"] < high})
         if rows:
-            query = f"""SELECT "row", id, domain, language, text FROM read_parquet({quoted(str(shard.text))})
+            query = f"""SELECT "row", id, domain, language, text FROM read_parquet({sql_literal(str(shard.text))})
                 WHERE "row" IN ({", ".join(map(str, rows))})"""
             _add_texts(job, job.query(query), lines)
     table = pa.Table.from_pylist([{name: line[name] for name in _COMMON.names} for line in lines.values()], _COMMON)
@@ -144,14 +163,14 @@ def _add_texts(job: CurationJob, documents: pa.Table, lines: dict[int, dict[str,
     blanks = "".join(map(chr, range(0x21)))
     lower = {upper: upper + 32 for upper in range(0x41, 0x5B)}
     for number, document in enumerate(documents.to_pylist()):
-        for place, line in enumerate(document["text"].split("\n"), int(offsets[number])):
-            key = int(mixed(hashes[place] ^ groups[number])) if hashes[place] else None
+        for index, line in enumerate(document["text"].split("\n"), int(offsets[number])):
+            key = int(mix64(hashes[index] ^ groups[number])) if hashes[index] else None
             if key in lines:
                 text = line.strip(blanks).translate(lower)[:_SHOWN_CHARS]  # as lines are compared
                 lines[key] |= {"domain": document["domain"], "language": document["language"], "line": text}
 
 
-def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids: Any) -> Stripped:
+def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids: Any) -> StrippedTexts:
     """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without bad lines.
 
     A text without a bad line stays equal to the byte; one that loses all its lines becomes "". Memory: about 24 bytes
@@ -165,15 +184,15 @@ def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids:
         groups = _groups(_buckets(job), domains, languages, ids)
         bad = _bad_among(job, np.sort(_keys(hashes, ends, groups)[0]))
         mark_copies(hashes, ends, groups, key_table(bad), marks)
-    share = rule.max_repeated_grams
+    share = rule.max_repeated_ngrams
     if share is not None:
-        mark_repeats(data, offsets, (rule.gram, share.numerator, share.denominator), marks)
+        mark_repeats(data, offsets, (rule.ngram, share.numerator, share.denominator), marks)
     out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(len(offsets), np.int64)
-    size = strip(data, offsets, marks, ends, out, stops)
+    size = write_unmarked(data, offsets, marks, ends, out, stops)
     buffers = [None, pa.py_buffer(stops), pa.py_buffer(out[:size])]
     stripped = pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
     removed = np.diff(np.concatenate(([0], np.cumsum(marks != 0)))[ends])
-    return Stripped(stripped, removed, np.diff(offsets) - np.diff(stops))
+    return StrippedTexts(stripped, removed, np.diff(offsets) - np.diff(stops))
 
 
 def _bad_among(job: CurationJob, keys: Hashes) -> Hashes:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +22,18 @@ from numpy.typing import NDArray
 
 from llama3.data.dedup.exact import KEEP, KEEP_COLUMNS
 from llama3.data.kernels.arrow import Hashes, Offsets, list_buffers
-from llama3.data.kernels.shingles import jaccard_pairs, shingle_sets, smallest_connected, spread
+from llama3.data.kernels.shingles import jaccard_pairs, mix_hashes, shingle_sets
 from llama3.data.mapreduce import (
     CurationJob,
+    CurationStage,
     Runner,
+    atomic_path,
     key_range,
-    listed,
-    quoted,
-    replacing,
     rows_of_part,
-    run,
+    run_step,
+    schema_of,
+    sql_list,
+    sql_literal,
     write_by_key,
     write_drops,
     write_table,
@@ -41,7 +43,6 @@ BANDS = "near/bands"
 """Step with the LSH buckets (key of the bucket, head, row). `head`: first 64 bits of the document's id."""
 SETS = "near/sets"
 """Step with the shingle sets (key, row, shingles), key = keys(row)."""
-OUTCOME = "near_duplicate"
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""
 PART_BYTES = 32 << 20
@@ -51,28 +52,31 @@ SETS_PER_GROUP = 64
 LISTS = pa.large_list(pa.uint64())
 _BATCH = 1024
 """Documents whose text is in memory at a time."""
-_CLUSTERS = pa.schema(
-    {"cluster": pa.string(), "id": pa.string(), "row": pa.int64(), "jaccard": pa.float64(), "size": pa.int64()}
-)
+_CLUSTERS = schema_of("cluster string, id string, row int64, jaccard float64, size int64")
 Columns = dict[str, NDArray[Any]]
 
 
-def near_duplicates(runner: Runner, job: CurationJob) -> None:
-    """Write the drops of the step "near", and the clusters of near duplicates as files of the step "near/clusters".
+class MinHash(CurationStage):
+    """Keep one document of each cluster of near duplicates.
 
-    Clusters: cluster (id of the kept document), id, row, jaccard (largest verified one with another document of the
-    cluster), size (documents of the cluster). Both are empty if the recipe's `dedup.jaccard` is 1.
+    Writes `near/clusters` as well: cluster (id of the kept document), id, row, jaccard (largest verified one with
+    another document of the cluster), size (documents of the cluster). All is empty if `dedup.jaccard` is 1.
     """
-    shards, parts = range(len(job.shards)), range(job.parts)
-    if job.recipe.curate.dedup.jaccard < 1:
-        run(runner, job, BANDS, map_bands, shards)
-        run(runner, job, "near/candidates", reduce_candidates, parts)
-        run(runner, job, SETS, map_sets, shards)
-        verify_candidates(runner, job)
-        run(runner, job, "near/components", join_components, [0])
-        run(runner, job, "near/members", map_members, shards)
-    run(runner, job, "near/clusters", reduce_clusters, parts)
-    run(runner, job, "near/drop", reduce_drops, parts)
+
+    name, title, section = "near", "near copies", ("dedup",)
+    reasons: ClassVar = {"near_duplicate": "Nearly the same text exists elsewhere in its domain and language."}
+
+    def passes(self, runner: Runner, job: CurationJob) -> None:
+        shards, parts = range(len(job.shards)), range(job.parts)
+        if job.recipe.curate.dedup.jaccard < 1:
+            run_step(runner, job, BANDS, map_bands, shards)
+            run_step(runner, job, "near/candidates", reduce_candidates, parts)
+            run_step(runner, job, SETS, map_sets, shards)
+            verify_candidates(runner, job)
+            run_step(runner, job, "near/components", join_components, [0])
+            run_step(runner, job, "near/members", map_members, shards)
+        run_step(runner, job, "near/clusters", reduce_clusters, parts)
+        run_step(runner, job, "near/drop", reduce_drops, parts)
 
 
 def map_bands(job: CurationJob, item: int) -> None:
@@ -88,7 +92,7 @@ def map_bands(job: CurationJob, item: int) -> None:
     groups = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[language]
     head = np.array([int(document_id[:16], 16) for document_id in documents["id"].to_pylist()], np.uint64)
     exploded = {
-        "key": spread(bands[offsets[0] : offsets[-1]] ^ groups[document]),
+        "key": mix_hashes(bands[offsets[0] : offsets[-1]] ^ groups[document]),
         "head": head[document],
         "row": documents["row"].to_numpy()[document],
     }
@@ -107,7 +111,7 @@ def map_sets(job: CurationJob, item: int) -> None:
     """Write the shingle sets of the candidates of shard `item`: key, row, shingles."""
     shard, width = job.shards[item], job.recipe.curate.dedup.shingle
     low, high = shard.rows
-    query = f"""SELECT DISTINCT "row" FROM read_parquet({listed(job.files("near/candidates"))})
+    query = f"""SELECT DISTINCT "row" FROM read_parquet({sql_list(job.files("near/candidates"))})
         WHERE "row" >= {low} AND "row" < {high} ORDER BY "row" """
     candidates = job.query(query)["row"].to_numpy()
     row_batches, sets = [np.zeros(0, np.int64)], [pa.array([], LISTS)]
@@ -122,14 +126,14 @@ def map_sets(job: CurationJob, item: int) -> None:
 
 def keys(rows: Offsets) -> Hashes:
     """Return the keys under which documents are shuffled: uint64, a hash of each row."""
-    hashes: Hashes = spread(rows.astype(np.uint64))
+    hashes: Hashes = mix_hashes(rows.astype(np.uint64))
     return hashes
 
 
 def write_sets(key: Hashes, row: Offsets, shingles: pa.LargeListArray, path: Path) -> None:
     """Write shingle sets ordered by key, without compression or dictionary: hashes gain nothing from either."""
     table = pa.table({"key": key, "row": row, "shingles": shingles})
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         pq.write_table(table, temporary, row_group_size=SETS_PER_GROUP, compression="none", use_dictionary=False)
 
 
@@ -159,7 +163,7 @@ def verify_candidates(runner: Runner, job: CurationJob) -> None:
     ]
     for number in range(ROUNDS):
         for name, work in steps:
-            run(runner, job, _step(number, name), partial(work, number), range(job.parts))
+            run_step(runner, job, _step(number, name), partial(work, number), range(job.parts))
             if name == "pairs" and not any(pq.read_metadata(file).num_rows for file in job.files(_step(number, name))):
                 return
 
@@ -206,7 +210,7 @@ def copy_centers(number: int, job: CurationJob, part: int) -> None:
     centre = requests["centre"]
     first = [key_range(home, job.parts)[0] for home in requests["home"].tolist()]
     rows, sets = _read_sets(job, SETS, keys(centre), centre)
-    copies = sets.take(pa.array(_places(rows, centre)))
+    copies = sets.take(pa.array(_indices(rows, centre)))
     write_sets(np.array(first, np.uint64), centre, copies, job.file(_step(number, "centres"), part))
 
 
@@ -221,8 +225,8 @@ def verify_pairs(number: int, job: CurationJob, part: int) -> None:
     home = np.full(1, key_range(part, job.parts)[0], np.uint64)
     member_rows, members = _read_sets(job, SETS, keys(member[first]), member[first])
     centre_rows, centres = _read_sets(job, _step(number, "centres"), home, centre[first])
-    places = _places(member_rows, member[first]), _places(centre_rows, centre[first])
-    jaccard = jaccard_pairs(list_buffers(members), list_buffers(centres), places)[np.cumsum(first) - 1]
+    indices = _indices(member_rows, member[first]), _indices(centre_rows, centre[first])
+    jaccard = jaccard_pairs(list_buffers(members), list_buffers(centres), indices)[np.cumsum(first) - 1]
     alike = jaccard >= job.recipe.curate.dedup.jaccard
     columns = {"key": pairs["bucket"], "head": pairs["head"], "row": member, "centre": centre}
     columns |= {"jaccard": jaccard, "alike": alike, "open": pairs["open"] & ~alike}
@@ -270,14 +274,14 @@ def _read_sets(job: CurationJob, step: str, set_keys: Hashes, rows: Offsets) -> 
     return table["row"].to_numpy(), pa.concat_arrays(table["shingles"].chunks)
 
 
-def _places(rows: Offsets, targets: Offsets) -> Offsets:
+def _indices(rows: Offsets, targets: Offsets) -> Offsets:
     """Return the index in `rows` of each of `targets`."""
     order = np.argsort(rows)
     if len(targets) == 0:
         return order[:0]
-    places = order[np.searchsorted(rows, targets, sorter=order)]
-    assert np.array_equal(rows[places], targets)
-    return places
+    indices = order[np.searchsorted(rows, targets, sorter=order)]
+    assert np.array_equal(rows[indices], targets)
+    return indices
 
 
 # Clusters: connected components of the verified pairs
@@ -288,7 +292,7 @@ def join_components(job: CurationJob, item: int) -> None:
     left, right, jaccard = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
     if files := verdict_files(job):
         edges = job.query(
-            f'SELECT DISTINCT centre, "row", jaccard FROM read_parquet({listed(files)}) WHERE alike ORDER BY ALL'
+            f'SELECT DISTINCT centre, "row", jaccard FROM read_parquet({sql_list(files)}) WHERE alike ORDER BY ALL'
         )
         left, right, jaccard = (edges[name].to_numpy() for name in ("centre", "row", "jaccard"))
     rows, labels = components(left, right)
@@ -303,10 +307,17 @@ def components(left: Offsets, right: Offsets) -> tuple[Offsets, Offsets]:
     """Return (nodes, labels) of the graph with edges `left[i]` - `right[i]`; all int64.
 
     `nodes` are the distinct ends of the edges, sorted; `labels[i]` is the smallest node connected to `nodes[i]`. In one
-    process, some 40 bytes per edge and node: SQL would take one join per step of the longest path, and clusters chain.
+    process, some 70 bytes per edge: SQL would need one join per step of the longest path, and clusters chain.
     """
-    nodes, places = np.unique(np.concatenate((left, right)), return_inverse=True)
-    return nodes, nodes[smallest_connected(len(nodes), places[: len(left)], places[len(left) :])]
+    from scipy.sparse import coo_array  # 0.2 s
+    from scipy.sparse.csgraph import connected_components
+
+    nodes, ends = np.unique(np.concatenate((left, right)), return_inverse=True)
+    edges = ends[: len(left)], ends[len(left) :]
+    graph = coo_array((np.ones(len(left), np.bool_), edges), (len(nodes), len(nodes)))
+    component = connected_components(graph, directed=False)[1]
+    first = np.unique(component, return_index=True)[1]  # of sorted nodes, the first in a component is the smallest
+    return nodes, nodes[first[component]]
 
 
 def map_members(job: CurationJob, item: int) -> None:
@@ -314,7 +325,7 @@ def map_members(job: CurationJob, item: int) -> None:
     shard = job.shards[item]
     low, high = shard.rows
     documents = job.survivors(shard, before="near", columns=KEEP_COLUMNS)
-    labelled = f"""SELECT * FROM read_parquet({quoted(str(job.file("near/components", 0)))})
+    labelled = f"""SELECT * FROM read_parquet({sql_literal(str(job.file("near/components", 0)))})
         WHERE "row" >= {low} AND "row" < {high}"""
     write_by_key(job, f'SELECT * FROM ({documents}) JOIN ({labelled}) USING ("row")', "near/members", item)
 
@@ -332,7 +343,7 @@ def reduce_clusters(job: CurationJob, part: int) -> None:
 
 def reduce_drops(job: CurationJob, part: int) -> None:
     """Drop all documents of the clusters of `part` except the kept ones, as `near_duplicate`."""
-    clusters = quoted(str(job.file("near/clusters", part)))
-    query = f"""SELECT "row", '{OUTCOME}' AS outcome, cluster AS kept FROM read_parquet({clusters})
+    clusters = sql_literal(str(job.file("near/clusters", part)))
+    query = f"""SELECT "row", 'near_duplicate' AS outcome, cluster AS kept FROM read_parquet({clusters})
         WHERE id <> cluster"""
     write_drops(job, query, "near", part)

@@ -1,7 +1,7 @@
-"""What a generated mathematics problem is, and the random draws that make it.
+"""Generated mathematics problems: random draws, and templates for arithmetic, algebra, whole numbers and logic.
 
-Draws come from SplitMix64 (Steele, Lea and Flood 2014) over a BLAKE2b digest of the key, not from `random`: the
-numbers are then fixed by this file, whatever the Python version, and problem i can be made without problems 0..i-1.
+Each template function turns draws into one problem of the kind that it is named after. The steps are those of a pupil,
+so that a model sees intermediate results before the answer.
 """
 
 from __future__ import annotations
@@ -17,32 +17,22 @@ T = TypeVar("T")
 _MASK = 2**64 - 1
 HELD_OUT_ONE_IN = 16
 NAMES = (
-    "Ada",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Farid",
-    "Grace",
-    "Hugo",
-    "Ines",
-    "Jonas",
-    "Kofi",
-    "Lena",
-    "Mei",
-    "Noor",
-)
+    "Ada", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena", "Mei", "Noor",
+)  # fmt: skip
 
 
 class Draws:
-    """A stream of uniform draws that `key` alone determines."""
+    """Uniform random draws that depend on `key` only."""
+
+    # SplitMix64 (Steele, Lea and Flood 2014) over a BLAKE2b digest, not `random`, whose numbers may change with the
+    # Python version; and problem i can be made without problems 0..i-1.
 
     def __init__(self, *key: str | int) -> None:
         text = "\x1f".join(map(str, key))
         self._state = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def below(self, bound: int) -> int:
-        """Return a uniform integer in [0, bound); the bias, under bound / 2^64, cannot be seen."""
+        """Return a uniform integer in [0, bound), with a bias below bound / 2^64."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._state
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -57,12 +47,12 @@ class Draws:
         return choices[self.below(len(choices))]
 
     def sample(self, choices: Sequence[T], count: int) -> list[T]:
-        """Return `count` different elements in random order. Raises IndexError if there are not so many."""
+        """Return `count` different elements in random order. Raises IndexError if there are fewer."""
         rest = list(choices)
         return [rest.pop(self.below(len(rest))) for _ in range(count)]
 
     def size(self) -> int:
-        """Return an upper bound for operands: most problems are small, as in any schoolbook."""
+        """Return an upper bound for operands: most problems have small ones, as in a schoolbook."""
         return self.pick((9, 9, 12, 20, 20, 50, 100, 100, 500, 1000))
 
 
@@ -72,7 +62,7 @@ class MathProblem:
 
     kind: str
     statement: str
-    """Canonical form, equal for two phrasings of one problem (`7+8` for `8 plus 7`); what overlap is judged by."""
+    """Canonical form, equal for two phrasings of one problem (`7+8` for `8 plus 7`); overlap is measured with it."""
     question: str
     steps: str
     answer: str
@@ -81,24 +71,17 @@ class MathProblem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem may only be asked in an evaluation: one statement in 16, by hash, for every seed."""
+        """Whether the problem is for evaluation only: one statement in 16, by hash, for every seed."""
         digest = hashlib.blake2b(self.statement.encode(), digest_size=8, person=b"held-out").digest()
         return int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0
 
 
 def numeric(kind: str, statement: str, question: str, steps: str, number: int) -> MathProblem:
-    """Return a problem whose answer is the whole number `number`."""
+    """Return a problem with a whole number as answer."""
     return MathProblem(kind, statement, question, steps, str(number), number)
 
 
-# Templates for arithmetic and algebra: the four operations, order of operations, fractions, percentages, equations.
-#
-# Each function turns draws into one problem; its name is the problem's kind. The steps are those a pupil would
-# write, so that a model sees intermediate results before the answer.
-
-
-def _sorted(a: int, b: int, sign: str) -> str:
-    return f"{min(a, b)}{sign}{max(a, b)}"
+# Arithmetic and algebra
 
 
 def addition(draws: Draws) -> MathProblem:
@@ -108,7 +91,7 @@ def addition(draws: Draws) -> MathProblem:
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
     parts = f"{a // 10 * 10} + {b // 10 * 10} = {tens}. {a % 10} + {b % 10} = {ones}. {tens} + {ones} = {a + b}."
     steps = parts if a > 9 and b > 9 else f"{a} + {b} = {a + b}."
-    return numeric("addition", _sorted(a, b, "+"), asked.format(a, b), steps, a + b)
+    return numeric("addition", f"{min(a, b)}+{max(a, b)}", asked.format(a, b), steps, a + b)
 
 
 def subtraction(draws: Draws) -> MathProblem:
@@ -135,18 +118,16 @@ def multiplication(draws: Draws) -> MathProblem:
     )
     tens, ones = a // 10 * 10, a % 10
     long = f"{tens} x {b} = {tens * b}. {ones} x {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}."
-    return numeric(
-        "multiplication", _sorted(a, b, "*"), asked.format(a, b), long if a > 12 else f"{a} x {b} = {a * b}.", a * b
-    )
+    steps = long if a > 12 else f"{a} x {b} = {a * b}."
+    return numeric("multiplication", f"{min(a, b)}*{max(a, b)}", asked.format(a, b), steps, a * b)
 
 
 def division(draws: Draws) -> MathProblem:
     b, quotient = draws.between(2, 12), draws.between(1, min(draws.size(), 100))
     a = b * quotient
     asked = draws.pick(("What is {} / {}?", "Divide {} by {}.", "How many times does {1} go into {0}?"))
-    return numeric(
-        "division", f"{a}/{b}", asked.format(a, b), f"{b} x {quotient} = {a}, so {a} / {b} = {quotient}.", quotient
-    )
+    steps = f"{b} x {quotient} = {a}, so {a} / {b} = {quotient}."
+    return numeric("division", f"{a}/{b}", asked.format(a, b), steps, quotient)
 
 
 def remainder(draws: Draws) -> MathProblem:
@@ -199,23 +180,19 @@ def simplest_form(draws: Draws) -> MathProblem:
     asked = draws.pick(("Simplify {}/{}.", "Write {}/{} in its simplest form."))
     left, right = f"{top} / {common} = {top // common}", f"{bottom} / {common} = {bottom // common}"
     steps = f"Both {top} and {bottom} can be divided by {common}: {left} and {right}."
-    return MathProblem(
-        "simplest_form", f"simplify {top}/{bottom}", asked.format(top, bottom), steps, str(Fraction(top, bottom))
-    )
+    answer = str(Fraction(top, bottom))
+    return MathProblem("simplest_form", f"simplify {top}/{bottom}", asked.format(top, bottom), steps, answer)
 
 
 def percentage(draws: Draws) -> MathProblem:
-    share, hundredths = (
-        draws.pick((1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 90)),
-        draws.between(1, draws.size()),
-    )
+    share = draws.pick((1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 90))
+    hundredths = draws.between(1, draws.size())
     whole = hundredths * 100 // gcd(share, 100)
     asked = draws.pick(("What is {}% of {}?", "Find {} percent of {}."))
-    number = whole * share // 100
     product = whole * share
-    steps = (
-        f"{share}% of {whole} is {whole} x {share} / 100. {whole} x {share} = {product}. {product} / 100 = {number}."
-    )
+    number = product // 100
+    steps = f"{share}% of {whole} is {whole} x {share} / 100. {whole} x {share} = {product}."
+    steps += f" {product} / 100 = {number}."
     return numeric("percentage", f"{share}% of {whole}", asked.format(share, whole), steps, number)
 
 
@@ -240,35 +217,17 @@ def sum_and_difference(draws: Draws) -> MathProblem:
     doubled = total + difference
     steps = f"The larger number is ({total} + {difference}) / 2 = {doubled} / 2 = {large}."
     steps += f" The smaller is {total} - {large} = {small}."
-    return numeric(
-        "sum_and_difference",
-        f"x+y={total},x-y={difference},{which}",
-        question,
-        steps,
-        large if which == "larger" else small,
-    )
+    answer = large if which == "larger" else small
+    return numeric("sum_and_difference", f"x+y={total},x-y={difference},{which}", question, steps, answer)
 
 
 ARITHMETIC = (
-    addition,
-    subtraction,
-    multiplication,
-    division,
-    remainder,
-    order_of_operations,
-    power,
-    fraction_sum,
-    simplest_form,
-    percentage,
-    linear_equation,
-    sum_and_difference,
-)
+    addition, subtraction, multiplication, division, remainder, order_of_operations, power, fraction_sum,
+    simplest_form, percentage, linear_equation, sum_and_difference,
+)  # fmt: skip
 
-
-# Templates about whole numbers and simple logic: sequences, order, divisors, digits, averages, rankings.
-#
-# The easiest kinds here (next term, largest, smallest) can be learnt by a model of a few million parameters within
-# a million tokens; they are what an evaluation of a very small model can see move.
+# Whole numbers and logic. A model of a few million parameters learns the easiest kinds (next term, largest, smallest)
+# within a million tokens, so an evaluation of a very small model can show progress.
 
 
 def _listed(numbers: list[int]) -> str:
@@ -276,11 +235,8 @@ def _listed(numbers: list[int]) -> str:
 
 
 def next_term(draws: Draws) -> MathProblem:
-    start, step, count = (
-        draws.between(0, draws.size()),
-        draws.between(1, draws.pick((3, 5, 10, 25))),
-        draws.between(4, 5),
-    )
+    start, step = draws.between(0, draws.size()), draws.between(1, draws.pick((3, 5, 10, 25)))
+    count = draws.between(4, 5)
     if draws.below(4) == 0:
         start, step = start + step * count, -step
     terms = [start + step * i for i in range(count + 1)]
@@ -290,8 +246,8 @@ def next_term(draws: Draws) -> MathProblem:
     change = f"goes up by {step}" if step > 0 else f"goes down by {-step}"
     sign = "+" if step > 0 else "-"
     steps = f"Each term {change}. {terms[-2]} {sign} {abs(step)} = {terms[-1]}."
-    shown = terms[:-1]
-    return numeric("next_term", f"next {_listed(shown)}", asked.format(_listed(shown)), steps, terms[-1])
+    shown = _listed(terms[:-1])
+    return numeric("next_term", f"next {shown}", asked.format(shown), steps, terms[-1])
 
 
 def next_multiple(draws: Draws) -> MathProblem:
@@ -308,20 +264,19 @@ def nth_term(draws: Draws) -> MathProblem:
     shown = _listed([start + step * i for i in range(3)])
     question = draws.pick(("What is term number {} of the sequence {}, ...?", "Find term {} of {}, ..."))
     number = start + step * (n - 1)
-    steps = (
-        f"Each term goes up by {step}. Term {n} is {start} + {n - 1} x {step} = {start} + {(n - 1) * step} = {number}."
-    )
+    steps = f"Each term goes up by {step}."
+    steps += f" Term {n} is {start} + {n - 1} x {step} = {start} + {(n - 1) * step} = {number}."
     return numeric("nth_term", f"term {n} of {shown}", question.format(n, shown), steps, number)
 
 
 def extreme(draws: Draws) -> MathProblem:
     size = max(12, draws.size())
     numbers = draws.sample(range(1, size + 1), draws.between(3, 5))
-    word, found = draws.pick((("largest", max(numbers)), ("smallest", min(numbers))))
+    word, answer = draws.pick((("largest", max(numbers)), ("smallest", min(numbers))))
     asked = draws.pick(("Which is the {} of {}?", "What is the {} number in the list {}?"))
     ordered = _listed(sorted(numbers))
-    steps = f"In order the numbers are {ordered}. The {word} is {found}."
-    return numeric("extreme", f"{word} of {ordered}", asked.format(word, _listed(numbers)), steps, found)
+    steps = f"In order the numbers are {ordered}. The {word} is {answer}."
+    return numeric("extreme", f"{word} of {ordered}", asked.format(word, _listed(numbers)), steps, answer)
 
 
 def median(draws: Draws) -> MathProblem:
@@ -329,13 +284,8 @@ def median(draws: Draws) -> MathProblem:
     ordered = sorted(numbers)
     question = f"What is the median of {_listed(numbers)}?"
     middle = ordered[len(ordered) // 2]
-    return numeric(
-        "median",
-        f"median of {_listed(ordered)}",
-        question,
-        f"In order: {_listed(ordered)}. The middle one is {middle}.",
-        middle,
-    )
+    steps = f"In order: {_listed(ordered)}. The middle one is {middle}."
+    return numeric("median", f"median of {_listed(ordered)}", question, steps, middle)
 
 
 def mean(draws: Draws) -> MathProblem:
@@ -409,16 +359,6 @@ def ranking(draws: Draws) -> MathProblem:
 
 
 NUMBERS = (
-    next_term,
-    next_multiple,
-    nth_term,
-    extreme,
-    median,
-    mean,
-    greatest_common_divisor,
-    least_common_multiple,
-    digit_sum,
-    parity,
-    rounding,
-    ranking,
-)
+    next_term, next_multiple, nth_term, extreme, median, mean, greatest_common_divisor, least_common_multiple,
+    digit_sum, parity, rounding, ranking,
+)  # fmt: skip

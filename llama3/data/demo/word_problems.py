@@ -1,29 +1,24 @@
-"""Templates for problems told in words: shopping, sharing, journeys, ages, areas, units, clocks and calendars.
+"""Templates for word problems: shopping, sharing, journeys, ages, areas, units, clocks and calendars.
 
-The canonical statement keeps the numbers and the operation and leaves out names and objects: the same sum about
-apples and about books is one problem.
+The canonical statement keeps the numbers and the operation and omits names and objects: the same sum about apples and
+about books is one problem. Some templates exist in five other languages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
-from llama3.data.demo.math_problems import NAMES, Draws, MathProblem, numeric
+from llama3.data.demo.math_problems import ARITHMETIC, NAMES, NUMBERS, Draws, MathProblem, numeric
 
 _THINGS = ("apples", "books", "cards", "coins", "marbles", "pencils", "shells", "stamps", "stickers", "tickets")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _UNITS = (
-    ("kilometres", "metres", 1000),
-    ("metres", "centimetres", 100),
-    ("centimetres", "millimetres", 10),
-    ("kilograms", "grams", 1000),
-    ("litres", "millilitres", 1000),
-    ("hours", "minutes", 60),
-    ("minutes", "seconds", 60),
-    ("days", "hours", 24),
-    ("weeks", "days", 7),
-    ("dozen", "single pieces", 12),
-)
+    ("kilometres", "metres", 1000), ("metres", "centimetres", 100), ("centimetres", "millimetres", 10),
+    ("kilograms", "grams", 1000), ("litres", "millilitres", 1000), ("hours", "minutes", 60), ("minutes", "seconds", 60),
+    ("days", "hours", 24), ("weeks", "days", 7), ("dozen", "single pieces", 12),
+)  # fmt: skip
 
 
 def gaining(draws: Draws) -> MathProblem:
@@ -61,12 +56,10 @@ def shopping(draws: Draws) -> MathProblem:
         question = f"{who} buys {count} {what} at {price} cents each. How many cents does that cost?"
         return numeric("shopping", statement, question, total, cost)
     paid = (cost // 100 + draws.between(1, 2)) * 100
-    question = (
-        f"{who} buys {count} {what} at {price} cents each and pays with {paid} cents. How many cents of change are due?"
-    )
-    return numeric(
-        "shopping", f"story {paid}-{count}*{price}", question, f"{total} {paid} - {cost} = {paid - cost}.", paid - cost
-    )
+    question = f"{who} buys {count} {what} at {price} cents each and pays with {paid} cents."
+    question += " How many cents of change are due?"
+    steps = f"{total} {paid} - {cost} = {paid - cost}."
+    return numeric("shopping", f"story {paid}-{count}*{price}", question, steps, paid - cost)
 
 
 def sharing(draws: Draws) -> MathProblem:
@@ -82,31 +75,17 @@ def sharing(draws: Draws) -> MathProblem:
 
 
 def journey(draws: Draws) -> MathProblem:
-    vehicle, speed, hours = (
-        draws.pick(("car", "train", "cyclist", "bus", "boat")),
-        draws.between(2, 24) * 5,
-        draws.between(2, 9),
-    )
+    vehicle = draws.pick(("car", "train", "cyclist", "bus", "boat"))
+    speed, hours = draws.between(2, 24) * 5, draws.between(2, 9)
     distance = speed * hours
     if draws.below(2):
-        question = (
-            f"A {vehicle} travels at {speed} kilometres per hour for {hours} hours. How many kilometres does it cover?"
-        )
-        return numeric(
-            "journey",
-            f"{speed}km/h*{hours}h",
-            question,
-            f"Distance is speed times time: {speed} x {hours} = {distance}.",
-            distance,
-        )
+        question = f"A {vehicle} travels at {speed} kilometres per hour for {hours} hours."
+        question += " How many kilometres does it cover?"
+        steps = f"Distance is speed times time: {speed} x {hours} = {distance}."
+        return numeric("journey", f"{speed}km/h*{hours}h", question, steps, distance)
     question = f"A {vehicle} travels {distance} kilometres at {speed} kilometres per hour. How many hours does it take?"
-    return numeric(
-        "journey",
-        f"{distance}km/{speed}km/h",
-        question,
-        f"Time is distance over speed: {distance} / {speed} = {hours}.",
-        hours,
-    )
+    steps = f"Time is distance over speed: {distance} / {speed} = {hours}."
+    return numeric("journey", f"{distance}km/{speed}km/h", question, steps, hours)
 
 
 def ages(draws: Draws) -> MathProblem:
@@ -123,13 +102,8 @@ def rectangle(draws: Draws) -> MathProblem:
     shape = draws.pick(("rectangle", "garden", "room"))
     if draws.below(2):
         question = f"A {shape} is {long} {unit} long and {short} {unit} wide. What is its area in square {unit}?"
-        return numeric(
-            "rectangle",
-            f"area {short}*{long}",
-            question,
-            f"Area is length times width: {long} x {short} = {a * b}.",
-            a * b,
-        )
+        steps = f"Area is length times width: {long} x {short} = {a * b}."
+        return numeric("rectangle", f"area {short}*{long}", question, steps, a * b)
     question = f"A {shape} is {long} {unit} long and {short} {unit} wide. What is its perimeter in {unit}?"
     steps = f"Two lengths and two widths: 2 x ({long} + {short}) = 2 x {a + b} = {2 * (a + b)}."
     return numeric("rectangle", f"perimeter {short},{long}", question, steps, 2 * (a + b))
@@ -138,53 +112,39 @@ def rectangle(draws: Draws) -> MathProblem:
 def conversion(draws: Draws) -> MathProblem:
     (large, small, scale), count = draws.pick(_UNITS), draws.between(2, draws.pick((9, 20, 60)))
     if draws.below(2):
-        question = draws.pick(("How many {small} are {count} {large}?", "Convert {count} {large} to {small}."))
+        question = draws.pick((f"How many {small} are {count} {large}?", f"Convert {count} {large} to {small}."))
         steps = f"{count} x {scale} = {count * scale}."
-        return numeric(
-            "conversion",
-            f"{count} {large} in {small}",
-            question.format(small=small, count=count, large=large),
-            steps,
-            count * scale,
-        )
-    question = f"How many {large} are {count * scale} {small}?"
-    return numeric(
-        "conversion", f"{count * scale} {small} in {large}", question, f"{count * scale} / {scale} = {count}.", count
-    )
+        return numeric("conversion", f"{count} {large} in {small}", question, steps, count * scale)
+    question, steps = f"How many {large} are {count * scale} {small}?", f"{count * scale} / {scale} = {count}."
+    return numeric("conversion", f"{count * scale} {small} in {large}", question, steps, count)
 
 
 def clock(draws: Draws) -> MathProblem:
     hour, minute, later = draws.between(0, 22), draws.between(0, 59), draws.between(5, 60)
-    end = hour * 60 + minute + later
+    start, total, end = f"{hour}:{minute:02}", minute + later, hour * 60 + minute + later
     question = draws.pick(
         (
-            "A film starts at {start} and lasts {later} minutes. When does it end?",
-            "It is {start}. What time will it be in {later} minutes?",
+            f"A film starts at {start} and lasts {later} minutes. When does it end?",
+            f"It is {start}. What time will it be in {later} minutes?",
         )
-    ).format(start=f"{hour}:{minute:02}", later=later)
-    steps = f"{minute} + {later} = {minute + later} minutes past {hour}:00."
-    steps += (
-        f" That is {(minute + later) // 60} hour and {(minute + later) % 60} minutes." if minute + later >= 60 else ""
     )
-    return MathProblem("clock", f"{hour}:{minute:02}+{later}", question, steps, f"{end // 60}:{end % 60:02}")
+    steps = f"{minute} + {later} = {total} minutes past {hour}:00."
+    steps += f" That is {total // 60} hour and {total % 60} minutes." if total >= 60 else ""
+    return MathProblem("clock", f"{start}+{later}", question, steps, f"{end // 60}:{end % 60:02}")
 
 
 def weekday(draws: Draws) -> MathProblem:
     today, later = draws.below(7), draws.between(2, 60)
     question = f"Today is {_DAYS[today]}. Which day of the week is it in {later} days?"
-    whole = later // 7
-    steps = f"{later} = {whole} x 7 + {later % 7}, so count {later % 7} days on from {_DAYS[today]}."
+    steps = f"{later} = {later // 7} x 7 + {later % 7}, so count {later % 7} days on from {_DAYS[today]}."
     return MathProblem("weekday", f"{_DAYS[today]}+{later}", question, steps, _DAYS[(today + later) % 7])
 
 
 WORDS = (gaining, losing, shopping, sharing, journey, ages, rectangle, conversion, clock, weekday)
 
 
-# Small worked problems in German, French, Spanish, Italian and Portuguese: multilingual text without end.
-#
-# A slim container has next to no text that is not English, and the chain must run there too; where manuals and
-# translations are found, this is only what follows them. Statements are those of the English problems, and held-out
-# ones are left out here as well.
+# Problems in German, French, Spanish, Italian and Portuguese: a slim container has almost no other text that is not
+# English. Statements are those of the English problems; held-out ones are skipped here too.
 
 _LABELS = {
     "de": ("Frage", "Antwort"),
@@ -251,39 +211,37 @@ def translated_document(seed: int, index: int) -> tuple[str, str]:
     draws = Draws("translated", seed, index)
     language = LANGUAGES[index % len(LANGUAGES)]
     question, answer = _LABELS[language]
-    found = [_problem(draws, language) for _ in range(draws.between(*_PER_DOCUMENT))]
-    parts = [
+    problems = []
+    for _ in range(draws.between(*_PER_DOCUMENT)):
+        kind = draws.pick(_KINDS)
+        while (problem := kind(draws, language)).held_out:
+            pass
+        problems.append(problem)
+    texts = [
         f"{question}: {p.question}\n" + (f"{p.steps}\n" if p.steps and draws.below(2) else "") + f"{answer}: {p.answer}"
-        for p in found
+        for p in problems
     ]
-    return language, "\n\n".join(parts)
-
-
-def _problem(draws: Draws, language: str) -> MathProblem:
-    kind = draws.pick(_KINDS)
-    while (found := kind(draws, language)).held_out:
-        pass
-    return found
+    return language, "\n\n".join(texts)
 
 
 def _gain(draws: Draws, language: str) -> MathProblem:
     a, b = draws.between(2, draws.size()), draws.between(2, draws.size())
-    asked = _GAIN[language].format(who=draws.pick(NAMES), what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
-    return numeric("gaining", f"story {min(a, b)}+{max(a, b)}", asked, f"{a} + {b} = {a + b}", a + b)
+    question = _GAIN[language].format(who=draws.pick(NAMES), what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
+    return numeric("gaining", f"story {min(a, b)}+{max(a, b)}", question, f"{a} + {b} = {a + b}", a + b)
 
 
 def _lose(draws: Draws, language: str) -> MathProblem:
     b, rest = draws.between(1, draws.size()), draws.between(1, draws.size())
     a = b + rest
-    asked = _LOSE[language].format(who=draws.pick(NAMES), what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
-    return numeric("losing", f"story {a}-{b}", asked, f"{a} - {b} = {rest}", rest)
+    question = _LOSE[language].format(who=draws.pick(NAMES), what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
+    return numeric("losing", f"story {a}-{b}", question, f"{a} - {b} = {rest}", rest)
 
 
 def _share(draws: Draws, language: str) -> MathProblem:
     b, each = draws.between(2, 12), draws.between(2, min(50, draws.size()))
     a = b * each
-    asked = _SHARE[language].format(what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
-    return numeric("sharing", f"story {a}/{b}", asked, f"{a} / {b} = {each}", each)
+    question = _SHARE[language].format(what=draws.pick(_TRANSLATED_THINGS[language]), a=a, b=b)
+    return numeric("sharing", f"story {a}/{b}", question, f"{a} / {b} = {each}", each)
 
 
 def _product(draws: Draws, language: str) -> MathProblem:
@@ -307,3 +265,84 @@ def _largest(draws: Draws, language: str) -> MathProblem:
 
 
 _KINDS: tuple[Callable[[Draws, str], MathProblem], ...] = (_gain, _lose, _share, _product, _next, _largest)
+
+
+# Unlimited mathematics text: worked problems for training, and multiple-choice questions of the same kinds.
+#
+# A problem is a function of seed and index. One canonical statement in 16, chosen by hash, is never generated for
+# training with any seed; questions use only those, so an evaluation asks no problem that was trained on (its sub-
+# steps, such as 7 + 8 inside 17 + 28, may occur).
+
+KINDS: tuple[Callable[[Draws], MathProblem], ...] = (*ARITHMETIC, *NUMBERS, *WORDS)
+
+_OFFSETS = (1, 2, 3, 4, 5, 10)
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """A multiple-choice question; a scorer joins `query` and a choice with one space."""
+
+    query: str
+    """Ends in `Answer:`, as the training documents write it."""
+    choices: tuple[str, ...]
+    """Four whole numbers near each other."""
+    gold: int
+    """Index of the right choice."""
+    statement: str
+    """Canonical form of the problem, as in `MathProblem.statement`."""
+
+
+def problem(seed: int, index: int) -> MathProblem:
+    """Return training problem `index` of `seed`, which is not held out."""
+    return _draw_problem("train", seed, index, held_out=False)
+
+
+def worked_text(draws: Draws, problem: MathProblem) -> str:
+    """Return `problem` as training text; half of the problems show their steps, half go straight to the answer."""
+    working = f"Working: {problem.steps}\n" if draws.below(2) else ""
+    return f"Question: {problem.question}\n{working}Answer: {problem.answer}"
+
+
+def document(seed: int, index: int) -> str:
+    """Return document `index` of `seed`: 6 to 14 different problems of mixed kinds."""
+    draws = Draws("document", seed, index)
+    problems: dict[str, str] = {}
+    for number in range(draws.between(*_PER_DOCUMENT)):
+        drawn = problem(seed, index * _PER_DOCUMENT[1] + number)
+        problems.setdefault(drawn.statement, worked_text(draws, drawn))
+    return "\n\n".join(problems.values())
+
+
+def questions(seed: int, count: int) -> list[MultipleChoice]:
+    """Return `count` different questions, fixed by `seed`; a longer list begins with the shorter one.
+
+    Raises ValueError if fewer exist.
+    """
+    chosen: dict[str, MultipleChoice] = {}
+    for index in range(50 * count):
+        if len(chosen) == count:
+            break
+        problem = _draw_problem("question", seed, index, held_out=True)
+        if problem.number is not None and problem.statement not in chosen:
+            chosen[problem.statement] = _question(Draws("choices", seed, index), problem, problem.number)
+    if len(chosen) < count:
+        raise ValueError(f"questions: {count} asked, only {len(chosen)} different ones exist; ask for fewer")
+    return list(chosen.values())
+
+
+def _draw_problem(use: str, seed: int, index: int, *, held_out: bool) -> MathProblem:
+    """Return the first problem that is held out, or not; the kind is drawn first, so kinds stay equally common."""
+    kind = KINDS[Draws(use, "kind", seed, index).below(len(KINDS))]
+    return next(
+        problem for attempt in count() if (problem := kind(Draws(use, seed, index, attempt))).held_out == held_out
+    )
+
+
+def _question(draws: Draws, problem: MathProblem, number: int) -> MultipleChoice:
+    """Return `problem` with three wrong numbers near the right one, whose rank among the four is random."""
+    lower = min(draws.below(4), number)
+    below = [number - offset for offset in draws.sample([o for o in _OFFSETS if o <= number], lower)] if lower else []
+    above = [number + offset for offset in draws.sample(_OFFSETS, 3 - len(below))]
+    choices = draws.sample([number, *below, *above], 4)
+    query, texts = f"Question: {problem.question}\nAnswer:", tuple(map(str, choices))
+    return MultipleChoice(query, texts, choices.index(number), problem.statement)

@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.words import find_words, mixed
+from llama3.data.kernels.words import find_words, mix64
 
 Floats = NDArray[np.float64]
 Weights = NDArray[np.float32]
@@ -23,20 +23,20 @@ PIECE = 8192
 _CHAIN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def room(size: int) -> tuple[Offsets, Offsets, Hashes]:
+def allocate_word_arrays(size: int) -> tuple[Offsets, Offsets, Hashes]:
     """Allocate the arrays that `find_words` fills, for a text of at most `size` bytes."""
     return np.empty(size + 1, np.int64), np.empty(size + 1, np.int64), np.empty(size + 1, np.uint64)
 
 
-def longest(offsets: Offsets) -> int:
+def longest_text(offsets: Offsets) -> int:
     """Return the size of the longest text in bytes."""
     return int(np.diff(offsets).max(initial=0))
 
 
 @njit(cache=True, nogil=True)
-def chained(before: np.uint64, word: np.uint64) -> np.uint64:
+def chain_hash(before: np.uint64, word: np.uint64) -> np.uint64:
     """Return the hash of a run of words from the hash of the run `before` and the next `word`. Order matters."""
-    return np.uint64(mixed(before * _CHAIN ^ word))
+    return np.uint64(mix64(before * _CHAIN ^ word))
 
 
 @njit(cache=True, nogil=True)
@@ -77,7 +77,7 @@ def measure_divergence(
 
 
 @njit(cache=True, nogil=True)
-def holds(table: Hashes, marks: NDArray[np.bool_], value: np.uint64) -> bool:
+def contains(table: Hashes, marks: NDArray[np.bool_], value: np.uint64) -> bool:
     """Return whether sorted `table` contains `value`; `marks` has all lowest 16 bits that occur in it."""
     if not marks[np.int64(value & np.uint64(0xFFFF))]:
         return False
@@ -92,7 +92,7 @@ def count_phrases(
 ) -> None:  # fmt: skip
     """Write how many `phrases` occur in each text: the longest at each word, then the search continues after it.
 
-    `phrases` are sorted hashes by `chained`; `openings` those of every proper prefix of a phrase.
+    `phrases` are sorted hashes by `chain_hash`; `openings` those of every proper prefix of a phrase.
     """
     for text in range(len(offsets) - 1):
         size = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
@@ -100,12 +100,12 @@ def count_phrases(
         while word < size:
             run, last, after = hashes[word], word, 0
             while True:
-                if holds(phrases, phrase_marks, run):
+                if contains(phrases, phrase_marks, run):
                     after = last + 1
                 last += 1
-                if last == size or not holds(openings, opening_marks, run):
+                if last == size or not contains(openings, opening_marks, run):
                     break
-                run = chained(run, hashes[last])
+                run = chain_hash(run, hashes[last])
             count += after > 0
             word = max(after, word + 1)
         out[text] = count
@@ -138,7 +138,7 @@ def find_features(
     for word in range(words):
         features[2 * word] = np.int64(hashes[word] & mask)
         if word:
-            features[2 * word - 1] = np.int64(chained(hashes[word - 1], hashes[word]) & mask)
+            features[2 * word - 1] = np.int64(chain_hash(hashes[word - 1], hashes[word]) & mask)
     return max(2 * words - 1, 0)
 
 
@@ -146,8 +146,8 @@ def find_features(
 def to_probabilities(features: NDArray[np.int64], size: int, weights: Weights, out: Floats) -> None:
     """Write the softmax of the mean of the rows `features[:size]` of `weights`."""
     out[:] = 0.0
-    for place in range(size):
-        row = features[place]
+    for position in range(size):
+        row = features[position]
         for label in range(len(out)):
             out[label] += weights[row, label]
     high = -np.inf
@@ -175,7 +175,7 @@ def classify(
 
 
 @njit(cache=True, nogil=True)
-def learn(
+def train_epoch(
     data: Bytes, offsets: Offsets, starts: Offsets, stops: Offsets, hashes: Hashes, labels: NDArray[np.int64],
     importance: Floats, order: NDArray[np.int64], rate: float, last_rate: float, weights: Weights,
 ) -> None:  # fmt: skip
@@ -192,7 +192,7 @@ def learn(
         to_probabilities(features, size, weights, slope)
         slope[labels[text]] -= 1.0
         slope *= importance[labels[text]] * (rate + (last_rate - rate) * step / len(order))
-        for place in range(size):
-            row = features[place]
+        for position in range(size):
+            row = features[position]
             for label in range(len(slope)):
                 weights[row, label] -= np.float32(slope[label])

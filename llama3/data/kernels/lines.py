@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.ngrams import Flags, Places, Table, gram_key, place_of, roll, top_of
-from llama3.data.kernels.words import CLASSES, NONE, WITH_OTHERS, code_point, find_words, mixed
+from llama3.data.kernels.ngrams import Flags, Positions, Table, gram_key, gram_weight, key_index, roll
+from llama3.data.kernels.words import CLASSES, NONE, WITH_OTHERS, code_point, find_words, mix64
 from llama3.data.text import words
 
 KEEP, COPY, REPEAT = 0, 1, 2
@@ -68,8 +68,8 @@ _PRIME = np.uint64(0x100000001B3)
 def _lower_block(data: Bytes, at: int, width: int) -> np.uint64:
     """Return up to eight bytes as one integer, with ASCII letters in lower case."""
     block = np.uint64(0)
-    for place in range(width):
-        block |= np.uint64(data[at + place]) << np.uint64(8 * place)
+    for position in range(width):
+        block |= np.uint64(data[at + position]) << np.uint64(8 * position)
     seven = block & ~_HIGH
     upper = (seven + _FROM_A) & ~(seven + _AFTER_Z) & ~block & _HIGH
     return np.uint64(block | upper >> np.uint64(2))
@@ -86,7 +86,7 @@ def bytes_hash(data: Bytes, start: int, stop: int) -> np.uint64:
         at += 8
     if at < stop:
         state = (state ^ _lower_block(data, at, stop - at)) * _FACTOR
-    value = mixed(state)
+    value = mix64(state)
     return value if value != 0 else np.uint64(1)
 
 
@@ -99,7 +99,7 @@ def line_end(data: Bytes, at: int, stop: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def bare(data: Bytes, start: int, stop: int) -> tuple[int, int]:
+def strip_blanks(data: Bytes, start: int, stop: int) -> tuple[int, int]:
     """Return (start, stop) of a line without the blanks (bytes up to U+0020) at both ends."""
     while start < stop and data[start] <= _SPACE:
         start += 1
@@ -139,7 +139,7 @@ def hash_lines(data: Bytes, offsets: Offsets, min_chars: int, hashes: Hashes, en
         at, stop = offsets[text], offsets[text + 1]
         while at <= stop:
             end = line_end(data, at, stop)
-            first, last = bare(data, at, end)
+            first, last = strip_blanks(data, at, end)
             fence = last - first >= 3 and data[first] in (_BACKTICK, _TILDE)
             fence = fence and data[first] == data[first + 1] == data[first + 2]
             kept = fence or _shorter(data, first, last, min_chars)
@@ -163,15 +163,15 @@ def line_keys(lines: Hashes, offsets: Offsets, groups: Hashes, keys: Hashes, tex
     """
     count = 0
     for text in range(len(groups)):
-        for place in range(offsets[text], offsets[text + 1]):
-            if lines[place] != 0:
-                keys[count], texts[count] = mixed(lines[place] ^ groups[text]), text
+        for position in range(offsets[text], offsets[text + 1]):
+            if lines[position] != 0:
+                keys[count], texts[count] = mix64(lines[position] ^ groups[text]), text
                 count += 1
     return count
 
 
 @njit(cache=True, nogil=True)
-def repeated_words(hashes: Hashes, words: int, gram: int, slots: Places, grams: Hashes, cover: Flags) -> int:
+def repeated_words(hashes: Hashes, words: int, gram: int, slots: Positions, grams: Hashes, cover: Flags) -> int:
     """Return how many of a line's words are in a `gram`-gram that occurs more than once in the line.
 
     `slots` is zeroed before and after; its size is a power of two above twice the words. `grams` and `cover` have room
@@ -180,7 +180,7 @@ def repeated_words(hashes: Hashes, words: int, gram: int, slots: Places, grams: 
     count = words - gram + 1
     if count < 2:
         return 0
-    state, top, last = np.uint64(0), top_of(gram), np.uint64(len(slots) - 1)
+    state, top, last = np.uint64(0), gram_weight(gram), np.uint64(len(slots) - 1)
     cover[:words] = 0
     for at in range(words):
         state = roll(state, hashes, at, gram, top)
@@ -209,9 +209,9 @@ def mark_copies(lines: Hashes, offsets: Offsets, groups: Hashes, bad: Table, mar
     """Mark every line whose key is in `bad`."""
     slots, where, filters = bad
     for text in range(len(groups)):
-        for place in range(offsets[text], offsets[text + 1]):
-            if lines[place] != 0 and place_of(slots, where, filters, mixed(lines[place] ^ groups[text])) >= 0:
-                marks[place] = COPY
+        for position in range(offsets[text], offsets[text + 1]):
+            if lines[position] != 0 and key_index(slots, where, filters, mix64(lines[position] ^ groups[text])) >= 0:
+                marks[position] = COPY
 
 
 @njit(cache=True, nogil=True)
@@ -233,7 +233,7 @@ def mark_repeats(data: Bytes, offsets: Offsets, rule: Rule, marks: Flags) -> Non
 
 
 @njit(cache=True, nogil=True)
-def strip(data: Bytes, offsets: Offsets, marks: Flags, lines: Offsets, out: Bytes, ends: Offsets) -> int:
+def write_unmarked(data: Bytes, offsets: Offsets, marks: Flags, lines: Offsets, out: Bytes, ends: Offsets) -> int:
     """Write the texts without their marked lines, and where each ends in `out`; return the number of bytes.
 
     The marks of text i are marks[lines[i] : lines[i + 1]].
@@ -261,7 +261,7 @@ def _power_above(least: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _repeats(
-    data: Bytes, start: int, stop: int, rule: Rule, spans: Offsets, grams: Hashes, cover: Flags, slots: Places
+    data: Bytes, start: int, stop: int, rule: Rule, spans: Offsets, grams: Hashes, cover: Flags, slots: Positions
 ) -> bool:
     """Return whether the share of `repeated_words` of a line exceeds the rule."""
     gram, numerator, denominator = rule
@@ -275,8 +275,8 @@ def _repeats(
 
 @njit(cache=True, nogil=True)
 def _append(data: Bytes, start: int, stop: int, out: Bytes, at: int) -> int:
-    for place in range(stop - start):  # a slice takes 3 s longer to compile
-        out[at + place] = data[start + place]
+    for position in range(stop - start):  # a slice takes 3 s longer to compile
+        out[at + position] = data[start + position]
     return at + stop - start
 
 
@@ -290,7 +290,7 @@ def _join(data: Bytes, start: int, stop: int, marks: Flags, out: Bytes, at: int)
     solid, gap, blank_before, empty = at, False, True, True
     for mark in marks:
         end = line_end(data, start, stop)
-        first, last = bare(data, start, end)
+        first, last = strip_blanks(data, start, end)
         blank = first == last
         if mark != KEEP:
             gap = True
@@ -371,11 +371,11 @@ def scan_line(data: Bytes, start: int, stop: int, counts: Offsets) -> LineScan:
             pending = _BEFORE_NEXT if pending else 0
         elif traits & _BETWEEN == 0:
             pending = 0
-        for place in range(at, at + width):
-            state = (state ^ np.uint64(data[place])) * _PRIME
+        for position in range(at, at + width):
+            state = (state ^ np.uint64(data[position])) * _PRIME
         at, chars = at + width, chars + 1
     first, last = _visible(data, start, at)
-    return LineScan(at, mixed(state), chars, symbols, words, inner_ends, first, last)
+    return LineScan(at, mix64(state), chars, symbols, words, inner_ends, first, last)
 
 
 @njit(cache=True, nogil=True)
@@ -410,9 +410,11 @@ def _is_placeholder(data: Bytes, at: int, start: int, stop: int) -> bool:
     begin = at - _PLACEHOLDER_BLANK
     if begin < start or begin + len(_PLACEHOLDER) > stop:
         return False
-    for place in range(len(_PLACEHOLDER)):
-        byte = data[begin + place]
-        if byte != _PLACEHOLDER[place] and (byte | np.uint8(0x20) != _PLACEHOLDER[place] or byte < np.uint8(0x41)):
+    for position in range(len(_PLACEHOLDER)):
+        byte = data[begin + position]
+        if byte != _PLACEHOLDER[position] and (
+            byte | np.uint8(0x20) != _PLACEHOLDER[position] or byte < np.uint8(0x41)
+        ):
             return False
     return True
 

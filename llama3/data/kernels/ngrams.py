@@ -13,9 +13,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.words import find_words, mixed
+from llama3.data.kernels.words import find_words, mix64
 
-Places = NDArray[np.int32]
+Positions = NDArray[np.int32]
 Flags = NDArray[np.uint8]
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK_KEYS = 4
@@ -30,7 +30,7 @@ class Table(NamedTuple):
     """
 
     slots: Hashes
-    where: Places
+    where: Positions
     filter: Hashes
 
 
@@ -52,19 +52,19 @@ def _block(key: np.uint64) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def _fill(slots: Hashes, where: Places, filters: Hashes, keys: Hashes) -> None:
+def _fill(slots: Hashes, where: Positions, filters: Hashes, keys: Hashes) -> None:
     last = np.uint64(len(slots) - 1)
-    for place in range(len(keys)):
-        key = keys[place]
+    for position in range(len(keys)):
+        key = keys[position]
         slot = key & last
         while slots[slot] != 0:
             slot = (slot + np.uint64(1)) & last
-        slots[slot], where[slot] = key, place
+        slots[slot], where[slot] = key, position
         filters[key & np.uint64(len(filters) - 1)] |= _block(key)
 
 
 @njit(cache=True, nogil=True)
-def place_of(slots: Hashes, where: Places, filters: Hashes, key: np.uint64) -> int:
+def key_index(slots: Hashes, where: Positions, filters: Hashes, key: np.uint64) -> int:
     """Return the index of `key` among the keys of a table, or -1."""
     block = _block(key)
     if filters[key & np.uint64(len(filters) - 1)] & block != block:
@@ -86,7 +86,7 @@ def roll(state: np.uint64, hashes: Hashes, at: int, gram: int, top: np.uint64) -
 
 
 @njit(cache=True, nogil=True)
-def top_of(gram: int) -> np.uint64:
+def gram_weight(gram: int) -> np.uint64:
     """Return BASE^gram, the weight of the word that leaves the gram."""
     top = np.uint64(1)
     for _ in range(gram):
@@ -97,7 +97,7 @@ def top_of(gram: int) -> np.uint64:
 @njit(cache=True, nogil=True)
 def gram_key(state: np.uint64, gram: int) -> np.uint64:
     """Return the hash of a gram, never 0; it includes the length."""
-    key = mixed(state + np.uint64(gram))
+    key = mix64(state + np.uint64(gram))
     return key if key != 0 else np.uint64(1)
 
 
@@ -116,7 +116,7 @@ def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offset
     for text in range(len(offsets) - 1):
         words[text] = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
         width, state = min(gram, words[text]), np.uint64(0)
-        top = top_of(width)
+        top = gram_weight(width)
         for at in range(words[text]):
             state = roll(state, hashes, at, width, top)
             if at >= width - 1:
@@ -137,15 +137,15 @@ class NgramIndex(NamedTuple):
     endings: Bytes
     """uint8[2^16]: bit n of endings[h] is set if a gram of n < 8 words ends in a word whose hash has the top bits h."""
     postings: Offsets
-    """Postings of gram g are places[postings[g] : postings[g + 1]]."""
-    places: Places
-    widths: Places
+    """Postings of gram g are positions[postings[g] : postings[g + 1]]."""
+    positions: Positions
+    widths: Positions
     """Words of gram g."""
-    owner: Places
+    owner: Positions
     """Example of every word."""
-    benchmark: Places
+    benchmark: Positions
     """Benchmark of every example."""
-    need: Places
+    need: Positions
     """Words of each example that a document must cover to contain it; above any count if none can."""
 
 
@@ -154,18 +154,18 @@ class NgramMatches(NamedTuple):
 
     seen: Flags
     """1 for every gram that occurs in a document."""
-    best: Places
+    best: Positions
     """Most words of each example that one document covers."""
     best_row: Offsets
-    gram_stamp: Places
-    word_stamp: Places
-    example_stamp: Places
-    covered: Places
-    hits: Places
-    touched: Places
+    gram_stamp: Positions
+    word_stamp: Positions
+    example_stamp: Positions
+    covered: Positions
+    hits: Positions
+    touched: Positions
 
 
-def nothing_found(index: NgramIndex) -> NgramMatches:
+def empty_matches(index: NgramIndex) -> NgramMatches:
     """Return the state before the first document."""
     grams, words, examples = len(index.widths), len(index.owner), len(index.need)
     sizes = (examples, grams, words, examples, examples, grams, examples)
@@ -209,20 +209,20 @@ def _look_up(hashes: Hashes, count: int, index: NgramIndex, matches: NgramMatche
     """Write the distinct indexed grams of a document to matches.hits and return their number."""
     slots, where, filters = index.table
     stamps, hit, gram, endings = matches.gram_stamp, matches.hits, index.gram, index.endings
-    state, top, hits = np.uint64(0), top_of(gram), 0
+    state, top, hits = np.uint64(0), gram_weight(gram), 0
     for at in range(count):
         state = roll(state, hashes, at, gram, top)
         if at >= gram - 1:
-            place = place_of(slots, where, filters, gram_key(state, gram))
-            if place >= 0:
-                hits = _hit(place, stamps, stamp, hit, hits)
+            position = key_index(slots, where, filters, gram_key(state, gram))
+            if position >= 0:
+                hits = _hit(position, stamps, stamp, hit, hits)
         lengths = endings[hashes[at] >> np.uint64(48)]
         if lengths:
             for width in range(1, min(gram, at + 2)):
                 if lengths >> np.uint8(width) & np.uint8(1):
-                    place = place_of(slots, where, filters, _short_key(hashes, at, width))
-                    if place >= 0:
-                        hits = _hit(place, stamps, stamp, hit, hits)
+                    position = key_index(slots, where, filters, _short_key(hashes, at, width))
+                    if position >= 0:
+                        hits = _hit(position, stamps, stamp, hit, hits)
     return hits
 
 
@@ -230,21 +230,21 @@ def _look_up(hashes: Hashes, count: int, index: NgramIndex, matches: NgramMatche
 def _short_key(hashes: Hashes, at: int, width: int) -> np.uint64:
     """Return the hash of the gram of `width` words that ends at word `at`."""
     state = np.uint64(0)
-    for place in range(at - width + 1, at + 1):
-        state = state * _BASE + hashes[place]
+    for position in range(at - width + 1, at + 1):
+        state = state * _BASE + hashes[position]
     key: np.uint64 = gram_key(state, width)
     return key
 
 
 @njit(cache=True, nogil=True)
-def _hit(place: int, stamps: Places, stamp: int, hit: Places, hits: int) -> int:
-    if stamps[place] != stamp:
-        stamps[place], hit[hits] = stamp, place
+def _hit(position: int, stamps: Positions, stamp: int, hit: Positions, hits: int) -> int:
+    if stamps[position] != stamp:
+        stamps[position], hit[hits] = stamp, position
         hits += 1
     return hits
 
 
-def endings_of(last: Hashes, words: Offsets, gram: int) -> Bytes:
+def gram_endings(last: Hashes, words: Offsets, gram: int) -> Bytes:
     """Return `NgramIndex.endings` for texts, by the hash of their last word and their number of words."""
     assert gram <= 8  # bits of a byte
     endings = np.zeros(1 << 16, np.uint8)
@@ -256,13 +256,13 @@ def endings_of(last: Hashes, words: Offsets, gram: int) -> Bytes:
 @njit(cache=True, nogil=True)
 def _cover(hits: int, index: NgramIndex, matches: NgramMatches, stamp: int, row: int, contains: Flags) -> None:
     """Count the words of every example that the document's grams cover, and update `matches` and `contains`."""
-    postings, places, widths, owner = index.postings, index.places, index.widths, index.owner
+    postings, positions, widths, owner = index.postings, index.positions, index.widths, index.owner
     examples, covered, word_stamp = matches.example_stamp, matches.covered, matches.word_stamp
     hit, touched, count = matches.hits, matches.touched, 0
     for gram in hit[:hits]:
         matches.seen[gram] = 1
         for posting in range(postings[gram], postings[gram + 1]):
-            first = places[posting]
+            first = positions[posting]
             example = owner[first]
             if examples[example] != stamp:
                 examples[example], covered[example], touched[count] = stamp, 0, example

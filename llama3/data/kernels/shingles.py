@@ -1,4 +1,4 @@
-"""MinHash kernels: word shingles of documents, their LSH bands, the Jaccard index of shingle sets, union-find.
+"""MinHash kernels: word shingles of documents, their LSH bands, the Jaccard index of shingle sets.
 
 Two documents whose shingle sets have Jaccard J share a band hash with probability J^rows (Broder 1997; Leskovec,
 Rajaraman and Ullman, "Mining of Massive Datasets", chapter 3). On one core, 14 x 8 hashes take 240 MB of prose per
@@ -16,7 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, text_buffers
-from llama3.data.kernels.words import find_words, mixed
+from llama3.data.kernels.words import find_words, mix64
 from llama3.recipe.data_schema import Dedup
 
 Halves = NDArray[np.uint32]
@@ -32,7 +32,7 @@ def band_hashes(texts: Any, dedup: Dedup) -> pa.LargeListArray:
     """
     data, offsets = text_buffers(texts)
     count = dedup.bands * dedup.rows
-    digests = [blake2b(f"minhash {place}".encode(), digest_size=8).digest() for place in range(count)]
+    digests = [blake2b(f"minhash {position}".encode(), digest_size=8).digest() for position in range(count)]
     pairs = np.frombuffer(b"".join(digests), dtype="<u4").reshape(count, 2)
     salts, factors = np.ascontiguousarray(pairs[:, 0]), pairs[:, 1] | np.uint32(1)  # of the hash functions; odd factors
     bands = _band_hashes(data, offsets, dedup.shingle, salts, factors, dedup.rows)
@@ -66,17 +66,17 @@ def _shingles(data: Bytes, start: int, stop: int, width: int, starts: Offsets, s
         state = _BASE
         for at in range(start, stop):
             state = (state ^ np.uint64(data[at])) * _PRIME
-        hashes[0] = mixed(state)
+        hashes[0] = mix64(state)
         return 1
     width = min(width, count)
     top, rolling = np.uint64(1), np.uint64(0)
-    for place in range(width):
-        top, rolling = top * _BASE, rolling * _BASE + hashes[place]
+    for position in range(width):
+        top, rolling = top * _BASE, rolling * _BASE + hashes[position]
     for first in range(count - width):
         leaving, entering = hashes[first], hashes[first + width]
-        hashes[first] = mixed(rolling + np.uint64(width))
+        hashes[first] = mix64(rolling + np.uint64(width))
         rolling = rolling * _BASE + entering - leaving * top
-    hashes[count - width] = mixed(rolling + np.uint64(width))
+    hashes[count - width] = mix64(rolling + np.uint64(width))
     return count - width + 1
 
 
@@ -103,8 +103,8 @@ def _band_hashes(data: Bytes, offsets: Offsets, width: int, salts: Halves, facto
             halves[i] = np.uint32(hashes[i] >> np.uint64(32))
         for band in range(bands):
             folded = np.uint64(band + 1)
-            for place in range(band * rows, (band + 1) * rows):
-                folded = mixed(folded ^ np.uint64(_smallest(halves, count, salts[place], factors[place]))) * _BASE
+            for position in range(band * rows, (band + 1) * rows):
+                folded = mix64(folded ^ np.uint64(_smallest(halves, count, salts[position], factors[position]))) * _BASE
             result[text, band] = folded
     return result
 
@@ -150,36 +150,9 @@ def jaccard_pairs(left: Sets, right: Sets, pairs: tuple[Offsets, Offsets]) -> ND
 
 
 @njit(cache=True, nogil=True)
-def spread(values: Hashes) -> Hashes:
+def mix_hashes(values: Hashes) -> Hashes:
     """Return shuffle keys: `values` with every bit mixed into all 64; uint64[len(values)]."""
     result = np.empty(len(values), np.uint64)
     for i in range(len(values)):
-        result[i] = mixed(values[i])
+        result[i] = mix64(values[i])
     return result
-
-
-@njit(cache=True, nogil=True)
-def _root(parents: Offsets, node: int) -> int:
-    """Return the root of `node`, halving the path to it."""
-    while parents[node] != node:
-        parents[node] = parents[parents[node]]
-        node = parents[node]
-    return node
-
-
-@njit(cache=True, nogil=True)
-def smallest_connected(count: int, left: Offsets, right: Offsets) -> Offsets:
-    """Return the smallest node connected to each of `count` nodes by the edges `left[i]` - `right[i]`.
-
-    Union-find (Tarjan 1975) with path halving; the smaller of two roots becomes the root.
-    """
-    parents = np.arange(count)
-    for i in range(len(left)):
-        a, b = _root(parents, left[i]), _root(parents, right[i])
-        if a < b:
-            parents[b] = a
-        else:
-            parents[a] = b
-    for node in range(count):  # a parent is never larger than its child, so it is final when the child reads it
-        parents[node] = parents[parents[node]]
-    return parents

@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.lines import (  # fmt: skip
+from llama3.data.kernels.lines import (
     BLANK,
     END,
     NEWLINE,
@@ -27,7 +27,7 @@ from llama3.data.kernels.lines import (  # fmt: skip
     scan_line,
     traits_at,
 )
-from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, mixed, word_hash
+from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, mix64, word_hash
 from llama3.data.text.words import BLANKS, SENTENCE_WORDS, SHORT_LINE, STOP_WORDS
 
 
@@ -100,7 +100,7 @@ class Tally(IntEnum):
     REPEATED_PARAGRAPH_CHARS = 17
 
 
-Places = NDArray[np.int32]
+Positions = NDArray[np.int32]
 """Numbers of words in a document; a document of 2^32 bytes has at most 2^31 words."""
 SHORTEST, LONGEST_TOP, LONGEST = 2, 4, 10
 """Words per n-gram: the most frequent n-gram is measured up to LONGEST_TOP, repetition above it."""
@@ -124,7 +124,7 @@ def measure(data: Bytes, offsets: Offsets, out: Any) -> None:
     room = (longest + 1) // 2
     starts, stops, before = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room + 1, np.int64)
     hashes = np.empty(room, np.uint64)
-    first, times, places = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    first, times, positions = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     tally, grams = np.empty(_TALLIES, np.int64), np.empty(LONGEST + 1, np.int64)
     for document in range(len(offsets) - 1):
         start, stop, row = offsets[document], offsets[document + 1], out[:, document]
@@ -140,7 +140,7 @@ def measure(data: Bytes, offsets: Offsets, out: Any) -> None:
                 point, _ = code_point(data, starts[word])
                 unspaced += point < len(CLASSES) and CLASSES[point] == BY_ITSELF
         row[Statistic.ALPHABETIC_WORDS] = _alphabetic(data, start, stop, unspaced)
-        repetition(words, hashes, before, first, times, places, grams)
+        repetition(words, hashes, before, first, times, positions, grams)
         for size in range(SHORTEST, LONGEST + 1):
             row[Statistic.TOP_GRAM_2 + size - SHORTEST] = _share(grams[size], row[Statistic.CHARS])
 
@@ -163,14 +163,14 @@ def _measure_words(
             chars += data[at] & np.uint8(0xC0) != np.uint8(0x80)  # not a continuation byte
         before[word + 1] = before[word] + chars
         if stops[word] - starts[word] <= _LONGEST_STOP_WORD:
-            for place in range(len(_STOP_HASHES)):
-                if hashes[word] == _STOP_HASHES[place]:
-                    stop_words |= 1 << place
+            for position in range(len(_STOP_HASHES)):
+                if hashes[word] == _STOP_HASHES[position]:
+                    stop_words |= 1 << position
                     break
     row[Statistic.MEAN_WORD] = _share(before[count], count)
     distinct = 0
-    for place in range(len(_STOP_HASHES)):
-        distinct += stop_words >> place & 1
+    for position in range(len(_STOP_HASHES)):
+        distinct += stop_words >> position & 1
     row[Statistic.STOP_WORDS] = distinct
 
 
@@ -229,7 +229,7 @@ def tally_lines(data: Bytes, start: int, stop: int, tally: Offsets) -> None:
         tally[Tally.SYMBOLS] += line.symbols
         if line.first < line.end:
             _add_line(data, line, table, tally)
-            paragraph, chars = mixed(paragraph ^ line.hash), chars + line.chars + 1
+            paragraph, chars = mix64(paragraph ^ line.hash), chars + line.chars + 1
         elif chars != _NONE:
             _add_paragraph(paragraph, chars, table, tally)
             paragraph, chars = _NO_LINES, _NONE
@@ -294,7 +294,7 @@ def _seen(table: Hashes, hash_: np.uint64) -> bool:
 
 @njit(cache=True, nogil=True)
 def repetition(
-    count: int, keys: Hashes, before: Offsets, first: Places, times: Places, places: Places, chars: Offsets
+    count: int, keys: Hashes, before: Offsets, first: Positions, times: Positions, positions: Positions, chars: Offsets
 ) -> None:
     """Write the characters of repeated n-grams of `count` words to `chars[n]`, n from 2 to 10, int64[11].
 
@@ -303,40 +303,40 @@ def repetition(
     from the left, each word counted once (Gopher, arXiv 2112.11446, appendix A.1.1, table A1).
 
     `keys`: hash of each word, overwritten. `before`: characters in the words before each word, int64[count + 1].
-    `first`, `times`, `places`: scratch for `count` elements.
+    `first`, `times`, `positions`: scratch for `count` elements.
     """
     # An n-gram is the pair of its first and last (n-1)-gram, so each length is counted from the one before, and only
     # where both occur more than once: in prose few positions are left after pairs of words. The number of an n-gram is
     # its first position, and two of them make an exact 64-bit key, so only hashes of single words can collide. Linear
     # time.
     chars[:] = 0
-    for place in range(count):
-        places[place] = place
-    left = _group(places, count, keys, first, times)
+    for position in range(count):
+        positions[position] = position
+    left = _group(positions, count, keys, first, times)
     for size in range(SHORTEST, LONGEST + 1):
-        left = _lengthened(places, left, keys, first)
-        left = _group(places, left, keys, first, times)
+        left = _lengthened(positions, left, keys, first)
+        left = _group(positions, left, keys, first, times)
         if size <= LONGEST_TOP:
-            chars[size] = _most_frequent(places, left, first, times, before, size)
+            chars[size] = _most_frequent(positions, left, first, times, before, size)
         else:
-            chars[size] = _repeated(places, left, first, times, before, size)
+            chars[size] = _repeated(positions, left, first, times, before, size)
 
 
 @njit(cache=True, nogil=True)
-def _lengthened(places: Places, count: int, keys: Hashes, first: Places) -> int:
+def _lengthened(positions: Positions, count: int, keys: Hashes, first: Positions) -> int:
     """Keep the positions where two repeated n-grams overlap as one longer n-gram, set its key, return their number."""
     left = 0
     for at in range(count - 1):
-        place = places[at]
-        if places[at + 1] == place + 1:
-            keys[place] = np.uint64(first[place]) << np.uint64(32) | np.uint64(first[place + 1])
-            places[left] = place
+        position = positions[at]
+        if positions[at + 1] == position + 1:
+            keys[position] = np.uint64(first[position]) << np.uint64(32) | np.uint64(first[position + 1])
+            positions[left] = position
             left += 1
     return left
 
 
 @njit(cache=True, nogil=True)
-def _group(places: Places, count: int, keys: Hashes, first: Places, times: Places) -> int:
+def _group(positions: Positions, count: int, keys: Hashes, first: Positions, times: Positions) -> int:
     """Set `first` and `times` of all positions by key, keep those that occur twice, return their number.
 
     `times[f]` is the number of occurrences of the n-gram whose first position is f.
@@ -347,49 +347,53 @@ def _group(places: Places, count: int, keys: Hashes, first: Places, times: Place
     table = np.full(slots, _EMPTY, np.int32)
     last = np.uint64(slots - 1)
     for at in range(count):
-        place = places[at]
-        slot = mixed(keys[place]) & last
-        while table[slot] != _EMPTY and keys[table[slot]] != keys[place]:
+        position = positions[at]
+        slot = mix64(keys[position]) & last
+        while table[slot] != _EMPTY and keys[table[slot]] != keys[position]:
             slot = (slot + np.uint64(1)) & last
         if table[slot] == _EMPTY:
-            table[slot] = place
-            times[place] = 0
-        first[place] = table[slot]
+            table[slot] = position
+            times[position] = 0
+        first[position] = table[slot]
         times[table[slot]] += 1
     left = 0
     for at in range(count):
-        place = places[at]
-        if times[first[place]] > 1:
-            places[left] = place
+        position = positions[at]
+        if times[first[position]] > 1:
+            positions[left] = position
             left += 1
     return left
 
 
 @njit(cache=True, nogil=True)
-def _most_frequent(places: Places, count: int, first: Places, times: Places, before: Offsets, size: int) -> np.int64:
+def _most_frequent(
+    positions: Positions, count: int, first: Positions, times: Positions, before: Offsets, size: int
+) -> np.int64:
     most, chars = np.int64(0), np.int64(0)
     for at in range(count):
-        place = places[at]
-        if first[place] == place and times[place] > most:
-            most = np.int64(times[place])
-            chars = before[place + size] - before[place] + size - 1
+        position = positions[at]
+        if first[position] == position and times[position] > most:
+            most = np.int64(times[position])
+            chars = before[position + size] - before[position] + size - 1
     return most * chars
 
 
 @njit(cache=True, nogil=True)
-def _repeated(places: Places, count: int, first: Places, times: Places, before: Offsets, size: int) -> np.int64:
+def _repeated(
+    positions: Positions, count: int, first: Positions, times: Positions, before: Offsets, size: int
+) -> np.int64:
     """Return the characters of repetitions; `times` is set to 0 for n-grams seen.
 
     Positions inside a repetition are skipped and do not count as seen.
     """
     chars, free = np.int64(0), np.int64(0)
     for at in range(count):
-        place = places[at]
-        if place < free:
+        position = positions[at]
+        if position < free:
             continue
-        if times[first[place]] == 0:
-            chars += before[place + size] - before[place]
-            free = np.int64(place) + size
+        if times[first[position]] == 0:
+            chars += before[position + size] - before[position]
+            free = np.int64(position) + size
         else:
-            times[first[place]] = 0
+            times[first[position]] = 0
     return chars

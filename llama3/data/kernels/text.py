@@ -146,11 +146,11 @@ def _garbled(text: Bytes, at: int, size: int) -> bool:
     if lead == np.uint8(0xC2):
         return bool(second < np.uint8(0xA0))
     followers = np.int64(_GARBLED_AFTER_C3[second]) if lead == np.uint8(0xC3) else 0
-    place = at + 2
+    position = at + 2
     for _ in range(followers):
-        if place >= size or text[place] < np.uint8(0x80):
+        if position >= size or text[position] < np.uint8(0x80):
             return False
-        place += _width(text[place])
+        position += _width(text[position])
     return bool(followers > 0)
 
 
@@ -190,8 +190,8 @@ def _clean_text(text: Bytes, out: Bytes, begin: int) -> int:
                 out[end] = _NEWLINE
                 end, newlines = end + 1, newlines + 1
         elif action == _KEEP:
-            for place in range(at, at + width):
-                out[end] = text[place]
+            for position in range(at, at + width):
+                out[end] = text[position]
                 end += 1
             newlines = newlines if width == 1 else 0
         at += width

@@ -38,7 +38,7 @@ _MASK = 2**64 - 1
 
 
 @njit(cache=True, nogil=True)
-def mixed(value: np.uint64) -> np.uint64:
+def mix64(value: np.uint64) -> np.uint64:
     """Return `value` with every bit mixed into all 64: the finalizer of SplitMix64, a bijection."""
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
@@ -87,8 +87,8 @@ def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offse
             count, inside = count + 1, False
         if not inside:
             begin, state = at, _SEED
-        for place in range(at, at + width):
-            state = (state ^ np.uint64(data[place])) * _PRIME
+        for position in range(at, at + width):
+            state = (state ^ np.uint64(data[position])) * _PRIME
         at += width
         inside = kind == WITH_OTHERS
         if kind == BY_ITSELF:
@@ -98,13 +98,13 @@ def find_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offse
         starts[count], stops[count], hashes[count] = begin, stop, state
         count += 1
     for word in range(count):
-        hashes[word] = mixed(hashes[word])
+        hashes[word] = mix64(hashes[word])
     return count
 
 
 @njit(cache=True, nogil=True)
 def join_words(data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
-    """Join the words of scripts without spaces in place, as `joined_words` does; return the number of words left."""
+    """Join the words of scripts without spaces in position, as `joined_words` does; return the number of words left."""
     left, before = 0, 0
     for word in range(count):
         alone = 0
@@ -113,7 +113,7 @@ def join_words(data: Bytes, count: int, starts: Offsets, stops: Offsets, hashes:
             alone = point if point < _FIRST_PLANE and CLASSES[point] == BY_ITSELF else 0
         if before and alone and stops[left - 1] == starts[word] and not _cut(before, alone):
             stops[left - 1] = stops[word]
-            hashes[left - 1] = mixed(hashes[left - 1] * _PRIME ^ hashes[word])
+            hashes[left - 1] = mix64(hashes[left - 1] * _PRIME ^ hashes[word])
         else:
             starts[left], stops[left], hashes[left] = starts[word], stops[word], hashes[word]
             left += 1

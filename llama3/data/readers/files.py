@@ -1,7 +1,7 @@
 """List the files of a source, detect changes, and read their bytes and lines as streams.
 
-Files are local or remote, plain or packed (.gz, .zst, .bz2, .xz). Memory does not grow with the file size: a stream
-holds a few megabytes, or one line of at most MAX_LINE bytes. `ReadErrors` stops at bad input or counts it.
+Files are local or remote, plain or packed (.gz, .zst, .bz2, .xz). A stream holds a few megabytes, or one line of at
+most MAX_LINE bytes. `ReadErrors` stops at bad input or counts it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from llama3.recipe.data_schema import Source
-from storage.filesystem import changed, filesystem_of, is_local, listing, local_path, patiently
+from storage.filesystem import filesystem_of, is_local, list_files, local_path, version_of, with_retries
 from storage.objects import RemoteFile
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 
 
 class SourceError(ValueError):
-    """A source that cannot be read; the text names the file, what is wrong and what to do."""
+    """A source that cannot be read; the message names the file, the fault and a remedy."""
 
 
 class Fault(NamedTuple):
@@ -60,12 +60,12 @@ class Fault(NamedTuple):
 
     reason: str
     """Name to count it under: bad_json, null_text, ..."""
-    said: str
-    """What is wrong and how to repair it; follows the place in a sentence."""
+    message: str
+    """The fault and its remedy; the end of a sentence that begins with the location."""
 
 
 class ReadErrors:
-    """Skipped input of one work item: (place, reason) -> documents and bytes."""
+    """Skipped input of one work item: (location, reason) -> documents and bytes."""
 
     def __init__(self, fail: bool = True) -> None:
         self.fail = fail
@@ -74,18 +74,16 @@ class ReadErrors:
         self.unread_dates = 0
         self._named: Counter[tuple[str, str]] = Counter()
 
-    def fault(self, file: str, place: str, fault: Fault, size: int = 0, documents: int = 1) -> None:
+    def fault(self, file: str, location: str, fault: Fault, size: int = 0, documents: int = 1) -> None:
         """Count a skipped fault. Raises SourceError if `fail` is set."""
         if self.fail:
-            raise SourceError(
-                f"{place!r} {fault.said}, {REMEDY}" if place == file else f"{place} {fault.said}, {REMEDY}"
-            )
-        self.count(file, place, fault.reason, size, documents)
+            raise SourceError(f"{repr(location) if location == file else location} {fault.message}, {REMEDY}")
+        self.count(file, location, fault.reason, size, documents)
 
-    def count(self, file: str, place: str, reason: str, size: int, documents: int = 1) -> None:
+    def count(self, file: str, location: str, reason: str, size: int, documents: int = 1) -> None:
         """Count skipped input that is not an error."""
         self._named[file, reason] += 1
-        key = (place if self._named[file, reason] <= MOST_NAMED else file), reason
+        key = (location if self._named[file, reason] <= MOST_NAMED else file), reason
         self.documents[key] += documents
         self.bytes[key] += size
 
@@ -128,10 +126,9 @@ _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", 
 UNKNOWN, SPECIAL = "unknown", "special"
 """Kinds of unreadable files: unknown ending; pipes, devices and broken links."""
 _PAPERS = re.compile(
-    r"(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*",
-    re.I,
+    r"(?i:(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*)"
+    r"|dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json"
 )
-_RECORD_PAPERS = re.compile(r"dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json")
 _MARKS = re.compile(
     r"_success|_(common_)?metadata|_(committed|started)_.*|(sha(1|256|512)|md5)sums?(\.txt)?"
     r"|.*\.(crc|md5|sha1|sha256|sha512|asc|sig)",
@@ -142,19 +139,17 @@ Line = bytes | bytearray | int
 
 
 class File(NamedTuple):
-    """A file at the time of listing."""
+    """A file as it was listed."""
 
     uri: str
     kind: str
     """A format, or UNKNOWN or SPECIAL."""
     size: int
     changed: str
-    """Changes with the content: the modification time, or the object store's tag."""
+    """The modification time, or the object store's tag."""
 
 
 class SourceListing(NamedTuple):
-    """The files of a source."""
-
     files: list[File]
     """Sorted by name, unreadable files included."""
     passed_over: int
@@ -165,24 +160,32 @@ class SourceListing(NamedTuple):
 def list_source(source: Source) -> SourceListing:
     """Return the files of `source` as they are now. Raises SourceError if they cannot be listed."""
     try:
-        named = listing(source.uri)
+        named = list_files(source.uri)
     except OSError as error:
         raise SourceError(
             f"{source.uri!r} cannot be listed ({error}); check the address and your access to it"
         ) from error
-    root, below = _root(source.uri)
-    kinds = {uri: _kind(uri, info, source) for uri, info in named}
+    # The folder above the first wildcard of a glob, and the pattern below it ("" without a glob)
+    root, pattern = os.path.abspath(local_path(source.uri)) if is_local(source.uri) else source.uri.rstrip("/"), ""
+    wildcard = re.search(r"[*?\[]", root)
+    if wildcard is not None and not (is_local(source.uri) and os.path.lexists(root)):
+        cut = root.rfind("/", 0, wildcard.start())
+        root, pattern = root[:cut], root[cut:]
+    kinds = {}
+    for uri, info in named:
+        auto = file_format(uri) or UNKNOWN
+        kinds[uri] = SPECIAL if info["type"] == "other" else auto if source.format == "auto" else source.format
     beside_records = any(kind in _RECORDS and not _is_paper(uri) for uri, kind in kinds.items())
     files, over = [], []
     for uri, info in named:
         size = info["size"]
         name = uri[len(root) :].lstrip("/") if uri.startswith(f"{root}/") else ""
-        if name and _passed_over(name, below, source, kinds[uri], beside_records):
+        if name and _passed_over(name, pattern, source, kinds[uri], beside_records):
             over.append(int(size or 0))
         elif size is None:
             raise SourceError(f"{uri!r} has no size at its server; download it and name the folder")
         else:
-            files.append(File(uri, kinds[uri], int(size), changed(info)))
+            files.append(File(uri, kinds[uri], int(size), version_of(info)))
     return SourceListing(files, len(over), sum(over))
 
 
@@ -191,25 +194,8 @@ def source_files(source: Source) -> list[File]:
     return list_source(source).files
 
 
-def _root(uri: str) -> tuple[str, str]:
-    """Return the folder above the first wildcard of a glob, and the pattern below it ("" without a glob)."""
-    path = os.path.abspath(local_path(uri)) if is_local(uri) else uri.rstrip("/")
-    mark = re.search(r"[*?\[]", path)
-    if mark is None or (is_local(uri) and os.path.lexists(path)):
-        return path, ""
-    cut = path.rfind("/", 0, mark.start())
-    return path[:cut], path[cut:]
-
-
-def _kind(uri: str, info: dict[str, Any], source: Source) -> str:
-    if info["type"] == "other":
-        return SPECIAL
-    return (file_format(uri) or UNKNOWN) if source.format == "auto" else source.format
-
-
 def _is_paper(uri: str) -> bool:
-    name = uri.rsplit("/", 1)[-1]
-    return bool(_PAPERS.fullmatch(name) or _RECORD_PAPERS.fullmatch(name))
+    return bool(_PAPERS.fullmatch(uri.rsplit("/", 1)[-1]))
 
 
 def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_records: bool) -> bool:
@@ -234,25 +220,20 @@ def file_format(uri: str) -> str | None:
     return None if packed and kind in COLUMNS else kind
 
 
-def as_listed(file: File) -> bool:
+def is_unchanged(file: File) -> bool:
     """Return whether `file` still has its listed size and time. Raises OSError."""
     try:
         if is_local(file.uri):
             info = filesystem_of(file.uri).info(os.fspath(local_path(file.uri)))
         else:
-            info = patiently(file.uri, lambda: filesystem_of(file.uri).info(file.uri))
+            info = with_retries(file.uri, lambda: filesystem_of(file.uri).info(file.uri))
     except FileNotFoundError:
         return False
-    return (int(info["size"] or 0), changed(info)) == (file.size, file.changed)
-
-
-def packing(uri: str) -> str | None:
-    """Return `gz`, `zst`, `bz2` or `xz` where the ending of `uri` says so."""
-    return _PACKED.get(uri.lower().rsplit(".", 1)[-1])
+    return (int(info["size"] or 0), version_of(info)) == (file.size, file.changed)
 
 
 @contextmanager
-def opened(file: File) -> Iterator[Any]:
+def open_raw(file: File) -> Iterator[Any]:
     """Open `file` and yield its raw bytes, still packed."""
     if is_local(file.uri):
         with open(local_path(file.uri), "rb") as raw:
@@ -261,20 +242,17 @@ def opened(file: File) -> Iterator[Any]:
         yield RemoteFile(file.uri, file.size)
 
 
-def chunks(raw: Any, uri: str) -> Iterator[bytes]:
+def decompress(raw: Any, uri: str) -> Iterator[bytes]:
     """Yield the bytes of `raw`, unpacked by the ending of `uri`, in pieces of about a megabyte.
 
     Concatenated packed members are read as one. Raises one of DAMAGE where the packing breaks.
     """
-    kind = packing(uri)
+    kind = _PACKED.get(uri.lower().rsplit(".", 1)[-1])
     if kind == "gz":
         yield from _inflated(raw)
         return
-    unpack: dict[str | None, Any] = {
-        "zst": partial(pa.input_stream, compression="zstd"),
-        "bz2": bz2.open,
-        "xz": lzma.open,
-    }
+    zstd = partial(pa.input_stream, compression="zstd")
+    unpack: dict[str | None, Any] = {"zst": zstd, "bz2": bz2.open, "xz": lzma.open}
     stream = unpack[kind](raw) if kind in unpack else raw
     while chunk := stream.read(_CHUNK):
         yield chunk
@@ -301,7 +279,7 @@ def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[li
         yield [pending if size <= longest else size]
 
 
-def whole(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
+def read_all(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
     """Return the bytes of `pieces`, or the number read so far if it exceeds `longest`."""
     buffer = io.BytesIO()
     for piece in pieces:

@@ -1,8 +1,8 @@
 """Read documents from files in batches: Parquet, Arrow, JSON lines, JSON, CSV, web archives, whole documents.
 
-A field or column `url`, `language`, `licence` (or `license`), `format` (`text`, `md` or `html`) and the date fields
-of `document.FIELDS` are read where they exist; what the recipe says of the whole source wins.
-Every input error is either a SourceError or a count by reason (`ReadErrors`).
+Fields or columns `url`, `language`, `license` (or `licence`), `format` (`text`, `md` or `html`) and the date fields of
+`document.FIELDS` are read if they exist; settings of the recipe's source win. Every input error is either a SourceError
+or counted by reason (`ReadErrors`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from llama3.data.readers.document import FIELDS, DocumentBatch, Gatherer, Row, format_of, record_date
+from llama3.data.readers.document import FIELDS, BatchBuilder, DocumentBatch, Row, format_of, record_date
 from llama3.data.readers.files import (
     COLUMNS,
     DAMAGE,
@@ -39,11 +40,11 @@ from llama3.data.readers.files import (
     File,
     ReadErrors,
     SourceError,
-    as_listed,
-    chunks,
-    opened,
+    decompress,
+    is_unchanged,
+    open_raw,
+    read_all,
     split_lines,
-    whole,
 )
 from llama3.recipe.data_schema import Source
 from storage.filesystem import is_local
@@ -53,10 +54,10 @@ BATCH = 4_000_000
 _MOST_ROWS = 8192
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_LICENSE = ("licence", "license")
+"""Spellings of this field in data sets; the first one wins."""
 _WARC_HEADER = 1 << 20
 """Maximum bytes of a record header in a web archive."""
-_NULL = Fault("null_text", "is a row whose text is null; remove it")
-_BAD_UTF8 = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
 TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
 BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
 UNREAD = {
@@ -69,10 +70,10 @@ def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, mos
     """Yield the rows of `file` in batches of about `most` bytes. Raises SourceError, or Arrow's and OS errors."""
     parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
     fault = _fault_of(parquet.schema_arrow, source.text)
-    if fault:
-        skips.fault(file.uri, file.uri, fault, file.size, documents=parquet.metadata.num_rows)
-        return
     metadata, size = parquet.metadata, 0
+    if fault:
+        skips.fault(file.uri, file.uri, fault, file.size, documents=metadata.num_rows)
+        return
     for group in range(metadata.num_row_groups):  # bytes of the text column, from the footer
         columns = (metadata.row_group(group).column(index) for index in range(metadata.num_columns))
         size += sum(column.total_uncompressed_size for column in columns if column.path_in_schema == source.text)
@@ -106,16 +107,21 @@ def arrow_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most:
 
 def _columns(schema: Any, text: str) -> list[str]:
     """Return the columns to read. A name that occurs twice is ambiguous and skipped."""
-    used = {text, "url", "language", "licence", "license", "format", *FIELDS}
+    used = {text, "url", "language", *_LICENSE, "format", *FIELDS}
     return [name for name in schema.names if name in used and schema.names.count(name) == 1]
 
 
-def _fault_of(schema: Any, field: str) -> Fault | None:
-    if field not in schema.names:
-        known = ", ".join(sorted(schema.names)) or "none"
-        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
-    if schema.names.count(field) > 1:
+def _column_fault(names: Collection[str], field: str) -> Fault:
+    """Return the fault of a table or record without the column `field`, or with two of them."""
+    if field in names:
         return Fault("doubled_column", f"has two columns {field!r}; rename one")
+    known = ", ".join(sorted(names)) or "none"
+    return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+
+
+def _fault_of(schema: Any, field: str) -> Fault | None:
+    if schema.names.count(field) != 1:
+        return _column_fault(schema.names, field)
     kind = schema.field(field).type
     if not _is_text(kind) and not pa.types.is_null(kind):
         return Fault("not_text", f"{field!r} holds {kind}, not text; name another column with text:")
@@ -129,30 +135,26 @@ def _is_text(kind: Any) -> bool:
 
 def _batch(batch: Any, before: int, file: File, source: Source, skips: ReadErrors) -> DocumentBatch:
     """Return the readable rows of an Arrow batch that starts at row `before` of the file."""
-    places = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
+    locations = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
     text = batch[source.text].cast(pa.large_string())
     good = ~np.asarray(text.is_null())
     for index in np.flatnonzero(~good):
-        skips.fault(file.uri, places[index], _NULL)
+        skips.fault(file.uri, locations[index], Fault("null_text", "is a row whose text is null; remove it"))
     text = pc.fill_null(text, "")
     for index in _not_utf8(text):
-        skips.fault(file.uri, places[index], _BAD_UTF8, len(text[index].as_buffer()))
+        fault = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
+        skips.fault(file.uri, locations[index], fault, len(text[index].as_buffer()))
         good[index] = False
-    url, language, licence = (_texts(batch, *names) for names in (("url",), ("language",), ("licence", "license")))
-    documents = DocumentBatch(
-        text,
-        places,
-        [own or place for own, place in zip(url, places, strict=True)],
-        [source.language or own for own in language],
-        [source.licence if source.licence != "unknown" else own or "unknown" for own in licence],
-        list(map(format_of, _texts(batch, "format"))),
-        _dates(batch),
-    )
-    return documents.keep(good)
+    url, language, license = (_texts(batch, *names) for names in (("url",), ("language",), _LICENSE))
+    urls = [own or location for own, location in zip(url, locations, strict=True)]
+    languages = [source.language or own for own in language]
+    licenses = [source.license if source.license != "unknown" else own or "unknown" for own in license]
+    formats = list(map(format_of, _texts(batch, "format")))
+    return DocumentBatch(text, locations, urls, languages, licenses, formats, _dates(batch)).keep(good)
 
 
 def _texts(batch: Any, *names: str) -> list[str | None]:
-    """Return the first of the columns `names` that holds text, or None for every row."""
+    """Return the first text column among `names`, or None for every row."""
     for name in names:
         if name in batch.schema.names and _is_text(batch.schema.field(name).type):
             column = batch[name].cast(pa.large_string())
@@ -180,7 +182,7 @@ def _dates(batch: Any) -> list[str]:
 
 
 def _not_utf8(text: Any) -> NDArray[np.int64]:
-    """Return the indices of texts that are not UTF-8. Parquet does not guarantee it, whatever the schema says."""
+    """Return the indices of texts that are not UTF-8, which Parquet does not guarantee."""
     bad = []
     try:
         text.validate(full=True)
@@ -195,29 +197,31 @@ def _not_utf8(text: Any) -> NDArray[np.int64]:
 
 def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: int = BATCH) -> Iterator[DocumentBatch]:
     """Yield the documents of `files` in order, in batches of about `most` characters. Raises SourceError."""
-    rows = Gatherer(most)
+    rows = BatchBuilder(most)
     for file in files:
         yield from _read(file, source, skips, rows)
     yield from rows.take()
 
 
-def _read(file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read one file as it was listed, and handle errors that concern the whole file."""
+def _read(file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+    """Read one file and handle errors of the whole file, among them a change since it was listed."""
     if file.kind in UNREAD:
         skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
         return
     raw = None
     try:
-        if not as_listed(file):
+        if not is_unchanged(file):
             _gone(file)
-        with opened(file) as raw:
+        with open_raw(file) as raw:
             if file.kind in COLUMNS:
                 yield from rows.take()
                 columns = parquet_batches if file.kind == "parquet" else arrow_batches
                 yield from columns(raw, file, source, skips, rows.most)
+            elif file.kind == "jsonl":
+                yield from _json_lines(decompress(raw, file.uri), file, source, skips, rows)
             else:
                 yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, rows)
-        if not as_listed(file):
+        if not is_unchanged(file):
             _gone(file)
     except DAMAGE as error:
         skips.fault(file.uri, file.uri, _damage(file, raw, error), file.size)
@@ -225,14 +229,14 @@ def _read(file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iter
 
 def _gone(file: File, error: Exception | None = None) -> NoReturn:
     raise SourceError(
-        f"{file.uri!r} went away or changed since it was listed; run again when nobody writes there"
+        f"{file.uri!r} was deleted or changed since it was listed; run again when no process writes there"
     ) from error
 
 
 def _damage(file: File, raw: Any, error: Exception) -> Fault:
-    """Return the fault of a damaged file. Raises SourceError where the machine or the store failed and not the file.
+    """Return the fault of a damaged file. Raises SourceError if the machine or the store failed, not the file.
 
-    A remote file is read again to its end first, so that a network error is not reported as damage.
+    A remote file is first read again to its end, so that a network error is not reported as damage.
     """
     failure = error if raw is None else getattr(raw, "failure", None)
     if failure is None and isinstance(error, OSError) and error.errno is not None:
@@ -241,7 +245,7 @@ def _damage(file: File, raw: Any, error: Exception) -> Fault:
         try:
             if not is_local(file.uri):
                 raw.verify()
-            if not as_listed(file):
+            if not is_unchanged(file):
                 _gone(file)
         except OSError as again:
             failure = again
@@ -253,32 +257,28 @@ def _damage(file: File, raw: Any, error: Exception) -> Fault:
     return Fault("truncated_file", f"cannot be read as {file.kind} ({error}); repair it or set format:")
 
 
-def _lines(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    yield from _json_lines(chunks(raw, file.uri), file, source, skips, rows)
-
-
 def _json_lines(
-    pieces: Iterable[bytes], file: File, source: Source, skips: ReadErrors, rows: Gatherer
+    pieces: Iterable[bytes], file: File, source: Source, skips: ReadErrors, rows: BatchBuilder
 ) -> Iterator[DocumentBatch]:
     number = 0
     for lines in split_lines(iter(pieces), MAX_LINE):
         lines.reverse()
         while lines:
             number += 1
-            line, place = lines.pop(), f"{file.uri}:{number}"  # pop: no second reference to a line of 200 MB
+            line, location = lines.pop(), f"{file.uri}:{number}"  # pop: no second reference to a line of 200 MB
             if isinstance(line, int):
-                skips.fault(file.uri, place, TOO_LONG, line)
+                skips.fault(file.uri, location, TOO_LONG, line)
             elif line and not line.isspace():
-                row = _record(_parsed(line), place, source)
+                row = _record(_parsed(line), location, source)
                 if isinstance(row, Fault):
-                    skips.fault(file.uri, place, row, len(line))
+                    skips.fault(file.uri, location, row, len(line))
                 elif rows.add(row):
                     yield from rows.take()
 
 
-def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read a list of objects, one object, or one object per line (common under the name .json)."""
-    pieces, head = chunks(raw, file.uri), bytearray()
+def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+    """Read a list of objects, one object, or one object per line (common in .json files)."""
+    pieces, head = decompress(raw, file.uri), bytearray()
     for piece in pieces:
         head += piece
         if (b"\n" in piece and b"\n" in head.removeprefix(_BOM).lstrip()) or len(head) > MAX_LINE:
@@ -288,23 +288,24 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gathere
     if first[:1] == b"{" and len(first) < len(full) and isinstance(_parsed(first), dict):
         yield from _json_lines(chain([bytes(head)], pieces), file, source, skips, rows)
         return
-    data = whole(chain([bytes(head)], pieces), MAX_LINE)
-    value = _parsed(data) if isinstance(data, bytes) else Fault("line_too_long", f"{TOO_LONG.said}, one object a line")
+    data = read_all(chain([bytes(head)], pieces), MAX_LINE)
+    too_long = Fault("line_too_long", f"{TOO_LONG.message}, one object a line")
+    value = _parsed(data) if isinstance(data, bytes) else too_long
     if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
         yield from _json_lines([data], file, source, skips, rows)  # reports each bad line
         return
     size = data if isinstance(data, int) else len(data)
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
-        place = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
-        row = _record(record, place, source)
+        location = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
+        row = _record(record, location, source)
         if isinstance(row, Fault):
-            skips.fault(file.uri, place, row, 0 if isinstance(value, list) else size)
+            skips.fault(file.uri, location, row, 0 if isinstance(value, list) else size)
         elif rows.add(row):
             yield from rows.take()
 
 
-def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
-    """Read a table whose first row holds the column names."""
+def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+    """Read a table with the column names in its first row."""
     csv.field_size_limit(MAX_LINE)
     table = csv.reader(_text_lines(raw, file, skips), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
     names: list[str] | None = None
@@ -314,45 +315,39 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer
         except csv.Error as error:
             if "unexpected end" in str(error):  # an unclosed quote has swallowed all rows after it
                 raise EOFError(error) from error
-            fault = Fault(
-                "bad_csv", f"is no row of a table ({error}); write quotes around cells and double those inside"
-            )
+            remedy = "write quotes around cells and double those inside"
+            fault = Fault("bad_csv", f"is not a row of a table ({error}); {remedy}")
             skips.fault(file.uri, f"{file.uri}:{table.line_num}", fault)
             continue
         if cells is None:
             return
-        place = f"{file.uri}:{table.line_num}"
+        location = f"{file.uri}:{table.line_num}"
         if not cells:
             continue
         if names is None:
             names = [name.strip() for name in cells]
             if names.count(source.text) != 1:
-                known = ", ".join(sorted(names))
-                missing = f"has no text column {source.text!r}; name one of {known} with text:"
-                fault = Fault("no_text_field", missing)
-                if source.text in names:
-                    fault = Fault("doubled_column", f"has two columns {source.text!r}; rename one")
-                skips.fault(file.uri, file.uri, fault, file.size)
+                skips.fault(file.uri, file.uri, _column_fault(names, source.text), file.size)
                 return
         elif len(cells) != len(names):
             fault = Fault("bad_csv", f"has {len(cells)} cells, the first row {len(names)}; write as many")
-            skips.fault(file.uri, place, fault, sum(map(len, cells)))
+            skips.fault(file.uri, location, fault, sum(map(len, cells)))
         else:
             record = dict(zip(names, cells, strict=True))
             try:
                 record[source.text].encode()
             except UnicodeEncodeError:
-                skips.fault(file.uri, place, BAD_UTF8, len(record[source.text]))
+                skips.fault(file.uri, location, BAD_UTF8, len(record[source.text]))
                 continue
             clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
-            if rows.add(_fields(clean, clean[source.text], place, source)):
+            if rows.add(_fields(clean, clean[source.text], location, source)):
                 yield from rows.take()
 
 
 def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
     """Yield the lines of a file with their line ends; bytes that are not UTF-8 become surrogates."""
     number, start = 0, _BOM
-    for lines in split_lines(chunks(raw, file.uri), MAX_LINE):
+    for lines in split_lines(decompress(raw, file.uri), MAX_LINE):
         for line in lines:
             number += 1
             if isinstance(line, int):
@@ -362,31 +357,31 @@ def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
             start = b""
 
 
-def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a web archive: HTML or plain text of responses, text of conversions (.wet)."""
-    stream = io.BufferedReader(_Pieces(chunks(raw, file.uri)))
+    stream = io.BufferedReader(_Pieces(decompress(raw, file.uri)))
     number = 0
     while (headers := _warc_header(stream)) is not None:
         number += 1
-        place, kind, length = f"{file.uri}:{number}", headers.get("warc-type"), int(headers["content-length"])
+        location, kind, length = f"{file.uri}:{number}", headers.get("warc-type"), int(headers["content-length"])
         if kind not in ("response", "conversion") or length > MAX_LINE:
             if kind in ("response", "conversion"):
-                skips.fault(file.uri, place, TOO_LONG, length)
+                skips.fault(file.uri, location, TOO_LONG, length)
             for offset in range(0, length, _WARC_HEADER):
                 _exactly(stream, min(_WARC_HEADER, length - offset))
             continue
         page = _page(_exactly(stream, length), kind)
         if page is None:
-            skips.count(file.uri, place, NO_PAGE, length)
+            skips.count(file.uri, location, NO_PAGE, length)
             continue
         form, body, charset = page
         text = _decoded(body, form, charset)
         if isinstance(text, Fault):
-            skips.fault(file.uri, place, text, len(body))
+            skips.fault(file.uri, location, text, len(body))
             continue
         url = headers.get("warc-target-uri", "").strip("<>")
         record = {"url": url, "date": headers.get("warc-date"), "format": form}
-        if rows.add(_fields(record, text, place, source)):
+        if rows.add(_fields(record, text, location, source)):
             yield from rows.take()
 
 
@@ -436,13 +431,14 @@ def _exactly(stream: Any, size: int) -> bytes:
 
 
 def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
-    """Return format, bytes and charset of the page in a record, or None if the record holds no text page."""
+    """Return format, bytes and charset of the page in a record, or None if it is not a page of text."""
     if kind == "conversion":
         return "txt", body, "utf-8"
     if body.startswith(b"HTTP/2"):
         body = b"HTTP/1.1" + body[body.find(b" ") :]
     try:
-        answer = HTTPResponse(_Answer(body))  # type: ignore[arg-type]
+        socket = SimpleNamespace(makefile=lambda mode: io.BytesIO(body))  # the part that HTTPResponse uses
+        answer = HTTPResponse(socket)  # type: ignore[arg-type]
         answer.begin()
         data = answer.read()
     except IncompleteRead as short:  # crawlers truncate long pages; some keep the header of the packed page
@@ -457,19 +453,9 @@ def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
     return (media, data, str(answer.headers.get_content_charset() or "")) if media else None
 
 
-class _Answer:
-    """The part of a socket that HTTPResponse uses."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self.data)
-
-
-def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: Gatherer) -> Iterator[DocumentBatch]:
+def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a file that is one document."""
-    data = whole(chunks(raw, file.uri), MAX_LINE)
+    data = read_all(decompress(raw, file.uri), MAX_LINE)
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
     if isinstance(text, Fault):
         skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
@@ -488,7 +474,7 @@ def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
     return str(bytes_to_str(data, encoding))
 
 
-def _record(record: Any, place: str, source: Source) -> Row | Fault:
+def _record(record: Any, location: str, source: Source) -> Row | Fault:
     """Return the document in a JSON object, or the fault."""
     if isinstance(record, Fault):
         return record
@@ -496,18 +482,17 @@ def _record(record: Any, place: str, source: Source) -> Row | Fault:
         return Fault("bad_json", f"holds {type(record).__name__}, not an object; write one object a line")
     field = source.text
     if field not in record:
-        known = ", ".join(sorted(record)) or "none"
-        return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
+        return _column_fault(record, field)
     text = record[field]
     if text is None:
         return Fault("null_text", f"has null in {field!r}; remove the record")
     if not isinstance(text, str):
         return Fault("not_text", f"{field!r} holds {type(text).__name__}, not text; name another field with text:")
-    return _fields(record, text, place, source)
+    return _fields(record, text, location, source)
 
 
 def _parsed(data: bytes | bytearray) -> Any:
-    """Return the value of a JSON text, without lone surrogates, or the fault."""
+    """Return the value of a JSON text without lone surrogates, or the fault."""
     with suppress(ValueError):
         return orjson.loads(data)
     try:  # orjson refuses NaN and lone surrogates, which data sets contain
@@ -516,35 +501,23 @@ def _parsed(data: bytes | bytearray) -> Any:
         return Fault("bad_utf8", f"is not UTF-8 ({error.reason} at byte {error.start}); convert it")
     except (ValueError, RecursionError) as error:
         return Fault("bad_json", f"is not JSON ({error}); write one object a line")
-    return [_whole_pairs(value) for value in record] if isinstance(record, list) else _whole_pairs(record)
+    for fields in record if isinstance(record, list) else [record]:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, str):
+                fields[name] = value.encode("utf-8", "ignore").decode()
+    return record
 
 
-def _whole_pairs(record: Any) -> Any:
-    """Return a JSON object without lone surrogates in its texts."""
-    if not isinstance(record, dict):
-        return record
-    return {
-        name: value.encode("utf-8", "ignore").decode() if isinstance(value, str) else value
-        for name, value in record.items()
-    }
-
-
-def _fields(record: dict[str, Any], text: str, place: str, source: Source) -> Row:
+def _fields(record: dict[str, Any], text: str, location: str, source: Source) -> Row:
     """Return the row for `text`. Settings of the source win over fields of the record."""
     get = record.get
-    url, language, licence = get("url"), source.language or get("language"), source.licence
-    if licence == "unknown":
-        own = get("licence") or get("license")
-        licence = own if isinstance(own, str) else licence
-    return (
-        text,
-        place,
-        url if isinstance(url, str) and url else place,
-        language if isinstance(language, str) and language else None,
-        licence,
-        format_of(get("format")),
-        record_date(record),
-    )
+    url, language, license = get("url"), source.language or get("language"), source.license
+    if license == "unknown":
+        own = get(_LICENSE[0]) or get(_LICENSE[1])
+        license = own if isinstance(own, str) else license
+    url = url if isinstance(url, str) and url else location
+    language = language if isinstance(language, str) and language else None
+    return text, location, url, language, license, format_of(get("format")), record_date(record)
 
 
-_READERS = {"jsonl": _lines, "json": _json, "csv": _csv, "tsv": _csv, "warc": _warc}
+_READERS = {"json": _json, "csv": _csv, "tsv": _csv, "warc": _warc}

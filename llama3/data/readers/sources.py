@@ -1,8 +1,6 @@
-"""Sources of raw documents: opening, checking, surveying and identifying what a recipe names.
+"""Sources of raw documents: open, check, survey and fingerprint what a recipe names.
 
-`installed` is read by `installed.py`, everything else by `records.py`. A limit counts bytes of raw text: a document
-that no longer fits is passed over and reading goes on until less than 1 % of the limit is free or 100 did not fit, so
-that one large document does not end a source early.
+`installed` is read by `demo/installed.py`, everything else by `records.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
-from llama3.data.readers.document import Document, DocumentBatch, Gatherer
+from llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from llama3.data.readers.files import OVER_LIMIT, READ, File, ReadErrors, SourceError, source_files
 from llama3.data.readers.records import BATCH, UNREAD, read_files
 from llama3.recipe.base import Domain
@@ -32,41 +30,42 @@ from storage.filesystem import cache_folder, is_local, local_path, write_atomic
 INSTALLED = "installed"
 PASSED_OVER = 100
 """Documents that do not fit under a limit after which its source ends."""
-_REMEDY = "convert them, name them under ignore: or set curate.on_error: skip"
 SURVEYED = 64_000_000
-"""Bytes of text per source that a survey reads at most."""
+"""Maximum bytes of text per source that a survey reads."""
 
 
 @dataclass(frozen=True)
 class DomainSurvey:
-    """How much raw text a domain has now, or a source of it that stands apart."""
+    """Amount of raw text of a domain, or of one named source of it."""
 
     domain: Domain
     documents: int
     bytes: int
     generated: int
-    """Bytes of these that the problem generator made, so that nobody takes them for found text."""
+    """Bytes of these that the problem generator wrote."""
     complete: bool
-    """False when there is more than was counted: a large source, or a remote one."""
+    """False if there is more than was counted: a large source, or a remote one."""
     name: str = ""
-    """Of the source that stands apart; empty: all others of the domain."""
+    """Name of the source; empty: all sources of the domain without a name."""
     left_out: str = ""
-    """Files that are there and cannot be read, in words."""
+    """Description of the files that cannot be read."""
 
     @property
     def title(self) -> str:
-        """How people call it: `math`, `math (gsm)`."""
+        """`math`, or `math (gsm)` for a named source."""
         return f"{self.domain} ({self.name})" if self.name else self.domain
 
 
 def source_names(sources: list[Source]) -> list[str]:
-    """Return a short name for each of a domain's sources, in order: what the column `source` of a document holds.
+    """Return a short name for each of a domain's sources, in order: the column `source` of its documents.
 
     The last two parts of the URI without globs and endings; a second source of the same name gets `-2`.
     """
     names: list[str] = []
     for source in sources:
-        short, number = _short(source.uri), 2
+        parts = [part for part in source.uri.split("://")[-1].split("/") if part and not set(part) & set("*?[")]
+        parts = [part for part in parts if part not in (".", "..", "~")][-2:] or ["files"]
+        short, number = "/".join([*parts[:-1], parts[-1].split(".")[0] or parts[-1]]), 2
         name = short
         while name in names:
             name, number = f"{short}-{number}", number + 1
@@ -79,7 +78,7 @@ def open_source(
 ) -> Iterator[Document]:
     """Yield the documents of `source` within its limit.
 
-    Raises SourceError where a file cannot be read, unless `fail` is off: then what cannot be read is left out.
+    Raises SourceError if a file cannot be read, unless `fail` is False: then unreadable input is skipped.
     """
     name = name or source_names([source])[0]
     for batch in read_source(source, domain, seed, ReadErrors(fail)):
@@ -89,33 +88,37 @@ def open_source(
 def read_source(
     source: Source, domain: Domain, seed: int, skips: ReadErrors, files: Sequence[File] | None = None, most: int = BATCH
 ) -> Iterator[DocumentBatch]:
-    """Yield the documents of `source` within its limit; what is left out goes to `skips`.
+    """Yield the documents of `source` within its limit in batches of about `most` characters; count others in `skips`.
 
-    `files` are those of its files to read, all by default; `most` is about the characters of a batch.
+    `files`: those of its files to read, by default all.
     """
     if source.uri == INSTALLED:
-        batches = _gathered(installed_documents(domain, "", seed, source.system), most)
+        batches = _batches(installed_documents(domain, "", seed, source.system), most)
     else:
         batches = read_files(source_files(source) if files is None else files, source, skips, most)
     yield from batches if source.limit is None else _within(batches, source.limit, skips)
 
 
-def _gathered(documents: Iterable[Document], most: int) -> Iterator[DocumentBatch]:
-    rows = Gatherer(most)
-    for text, url, language, licence, _, form, date in documents:
-        if rows.add((text, url, url, language, licence, form, date)):
+def _batches(documents: Iterable[Document], most: int) -> Iterator[DocumentBatch]:
+    rows = BatchBuilder(most)
+    for text, url, language, license, _, form, date in documents:
+        if rows.add((text, url, url, language, license, form, date)):
             yield from rows.take()
     yield from rows.take()
 
 
 def _within(batches: Iterable[DocumentBatch], limit: int, skips: ReadErrors) -> Iterator[DocumentBatch]:
-    """Yield what fits under `limit` bytes, in order, and count what was read and does not."""
+    """Yield the documents that fit under `limit` bytes of raw text, in order, and count the others.
+
+    One large document does not end a source early: reading ends when less than 1 % of the limit is free, or when 100
+    documents did not fit.
+    """
     free, over = limit, 0
     for batch in batches:
         fits = np.zeros(len(batch), np.bool_)
-        for place, size in enumerate(batch.sizes.tolist()):
-            fits[place] = size <= free
-            if fits[place]:
+        for index, size in enumerate(batch.sizes.tolist()):
+            fits[index] = size <= free
+            if fits[index]:
                 free -= size
             else:
                 over += 1
@@ -127,40 +130,84 @@ def _within(batches: Iterable[DocumentBatch], limit: int, skips: ReadErrors) -> 
 
 
 def check_sources(recipe: Recipe) -> list[str]:
-    """Return one line per fault, with its remedy, without reading more than the first document of each file.
+    """Return one message per fault, after reading at most the first document of each file.
 
     Under `curate.on_error: skip` a source is at fault only if none of its files can be read.
     """
-    faults = _extractor_faults(recipe)
-    fail = recipe.curate.on_error == "fail"
+    curate = recipe.curate
+    fail, faults = curate.on_error == "fail", []
+    if not importlib.util.find_spec(curate.extractor):
+        remedy = "in the checkout: make install-dev, or write resiliparse"
+        faults.append(f"curate.extractor: {curate.extractor} is not installed; {remedy}")
     for domain, sources in recipe.sources.items():
-        listed: list[File] = []
-        found = [_faults(source, f"sources.{domain}.{index}", fail, listed) for index, source in enumerate(sources)]
-        faults += [line for lines in found for line in lines]
-        unread = [file for file in listed if file.kind in UNREAD]
-        size, whole = sum(file.size for file in unread), sum(file.size for file in listed)
-        most = recipe.curate.max_lost
-        if not fail and (len(unread) > most * len(listed) or size > most * whole):
+        files: list[File] = []
+        errors = [_faults(source, f"sources.{domain}.{index}", fail, files) for index, source in enumerate(sources)]
+        faults += [line for lines in errors for line in lines]
+        unread = [file for file in files if file.kind in UNREAD]
+        size, total = sum(file.size for file in unread), sum(file.size for file in files)
+        if not fail and (len(unread) > curate.max_lost * len(files) or size > curate.max_lost * total):
             faults.append(
-                f"sources.{domain}: {len(unread):,} of {len(listed):,} files, {size:,} of {whole:,} bytes, "
-                f"cannot be read: {left_out(unread)}; name them under ignore:, or raise curate.max_lost ({most})"
+                f"sources.{domain}: {len(unread):,} of {len(files):,} files, {size:,} of {total:,} bytes, cannot be "
+                f"read: {describe_unreadable(unread)}; name them under ignore:, or raise curate.max_lost "
+                f"({curate.max_lost})"
             )
-        elif sources and not any(found) and not any(_first(source, domain, recipe) for source in sources):
+        elif sources and not any(errors) and not any(_has_text(source, domain, recipe) for source in sources):
             faults.append(f"sources.{domain}: yields no document; add a source with text, or raise its limit")
     return faults
 
 
-def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
-    """Return how much text each domain has now, and then each source that stands apart.
+def _has_text(source: Source, domain: Domain, recipe: Recipe) -> bool:
+    """Return whether any document of `source` is not blank."""
+    skips = ReadErrors(recipe.curate.on_error == "fail")
+    batches = read_source(source, domain, recipe.documents_seed, skips, most=1)
+    return any(text.strip() for batch in batches for text in batch.text.to_pylist())
 
-    Remote sources count nothing unless `remote` asks to read them.
-    """
-    names = [(domain, "") for domain in recipe.sources] + [(domain, name) for name, domain in recipe.apart.items()]
-    return [_survey(domain, name, recipe, remote) for domain, name in names]
+
+def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[str]:
+    """Return the faults of one source, and add its files to `listed` if any of them can be read."""
+    if source.uri == INSTALLED:
+        return []
+
+    def begins(file: File, errors: ReadErrors) -> bool:
+        """Return whether `file` has a document; reads no further than the first."""
+        return any(len(batch) for batch in read_files([file], source, errors, most=1))
+
+    try:
+        files = source_files(source)
+        if all(file.kind in UNREAD for file in files):
+            if files:
+                endings = f"{READ}; .gz, .zst, .bz2, .xz"
+                reason = f"has no file with a known ending ({endings}), but {describe_unreadable(files)}; write format:"
+            elif is_local(source.uri) and local_path(source.uri).is_dir():
+                reason = "is an empty folder; put files there or correct the path"
+            else:
+                reason = "matches no file; correct the path (it is relative to where herd runs)"
+            return [f"{field}.uri: {source.uri!r} {reason}"]
+        listed += files
+        if fail and (unread := describe_unreadable(files)):
+            remedy = "convert them, name them under ignore: or set curate.on_error: skip"
+            return [f"{field}.uri: {source.uri!r} also holds what cannot be read: {unread}; {remedy}"]
+        if fail or not any(begins(file, ReadErrors(fail=False)) for file in files):
+            for file in files:
+                begins(file, ReadErrors())
+    except SourceError as error:
+        return [f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"]
+    except Exception as error:  # every file system raises its own errors for a missing bucket or key
+        return [f"{field}.uri: {source.uri!r} cannot be listed ({error}); check the address and your access to it"]
+    return []
+
+
+def describe_unreadable(files: Sequence[File]) -> str:
+    """Return a description of those of `files` that cannot be read: the number by ending, and the first; "" if none."""
+    unread = [file for file in files if file.kind in UNREAD]
+    names = [file.uri.rsplit("/", 1)[-1] for file in unread]
+    counts = Counter(name[name.find(".") :] if "." in name else "without ending" for name in names)
+    endings = ", ".join(f"{ending} {count:,}" for ending, count in counts.most_common(5))
+    return f"{endings} (the first is {unread[0].uri!r})" if unread else ""
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return a digest (hex SHA-256) of what the sources are now: file names, sizes and times; installed packages."""
+    """Return a digest (hex SHA-256) of the current state of the sources: file names, sizes and times, packages."""
     state = {
         domain: [
             installed_fingerprint(domain, source.system)
@@ -173,114 +220,55 @@ def fingerprint(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
-def _short(uri: str) -> str:
-    parts = [part for part in uri.split("://")[-1].split("/") if part and not any(mark in part for mark in "*?[")]
-    parts = [part for part in parts if part not in (".", "..", "~")][-2:] or ["files"]
-    return "/".join([*parts[:-1], parts[-1].split(".")[0] or parts[-1]])
+def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
+    """Return the amount of text of each domain now, and then of each named source.
+
+    Remote sources are counted only if `remote` is set.
+    """
+    surveys, seed, fail = [], recipe.documents_seed, recipe.curate.on_error == "fail"
+    for name, domain in [*(("", domain) for domain in recipe.sources), *recipe.named_sources.items()]:
+        documents, size, generated, complete = 0, 0, 0, True
+        files: list[File] = []
+        for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
+            if source.uri == INSTALLED:
+                amount = _count_installed(source, domain, seed, fail)
+            elif is_local(source.uri) or remote:
+                files += source_files(source)
+                amount = _count(source, domain, seed, fail)
+            else:
+                amount = _Amount(0, 0, 0, False)
+            documents, size = documents + amount.documents, size + amount.size
+            generated, complete = generated + amount.generated, complete and amount.complete
+        surveys.append(DomainSurvey(domain, documents, size, generated, complete, name, describe_unreadable(files)))
+    return surveys
 
 
-def _first(source: Source, domain: Domain, recipe: Recipe) -> bool:
-    """Return whether `source` holds a document that is not blank."""
-    skips = ReadErrors(recipe.curate.on_error == "fail")
-    batches = read_source(source, domain, recipe.documents_seed, skips, most=1)
-    return any(text.strip() for batch in batches for text in batch.text.to_pylist())
-
-
-def _extractor_faults(recipe: Recipe) -> list[str]:
-    name = recipe.curate.extractor
-    if importlib.util.find_spec(name):
-        return []
-    return [f"curate.extractor: {name} is not installed; in the checkout: make install-dev, or write resiliparse"]
-
-
-def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[str]:
-    """Return what is wrong with one source, and add its files to `listed` if it has some that can be read."""
-    if source.uri == INSTALLED:
-        return []
-    try:
-        files = source_files(source)
-        if all(file.kind in UNREAD for file in files):
-            return [f"{field}.uri: {source.uri!r} {_why_nothing(source, files)}"]
-        listed += files
-        if fail and (unread := left_out(files)):
-            return [f"{field}.uri: {source.uri!r} also holds what cannot be read: {unread}; {_REMEDY}"]
-        if fail or not any(_starts(file, source, ReadErrors(fail=False)) for file in files):
-            for file in files:
-                _starts(file, source, ReadErrors())
-    except SourceError as error:
-        return [f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"]
-    except Exception as error:  # every file system raises its own errors for a missing bucket or key
-        return [f"{field}.uri: {source.uri!r} cannot be listed ({error}); check the address and your access to it"]
-    return []
-
-
-def _starts(file: File, source: Source, skips: ReadErrors) -> bool:
-    """Return whether `file` holds a document, reading no further than the first."""
-    return any(len(batch) for batch in read_files([file], source, skips, most=1))
-
-
-def left_out(files: Sequence[File]) -> str:
-    """Return which of `files` cannot be read, in words: how many of each ending, and the first; "" if all can."""
-    unread = [file for file in files if file.kind in UNREAD]
-    counts = Counter(_ending(file.uri) for file in unread)
-    named = ", ".join(f"{ending} {count:,}" for ending, count in counts.most_common(5))
-    return f"{named} (the first is {unread[0].uri!r})" if unread else ""
-
-
-def _ending(uri: str) -> str:
-    name = uri.rsplit("/", 1)[-1]
-    return name[name.find(".") :] if "." in name else "without ending"
-
-
-def _why_nothing(source: Source, files: Sequence[File]) -> str:
-    if files:
-        return f"has no file with a known ending ({READ}; .gz, .zst, .bz2, .xz), but {left_out(files)}; write format:"
-    if is_local(source.uri) and local_path(source.uri).is_dir():
-        return "is an empty folder; put files there or correct the path"
-    return "matches no file; correct the path (it is relative to where herd runs)"
-
-
-def _survey(domain: Domain, name: str, recipe: Recipe, remote: bool) -> DomainSurvey:
-    documents, size, generated, complete = 0, 0, 0, True
-    files: list[File] = []
-    for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
-        if source.uri != INSTALLED and not is_local(source.uri) and not remote:
-            complete = False
-            continue
-        files += source_files(source) if source.uri != INSTALLED else []
-        count = _count_installed if source.uri == INSTALLED else _count
-        found = count(source, domain, recipe.documents_seed, recipe.curate.on_error == "fail")
-        documents, size, generated = documents + found.documents, size + found.size, generated + found.generated
-        complete &= found.complete
-    return DomainSurvey(domain, documents, size, generated, complete, name, left_out(files))
-
-
-class _Counted(NamedTuple):
+class _Amount(NamedTuple):
     documents: int
     size: int
     generated: int
     complete: bool
 
 
-def _count(source: Source, domain: Domain, seed: int, fail: bool) -> _Counted:
+def _count(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:
     documents, size, generated = 0, 0, 0
     for document in open_source(source, domain, seed, fail=fail):
         if size >= SURVEYED:
-            return _Counted(documents, size, generated, False)
+            return _Amount(documents, size, generated, False)
         documents, size = documents + 1, size + document.size
         generated += document.size * document.generated
-    return _Counted(documents, size, generated, True)
+    return _Amount(documents, size, generated, True)
 
 
-def _count_installed(source: Source, domain: Domain, seed: int, fail: bool) -> _Counted:
-    """Return the same from the user's cache, where nothing installed, and none of the code that reads it, changed."""
+def _count_installed(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:
+    """Return `_count` from the user's cache if neither the installed files nor the code that reads them changed."""
     code = b"\0".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     subject = [installed_state(), sys.version, domain, seed, SURVEYED, source.model_dump(mode="json")]
     key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode() + code).hexdigest()
-    kept = cache_folder() / "surveys" / f"{key[:32]}.json"
+    cached = cache_folder() / "surveys" / f"{key[:32]}.json"
     with suppress(OSError, ValueError, TypeError):
-        return _Counted(**json.loads(kept.read_text()))
-    found = _count(source, domain, seed, fail)
+        return _Amount(**json.loads(cached.read_text()))
+    amount = _count(source, domain, seed, fail)
     with suppress(OSError):
-        write_atomic(kept, json.dumps(found._asdict()))
-    return found
+        write_atomic(cached, json.dumps(amount._asdict()))
+    return amount

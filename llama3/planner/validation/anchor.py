@@ -1,4 +1,4 @@
-"""A row of `herd plan verify`: a published figure beside the prediction of a model.
+"""A row of `herd plan validate`: a published figure beside the prediction of a model.
 
 Most anchors come with ablations: the same model without one of its parts, which must miss. A row is right (`ok`) when
 an anchor meets its target or an ablation misses it.
@@ -46,7 +46,7 @@ class Anchor:
 
     @property
     def wrong(self) -> bool:
-        """Whether `herd plan verify` fails: wrong without being known, or right although listed as a known miss."""
+        """Whether `herd plan validate` fails: wrong without being known, or right although listed as a known miss."""
         return self.ok == self.known
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,28 +9,35 @@ from typing import Literal
 
 import numpy as np
 
-from llama3.parallel.check_layout import ROWS, TABLE_4, Published
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
 from llama3.parallel.memory import Load, stages
-from llama3.planner.collectives import ALL, Algorithm, Kind, contiguous, crossover, curve, seconds
+from llama3.planner.collectives import (
+    ALL,
+    Algorithm,
+    Kind,
+    algorithm_curves,
+    collective_seconds,
+    contiguous_group,
+    crossover,
+)
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.placement import (
     RINGS,
     AxisBytes,
     Ints,
-    Recommendation,
+    PlacementChoice,
     axis_traffic,
-    crossing,
-    fragmented,
+    bytes_above_server,
+    fill_slots,
+    fragmented_gpus,
     free_slots,
     minimum_cut,
-    on_slots,
-    packed,
+    pack_blocks,
     slot_groups,
 )
-from llama3.planner.projection import on_fabric
-from llama3.planner.published import fitted, meta_layout, wanted
-from llama3.planner.routing import SEEDS, Clos, RoutedJob, pair_rates, ring_share, zone
+from llama3.planner.projection import project_on_fabric
+from llama3.planner.published import fitted_h100_curves, meta_layout, table4_query
+from llama3.planner.routing import SEEDS, Clos, RoutedJob, make_zone, pair_rates, ring_share
 from llama3.planner.topology import Fabric, Layer, load_fabric
 from llama3.planner.validation.anchor import Anchor
 from llama3.recipe.sections import Model
@@ -76,7 +83,7 @@ def queue_pairs() -> list[Anchor]:
 
     A calibration: Meta publishes "up to 40 %" without the AllReduce size, its placement, or the flows per pair before.
     """
-    small, large = (zone(load_fabric("ai-zone"), racks) for racks in (2, 16))
+    small, large = (make_zone(load_fabric("ai-zone"), racks) for racks in (2, 16))
     single = replace(large, uplinks=large.cards)
     reading = f"mean ring over {SEEDS} seeds, uplinks twice the downlinks, every card's ring leaves its rack"
     # One flow per pair is assumed; the ablation with two shows how much depends on that.
@@ -148,7 +155,7 @@ def halving() -> list[Anchor]:
     layers = load_fabric("roce-24k").layers()
     instant = [replace(layer, latency_s=0.0) for layer in layers]
     flat = [replace(layer, bytes_per_s=layers[1].bytes_per_s) for layer in layers]
-    crossings = [[crossover(kind, contiguous(ranks, layers), layers) for ranks in RANKS] for kind in KINDS]
+    crossings = [[crossover(kind, contiguous_group(ranks, layers), layers) for ranks in RANKS] for kind in KINDS]
     growth = min(after / before for sizes in crossings for before, after in pairwise(sizes))
     sizes = ", ".join(f"{size / 2**30:.1f} GiB at {ranks:,}" for size, ranks in zip(crossings[0], RANKS, strict=True))
     over = f"the least of {RANKS[0]:,} to {RANKS[-1]:,} ranks on roce-24k, 1 KiB to 64 MiB, each kind"
@@ -157,13 +164,13 @@ def halving() -> list[Anchor]:
     def lead(layers: Sequence[Layer], all_ranks: Sequence[int]) -> float:
         """Return the smallest ratio of a ring's time to halving's."""
         spans = [(ranks, stride) for ranks in all_ranks for stride in STRIDES if ranks * stride <= layers[-1].gpus]
-        groups = [contiguous(ranks, layers, stride) for ranks, stride in spans]
-        times = [curve(kind, SIZES, group, layers) for kind in KINDS for group in groups]
+        groups = [contiguous_group(ranks, layers, stride) for ranks, stride in spans]
+        times = [algorithm_curves(kind, SIZES, group, layers) for kind in KINDS for group in groups]
         return min(float((by_algorithm["ring"] / by_algorithm[NEAR]).min()) for by_algorithm in times)
 
     def far_over_near(layers: Sequence[Layer]) -> float:
-        group = contiguous(RANKS[-1], layers)
-        far, near = (seconds("reduce-scatter", LARGE, group, layers, order) for order in (FAR, NEAR))
+        group = contiguous_group(RANKS[-1], layers)
+        far, near = (collective_seconds("reduce-scatter", LARGE, group, layers, order) for order in (FAR, NEAR))
         return far / near
 
     def above(what: str, value: float, note: str, ablation: bool = False) -> Anchor:
@@ -171,7 +178,11 @@ def halving() -> list[Anchor]:
         return Anchor("A19", what, value, None, "times", target, (value > 1 + 1e-9) != ablation, note, ablation)
 
     all_sizes = np.exp2(np.arange(10, 41))
-    curves = [curve(kind, all_sizes, contiguous(ranks, layers), layers, ALL) for kind in KINDS for ranks in RANKS]
+    curves = [
+        algorithm_curves(kind, all_sizes, contiguous_group(ranks, layers), layers, ALL)
+        for kind in KINDS
+        for ranks in RANKS
+    ]
     most = max(int(np.count_nonzero(np.diff(np.sign(times["ring"] - times[NEAR])))) for times in curves)
     what, note = "crossings of ring and halving over the size, most", "both are lines over the size; 1 KiB to 1 TiB"
     return [
@@ -211,7 +222,7 @@ def fabric_anchors() -> list[Anchor]:
     plain = tuned.model_copy(update={"routing": "ecmp", "queue_pairs": 1})
 
     def step_s(row: int, fabric: Fabric) -> float:
-        return on_fabric(wanted(row), fabric, fitted(), meta_layout(row)).best.time.total
+        return project_on_fabric(table4_query(row), fabric, fitted_h100_curves(), meta_layout(row)).best.time.total
 
     anchors = []
     for row in range(len(TABLE_4)):
@@ -275,21 +286,21 @@ def placement_anchors() -> list[Anchor]:
     ]
 
 
-def recommendations() -> list[Recommendation]:
+def recommendations() -> list[PlacementChoice]:
     """Return the minimum cuts of Table 4's rows on the whole cluster, then on the fragmented ones."""
     fabric = load_fabric(FABRIC)
-    clusters: list[Ints | None] = [None, *(fragmented(fabric, 0.25, seed) for seed in PLACEMENT_SEEDS)]
+    clusters: list[Ints | None] = [None, *(fragmented_gpus(fabric, 0.25, seed) for seed in PLACEMENT_SEEDS)]
     jobs = [job(row) for row in TABLE_4]
     return [minimum_cut(layout, world, fabric, sent, free) for free in clusters for layout, world, sent in jobs]
 
 
 def job(row: Published, zero: Literal[2, 3] = 2) -> tuple[Layout, int, AxisBytes]:
     """Return a row of Table 4 with the bytes that a GPU in the middle of its pipeline sends."""
-    spec, load = Model.model_validate({"preset": "405b"}), Load(row.seq, 1, row.sequences)
-    layout = row.layout.model_copy(update={"virtual": VIRTUAL, "zero": zero})
-    parts = stages(spec, layout, layout.pp // 2)
-    sent = [message for part in parts for message in stage_volumes(part, spec, ROWS, layout, row.world, load)]
-    return layout, row.world, AxisBytes.of(sent, layout, row.sequences)
+    config, load = Model.model_validate({"preset": "405b"}), Load(row.seq_len, 1, row.sequences)
+    layout = row.layout.model_copy(update={"vpp": VIRTUAL, "zero": zero})
+    parts = stages(config, layout, layout.pp // 2)
+    sent = [message for part in parts for message in stage_volumes(part, config, ROWS, layout, row.world, load)]
+    return layout, row.world, AxisBytes.from_collectives(sent, layout, row.sequences)
 
 
 def _fixed_order(layout: Layout, world: int, sent: AxisBytes, block: int, stage_major: bool = False) -> float:
@@ -297,7 +308,7 @@ def _fixed_order(layout: Layout, world: int, sent: AxisBytes, block: int, stage_
     fabric = load_fabric(FABRIC)
     slots = free_slots(layout, world, fabric)
     shape = (layout.dp(world), layout.pp, layout.cp * layout.tp // slots.shape[1])
-    order = packed(shape, slot_groups(fabric, slots)[0], block, stage_major)
-    traffic = [axis_traffic(layout, fabric, on_slots(each, world), sent) for each in (slots[order], slots)]
-    packed_bytes, plain_bytes = (crossing(each)[fabric.tiers[-1].name] for each in traffic)
+    order = pack_blocks(shape, slot_groups(fabric, slots)[0], block, stage_major)
+    traffic = [axis_traffic(layout, fabric, fill_slots(each, world), sent) for each in (slots[order], slots)]
+    packed_bytes, plain_bytes = (bytes_above_server(each)[fabric.tiers[-1].name] for each in traffic)
     return packed_bytes / plain_bytes

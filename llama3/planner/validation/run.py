@@ -13,21 +13,21 @@ from typing import NamedTuple
 from scipy.stats import poisson
 
 from llama3.model.flops import flops_per_token
-from llama3.parallel.check_layout import ROWS, TABLE_4
-from llama3.planner.budget import StageTime, total_of
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order
-from llama3.planner.layout_search import judge
-from llama3.planner.published import llama3_model, llama_405b, meta_layout, wanted
+from llama3.parallel.layout import ROWS, TABLE_4
+from llama3.planner.budget import StageTime, total_days_and_gpu_hours
+from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order_effective_time
+from llama3.planner.layout_search import evaluate_layout
+from llama3.planner.published import llama3_model, llama_405b_config, meta_layout, table4_query
 from llama3.planner.reliability import (
     MEGASCALE_GAIN,
     NODE_DAY_FAILURES,
     Fleet,
-    counts,
+    failures_by_cause,
     llama3_failures,
     make_trace,
     mttf_by_node_rate,
-    one_slow_host,
-    without_waiting,
+    slowdown_by_rank,
+    slowdown_without_waiting,
 )
 from llama3.planner.uptime import monte_carlo
 from llama3.planner.validation.anchor import Anchor, within
@@ -63,7 +63,7 @@ class SchedulePart(NamedTuple):
     """Position at its end, tokens."""
     batch: int
     """Tokens of a step, as the paper writes it: 4M, 8M, 16M."""
-    seq: int
+    seq_len: int
     row: int
     """Of Table 4, whose throughput holds."""
 
@@ -83,7 +83,7 @@ GPUs: 8,192 up to 2.87T tokens with row 1, then 16,384 with row 2; row 3 for the
 
 def budget_anchors() -> list[Anchor]:
     """Return the rows of A9, A10 and A11."""
-    flops = flops_per_token(llama_405b(), ROWS, 8_192)
+    flops = flops_per_token(llama_405b_config(), ROWS, 8_192)
     what = "operations per token, 405B at 8K"
     note = "6 N + 6 L S D: attention over the causal half"
     causal = flops.causal
@@ -96,7 +96,11 @@ def budget_anchors() -> list[Anchor]:
     for name, hours, how in (
         # all of it at batches of 16M, which makes the first 2.87T tokens look too fast
         (what, gpu_hours(), f"Table 4's throughput by part, {GOODPUT:.0%} goodput"),
-        (f"{what}, steps predicted", gpu_hours(tflops=modelled), "each part by the step-time model, fitted on row 1"),
+        (
+            f"{what}, steps predicted",
+            gpu_hours(tflops=modeled_tflops),
+            "each part by the step-time model, fitted on row 1",
+        ),
     ):
         ok = within(hours, published, 0.05)
         anchors.append(Anchor("A10", name, hours, published, "h", "+-5 %", ok, f"{how}; {SOURCE}"))
@@ -125,10 +129,10 @@ def table_4(part: SchedulePart) -> float:
     return TABLE_4[part.row].tflops
 
 
-def modelled(part: SchedulePart) -> float:
+def modeled_tflops(part: SchedulePart) -> float:
     """Return the TFLOP/s per GPU that the step-time model predicts with the part's own batch and sequence."""
-    query = replace(wanted(part.row), seq=part.seq, batch=part.batch * 2**20)
-    return judge(query, meta_layout(part.row), 1, llama3_model()).tflops
+    query = replace(table4_query(part.row), seq_len=part.seq_len, batch=part.batch * 2**20)
+    return evaluate_layout(query, meta_layout(part.row), 1, llama3_model()).tflops
 
 
 def gpu_hours(
@@ -138,14 +142,14 @@ def gpu_hours(
     begin, stages = 0.0, []
     for part in SCHEDULE:
         world = TABLE_4[part.row].world
-        flops = flops_per_token(llama_405b(), ROWS, part.seq)
+        flops = flops_per_token(llama_405b_config(), ROWS, part.seq_len)
         per_token = flops.causal if causal else flops.six_n
         batch = part.batch * 2**20
         step_s = batch * per_token / world / (tflops(part) * 1e12)
         steps = round((part.until - begin) / batch)
         stages.append(StageTime(part.name, steps * batch, steps, world, step_s, goodput))
         begin = part.until
-    return total_of(stages)[1]
+    return total_days_and_gpu_hours(stages)[1]
 
 
 def steps(million: int) -> float:
@@ -191,7 +195,7 @@ def _replay() -> list[Anchor]:
         ("counts by cause inside their 95 % bands", model, False),
         ("ablation: all causes equally likely", equal, True),
     ):
-        by_seed = [counts(make_trace(simulated, Fleet(GPUS), DAYS, seed)) for seed in SEEDS]
+        by_seed = [failures_by_cause(make_trace(simulated, Fleet(GPUS), DAYS, seed)) for seed in SEEDS]
         inside = mean(float(low <= count[cause] <= high) for count in by_seed for cause, (low, high) in bands.items())
         target = "must be below 95" if ablation else ">= 95"
         ok = (inside >= 0.95) != ablation
@@ -211,7 +215,7 @@ def _effective_time() -> list[Anchor]:
         if closed is not None:
             gaps.append(abs(closed - _simulated(gpus, restart_s, interval_s, BYTECHECKPOINT)))
     gap = max(gaps)
-    far_share = first_order(_mtti_s(131_072), RESTART_S, INTERVAL_S, BLOCK)
+    far_share = first_order_effective_time(_mtti_s(131_072), RESTART_S, INTERVAL_S, BLOCK)
     far = abs(far_share - _simulated(131_072, RESTART_S, INTERVAL_S, BLOCK))
     setting = f"restart 10 min, cadence 10 min, 466 interruptions in 54 days; {BLOCK.source}"
     anchors = [
@@ -269,8 +273,8 @@ def _time_to_failure() -> list[Anchor]:
 
 def _slow_host() -> list[Anchor]:
     """A20: one host 10 % slow in the 405B's pipeline, at each rank."""
-    longer = [100 * share for share in one_slow_host(16, 8, 16)]
-    alone = 100 * without_waiting(GPUS // 8)
+    longer = [100 * share for share in slowdown_by_rank(16, 8, 16)]
+    alone = 100 * slowdown_without_waiting(GPUS // 8)
     gain = (
         f"MegaScale: +{100 * MEGASCALE_GAIN:g} % MFU in a fleet when slow hosts were removed (no step time published)"
     )

@@ -11,22 +11,21 @@ from typing import NamedTuple
 from scipy.optimize import brentq, least_squares
 
 from llama3.model.flops import flops_per_token
-from llama3.parallel.check_layout import ROWS, TABLE_4
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import ROWS, TABLE_4, Layout
 from llama3.parallel.memory import Load
-from llama3.parallel.pipeline_schedule import actions, bubble, held, ideal_bubble, rank_actions
+from llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
 from llama3.planner.device_curves import GemmCurve
-from llama3.planner.layout_search import judge, search
+from llama3.planner.layout_search import evaluate_layout, search_layouts
 from llama3.planner.network import Network
 from llama3.planner.published import (
     TABLE_4_BATCH,
-    fitted,
+    fitted_h100_curves,
     llama3_model,
-    llama_405b,
+    llama_405b_config,
     meta_layout,
-    predict,
-    roce_24k,
-    wanted,
+    predict_table4_row,
+    roce_24k_fabric,
+    table4_query,
 )
 from llama3.planner.step_time import LayerSeconds, PipelineTiming, StepModel, StepTime
 from llama3.planner.validation.anchor import Anchor, within
@@ -80,8 +79,8 @@ def table4_anchors() -> list[Anchor]:
     A model with a free constant fits any one row. The evidence is that the same constant gives row 2, where only the
     bubble grows, and row 3, where attention grows too, and that leaving out a part breaks it.
     """
-    curves = fitted()
-    second, third = (predict(row, curves).tflops for row in (1, 2))
+    curves = fitted_h100_curves()
+    second, third = (predict_table4_row(row, curves).tflops for row in (1, 2))
     note = f"ceiling of products {curves.gemm.ceiling:.3f} of the peak, fitted on row 1 (430); {TABLE4_SOURCE}"
     prior = f"attention forward at {ATTENTION_TFLOPS:.0f} TFLOP/s (prior, not fitted), backward 2.5 times the work"
     anchors = [
@@ -89,20 +88,20 @@ def table4_anchors() -> list[Anchor]:
         Anchor("A2", "row 3: 16,384 GPUs, 131K", third, 380, "TFLOP/s", "+-5 %", within(third, 380, 0.05), prior),
     ]
     for attention in (400.0, 600.0):
-        tflops = predict(2, fitted(attention_tflops=attention)).tflops
+        tflops = predict_table4_row(2, fitted_h100_curves(attention_tflops=attention)).tflops
         what = f"row 3 with attention at {attention:.0f} TFLOP/s"
         anchors.append(Anchor("A2", what, tflops, 380, "TFLOP/s", "printed", True, "how much hangs on the prior"))
 
-    shallow = predict(1, fitted(virtual=4), virtual=4).tflops
+    shallow = predict_table4_row(1, fitted_h100_curves(vpp=4), vpp=4).tflops
     anchors.append(_ablation("row 2 with V 4 in place of 8, fitted again", shallow, 400, -0.036, 0.03))
     for row, shift, target in ((1, 0.075, 0.03), (2, 0.132, 0.05)):
         what = f"row {row + 1} at the MFU of row 1"
         anchors.append(_ablation(what, TABLE_4[0].tflops, TABLE_4[row].tflops, shift, target))
-    flops = flops_per_token(llama_405b(), ROWS, wanted(2).seq)
+    flops = flops_per_token(llama_405b_config(), ROWS, table4_query(2).seq_len)
     six_n = third * flops.six_n / flops.causal  # at 131,072 tokens attention is two fifths of the work
     anchors.append(_ablation("row 3 counted as 6N alone", six_n, 380, -0.40, 0.05, 0.04))
     for row, published in ((0, 0.43), (1, 0.41)):
-        mfu = predict(row, curves).tflops / SPARSE_PEAK
+        mfu = predict_table4_row(row, curves).tflops / SPARSE_PEAK
         shift = TABLE_4[row].tflops / SPARSE_PEAK / published - 1
         anchors.append(_ablation(f"MFU of row {row + 1} over the sparse peak", mfu, published, shift, 0.05, 0.03, ""))
     return anchors
@@ -252,7 +251,7 @@ SYSTEMS = (
 )
 
 
-def megascale_seconds(gpus: int, rate: float, pieces: int, virtual: int = VIRTUAL) -> float:
+def megascale_seconds(gpus: int, rate: float, pieces: int, vpp: int = VIRTUAL) -> float:
     """Return the seconds of an iteration on `gpus` that compute `rate` operations per second each."""
     replicas = gpus // (MEGASCALE_TENSOR * PIPELINE)
     micro_batches = (768 if gpus <= 1_024 else 6_144) // replicas
@@ -265,7 +264,7 @@ def megascale_seconds(gpus: int, rate: float, pieces: int, virtual: int = VIRTUA
         LayerSeconds(layer + head * PIPELINE / LAYERS),
         (LayerSeconds(), LayerSeconds()),
         (LAYERS // PIPELINE,) * PIPELINE,
-        virtual,
+        vpp,
         micro_batches,
         exposed=sent / pieces,
         optimizer=parameters * STATE_BYTES / replicas / A100_MEMORY_BANDWIDTH,
@@ -339,7 +338,7 @@ def in_flight_gib(model: Megatron) -> float:
     Counted from the schedule and compared with the paper's closed formula, so that no formula is tested on itself.
     """
     p, m = model.pipeline, model.interleave
-    most = max(sum(counts) for counts in held("interleaved", p, m, 4 * p, p, 0))
+    most = max(sum(counts) for counts in peak_in_flight("interleaved", p, m, 4 * p, p, 0))
     return most * model.layers / (p * m) * BYTES * MEMORY_SEQ * model.micro_batch * model.hidden / MEMORY_TENSOR / GIB
 
 
@@ -357,29 +356,29 @@ def _activations() -> Iterator[Anchor]:
 def _table_4() -> Iterator[Anchor]:
     model = llama3_model()
     for row in range(len(TABLE_4)):
-        query, name = wanted(row), f"row {row + 1} of Table 4"
-        meta = judge(query, meta_layout(row), 1, model)
+        query, name = table4_query(row), f"row {row + 1} of Table 4"
+        meta = evaluate_layout(query, meta_layout(row), 1, model)
         needs, seconds = meta.memory.total / 1e9, meta.time.total
         note = "no recomputation; V 8 from 126 + 2 = 128 = 16 x 8; N 16"
         yield Anchor("A7", f"{name}: memory of the fullest GPU", needs, None, "GB", "< 80", needs < 80, note)
-        result = search(query, model)
+        result = search_layouts(query, model)
         best = result.fitting[0].time.total if result.fitting else float("inf")
         rank = 1 + sum(candidate.time.total < seconds * (1 - 1e-9) for candidate in result.fitting)
         note = f"of {len(result.fitting):,} that fit; {len(result.rejected):,} refused, each with its reason"
         yield Anchor("A7", f"{name}: place of Meta's layout", rank, None, "", "<= 20", rank <= 20, note)
         share = best / seconds
         yield Anchor("A7", f"{name}: speed against the best found", share, None, "", ">= 0.93", share >= 0.93)
-    compiled = judge(wanted(0), meta_layout(0).model_copy(update={"compile": True}), 1, model)
+    compiled = evaluate_layout(table4_query(0), meta_layout(0).model_copy(update={"compile": True}), 1, model)
     kept = compiled.memory.total / 1e9
     what = "row 1 with gathered inputs kept"
     yield Anchor("A7", what, kept, None, "GB", "must miss", kept > 80, "as a compiled block keeps them", ablation=True)
 
 
 def _bubbles() -> Iterator[Anchor]:
-    for ranks, virtual, count in ((16, 8, 32), (16, 8, 16), (4, 2, 10)):
-        simulated = bubble(actions("interleaved", ranks, virtual, count, count if count < 16 else 16))
-        ideal = ideal_bubble(ranks, virtual, count)
-        what, ok = f"bubble, PP {ranks} V {virtual} M {count}", abs(simulated - ideal) < 1e-6
+    for ranks, vpp, count in ((16, 8, 32), (16, 8, 16), (4, 2, 10)):
+        simulated = bubble(actions("interleaved", ranks, vpp, count, count if count < 16 else 16))
+        ideal = ideal_bubble(ranks, vpp, count)
+        what, ok = f"bubble, PP {ranks} V {vpp} M {count}", abs(simulated - ideal) < 1e-6
         yield Anchor("A8", what, simulated, ideal, "", "1e-6", ok, "(PP - 1) / (V M)")
     equal = bubble(actions("interleaved", 4, 2, 10, 5))
     yield Anchor("A8", "bubble, PP 4 V 2 M 10, N 5", equal, 0.150, "", "1e-6", abs(equal - 0.150) < 1e-6)
@@ -434,7 +433,7 @@ def _scaling() -> Iterator[Anchor]:
     """The ceiling of products and the memory's rate are alike in both runs, so little of them is left in the ratio."""
 
     def ratio(network: Network, optimizer: float = 1.0) -> float:
-        model = StepModel(Model.model_validate({"preset": "8b"}), ROWS, network, fitted())
+        model = StepModel(Model.model_validate({"preset": "8b"}), ROWS, network, fitted_h100_curves())
         layout, load = Layout(zero=3, recompute="selective"), Load(8192, 2, 1)
         steps = (model.predict(layout, world, load) for world in (8, 128))
         few, many = (replace(step, optimizer=optimizer * step.optimizer).total for step in steps)
@@ -454,7 +453,7 @@ def _scaling() -> Iterator[Anchor]:
 
 def _network(inside: float = 1.0, outside: float = 1.0) -> Network:
     """Return the 24K cluster's network, its rates multiplied by `inside` in a server and by `outside` between them."""
-    network = Network(roce_24k())
+    network = Network(roce_24k_fabric())
     first, *others = network.layers
     network.layers = [
         replace(first, bytes_per_s=inside * first.bytes_per_s),
@@ -464,13 +463,15 @@ def _network(inside: float = 1.0, outside: float = 1.0) -> Network:
 
 
 def _terms() -> Iterator[Anchor]:
-    curves, network = fitted(), Network(roce_24k())
+    curves, network = fitted_h100_curves(), Network(roce_24k_fabric())
 
     def tflops(ceiling: float, row: int, term: Callable[[StepTime], float]) -> float:
-        model = StepModel(llama_405b(), ROWS, network, replace(curves, gemm=replace(curves.gemm, ceiling=ceiling)))
-        published, seq = TABLE_4[row], wanted(row).seq
-        step = model.predict(meta_layout(row), published.world, Load(seq, 1, published.sequences))
-        work = flops_per_token(llama_405b(), ROWS, seq).causal * TABLE_4_BATCH / published.world
+        model = StepModel(
+            llama_405b_config(), ROWS, network, replace(curves, gemm=replace(curves.gemm, ceiling=ceiling))
+        )
+        published, seq_len = TABLE_4[row], table4_query(row).seq_len
+        step = model.predict(meta_layout(row), published.world, Load(seq_len, 1, published.sequences))
+        work = flops_per_token(llama_405b_config(), ROWS, seq_len).causal * TABLE_4_BATCH / published.world
         return work / (step.total - term(step)) / 1e12
 
     for name, (term, why) in TERMS.items():

@@ -1,4 +1,4 @@
-"""All anchors, for `herd plan verify`. docs/explanations/planning/limits.md says what they cannot validate."""
+"""All anchors, for `herd plan validate`. docs/explanations/planning/limits.md says what they cannot validate."""
 
 from __future__ import annotations
 

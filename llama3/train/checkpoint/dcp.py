@@ -7,7 +7,6 @@ a `Snapshot` (see `manager`) in a thread. Nothing is pickled, and loading reshar
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import os
 import warnings
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,15 +28,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from llama3.parallel.mesh import ParallelContext, local, raise_on_all_ranks, run_on_rank0_and_broadcast, tellable
-from llama3.train.checkpoint.manifest import CheckpointManifest, Damaged, Malformed
-from llama3.train.checkpoint.storage import Superseded
+from llama3.parallel.mesh import (
+    ParallelContext,
+    picklable_error,
+    raise_on_all_ranks,
+    run_on_rank0_and_broadcast,
+    to_local,
+)
+from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest
+from llama3.train.checkpoint.storage import SupersededError
 from storage.digests import FileDigest
 
 WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: they stay in the processor's cache between the two."""
 PUSH = 4 * WRITE_BYTES
-"""Bytes after which the system is told to start writing to the disk. Otherwise it waits for the fsync, and the disk is
+"""Bytes after which the system should start writing to the disk. Otherwise it waits for the fsync, and the disk is
 idle while we hash: 0.6 s instead of 0.4 s for 545 MB (best of 6)."""
 READ_BYTES = 1 << 20
 """Bytes read and hashed at a time."""
@@ -63,11 +67,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Savable(Protocol):
-    """What is saved: named tensors and three numbers, of a model with a shape."""
+    """A state that can be saved: named tensors and three numbers, of a model with a shape."""
 
     position: int
     averaged: int
-    spec: Any
+    config: Any
     rows: int
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,7 +87,7 @@ class SaveResult:
 
     position: int
     bytes: int
-    """Of the whole checkpoint on the leading process, of its own files on the others."""
+    """Of the whole checkpoint on rank 0, of its own files on the others."""
     blocked_s: float
     """Seconds that training stopped for the copy to host memory."""
     waited_s: float
@@ -99,11 +103,11 @@ def save_state(
     folder: Path, state: Savable, stage: str, world: ParallelContext, threads: int = 4, attempt: str = ""
 ) -> None:
     """Write `state` into the new folder `folder`; every process calls it. Raises RuntimeError on all of them."""
-    manifest = describe(state, stage, world, attempt)
+    manifest = make_manifest(state, stage, world, attempt)
     planner = WritePlanner()
     planner.shapes = state.tensors()
     with torch.no_grad():
-        planner.parts = {name: local(tensor) for name, tensor in planner.shapes.items()}
+        planner.parts = {name: to_local(tensor) for name, tensor in planner.shapes.items()}
     writer = Writer(
         folder,
         world.rank,
@@ -114,13 +118,13 @@ def save_state(
     write(planner, writer, world)
 
 
-def describe(state: Savable, stage: str, world: ParallelContext, attempt: str) -> CheckpointManifest:
+def make_manifest(state: Savable, stage: str, world: ParallelContext, attempt: str) -> CheckpointManifest:
     """Return the manifest of `state` as it is now, without files."""
     return CheckpointManifest(
         stage=stage,
         position=state.position,
         averaged=state.averaged,
-        model=state.spec.model_dump(mode="json"),
+        model=state.config.model_dump(mode="json"),
         rows=state.rows,
         processes=world.size,
         attempt=attempt,
@@ -129,15 +133,11 @@ def describe(state: Savable, stage: str, world: ParallelContext, attempt: str) -
 
 
 def write(planner: WritePlanner, writer: Writer, world: ParallelContext, group: Any = None) -> None:
-    """Let torch plan and write. On failure, drops the plan and raises RuntimeError on every process.
-
-    There is one round of messages for the plan and one for the digests; the commit happens within the second, so all
-    processes learn in the same way whether the save succeeded.
-    """
+    """Let torch plan, write and commit. On failure, drops the plan and raises RuntimeError on every process."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        with plain_errors(f"{writer.folder}: cannot be written"):
+        with unwrap_dcp_errors(f"{writer.folder}: cannot be written"):
             save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=world.size == 1)
     except BaseException:
         planner.final_plan = None  # make a new plan at the next save
@@ -145,26 +145,25 @@ def write(planner: WritePlanner, writer: Writer, world: ParallelContext, group: 
 
 
 @contextmanager
-def plain_errors(action: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which `except Exception` misses, into RuntimeError or its Superseded."""
+def unwrap_dcp_errors(action: str) -> Iterator[None]:
+    """Turn torch's CheckpointException, which `except Exception` misses, into RuntimeError or its SupersededError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         for failure in error.failures.values():
-            if isinstance(failure[0], Superseded):
+            if isinstance(failure[0], SupersededError):
                 raise failure[0] from None
         reasons = "; ".join(f"process {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
         raise RuntimeError(f"{action}: {reasons}") from error
 
 
 class WritePlanner(DefaultSavePlanner):
-    """Decides once who writes what. After that, each process repeats its plan and only tells the others that it does.
+    """Plans once which process writes what; later saves repeat the plan, for gathering plans is slow at 1000s of ranks.
 
-    Of a tensor that several processes hold, torch lets the process with least to write do it. That needs all plans in
-    one place, which is slow at thousands of processes. Set `final_plan` to None after a failure and when the state has
-    other tensors. If processes disagree about repeating, the save fails and is never incomplete.
+    Set `final_plan` to None after a failure and when the state has other tensors. If processes disagree about
+    repeating, the save fails.
     """
 
     def __init__(self) -> None:
@@ -202,11 +201,12 @@ class WritePlanner(DefaultSavePlanner):
 
 
 class Writer(StorageWriter):
-    """Writes this process's files into `folder`; on the leading process commits what all have written.
+    """Writes this process's files into `folder`; on rank 0 commits what all have written.
 
     `stored` is called with each finished file, in the thread that wrote it; `commit` with the digests of all files.
-    torch's own safetensors writer copies each file twice in memory, uses one thread, and computes no digest.
     """
+
+    # torch's own safetensors writer copies each file twice in memory, uses one thread, and computes no digest.
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Writer(StorageWriter):
         """No-op: nothing is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Let the leading process clear the folder. No process writes before: all plans wait for the leader's."""
+        """Let rank 0 clear the folder. No process writes before: all plans wait for rank 0's."""
         if is_coordinator and self.start:
             self.start()
 
@@ -238,7 +238,13 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the plan's tensors, balanced over the threads. Raises OSError or RuntimeError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        bins = balanced([item for item in plan.items if size_of(item)], self.threads)
+        bins: list[list[WriteItem]] = [[] for _ in range(self.threads)]
+        sizes = [0] * self.threads
+        for item in sorted(filter(size_of, plan.items), key=size_of, reverse=True):  # to the bin with the fewest bytes
+            smallest = sizes.index(min(sizes))
+            bins[smallest].append(item)
+            sizes[smallest] += size_of(item)
+        bins = [items for items in bins if items]
 
         def write(number: int) -> WriteResult:
             path = self.folder / f"{self.rank:05}-{number:02}.safetensors"
@@ -252,13 +258,13 @@ class Writer(StorageWriter):
             with ThreadPoolExecutor(self.threads) as pool:
                 results = list(pool.map(write, range(len(bins))))
         except Exception as error:
-            raise tellable(error, self.rank) from error
+            raise picklable_error(error, self.rank) from error
         self.written = dict(result.storage_data for result in results)
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit (called on the leading process, when all have written)."""
+        """Commit; called on rank 0 when all have written."""
         self.written = dict(sorted(result.storage_data for rank_results in results for result in rank_results))
         self.commit(self.written)
 
@@ -274,22 +280,10 @@ def size_of(item: WriteItem) -> int:
     return size
 
 
-def balanced(items: list[WriteItem], bins: int) -> list[list[WriteItem]]:
-    """Assign the largest item first, each to the bin with the fewest bytes; returns no empty bin."""
-    heap: list[tuple[int, int]] = [(0, number) for number in range(bins)]
-    assigned: list[list[WriteItem]] = [[] for _ in range(bins)]
-    for item in sorted(items, key=size_of, reverse=True):
-        size, number = heapq.heappop(heap)
-        assigned[number].append(item)
-        heapq.heappush(heap, (size + size_of(item), number))
-    return [bin for bin in assigned if bin]
-
-
 def write_file(path: Path, items: list[WriteItem], data: Callable[[WriteItem], Any]) -> FileDigest:
     """Write tensors as one safetensors file, sync it to the disk, return its digest.
 
-    The format: 8 bytes length, a JSON header of that length, the tensors one after another (little endian); torch's
-    reader expects the offsets of each part in its whole tensor under `DCP_SHARDING_INFO`.
+    The format: 8 bytes length, JSON header, tensors (little endian). torch's reader needs `DCP_SHARDING_INFO`.
     """
     pairs: list[tuple[WriteItem, Any]] = [(item, item.tensor_data) for item in items]
     pairs.sort(key=lambda pair: -pair[1].properties.dtype.itemsize)  # so that every tensor is aligned
@@ -339,19 +333,18 @@ def load(
 ) -> None:
     """Fill `tensors` in place from the files of `folder`; every process calls it.
 
-    Raises Damaged on all processes if a file is not what `manifest` says; `tensors` may be overwritten by then. Raises
-    Malformed if a file has its digest and yet a header cannot be read or names other tensors, as when it was written
-    from memory that flipped a bit.
+    Raises, on all processes, DamagedCheckpoint if a file is not what `manifest` says (`tensors` may be overwritten by
+    then), MalformedManifest if a header cannot be read or names other tensors.
     """
     reader = CheckpointReader(folder, manifest, threads)
     # One process reads all headers: each opening every file would be the square of their number on the file system.
     reader.known = run_on_rank0_and_broadcast(world, reader.headers)
     raise_on_all_ranks(world, lambda: reader.compare(tensors))
     torch_load(dict(tensors), storage_reader=reader, no_dist=world.size == 1)
-    problems = {name: problem for rank in world.gathered(reader.problems) for name, problem in rank.items()}
+    problems = {name: problem for rank in world.all_gather_object(reader.problems) for name, problem in rank.items()}
     for _, problem in sorted(problems.items()):
         if problem:
-            raise Damaged(problem)
+            raise DamagedCheckpoint(problem)
 
 
 class CheckpointReader(HuggingFaceStorageReader):
@@ -366,7 +359,7 @@ class CheckpointReader(HuggingFaceStorageReader):
         return self.known
 
     def headers(self) -> Metadata:
-        """Return what the headers of all files say. Raises Malformed naming the file with an unreadable header."""
+        """Return the headers of all files. Raises MalformedManifest naming the file with an unreadable header."""
         try:
             return super().read_metadata()
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -376,18 +369,18 @@ class CheckpointReader(HuggingFaceStorageReader):
                         pass
                 except SafetensorError as reason:
                     why = f"{type(reason).__name__}: {reason}"
-                    raise Malformed(f"{path}: its header cannot be read ({why})") from None
-            raise Malformed(f"{self.path}: a header cannot be read ({type(error).__name__}: {error})") from None
+                    raise MalformedManifest(f"{path}: its header cannot be read ({why})") from None
+            raise MalformedManifest(f"{self.path}: a header cannot be read ({type(error).__name__}: {error})") from None
 
     def compare(self, tensors: dict[str, Tensor]) -> None:
-        """Raise Malformed unless the files hold all of `tensors`, in these shapes."""
+        """Raise MalformedManifest unless the files hold all of `tensors`, in these shapes."""
         for name, tensor in sorted(tensors.items()):
             stored = self.known.state_dict_metadata.get(name)
             if stored is None:
-                raise Malformed(f"{self.path}: tensor {name} is missing")
+                raise MalformedManifest(f"{self.path}: tensor {name} is missing")
             if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:
                 shapes = f"{list(stored.size)}, not {list(tensor.shape)}"
-                raise Malformed(f"{self.path}: tensor {name} has the shape {shapes}")
+                raise MalformedManifest(f"{self.path}: tensor {name} has the shape {shapes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the files that hold something of `plan`, each whole and once, several at a time. Raises OSError."""
@@ -410,9 +403,23 @@ def read_file(path: str, requests: dict[str, list[ReadItem]], planner: LoadPlann
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        source = _HashingReader(file)
-        length = int.from_bytes(source.bytes(8), "little")
-        fields = json.loads(source.bytes(length))
+        digest, position = hashlib.sha256(), 0
+
+        def fill(data: bytearray | Any) -> None:
+            """Read the next bytes of the file into `data` and hash them."""
+            nonlocal position
+            view, filled = memoryview(data), 0
+            while filled < len(view):
+                count = file.readinto(view[filled : filled + READ_BYTES])
+                if not count:
+                    raise OSError(f"{path}: ends after {position + filled:,} bytes")
+                digest.update(view[filled : filled + count])
+                filled += count
+            position += filled
+
+        fill(prefix := bytearray(8))
+        fill(header := bytearray(int.from_bytes(prefix, "little")))
+        fields = json.loads(header)
         fields.pop("__metadata__", None)
         buffer = torch.empty(0, dtype=torch.uint8)
         for name, field in sorted(fields.items(), key=lambda pair: pair[1]["data_offsets"]):
@@ -421,11 +428,11 @@ def read_file(path: str, requests: dict[str, list[ReadItem]], planner: LoadPlann
                 target: Tensor = planner.resolve_tensor(items[0]).detach()
                 same = target.dtype == DTYPES[field["dtype"]] and list(target.shape) == field["shape"]
                 if same and target.device.type == "cpu" and target.is_contiguous():
-                    source.into(target.view(-1).view(torch.uint8))
+                    fill(target.view(-1).view(torch.uint8).numpy())
                     continue
             buffer = buffer if buffer.numel() >= size else torch.empty(size, dtype=torch.uint8)
             raw = buffer[:size]
-            source.into(raw)
+            fill(raw.numpy())
             for item in items:
                 stored = raw.view(DTYPES[field["dtype"]]).view(field["shape"])
                 offsets = zip(item.storage_offsets, item.lengths, strict=True)
@@ -434,30 +441,5 @@ def read_file(path: str, requests: dict[str, list[ReadItem]], planner: LoadPlann
                 assert target.shape == part.shape, f"{item.storage_index.fqn}: {target.shape} from {part.shape}"
                 target.copy_(part)
                 planner.commit_tensor(item, target)
-        source.bytes(os.fstat(file.fileno()).st_size - source.size)  # hash what follows: there should be nothing
-        return FileDigest(bytes=source.size, sha256=source.digest.hexdigest())
-
-
-class _HashingReader:
-    """A file whose bytes are hashed as they are read."""
-
-    def __init__(self, file: FileIO) -> None:
-        self.file, self.digest, self.size = file, hashlib.sha256(), 0
-
-    def bytes(self, count: int) -> bytearray:
-        data = bytearray(count)
-        self._fill(memoryview(data))
-        return data
-
-    def into(self, raw: Tensor) -> None:
-        self._fill(memoryview(raw.numpy()))  # type: ignore[arg-type]
-
-    def _fill(self, view: memoryview) -> None:
-        filled = 0
-        while filled < len(view):
-            count = self.file.readinto(view[filled : filled + READ_BYTES])
-            if not count:
-                raise OSError(f"{self.file.name}: ends after {self.size + filled:,} bytes")
-            self.digest.update(view[filled : filled + count])
-            filled += count
-        self.size += filled
+        fill(bytearray(os.fstat(file.fileno()).st_size - position))  # hash what follows: there should be nothing
+        return FileDigest(bytes=position, sha256=digest.hexdigest())

@@ -1,8 +1,7 @@
 """Checkpoints of a stage: saved in the background, verified before use, loaded on any layout.
 
-A step waits only for a copy of the state to host memory; a thread writes it, and the commit comes last. If a save
-fails, the previous checkpoint is untouched and training goes on; after a few failures in a row the next save raises, on
-every process at the same step. The host memory must hold one more copy of the state.
+A step waits only for a copy of the state to host memory, which a thread writes and then commits. A failed save leaves
+earlier checkpoints untouched and training goes on; after a few failures in a row the next save raises on every process.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext, local, run_on_rank0_and_broadcast
+from llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
 from llama3.recipe.sections import Keep
 from llama3.train.checkpoint import dcp
 from llama3.train.checkpoint.dcp import Savable, SaveResult
-from llama3.train.checkpoint.journal_upload import JournalUpload
-from llama3.train.checkpoint.manifest import CheckpointManifest, Damaged, Malformed, verified
+from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest, verify_files
 from llama3.train.checkpoint.storage import (
     CheckpointRef,
     CheckpointStore,
+    JournalUpload,
     LocalCheckpointStore,
     RemoteCheckpointStore,
-    Superseded,
-    kept,
+    SupersededError,
 )
 from storage.digests import FileDigest
 
@@ -53,7 +51,7 @@ class SaveFailed(RuntimeError):
     """A checkpoint could not be saved; earlier checkpoints are untouched."""
 
 
-class NoneGood(ValueError):
+class NoGoodCheckpoint(ValueError):
     """There are checkpoints of the stage and all are damaged: the text names each."""
 
 
@@ -79,18 +77,18 @@ class Checkpoints:
         work: Path | None = None,
         threads: int = THREADS,
         tolerated: int = TOLERATED,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
-        """Open the store; every process must do so at the same point. `say` logs the saves that failed.
+        """Open the store; every process must do so at the same point. `log` gets the saves that failed.
 
         With a `uri`, the journal in the folder `work` and the small files beside it are kept with the checkpoints.
         """
-        self.keep, self.world, self.threads, self.tolerated, self.say = keep, world, threads, tolerated, say
-        self.attempt = world.from_leader(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
+        self.keep, self.world, self.threads, self.tolerated, self.log = keep, world, threads, tolerated, log
+        self.attempt = world.broadcast_object(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
         self.store: CheckpointStore = (
             RemoteCheckpointStore(uri, folder, self.attempt) if uri else LocalCheckpointStore(folder)
         )
-        self.journal_upload = JournalUpload(uri, work, self.attempt) if uri and work and world.leads else None
+        self.journal_upload = JournalUpload(uri, work, self.attempt) if uri and work and world.is_rank0 else None
         self.snapshot = Snapshot()
         # The thread has its own group: collectives of two threads must not meet on one. gloo needs no device.
         self.group: Any = None
@@ -103,12 +101,8 @@ class Checkpoints:
         self._done: list[SaveResult] = []
         self._saves = 0
 
-    def prepare(self, state: Savable) -> None:
-        """Allocate the memory for a copy of `state` now, rather than while the first save blocks a step."""
-        self.snapshot.prepare(state.tensors())
-
     def begin(self, state: Savable, stage: str) -> float:
-        """Copy `state` and start writing it; return the seconds that this took. Waits for the previous save.
+        """Copy `state` and start writing it in a thread; return the seconds that training waited.
 
         Every process calls it at the same step. Raises SaveFailed if the last saves have all failed.
         """
@@ -116,13 +110,22 @@ class Checkpoints:
         self._wait()
         self._give_up()
         waited = time.perf_counter() - began
-        manifest = dcp.describe(state, stage, self.world, self.attempt)
+        manifest = dcp.make_manifest(state, stage, self.world, self.attempt)
         changed = self.snapshot.take(state.tensors())
         blocked = time.perf_counter() - began - waited
         self._saves += 1
         journal_end = self.journal_upload.mark() if self.journal_upload else 0
         cost = SaveResult(state.position, 0, blocked, waited, 0.0)
-        self._running = _run_in_thread(lambda: self._save(manifest, changed, cost, began + waited, journal_end))
+        self._running = running = Future[SaveResult]()
+
+        def run() -> None:
+            try:
+                running.set_result(self._save(manifest, changed, cost, began + waited, journal_end))
+            except BaseException as error:
+                running.set_exception(error)
+
+        # A daemon: an interrupted save is never loaded, so exit need not wait for it.
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return waited + blocked
 
     @property
@@ -138,7 +141,7 @@ class Checkpoints:
         return done
 
     def finish(self) -> list[SaveResult]:
-        """Wait for the save in progress, then poll; every process calls it. Raises SaveFailed and Superseded."""
+        """Wait for the save in progress, then poll; every process calls it. Raises SaveFailed and SupersededError."""
         self._wait()
         self._give_up()
         run_on_rank0_and_broadcast(self.world, self.store.check)
@@ -152,14 +155,12 @@ class Checkpoints:
             raise SaveFailed(self.failures[-1])
         return self._done.pop()
 
-    def resume(self, state: Savable, before: int | None = None, anew: bool = False) -> RestorePoint:
+    def resume(self, state: Savable, before: int | None = None, restart: bool = False) -> RestorePoint:
         """Load the newest good checkpoint into `state`; every process calls it. Quarantines damaged newer ones.
 
-        If all are damaged, raises NoneGood and leaves them in place, because a disk that can be repaired may hold days
-        of training. With `anew` they are quarantined instead; `state` is then partly overwritten and must be reset.
-
-        With `before`, checkpoints past that position are deleted: a rollback skips batches from there. Raises
-        ValueError if one of them is pinned, or if the checkpoint is of another model.
+        With `before`, checkpoints past that position are deleted; raises ValueError if one of them is pinned. Raises
+        NoGoodCheckpoint if all are damaged, because a disk that can be repaired may hold days of training; `restart`
+        quarantines them instead, and `state` must be reset. Raises ValueError for a checkpoint of another model.
         """
         self._wait()
         self.store.remove_leftovers(self.world)
@@ -170,7 +171,7 @@ class Checkpoints:
         reason = f"loading, attempt {self.attempt}"
         for ref in reversed(run_on_rank0_and_broadcast(self.world, self.store.refs)):
             try:
-                with self.store.pins.held(ref.position, reason) if self.world.leads else nullcontext():
+                with self.store.pins.pinned(ref.position, reason) if self.world.is_rank0 else nullcontext():
                     path, manifest = self.store.fetch(ref, self.world)
                     try:
                         load_state(path, manifest, state, self.world, threads=self.threads)
@@ -178,11 +179,13 @@ class Checkpoints:
                         self.store.release(path)
                 loaded = path, manifest
                 break
-            except Damaged as damage:
+            except DamagedCheckpoint as damage:
                 damaged[ref] = str(damage)
         reasons = tuple(damaged.values())
-        if damaged and loaded[0] is None and not anew:
-            raise NoneGood("\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], ADVICE]))
+        if damaged and loaded[0] is None and not restart:
+            raise NoGoodCheckpoint(
+                "\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], ADVICE])
+            )
 
         def quarantine() -> None:
             for ref, reason in damaged.items():
@@ -192,10 +195,9 @@ class Checkpoints:
         return RestorePoint(*loaded, reasons)
 
     def restore(self, point: RestorePoint) -> bool:
-        """Download the journal and its small files if those on this machine are not those of `point`.
+        """Download journal and small files if those on this machine are not those of `point`; return whether.
 
-        Every process calls it, before anything in that folder is read or written. Returns whether it was needed.
-        Raises Damaged if they are missing in the object store.
+        Every process calls it, before that folder is used. Raises DamagedCheckpoint if they are missing in the store.
         """
         chunk = point.manifest.journal if point.manifest else None
         if chunk is None:
@@ -205,13 +207,12 @@ class Checkpoints:
         )
 
     def positions(self) -> list[int]:
-        """Return the positions of all committed checkpoints, in order."""
         return sorted({ref.position for ref in self.store.refs()})
 
     def _save(
         self, manifest: CheckpointManifest, changed: bool, cost: SaveResult, began: float, journal_end: int
     ) -> SaveResult:
-        """Run in the thread: wait for the copy, write, commit, delete what the recipe does not keep."""
+        """In the thread: wait for the copy, write, commit, delete what the recipe does not keep."""
         if changed:
             self._planner.final_plan = None
         on_device = self.snapshot.wait()
@@ -237,27 +238,26 @@ class Checkpoints:
             dcp.write(self._planner, writer, self.world, self.group)
             committed = True
         finally:
-            self.store.end_save(building, committed, self.world.leads)
+            self.store.end_save(building, committed, self.world.is_rank0)
         total = time.perf_counter() - began
-        if self.world.leads:
+        if self.world.is_rank0:
             self._prune()
         size = sum(digest.bytes for digest in writer.written.values())
         return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
 
     def _wait(self) -> None:
-        """Wait for the save in progress and record how it ended."""
         if self._running is None:
             return
         running, self._running = self._running, None
         try:
             self._done.append(running.result())
             self.failures = []
-        except Superseded:
+        except SupersededError:
             raise
         except Exception as error:
             self.failures.append(str(error))
-            if self.world.leads:
-                self.say(f"checkpoint failed, {len(self.failures)} in a row: {error}")
+            if self.world.is_rank0:
+                self.log(f"checkpoint failed, {len(self.failures)} in a row: {error}")
 
     def _give_up(self) -> None:
         if len(self.failures) >= self.tolerated:
@@ -268,13 +268,13 @@ class Checkpoints:
         try:
             refs = self.store.refs()
             positions = sorted({ref.position for ref in refs})
-            keep = kept(positions, self.keep) | self.store.pins.all().keys()
+            keep = self.keep.kept(positions, pinned=self.store.pins.all())
             newest = {ref.position: ref for ref in refs}
             for ref in refs:
                 if ref.position not in keep or newest[ref.position] != ref:
                     self.store.delete(ref)
         except Exception as error:
-            self.say(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
+            self.log(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
 
     def _forget_after(self, position: int) -> None:
         """Delete the checkpoints after `position`. Raises ValueError if one of them is pinned."""
@@ -290,13 +290,13 @@ class Checkpoints:
 class Snapshot:
     """A copy of the state in host memory, from which a checkpoint is written while training goes on.
 
-    `parts` holds this process's tensors, `shapes` what they are parts of. On CUDA the copies run on the training stream
-    into pinned memory: the host does not wait, and a later optimizer step cannot overtake them (12 GB of a 1B model
-    take about 0.3 s at 40 GB/s). The memory is reused.
+    On CUDA the copies run on the training stream into pinned memory: the host does not wait, and a later optimizer step
+    cannot overtake them (12 GB of a 1B model take about 0.3 s at 40 GB/s).
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, Tensor] = {}
+        """This process's tensors."""
         self.shapes: dict[str, Tensor] = {}
         """The same names as tensors without data (meta device), sharded as the state is: used for planning."""
         self._began: Any = None
@@ -305,13 +305,22 @@ class Snapshot:
     @torch.no_grad()
     def prepare(self, tensors: dict[str, Tensor]) -> bool:
         """Allocate memory for `tensors` unless it is there; return whether it was not."""
-        parts = {name: local(tensor) for name, tensor in tensors.items()}
+        parts = {name: to_local(tensor) for name, tensor in tensors.items()}
         allocated = {name: (part.shape, part.dtype) for name, part in self.parts.items()}
         if allocated == {name: (part.shape, part.dtype) for name, part in parts.items()}:
             return False
         pinned = any(part.is_cuda for part in parts.values())
         self.parts = {name: torch.zeros(p.shape, dtype=p.dtype, pin_memory=pinned) for name, p in parts.items()}
-        self.shapes = {name: _without_data(tensor) for name, tensor in tensors.items()}
+        self.shapes = {name: part.to("meta") for name, part in parts.items()}
+        sharded: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "to_local")}
+        if sharded:
+            from torch.distributed.tensor import DTensor  # takes 0.7 s to import
+
+            for name, tensor in sharded.items():
+                whole = {"shape": tensor.shape, "stride": tensor.stride()}
+                self.shapes[name] = DTensor.from_local(
+                    self.shapes[name], tensor.device_mesh, tensor.placements, run_check=False, **whole
+                )
         return True
 
     @torch.no_grad()
@@ -321,7 +330,7 @@ class Snapshot:
         on_device = any(tensor.is_cuda for tensor in tensors.values())
         self._began, self._copied = (_event(), None) if on_device else (None, None)
         for name, tensor in tensors.items():
-            self.parts[name].copy_(local(tensor), non_blocking=True)
+            self.parts[name].copy_(to_local(tensor), non_blocking=True)
         if on_device:
             self._copied = _event()
         return changed
@@ -334,35 +343,10 @@ class Snapshot:
         return float(self._began.elapsed_time(self._copied)) / 1000
 
 
-def _run_in_thread(save: Callable[[], SaveResult]) -> Future[SaveResult]:
-    """Run in a daemon thread: an interrupted save is never loaded, so exit need not wait for it."""
-    future: Future[SaveResult] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(save())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
-
-
 def _event() -> Any:
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    part = local(tensor).to("meta")
-    if not hasattr(tensor, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor  # takes 0.7 s to import
-
-    sharded: Any = tensor
-    whole = {"shape": sharded.shape, "stride": sharded.stride()}
-    return DTensor.from_local(part, sharded.device_mesh, sharded.placements, run_check=False, **whole)
 
 
 def load_state(
@@ -375,10 +359,10 @@ def load_state(
 ) -> None:
     """Read the checkpoint of `manifest` into `state` and verify it; its running average only if `average`.
 
-    Every process calls it. Raises ValueError, with `state` untouched, if it is of another model. Raises Damaged on all
-    processes if a file is not what was written; `state` is then partly overwritten and must be loaded or reset.
+    Every process calls it. Raises ValueError, with `state` untouched, if it is of another model. Raises
+    DamagedCheckpoint on all processes if a file has changed; `state` is then partly overwritten.
     """
-    expected = (state.spec.model_dump(mode="json", exclude={"preset"}), state.rows)
+    expected = (state.config.model_dump(mode="json", exclude={"preset"}), state.rows)
     stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
     if expected != stored:
         raise ValueError(
@@ -386,9 +370,9 @@ def load_state(
         )
     state.make_average(manifest.averaged if average else 0)
     try:
-        with dcp.plain_errors(f"{folder}: cannot be loaded"):
+        with dcp.unwrap_dcp_errors(f"{folder}: cannot be loaded"):
             dcp.load(folder, manifest, state.tensors(), world, threads)
-    except (RuntimeError, OSError, Malformed):
-        verified(folder, world)  # a damaged file is the likely cause, and its error says more
+    except (RuntimeError, OSError, MalformedManifest):
+        verify_files(folder, world)  # a damaged file is the likely cause, and its error says more
         raise
     state.position = manifest.position

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: written last, it names every file with its digest, and holds its own digest.
 
-torch loads a flipped bit without an error, so every load hashes what it reads (see `dcp`); `verified` reads a whole
+torch loads a flipped bit without an error, so every load hashes what it reads (see `dcp`); `verify_files` reads a whole
 folder without loading it. A folder without a manifest, or with a file changed, missing or added, is damaged.
 """
 
@@ -26,16 +26,16 @@ PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names that a manifest may contain: a file of this folder, never a path out of it."""
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A checkpoint that cannot be trusted; the text names the file and what is wrong with it."""
 
 
-class Malformed(Damaged):
+class MalformedManifest(DamagedCheckpoint):
     """The files do not hold this state, though they may be as they were written."""
 
 
 class JournalChunk(BaseModel):
-    """A chunk of the journal that is stored beside the checkpoints (see `journal_upload`)."""
+    """A chunk of the journal that is stored beside the checkpoints (see `JournalUpload`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,11 +84,11 @@ class CheckpointManifest(BaseModel):
 
     @classmethod
     def parse(cls, text: bytes, where: str) -> Self:
-        """Return the manifest that was stored at `where`. Raises Damaged."""
+        """Return the manifest that was stored at `where`. Raises DamagedCheckpoint."""
         try:
             data = json.loads(text)
             if data["sha256"] != _digest_of(data["content"]):
-                raise Damaged(f"{where}: has changed since it was written")
+                raise DamagedCheckpoint(f"{where}: has changed since it was written")
             return cls.model_validate(data["content"])
         except (
             ValidationError,
@@ -98,26 +98,26 @@ class CheckpointManifest(BaseModel):
             UnicodeDecodeError,
             json.JSONDecodeError,
         ) as error:
-            raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
+            raise DamagedCheckpoint(f"{where}: is not a manifest ({type(error).__name__})") from error
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return the manifest of `folder`, which holds exactly the files that it names. Raises Damaged."""
+        """Return the manifest of `folder`, which holds exactly the files that it names. Raises DamagedCheckpoint."""
         path = folder / MANIFEST
         try:
             manifest = cls.parse(path.read_bytes(), str(path))
         except OSError as error:
-            raise Damaged(f"{path}: cannot be read ({error.strerror})") from error
+            raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror})") from error
         names = {str(entry.relative_to(folder)) for entry in folder.rglob("*") if not entry.is_dir()}
         manifest.compare(names - {MANIFEST}, str(folder))
         return manifest
 
     def compare(self, names: AbstractSet[str], where: str) -> None:
-        """Raise Damaged if the files `names` of the folder `where` are not those of the manifest."""
+        """Raise DamagedCheckpoint if the files `names` of the folder `where` are not those of the manifest."""
         for name in sorted(names - self.files.keys()):
-            raise Damaged(f"{where}/{name}: is not in the manifest")
+            raise DamagedCheckpoint(f"{where}/{name}: is not in the manifest")
         for name in sorted(self.files.keys() - names):
-            raise Damaged(f"{where}/{name}: is missing")
+            raise DamagedCheckpoint(f"{where}/{name}: is missing")
 
     def difference(self, where: str, digest: FileDigest) -> str | None:
         """Return a message if `digest`, of the file at `where`, is not what was written, else None."""
@@ -130,7 +130,7 @@ class CheckpointManifest(BaseModel):
         return None
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Read the files `names` of `folder` and compare them with the manifest. Raises Damaged."""
+        """Read the files `names` of `folder` and compare them with the manifest. Raises DamagedCheckpoint."""
 
         def problem(path: Path) -> str | None:
             try:
@@ -146,11 +146,11 @@ class CheckpointManifest(BaseModel):
         with ThreadPoolExecutor(THREADS) as pool:
             for message in pool.map(lambda name: problem(folder / name), names):
                 if message:
-                    raise Damaged(message)
+                    raise DamagedCheckpoint(message)
 
 
-def verified(folder: Path, world: ParallelContext) -> CheckpointManifest:
-    """Return the manifest of `folder` after all processes have read its files. Raises Damaged on all of them."""
+def verify_files(folder: Path, world: ParallelContext) -> CheckpointManifest:
+    """Return the manifest of `folder` after all processes have read its files, or raise DamagedCheckpoint on all."""
     manifest = run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(folder))
     # Neighbors in name order: each process verifies its own files if as many processes wrote them.
     names = sorted(manifest.files)

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
-from llama3.recipe.sections import Keep
-from llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, Damaged
-from storage.digests import digest_file, each
+from llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint, JournalChunk
+from storage.digests import digest_bytes, digest_file, parallel_map
 from storage.filesystem import is_local, local_path, sync_folder, write_atomic
 from storage.lease import LeaseHeld
-from storage.objects import children, create_bytes, get_bytes, get_file, put_bytes, put_file, remove, remove_all
+from storage.objects import create_bytes, get_bytes, get_file, list_children, put_bytes, put_file, remove, remove_all
 
 PINS = "pins"
 DAY = 86_400.0
@@ -29,11 +32,20 @@ SAVING, DELETING, DAMAGED, REPLACED = ".saving", ".deleting", ".damaged", ".repl
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
 ATTEMPTS = "attempts"
+JOURNAL_CHUNKS = "journal"
+JOURNAL = "journal.jsonl"
+RECORDS = "segments.jsonl"
+"""In the stage's folder: the chunks that its journal is known to hold."""
+SMALL_FILES = re.compile(r"recipe\.yaml|skips\.json|attempts\.jsonl|incidents/\d+\.json|abandoned-\d+\.jsonl")
+"""Files of the stage's folder that are stored with the journal."""
+CHUNK_BYTES = 2**25
+"""Bytes of the journal in a chunk, at most: each is one request, and is read back."""
+TRIES = 3
 MARK = "damaged.txt"
 """Beside the files of a checkpoint that failed to verify: why."""
 
 
-class Superseded(LeaseHeld):
+class SupersededError(LeaseHeld):
     """A later attempt works on the stage, maybe on another machine; this one must end and commit nothing."""
 
 
@@ -47,8 +59,7 @@ class CheckpointRef(NamedTuple):
 class Pins:
     """The pins of the checkpoints under `root`, a folder or an object store's URI: one small file for each.
 
-    A pin is made by one write and removed by one delete, so processes need not know of each other. A deletion that
-    began before the pin was written is not stopped; the reader then finds files missing.
+    A pin does not stop a deletion that began before; the reader then finds files missing.
     """
 
     def __init__(self, root: str) -> None:
@@ -62,13 +73,12 @@ class Pins:
         write_atomic(local_path(uri), text) if is_local(uri) else put_bytes(uri, text)
 
     def remove(self, position: int, reason: str) -> None:
-        """Remove the pin, if it exists."""
         remove(self._uri(position, reason))
 
     def all(self) -> dict[int, list[str]]:
         """Return the reasons by position; expired pins are deleted."""
         reasons: dict[int, list[str]] = {}
-        for name in children(self.root):
+        for name in list_children(self.root):
             if name.startswith("."):
                 continue  # being written right now
             try:
@@ -82,7 +92,7 @@ class Pins:
         return reasons
 
     @contextmanager
-    def held(self, position: int, reason: str) -> Iterator[None]:
+    def pinned(self, position: int, reason: str) -> Iterator[None]:
         """Pin while the block runs; the pin of a killed process expires after a day."""
         self.add(position, reason, DAY)
         try:
@@ -98,7 +108,7 @@ class LocalCheckpointStore:
     """Checkpoints `<folder>/<position>`, built in a hidden folder and committed by one rename.
 
     Deleting starts with a rename, so no reader sees a folder that loses its files one by one. Unless stated otherwise
-    only the leading process calls the methods.
+    only rank 0 calls the methods.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +128,7 @@ class LocalCheckpointStore:
         """Store a finished file; called by the process that wrote it, in several threads. No-op: written in place."""
 
     def commit(self, building: Path, manifest: CheckpointManifest) -> None:
-        """Make the checkpoint visible, whole or not at all. Raises OSError and Superseded."""
+        """Make the checkpoint visible, whole or not at all. Raises OSError and SupersededError."""
         manifest.write(building)
         final = self.folder / f"{manifest.position:0{DIGITS}}"
         old = self._rename(final, REPLACED) if final.exists() else None  # after a rollback, positions come again
@@ -128,11 +138,11 @@ class LocalCheckpointStore:
             shutil.rmtree(old)
 
     def check(self) -> None:
-        """Raise Superseded if a later attempt has begun. No-op: the folder lease already excludes other writers."""
+        """Raise SupersededError if a later attempt has begun. No-op: the folder lease excludes other writers."""
 
-    def end_save(self, building: Path, committed: bool, leads: bool) -> None:
+    def end_save(self, building: Path, committed: bool, is_rank0: bool) -> None:
         """Remove temporary files of a save; every process calls it at the end of each."""
-        if leads and not committed:
+        if is_rank0 and not committed:
             shutil.rmtree(building, ignore_errors=True)
 
     def refs(self) -> list[CheckpointRef]:
@@ -155,7 +165,7 @@ class LocalCheckpointStore:
         run_on_rank0_and_broadcast(world, remove_hidden)
 
     def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        """Return a folder that holds the files which its manifest names; every process calls it. Raises Damaged."""
+        """Return a folder with the files of its manifest; every process calls it. Raises DamagedCheckpoint."""
         path = self.folder / ref.name
         return path, run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(path))
 
@@ -179,13 +189,9 @@ class LocalCheckpointStore:
 class RemoteCheckpointStore:
     """Checkpoints `<uri>/<position>/<attempt>-<save>/` in an object store, where nothing is overwritten or renamed.
 
-    Each process uploads its files; when all have, the leader stores `manifest.json` with one request. A prefix without
-    a manifest is not a checkpoint. Two attempts at one position leave two whole checkpoints, never a mixed one, even on
-    servers that let two writers win a conditional PUT. A load downloads the whole checkpoint to each machine.
-
-    Only one attempt may write at a time (the stage's lease); others may read. Each attempt takes a number in
-    `<uri>/attempts/` when it starts, and before a commit checks that it is still the newest: a machine that was given
-    up by mistake ends there. No clocks are compared.
+    Each process uploads its files, then rank 0 stores `manifest.json`; a prefix without it is not a checkpoint. A load
+    downloads the whole checkpoint to each machine. Only one attempt may write (the stage's lease): each takes a number
+    in `<uri>/attempts/` when it starts, and checks before a commit that it is still the newest.
     """
 
     def __init__(self, uri: str, folder: Path, attempt: str) -> None:
@@ -209,30 +215,30 @@ class RemoteCheckpointStore:
 
     def commit(self, building: Path, manifest: CheckpointManifest) -> None:
         prefix = self._prefix(building)
-        manifest.compare(children(prefix).keys(), prefix)
+        manifest.compare(list_children(prefix).keys(), prefix)
         self.check()
         put_bytes(f"{prefix}/{MANIFEST}", manifest.text().encode())
 
     def check(self) -> None:
         if self.number is None:
             return
-        newest = max(children(f"{self.uri}/{ATTEMPTS}"), default="")
+        newest = max(list_children(f"{self.uri}/{ATTEMPTS}"), default="")
         if newest != f"{self.number:06}" or get_bytes(f"{self.uri}/{ATTEMPTS}/{newest}") != self.attempt.encode():
-            raise Superseded(
+            raise SupersededError(
                 f"{self.uri}: attempt {newest or 'unknown'} trains this stage now, here or on another machine; this "
                 f"one is number {self.number} and ends"
             )
 
-    def end_save(self, building: Path, committed: bool, leads: bool) -> None:
+    def end_save(self, building: Path, committed: bool, is_rank0: bool) -> None:
         shutil.rmtree(building.parent, ignore_errors=True)
-        if leads and not committed:
+        if is_rank0 and not committed:
             self._remove(self._prefix(building))
 
     def refs(self) -> list[CheckpointRef]:
         refs = []
-        for position in filter(str.isdigit, children(self.uri)):
-            for attempt in children(f"{self.uri}/{position}"):
-                names = children(f"{self.uri}/{position}/{attempt}").keys()
+        for position in filter(str.isdigit, list_children(self.uri)):
+            for attempt in list_children(f"{self.uri}/{position}"):
+                names = list_children(f"{self.uri}/{position}/{attempt}").keys()
                 if MANIFEST in names and MARK not in names:
                     refs.append(CheckpointRef(int(position), f"{position}/{attempt}"))
         return refs
@@ -242,7 +248,7 @@ class RemoteCheckpointStore:
         run_on_rank0_and_broadcast(world, self._remove_unfinished)
         if self._local_rank(world)[0] == 0:
             shutil.rmtree(self.staging, ignore_errors=True)
-        world.wait()
+        world.barrier()
 
     def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
         """Download and verify, each process its part. Also raises OSError if a file cannot be downloaded."""
@@ -258,15 +264,15 @@ class RemoteCheckpointStore:
                     get_file(uri, folder / name)
                     digest = digest_file(folder / name)
                 except FileNotFoundError as error:
-                    raise Damaged(f"{uri}: is missing") from error
+                    raise DamagedCheckpoint(f"{uri}: is missing") from error
                 problem = manifest.difference(uri, digest)
                 if problem is None:
                     return
-            raise Damaged(problem)
+            raise DamagedCheckpoint(problem)
 
         def download_all() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            each(download, sorted(manifest.files)[rank::count])
+            parallel_map(download, sorted(manifest.files)[rank::count])
 
         raise_on_all_ranks(world, download_all)
         return folder, manifest
@@ -281,23 +287,23 @@ class RemoteCheckpointStore:
         self._remove(f"{self.uri}/{ref.name}")
 
     def _read_manifest(self, prefix: str) -> CheckpointManifest:
-        """Return the manifest, after comparing names and sizes of the stored files with it. Raises Damaged."""
+        """Return the manifest if the stored files have its names and sizes. Raises DamagedCheckpoint."""
         try:
             manifest = CheckpointManifest.parse(get_bytes(f"{prefix}/{MANIFEST}"), f"{prefix}/{MANIFEST}")
         except FileNotFoundError as error:
-            raise Damaged(f"{prefix}/{MANIFEST}: is missing") from error
-        sizes = children(prefix)
+            raise DamagedCheckpoint(f"{prefix}/{MANIFEST}: is missing") from error
+        sizes = list_children(prefix)
         manifest.compare(sizes.keys() - {MANIFEST}, prefix)
         for name, digest in manifest.files.items():
             if sizes[name] != digest.bytes:
-                raise Damaged(f"{prefix}/{name}: has {sizes[name]:,} bytes, {digest.bytes:,} were written")
+                raise DamagedCheckpoint(f"{prefix}/{name}: has {sizes[name]:,} bytes, {digest.bytes:,} were written")
         return manifest
 
     def _register_attempt(self) -> None:
         """Take a number above that of every earlier attempt, and delete their numbers."""
         if self.number is not None:
             return
-        earlier = children(f"{self.uri}/{ATTEMPTS}")
+        earlier = list_children(f"{self.uri}/{ATTEMPTS}")
         number = int(max(earlier, default="0")) + 1
         while not create_bytes(f"{self.uri}/{ATTEMPTS}/{number:06}", self.attempt.encode()):
             number += 1
@@ -307,10 +313,10 @@ class RemoteCheckpointStore:
 
     def _remove_unfinished(self) -> None:
         """Remove what earlier attempts left without a manifest; a later attempt may still be writing its prefix."""
-        for position in filter(str.isdigit, children(self.uri)):
-            for attempt in children(f"{self.uri}/{position}"):
+        for position in filter(str.isdigit, list_children(self.uri)):
+            for attempt in list_children(f"{self.uri}/{position}"):
                 prefix = f"{self.uri}/{position}/{attempt}"
-                if attempt < self.attempt and MANIFEST not in children(prefix):
+                if attempt < self.attempt and MANIFEST not in list_children(prefix):
                     remove_all(prefix)
 
     def _remove(self, prefix: str) -> None:
@@ -321,20 +327,180 @@ class RemoteCheckpointStore:
         return f"{self.uri}/{building.relative_to(self.staging).as_posix()}"
 
     def _local_rank(self, world: ParallelContext) -> tuple[int, int]:
-        """Return the number of this process among those of its machine, and how many they are."""
-        hosts = world.gathered(socket.gethostname())
+        hosts = world.all_gather_object(socket.gethostname())
         return hosts[: world.rank].count(hosts[world.rank]), hosts.count(hosts[world.rank])
 
 
 CheckpointStore = LocalCheckpointStore | RemoteCheckpointStore
 
 
-def kept(positions: list[int], keep: Keep) -> set[int]:
-    """Return which of `positions` (ascending) the rule keeps: the newest few, and the first after each milestone."""
-    newest = set(positions[-keep.last :])
-    if keep.every is None:
-        return newest
-    first: dict[int, int] = {}
-    for position in positions:
-        first.setdefault(position // keep.every, position)
-    return newest | {position for milestone, position in first.items() if milestone}
+# The journal, in chunks beside remote checkpoints: the machine's disk may be lost.
+
+
+class ChunkHeader(BaseModel):
+    """The first line of a chunk."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    before: JournalChunk | None
+    start: int
+    """Byte of the journal at which the chunk begins."""
+    files: dict[str, str]
+    """Text of the small files that were new or changed."""
+
+
+class UploadRecord(BaseModel):
+    """A line of RECORDS: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
+
+    segment: JournalChunk
+    length: int
+    sha256: str
+
+
+class JournalUpload:
+    """The journal chunks at `uri` of the stage in `work`, on rank 0.
+
+    Before a remote checkpoint is committed, the new lines of the journal are stored with the small files of the run as
+    `<uri>/journal/<position>-<attempt>-<save>-<chunk>.jsonl`; nothing is overwritten. A manifest names its chunk with
+    its SHA-256, and each chunk names the one before it.
+    """
+
+    def __init__(self, uri: str, work: Path, attempt: str) -> None:
+        self.uri, self.work, self.attempt = f"{uri.rstrip('/')}/{JOURNAL_CHUNKS}", work, attempt
+        self._last: JournalChunk | None = None
+        self._length, self._sum = 0, hashlib.sha256()
+        """Of the journal as far as it is stored."""
+        self._known: dict[str, str] = {}
+
+    def mark(self) -> int:
+        """Return where the journal ends now, for `store`."""
+        journal = self.work / JOURNAL
+        return journal.stat().st_size if journal.exists() else 0
+
+    def store(self, position: int, serial: int, mark: int) -> JournalChunk:
+        """Store the journal's new lines up to `mark` for save number `serial`; return the newest chunk.
+
+        Raises OSError; the next call continues after the chunks that were stored.
+        """
+        texts = {name: (self.work / name).read_text() for name in self._small_files()}
+        digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
+        changed = {name: text for name, text in texts.items() if self._known.get(name) != digests[name]}
+        for number in count():
+            stop = min(mark, self._length + CHUNK_BYTES)
+            with (self.work / JOURNAL).open("rb") as file:
+                file.seek(self._length)
+                lines = file.read(stop - self._length)
+            # Small files go with the last chunk of a save.
+            header = ChunkHeader(before=self._last, start=self._length, files=changed if stop == mark else {})
+            name = f"{position:018}-{self.attempt}-{serial:04}-{number:03}.jsonl"
+            data = header.model_dump_json().encode() + b"\n" + lines
+            put_bytes(f"{self.uri}/{name}", data)
+            self._last = JournalChunk(name=name, sha256=digest_bytes(data).sha256)
+            self._record(lines)
+            if stop == mark:
+                break
+        self._known |= {name: digests[name] for name in changed}
+        assert self._last is not None
+        return self._last
+
+    def restore(self, chunk: JournalChunk) -> bool:
+        """Restore the stage's folder to the checkpoint of `chunk`, unless the local journal holds it; return whether.
+
+        Earlier files are moved to a folder `abandoned-<time>`. Takes one request per checkpoint ever saved, about 20 a
+        second. Raises DamagedCheckpoint, and OSError if the store cannot be read.
+        """
+        if self._holds(chunk):
+            return False
+        chain = self._chain(chunk)
+        # What another attempt left here is not the past of the checkpoint.
+        abandoned = self.work / f"abandoned-{time.time_ns()}"
+        for name in [JOURNAL, *self._small_files(), RECORDS]:
+            if (self.work / name).exists():
+                (abandoned / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.work / name).rename(abandoned / name)
+        for name, text in {name: text for header, _ in chain for name, text in header.files.items()}.items():
+            write_atomic(self.work / name, text)
+        journal = b"".join(lines for _, lines in chain)
+        write_atomic(self.work / JOURNAL, journal)
+        self._last = chunk
+        self._record(journal, joined=not chain or chain[0][0].start == 0)
+        return True
+
+    def _holds(self, chunk: JournalChunk) -> bool:
+        """Return whether the local journal holds `chunk`; if so, find where the next chunk continues."""
+        path, journal = self.work / RECORDS, self.work / JOURNAL
+        if not path.exists() or not journal.exists():
+            return False
+        lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]  # the last may be torn
+        records = [UploadRecord.model_validate_json(line) for line in lines]
+        if chunk not in [record.segment for record in records]:
+            return False
+        last = records[-1]
+        with journal.open("rb") as file:
+            stored = hashlib.sha256(file.read(last.length))
+        if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
+            self._last, self._length, self._sum = last.segment, last.length, stored
+        return True
+
+    def _chain(self, chunk: JournalChunk) -> list[tuple[ChunkHeader, bytes]]:
+        chain: list[tuple[ChunkHeader, bytes]] = []
+        before: JournalChunk | None = chunk
+        while before is not None:
+            if (content := self._read(before)) is None:
+                break
+            chain.append(content)
+            before = content[0].before
+        chain.reverse()
+        length = chain[0][0].start if chain else 0
+        for header, lines in chain:
+            if header.start != length:
+                raise DamagedCheckpoint(
+                    f"{self.uri}: chunks up to {chunk.name} do not join at byte {length} of the journal"
+                )
+            length += len(lines)
+        return chain
+
+    def _read(self, chunk: JournalChunk) -> tuple[ChunkHeader, bytes] | None:
+        """Return the content of a chunk, or None if it was replaced by an empty object: the chain starts after it."""
+        uri, problem = f"{self.uri}/{chunk.name}", ""
+        for _ in range(TRIES):
+            try:
+                data = get_bytes(uri)
+            except FileNotFoundError:
+                problem = "is missing"
+                continue
+            if not data:
+                return None
+            if digest_bytes(data).sha256 != chunk.sha256:
+                problem = "has changed since it was written"
+                continue
+            first, lines = data.split(b"\n", 1)
+            try:
+                header = ChunkHeader.model_validate_json(first)
+            except ValidationError as error:
+                raise DamagedCheckpoint(f"{uri}: does not begin with the header of a chunk ({error})") from None
+            for name in header.files:
+                if not SMALL_FILES.fullmatch(name):
+                    raise DamagedCheckpoint(f"{uri}: holds a file {name!r}, which is not a file of a stage")
+            return header, lines
+        raise DamagedCheckpoint(
+            f"{uri}: {problem}, so the stage's journal is not whole; put the object back, or an empty one to continue "
+            "without the metrics up to there"
+        )
+
+    def _small_files(self) -> list[str]:
+        paths = [*self.work.glob("*"), *self.work.glob("incidents/*")]
+        names = (path.relative_to(self.work).as_posix() for path in sorted(paths) if path.is_file())
+        return [name for name in names if SMALL_FILES.fullmatch(name)]
+
+    def _record(self, lines: bytes, joined: bool = True) -> None:
+        """Record that `lines`, the next of the journal, are stored; unless `joined`, the next chunk starts a chain."""
+        assert self._last is not None
+        self._length += len(lines)
+        self._sum.update(lines)
+        sha256 = self._sum.hexdigest() if joined else ""
+        record = UploadRecord(segment=self._last, length=self._length, sha256=sha256)
+        if not joined:
+            self._last, self._length, self._sum = None, 0, hashlib.sha256()
+        with (self.work / RECORDS).open("ab") as file:
+            file.write(b"\n" + record.model_dump_json().encode() + b"\n")

@@ -15,17 +15,17 @@ from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
 from llama3.evaluate import sandbox
-from llama3.evaluate.sandbox import why_not_contained
+from llama3.evaluate.sandbox import sandbox_error
 from llama3.export.convert import convert
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 TEXTS = [str(row["question"]) for row in quiz(40)]
 TAKES_LONGER_THAN_A_LOOK = "import time\nwhile time.process_time() < 0.3: pass"
-SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=256)
+SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in three formats, two tasks and their data."""
     place = tmp_path_factory.mktemp("room")
     tokenizer = train_tokenizer(TEXTS * 4, 290)
-    weights = build(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
+    weights = build_model(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
     save_model(place / "herd", SPEC, tokenizer.rows, weights)
     tokenizer.save(place / "herd")
     convert(place / "herd", "herd", place / "hf", "hf", "fp32")
@@ -110,7 +110,7 @@ def test_a_suite_is_scored_without_what_needs_a_run(room: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
 def test_what_could_not_be_judged_is_shown(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (room / "herd", room / "code.yaml", "--data", room / "data")
     assert results(*arguments)["scores"]["eval/code"]["unjudged"] == 0

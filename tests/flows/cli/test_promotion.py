@@ -10,18 +10,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flows.checkpoint import _refuse, _roll_back, promote
+from flows.checkpoint import _reject, _roll_back, promote
 from flows.cli.errors import REFUSED as REFUSED_STATUS
 from flows.cli.errors import exit_as_judged, mistakes
 from flows.cli.main import app
 from flows.recipe_form import PromotionParameters
-from llama3.evaluate.gate import Unfinished
+from llama3.evaluate.gate import CheckUnfinished
 from llama3.recipe.schedule import Schedule
 from storage.lease import LeaseHeld
 from storage.processes import free_port
 from storage.root import Root
-from tasks.errors import HeldBack, TrainingFailed
-from tasks.promotion.log import PROMOTED, REFUSED, ROLLED_BACK, WAITS, read_log
+from tasks.errors import GateFailed, TrainingFailed
+from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, ROLLED_BACK, read_log
 from tasks.runs.records import Runs
 from tests.flows.test_parameters import form, refused
 from tests.tasks.mlflow_server import use
@@ -33,11 +33,11 @@ from tests.tasks.tracked_run import TrackedRun
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
     """A root whose MLflow is away: what is decided does not wait for it."""
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
-    return Root.of(tmp_path)
+    return Root.parse(tmp_path)
 
 
 def test_the_form_offers_three_actions_and_no_other() -> None:
-    assert form(promote)["action"]["enum"] == ["promote", "refuse", "roll back"]
+    assert form(promote)["action"]["enum"] == ["promote", "reject", "roll back"]
     assert refused(promote, {"action": "roll back", "checkpoint": "tiny@champion", "to": "3"}) == []
     assert refused(promote, {"action": "demote"})
 
@@ -59,19 +59,19 @@ def test_the_deployment_and_the_command_refuse_a_challenger(root: Root) -> None:
     run = TrackedRun(root)
     span = Schedule(run.context.recipe).trained[0]
     checkpoint = run.stage(span, run.tokens(), None)
-    add(root, 1, WAITS, artifact=checkpoint.label, asked=True)
-    asked = PromotionParameters(root=root.uri, action="refuse", checkpoint=checkpoint.label, by="Ada")
-    assert _refuse(asked).message.startswith(f"tiny-1: refused, {checkpoint.label} stays a candidate")
-    add(root, 1, WAITS, artifact=checkpoint.label, asked=True)
-    done = CliRunner().invoke(app, ["refuse", "tiny-1", "--root", root.uri, "--by", "Bob"])
+    add(root, 1, PENDING_APPROVAL, artifact=checkpoint.label, asked=True)
+    asked = PromotionParameters(root=root.uri, action="reject", checkpoint=checkpoint.label, by="Ada")
+    assert _reject(asked).message.startswith(f"tiny-1: rejected, {checkpoint.label} stays a candidate")
+    add(root, 1, PENDING_APPROVAL, artifact=checkpoint.label, asked=True)
+    done = CliRunner().invoke(app, ["reject", "tiny-1", "--root", root.uri, "--by", "Bob"])
     assert done.exit_code == 0, done.output
-    assert [record.by for record in read_log(root, FAMILY) if record.kind == REFUSED] == ["Ada", "Bob"]
+    assert [record.by for record in read_log(root, FAMILY) if record.kind == REJECTED] == ["Ada", "Bob"]
 
 
 def test_mistakes_are_told_in_a_line(root: Root) -> None:
     for words, said in (
         (["rollback", FAMILY], "no model of tiny was promoted to champion yet"),
-        (["promotions", FAMILY], "family 'tiny' has no promotions"),
+        (["promotion-log", FAMILY], "family 'tiny' has no promotions"),
         (["approve", "tiny-7"], "run 'tiny-7' does not exist"),
     ):
         done = CliRunner().invoke(app, [*words, "--root", root.uri])
@@ -84,11 +84,11 @@ def test_mistakes_are_told_in_a_line(root: Root) -> None:
     [
         (None, 0),
         (TrainingFailed("stage main: no new step"), 1),
-        (Unfinished("serving: killed"), 1),
+        (CheckUnfinished("serving: killed"), 1),
         (LeaseHeld("runs/tiny-1 is used by process 7"), 1),
         (OSError(errno.ENOSPC, "No space left on device"), 1),
         (ValueError("until: 'x' is not a step"), 2),
-        (HeldBack("stages.main.advance: does not pass"), 3),
+        (GateFailed("stages.main.gates: does not pass"), 3),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_exit_status_says_how_it_ended(error: BaseException | None, status: 
     assert CliRunner().invoke(command, []).exit_code == status
 
 
-@pytest.mark.parametrize(("verdict", "status"), [(PROMOTED, 0), (WAITS, 0), (REFUSED, 3), ("", 0)])
+@pytest.mark.parametrize(("verdict", "status"), [(PROMOTED, 0), (PENDING_APPROVAL, 0), (REJECTED, 3), ("", 0)])
 def test_a_refused_model_is_no_success(root: Root, verdict: str, status: int) -> None:
     run = TrackedRun(root).context.record
     run.verdict = verdict

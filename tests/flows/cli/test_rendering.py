@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from flows import run_lifecycle
 from flows.cli import errors
-from flows.cli.errors import mistakes, patiently
+from flows.cli.errors import mistakes, with_retries
 from flows.cli.main import app
 from llama3.evaluate.requests import read_requests
 from storage.artifact import DamagedArtifact
-from tasks.errors import HeldBack, TrainingFailed
+from tasks.errors import GateFailed, TrainingFailed
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 
@@ -30,7 +30,7 @@ def room(folder: Path) -> Path:
 
 
 def ask(*arguments: object) -> tuple[int, str]:
-    found = CliRunner().invoke(app, ["requests", *map(str, arguments)])
+    found = CliRunner().invoke(app, ["eval", "render", *map(str, arguments)])
     return found.exit_code, found.output
 
 
@@ -50,7 +50,7 @@ def test_mistakes_are_lines_and_status_2(tmp_path: Path) -> None:
     place = room(tmp_path)
     for arguments, message in (
         (("nothing", place / "out"), "'nothing' is no task of the library"),
-        (("quick", place / "out"), "quick asks for no data file"),
+        (("quick", place / "out"), "quick needs no data files"),
         (("mmlu", place / "out"), "nothing was rendered; give the folder of the files with --data"),
         ((place / "none.yaml", place / "out"), "cannot be read"),
     ):
@@ -67,7 +67,7 @@ def test_mistakes_are_lines_and_status_2(tmp_path: Path) -> None:
         (ValueError("stages: none"), 2),
         (DamagedArtifact("a.txt changed"), 1),
         (TrainingFailed("rank 1 died"), 1),
-        (HeldBack("the gate refused it"), 3),
+        (GateFailed("the gate refused it"), 3),
         (OSError(errno.ENOSPC, "disk full"), 1),
         (KeyboardInterrupt(), 130),
     ],
@@ -91,5 +91,5 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(monkeypatch: pytest.M
             return "done"
 
         with suppress(httpx.HTTPStatusError):
-            assert patiently(call) == "done"
+            assert with_retries(call) == "done"
         assert len(answers) - len(list(given)) == asked

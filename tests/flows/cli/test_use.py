@@ -15,18 +15,18 @@ from flows.cli import models
 from flows.cli.main import app
 from llama3.evaluate.generate import generate
 from llama3.model.files import load_model, save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
-SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=64)
+SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    model = build(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
+    model = build_model(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
     save_model(made, SPEC, TOKENIZER.rows, model.state_dict())
     TOKENIZER.save(made)
     return made

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from itertools import groupby
 
-from llama3.data.text.words import (  # fmt: skip
+from llama3.data.text.words import (
     ALONE,
     BLANKS,
     BRACKETS,
@@ -22,7 +22,7 @@ from llama3.data.text.words import (  # fmt: skip
     WIDE_SENTENCE_ENDS,
     WORD,
     joined_words,
-    words,
+    split_words,
 )
 
 _LETTER_OR_DIGIT = re.compile(f"(?!_)(?:{WORD.pattern})")
@@ -78,7 +78,7 @@ def _line_statistics(text: str) -> dict[str, float]:
     groups = groupby(every, key=lambda line: bool(line.strip(BLANKS)))
     paragraphs = ["\n".join(group) for visible, group in groups if visible]
     stripped = [line.strip(BLANKS) for line in lines]
-    repeated, repeated_chars = _repeated([line for line in lines if words(line)])
+    repeated, repeated_chars = _repeated([line for line in lines if split_words(line)])
     repeated_paragraphs, repeated_paragraph_chars = _repeated(paragraphs)
     ends = tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS)
     return {
@@ -104,7 +104,7 @@ def _bullet(line: str) -> bool:
 def _sentences(line: str) -> int:
     """Return the sentences of a line that C4 keeps; 0 for one that it drops."""
     kept = line.endswith(tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES)) and not line.endswith(ELLIPSES)
-    if not kept or len(words(line)) < SENTENCE_WORDS:
+    if not kept or len(split_words(line)) < SENTENCE_WORDS:
         return 0
     return 1 + sum(bool(_IS_END.search(gap)) for gap in _GAP.findall(line))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llama3.data.curate import CURATION
 from llama3.data.kernels.shingles import band_hashes
 from llama3.data.mapreduce import ROW_BITS, CurationJob, Shard
 from llama3.data.write_shards import ORDER
@@ -44,7 +45,7 @@ def make_job(
         for place in range(shards if rows else 0):
             cut = rows[len(rows) * place // shards : len(rows) * (place + 1) // shards]
             made.append(_write(folder, len(made), domain, cut, schema, recipe.curate))
-    return CurationJob(recipe, tuple(made), folder / "steps", parts, threads=threads)
+    return CurationJob(recipe, tuple(made), folder / "steps", parts, threads=threads, stages=CURATION)
 
 
 def drops(job: CurationJob, step: str) -> dict[str, tuple[str, str | None]]:
@@ -88,7 +89,7 @@ def _filled(document: dict[str, Any]) -> dict[str, Any]:
         "source_index": 0,
         "language": "en",
         "url": f"files/{digest.hexdigest()[:8]}.txt",
-        "licence": "unknown",
+        "license": "unknown",
         "date": "",
         "bytes": len(text.encode()),
         "draw": int.from_bytes(digest.digest()[:8], "little"),

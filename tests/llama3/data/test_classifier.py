@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from llama3.data.classifiers import (
     MODEL,
     Classifier,
-    TooFew,
+    TooFewExamples,
     area_under_curve,
-    chosen_examples,
-    shortened,
+    select_examples,
     train_classifier,
+    truncate,
 )
 from llama3.data.kernels.histogram import PIECE
-from llama3.data.text.words import words
+from llama3.data.text.words import split_words
 
 FOODS = re.findall(
     r"\w+", "butter flour onion garlic rice lemon pepper carrot cheese basil tomato cream bread honey ginger"
@@ -144,9 +144,9 @@ def test_of_a_long_text_the_beginning_and_the_middle_count(folder: Path) -> None
 
 @given(st.text(alphabet="a é花😀\n", max_size=40), st.integers(1, PIECE))
 def test_an_example_is_cut_to_what_is_read_of_a_long_text(text: str, copies: int) -> None:
-    short = shortened(text * copies)
+    short = truncate(text * copies)
     assert len(short.encode()) <= 2 * PIECE
-    assert shortened(short) == short
+    assert truncate(short) == short
     if len((text * copies).encode()) <= 2 * PIECE:
         assert short == text * copies
 
@@ -155,14 +155,14 @@ def test_pieces_of_a_long_text_end_between_characters(folder: Path) -> None:
     model = Classifier.load(folder)
     for shift in range(4):  # a character of 3 bytes lies across both ends of a piece for some of these
         text = "a" * shift + "花" * (3 * PIECE)
-        assert len(words(text)) > 0
+        assert len(split_words(text)) > 0
         assert np.isfinite(model.probabilities(pa.array([text]))).all()
 
 
 def test_examples_are_different_and_in_an_order_of_their_own() -> None:
-    found = chosen_examples(["b", "a", "b", "c"])
+    found = select_examples(["b", "a", "b", "c"])
     assert {text for _, text in found} == {"a", "b", "c"}
-    assert found == chosen_examples(["c", "b", "a"])
+    assert found == select_examples(["c", "b", "a"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=30))
@@ -177,7 +177,7 @@ def test_area_under_the_curve_counts_pairs(found: list[tuple[int, bool]]) -> Non
 
 
 def test_too_few_examples_name_the_label(tmp_path: Path) -> None:
-    with pytest.raises(TooFew, match=r"^good: 3 different examples are too few .* give 10"):
+    with pytest.raises(TooFewExamples, match=r"^good: 3 different examples are too few .* give 10"):
         train_classifier({"good": ["one", "two", "three", "three"], "bad": map(cooking, range(20))}, tmp_path)
     assert not (tmp_path / MODEL).exists()
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, plan_job, shards_of
-from llama3.data.mapreduce import ROW_BITS, document_id, draw
+from llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, collected_shards, plan_job
+from llama3.data.mapreduce import ROW_BITS, document_id, text_hash
 from llama3.data.readers import files as files_module
 from llama3.data.readers import records
 from llama3.data.readers.document import iso_date
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def rows_of(folder: Path) -> list[Row]:
-    return [row for shard in shards_of(folder) for row in pq.read_table(shard.path).to_pylist()]
+    return [row for shard in collected_shards(folder) for row in pq.read_table(shard.path).to_pylist()]
 
 
 def skipped_of(folder: Path) -> list[Row]:
@@ -65,9 +65,9 @@ def write(path: Path, records: list[Any]) -> Path:
 def test_rows_have_the_promised_shape_and_order(tmp_path: Path, make_recipe: Make) -> None:
     found = [{"text": text, "url": f"https://a/{i}", "date": "2024-01-02"} for i, text in enumerate(texts(50))]
     write(tmp_path / "in/a.jsonl.gz", [*found, found[0]])
-    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in"), "language": "es-MX", "licence": "MIT"}]})
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in"), "language": "es-MX", "license": "MIT"}]})
     facts = collect(recipe, tmp_path / "out")
-    [shard] = shards_of(tmp_path / "out")
+    [shard] = collected_shards(tmp_path / "out")
     rows = rows_of(tmp_path / "out")
     assert shard.path.name == "general-00000-0000.parquet"
     assert [row["row"] for row in rows] == [(shard.number << 32) + i for i in range(51)]
@@ -76,10 +76,10 @@ def test_rows_have_the_promised_shape_and_order(tmp_path: Path, make_recipe: Mak
     assert {row["text"] for row in rows} == {text.replace("\r\n", "\n").replace(" \n", "\n") for text in texts(50)}
     for row in rows:
         assert row["id"] == document_id(row["text"], "general")
-        assert row["draw"] == draw(row["text"])
+        assert row["draw"] == text_hash(row["text"])
         assert row["bytes"] == len(row["text"].encode())
         assert (row["domain"], row["source_index"], row["language"]) == ("general", 0, "es")
-        assert (row["licence"], row["date"]) == ("MIT", "2024-01-02")
+        assert (row["license"], row["date"]) == ("MIT", "2024-01-02")
     total = sum(row["bytes"] for row in rows)
     assert facts == {
         "documents": {"general": 51}, "bytes": {"general": total}, "skipped": [], "unread_dates": {},
@@ -112,7 +112,7 @@ def test_documents_are_the_same_however_they_lie_in_files(
     facts = collect(recipe, tmp_path / "out")
     rows = rows_of(tmp_path / "out")
     assert len({row["row"] for row in rows}) == len(rows) == 301
-    assert len(shards_of(tmp_path / "out")) > 1 or not small
+    assert len(collected_shards(tmp_path / "out")) > 1 or not small
     told = sorted((row["id"], row["url"], row["text"], row["language"], row["draw"]) for row in rows)
     assert {text for _, url, text, _, _ in told if url == "https://a/302"} == {"été"}
     reference = _reference(tmp_path / "reference", make_recipe, found)
@@ -241,7 +241,7 @@ def test_shards_may_differ_in_their_columns(tmp_path: Path, make_recipe: Make) -
         pq.write_table(pa.table(columns), tmp_path / f"in/{name}.parquet")
     source = {"general": [{"uri": str(tmp_path / "in"), "language": "en"}]}
     collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "out")
-    told = {row["text"]: (row["url"].split("/")[-1], row["licence"], row["date"]) for row in rows_of(tmp_path / "out")}
+    told = {row["text"]: (row["url"].split("/")[-1], row["license"], row["date"]) for row in rows_of(tmp_path / "out")}
     assert told == {
         "a": ("u", "unknown", ""),
         "b": ("b.parquet:1", "unknown", "2024-05-06T07:00:00Z"),
@@ -294,10 +294,10 @@ def test_a_file_that_changes_after_it_was_listed_is_not_read(tmp_path: Path, mak
         path.unlink()
     else:
         write(path, [{"text": "new" if change == "other" else "much longer"}])
-    with pytest.raises(SourceError, match=r"a\.jsonl' went away or changed since it was listed"):
+    with pytest.raises(SourceError, match=r"a\.jsonl' was deleted or changed since it was listed"):
         collect_item(pickle.loads(pickle.dumps(job)), 0)
     strict = CollectJob(make_recipe(source), tmp_path / "strict", job.items)
-    with pytest.raises(SourceError, match=r"a\.jsonl' went away or changed since it was listed"):
+    with pytest.raises(SourceError, match=r"a\.jsonl' was deleted or changed since it was listed"):
         collect_item(strict, 0)
 
 

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llama3.data.accounting import EXPLAINED
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.mapreduce import Runner, draw, in_turn, threshold
+from llama3.data.curate import CURATION, curate, explain
+from llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
 from llama3.data.write_shards import CURATED_SCHEMA
+from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Share
 
@@ -33,7 +36,7 @@ def prose(seed: int, count: int) -> list[str]:
     return [" ".join(rng.choices(vocabulary, k=rng.randint(40, 120))) + "." for _ in range(count)]
 
 
-def chain(recipe: Recipe, folder: Path, runner: Runner = in_turn, **settings: Any) -> dict[str, Any]:
+def chain(recipe: Recipe, folder: Path, runner: Runner = run_serial, **settings: Any) -> dict[str, Any]:
     """Collect, annotate and curate into `folder`/out; return what curation says of it."""
     work = [folder / name for name in ("collected", "annotated", "curated", "out")]
     for path in work:
@@ -109,8 +112,10 @@ def test_every_document_is_accounted_for(tmp_path: Path, make_recipe: Make, writ
 
 
 def test_documents_have_the_promised_shape(tmp_path: Path, make_recipe: Make, write_jsonl: Write) -> None:
-    path = write_jsonl("a.jsonl", prose(4, 60), licence="MIT", url="a-book", date="2024-05-01")
-    recipe = make_recipe({"general": [{"uri": path, "language": "en"}], "code": [{"uri": path}]}, held_out="20%")
+    path = write_jsonl("a.jsonl", prose(4, 60), license="MIT", url="a-book", date="2024-05-01")
+    recipe = make_recipe(
+        {"general": [{"uri": path, "language": "en"}], "code": [{"uri": path}]}, validation_fraction="20%"
+    )
     chain(recipe, tmp_path)
     assert [name for name in sorted(contents(tmp_path)) if not name.startswith("report/")] == [
         "documents/code-00000.parquet", "documents/general-00000.parquet", "ledger.parquet",
@@ -121,7 +126,7 @@ def test_documents_have_the_promised_shape(tmp_path: Path, make_recipe: Make, wr
     assert [row["id"] for row in general] == sorted(row["id"] for row in general)
     assert all(re.fullmatch("[0-9a-f]{32}", row["id"]) for row in rows)
     assert len({row["id"] for row in rows}) == len(rows) == 120
-    assert {(row["language"], row["licence"], row["url"]) for row in general} == {("en", "MIT", "a-book")}
+    assert {(row["language"], row["license"], row["url"]) for row in general} == {("en", "MIT", "a-book")}
     assert {row["date"][:10] for row in rows} == {"2024-05-01"}
     assert {row["language"] for row in rows if row["domain"] == "code"} == {"und"}
     # one text has one fate in every domain
@@ -159,7 +164,9 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         for file in range(files):
             lines = [json.dumps(one) + "\n" for one in every[file::files]]
             (source / f"{file}.jsonl").write_text("".join(lines))
-        recipe = make_recipe({"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket": 100})
+        recipe = make_recipe(
+            {"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket_documents": 100}
+        )
         folder = tmp_path / f"run{number}"
         facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, parts=parts)
         assert len(list((folder / "collected" / "text").iterdir())) == files
@@ -201,17 +208,17 @@ def test_a_job_that_was_cut_off_goes_on(tmp_path: Path, make_recipe: Make, write
 
 def test_the_held_out_split_is_stable_and_disjoint(tmp_path: Path, make_recipe: Make, write_jsonl: Write) -> None:
     texts = prose(7, 600)
-    fates = []
+    splits = []
     for number, some in enumerate((texts[:300], texts)):
         recipe = make_recipe(
-            {"general": [{"uri": write_jsonl(f"{number}.jsonl", some), "language": "en"}]}, held_out="10%"
+            {"general": [{"uri": write_jsonl(f"{number}.jsonl", some), "language": "en"}]}, validation_fraction="10%"
         )
         chain(recipe, tmp_path / str(number))
-        fates.append({row["text"]: row["split"] for row in read_back(tmp_path / str(number))})
-    assert all(fates[1][text] == split for text, split in fates[0].items())
-    held_out = [text for text, split in fates[1].items() if split == "held_out"]
+        splits.append({row["text"]: row["split"] for row in read_back(tmp_path / str(number))})
+    assert all(splits[1][text] == split for text, split in splits[0].items())
+    held_out = [text for text, split in splits[1].items() if split == "held_out"]
     assert 30 <= len(held_out) <= 95  # 600 draws at 10 %: mean 60, standard deviation 7.3
-    assert [text for text in fates[1] if draw(text) < threshold(Share.parse("10%"))] == held_out
+    assert [text for text in splits[1] if text_hash(text) < hash_threshold(Share.parse("10%"))] == held_out
 
 
 def test_no_document_of_a_source_that_stands_apart_is_held_out(
@@ -223,7 +230,7 @@ def test_no_document_of_a_source_that_stands_apart_is_held_out(
     held_out = []
     for name, more in (("without", []), ("with", [{"uri": new, "language": "en", "name": "fresh"}])):
         sources: dict[str, list[dict[str, Any]]] = {"general": [{"uri": old, "language": "en"}, *more]}
-        chain(make_recipe(sources, held_out="20%"), tmp_path / name)
+        chain(make_recipe(sources, validation_fraction="20%"), tmp_path / name)
         rows = read_back(tmp_path / name)
         held_out.append({row["text"] for row in rows if row["split"] == "held_out"})
     assert len(rows) == 400
@@ -237,7 +244,9 @@ def test_near_copies_of_held_out_documents_are_not_trained_on(
     texts = prose(8, 300)
     copies = [text.rsplit(" ", 1)[0] for text in texts]
     chain(
-        make_recipe({"general": [{"uri": write_jsonl("a.jsonl", texts + copies), "language": "en"}]}, held_out="20%"),
+        make_recipe(
+            {"general": [{"uri": write_jsonl("a.jsonl", texts + copies), "language": "en"}]}, validation_fraction="20%"
+        ),
         tmp_path,
     )
     rows = read_back(tmp_path)
@@ -266,6 +275,39 @@ def test_personal_data_is_replaced(tmp_path: Path, make_recipe: Make, write_json
     assert not any("jane.doe" in row["text"] or "81.2.69.142" in row["text"] for row in read_back(tmp_path))
 
 
+class LoudPages(DocumentRule):
+    """A stage as somebody would add it."""
+
+    name, title, section = "loud", "loud pages", ()
+    reasons: ClassVar = {"loud_page": "It is loud."}
+
+    def decide(self, curate: Curate, documents: str) -> tuple[str, dict[str, pa.Table]]:
+        rows = f"SELECT * FROM ({documents}) WHERE contains(url, 'loud')"
+        return f"SELECT \"row\", 'loud_page' AS outcome, NULL::VARCHAR AS kept FROM ({rows})", {}
+
+
+def test_a_new_stage_needs_only_a_line_in_the_list(
+    tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama3.data.curate.CURATION", (*CURATION, LoudPages()))
+    texts = prose(1, 40)
+    quiet = write_jsonl("quiet.jsonl", texts[:30])
+    loud = write_jsonl("loud.jsonl", [*texts[25:], "short"], url="a/loud")
+    chain(make_recipe({"general": [{"uri": uri, "language": "en"} for uri in (quiet, loud)]}), tmp_path)
+    outcomes = {(line["step"], line["outcome"]): line["documents"] for line in ledger_of(tmp_path)}
+    assert outcomes["loud", "loud_page"] + outcomes["exact", "exact_duplicate"] == 15
+    assert outcomes["filter", "too_short"] == 1
+    assert explain("loud_page") == "It is loud."
+
+
+def test_stages_cover_the_section_of_the_recipe() -> None:
+    elsewhere = {"on_error", "max_lost", "extractor", "repair", "redact", "validation_fraction"}
+    assert elsewhere | {field for stage in CURATION for field in stage.section} == set(Curate.model_fields)
+    outcomes = [*EXPLAINED, *(outcome for stage in CURATION for outcome in stage.reasons)]
+    assert len(set(outcomes)) == len(outcomes)
+    assert all(explain(outcome).endswith(".") for outcome in outcomes)
+
+
 def test_a_domain_that_keeps_nothing_is_an_error(tmp_path: Path, make_recipe: Make, write_jsonl: Write) -> None:
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["short"] * 3), "language": "en"}]})
     with pytest.raises(ValueError, match=r"sources\.general: nothing is left to train on \(too_short 3\)"):
@@ -280,7 +322,7 @@ def test_real_corpora(tmp_path: Path, make_recipe: Make, shared: Path) -> None:
                 {"uri": str(corpora / "general/html.jsonl.gz")},
                 {"uri": str(corpora / "general/tldr-en.jsonl.gz"), "limit": "600kB"},
             ],
-            "code": [{"uri": str(corpora / "code/*flask.jsonl.gz"), "licence": "BSD-3-Clause"}],
+            "code": [{"uri": str(corpora / "code/*flask.jsonl.gz"), "license": "BSD-3-Clause"}],
             "multilingual": [{"uri": str(corpora / "multilingual/progit-??.jsonl.gz"), "limit": "1.5MB"}],
         },
         dedup={"url": "all"},
@@ -291,6 +333,6 @@ def test_real_corpora(tmp_path: Path, make_recipe: Make, shared: Path) -> None:
     assert len(pages) > 20
     assert not any(re.search(r"</(p|div|span|body)>", text) for text in pages)
     assert any("It is a truth universally acknowledged" in text for text in pages)
-    assert {row["licence"] for row in rows if row["domain"] == "code"} == {"BSD-3-Clause"}
+    assert {row["license"] for row in rows if row["domain"] == "code"} == {"BSD-3-Clause"}
     assert facts["documents"]["code"] > 50
     assert facts["languages"].get("es", 0) > 20

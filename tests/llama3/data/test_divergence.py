@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.kl import (
+from llama3.data.annotate import (
     BUCKETS,
     LEAST_REFERENCE,
     LEAST_WORDS,
     add_words,
     count_words,
     divergences,
-    mean_log,
+    expected_log,
     reference_counts,
-    reference_of,
+    word_distribution,
 )
-from llama3.data.mapreduce import in_turn
-from llama3.data.text.words import words
+from llama3.data.mapreduce import run_serial
+from llama3.data.text.words import split_words
 from tests.llama3.data.shard_samples import make_job
 
 WORDS = [f"word{index}" for index in range(3000)]
@@ -53,7 +53,7 @@ def bucket(word: str) -> int:
 
 @pytest.fixture(scope="module")
 def usual() -> Any:
-    return reference_of(counts([text(index) for index in range(400)]))
+    return word_distribution(counts([text(index) for index in range(400)]))
 
 
 def test_words_are_counted_by_bucket() -> None:
@@ -83,9 +83,9 @@ def test_length_alone_does_not_diverge(usual: Any) -> None:
 def test_short_texts_and_small_references_are_not_judged(usual: Any) -> None:
     assert divergences(pa.array(["", "xyzzy " * (LEAST_WORDS - 1)]), usual).tolist() == [0, 0]
     assert divergences(pa.array(["xyzzy " * LEAST_WORDS]), usual)[0] > 1
-    small = reference_of(counts([text(0, LEAST_REFERENCE - 1)]))
+    small = word_distribution(counts([text(0, LEAST_REFERENCE - 1)]))
     assert divergences(pa.array([outlier(0)]), small).tolist() == [0]
-    assert divergences(pa.array([outlier(0)]), reference_of(counts([]))).tolist() == [0]
+    assert divergences(pa.array([outlier(0)]), word_distribution(counts([]))).tolist() == [0]
     assert divergences(pa.array([], pa.string()), usual).tolist() == []
 
 
@@ -99,7 +99,7 @@ def test_the_measure_equals_its_formula(usual: Any, drawn: list[str]) -> None:
 
 
 def plain_divergence(drawn: list[str], reference: Any) -> float:
-    shares = {bucket(word): count / len(drawn) for word, count in Counter(words(" ".join(drawn))).items()}
+    shares = {bucket(word): count / len(drawn) for word, count in Counter(split_words(" ".join(drawn))).items()}
     return sum(share * (math.log(share) - reference.log_shares[place]) for place, share in shares.items())
 
 
@@ -116,7 +116,7 @@ def test_the_mean_logarithm_equals_its_sum() -> None:
     for mean in means:
         logs = [math.exp(-mean + c * math.log(mean) - math.lgamma(c + 1)) * math.log1p(c) for c in range(4000)]
         slow.append(math.fsum(logs))
-    np.testing.assert_allclose(mean_log(means), slow, rtol=2e-7)
+    np.testing.assert_allclose(expected_log(means), slow, rtol=2e-7)
 
 
 def samples() -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def samples() -> list[dict[str, Any]]:
 
 def test_references_are_by_domain_and_language(tmp_path: Path) -> None:
     job = make_job(tmp_path, samples(), shards=3)
-    count_words(in_turn, job)
+    count_words(run_serial, job)
     assert reference_counts(job, "general", "en").words == reference_counts(job, "general", "de").words == 12_000
     assert reference_counts(job, "math", "en").words == 15
     assert reference_counts(job, "code", "en").words == 0
@@ -142,14 +142,14 @@ def test_references_do_not_depend_on_shards_or_order(tmp_path: Path) -> None:
         given = samples()
         random.Random(turn).shuffle(given)
         job = make_job(tmp_path / str(turn), given, shards, threads=1 + turn % 2)
-        count_words(lambda *work: in_turn(*work[:3], work[3][::-1]), job)
+        count_words(lambda *work: run_serial(*work[:3], work[3][::-1]), job)
         written.add(job.file("divergence/reference", 0).read_bytes())
     assert len(written) == 1
 
 
 def test_counting_goes_on_where_it_stopped(tmp_path: Path) -> None:
     job = make_job(tmp_path, samples(), shards=2)
-    count_words(in_turn, job)
+    count_words(run_serial, job)
     whole = job.file("divergence/reference", 0).read_bytes()
     job.file("divergence/reference", 0).unlink()
     job.file("divergence/count", 1).unlink()
@@ -157,7 +157,7 @@ def test_counting_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
     def runner(job: Any, step: str, work: Any, items: Any) -> None:
         done.append((step, list(items)))
-        in_turn(job, step, work, items)
+        run_serial(job, step, work, items)
 
     count_words(runner, job)
     assert done == [("divergence/count", [1]), ("divergence/reference", [0])]

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.data.annotate import COLUMNS, document_statistics
-from llama3.data.filters import broken_rules, explanation, filter_shard, read_blocked
-from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, Shard, in_turn, run
+from llama3.data.curate import CURATION, explain
+from llama3.data.filters import Filters, broken_rules, read_blocked
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, Shard, run_serial
 from llama3.recipe.data_schema import Curate, Quality
 
 OFF: dict[str, Any] = {
-    "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_gram": {},
+    "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_ngram": {},
 }  # fmt: skip
 _RANDOM = random.Random(7)
 _NAMES = [
@@ -45,9 +46,10 @@ def judge(tmp_path: Path) -> Judge:
             table = table.append_column(name, pa.array(column))
         pq.write_table(table, shard)
         recipe: Any = SimpleNamespace(curate=Curate.model_validate(curate))
-        job = CurationJob(recipe, (Shard(3, "general", tmp_path / "text", shard, len(texts), 0),), tmp_path / "job")
+        shards = (Shard(3, "general", tmp_path / "text", shard, len(texts), 0),)
+        job = CurationJob(recipe, shards, tmp_path / "job", stages=CURATION)
         job.file("filter/drop", 0).unlink(missing_ok=True)
-        run(in_turn, job, "filter/drop", filter_shard, [0])
+        Filters().run(run_serial, job)
         drops = pq.read_table(job.file("filter/drop", 0))
         assert drops.schema.equals(DROP_SCHEMA)
         assert drops["row"].to_pylist() == sorted(drops["row"].to_pylist())
@@ -75,8 +77,8 @@ def test_rule_drops_a_bad_document_and_keeps_a_good_one(judge: Judge) -> None:
         ({"max_duplicate_paragraphs": 0.3}, "same\n\nsame\n\nother", "duplicate_paragraphs"),
         ({"max_duplicate_line_chars": 0.2}, "same line\nsame line\nother", "duplicate_line_chars"),
         ({"max_duplicate_paragraph_chars": 0.2}, "same line\n\nsame line", "duplicate_paragraph_chars"),
-        ({"max_top_gram": {3: 0.18}}, "buy now cheap, buy now cheap or leave", "top_gram"),
-        ({"max_duplicate_grams": {9: 0.11, 5: 0.15}}, "one two three four five " * 2, "duplicate_grams"),
+        ({"max_top_ngram": {3: 0.18}}, "buy now cheap, buy now cheap or leave", "top_gram"),
+        ({"max_duplicate_ngrams": {9: 0.11, 5: 0.15}}, "one two three four five " * 2, "duplicate_grams"),
         ({"min_punctuated_lines": 0.12}, "no end\nnone here", "punctuated_lines"),
         ({"max_short_lines": 0.67}, "short\nlines\nonly", "short_lines"),
         ({"max_duplicate_line_chars_strict": 0.01}, GOOD + "\n" + LINES[0], "duplicate_line_chars_strict"),
@@ -87,7 +89,7 @@ def test_rule_drops_a_bad_document_and_keeps_a_good_one(judge: Judge) -> None:
     ]:  # fmt: skip
         assert judge({"quality": OFF | rule}, [GOOD, bad]) == [None, outcome]
         assert broken_rules(document_statistics(pa.array([GOOD, bad])), Quality(**OFF | rule)) == ["", outcome]
-        assert explanation(outcome)
+        assert explain(outcome)
 
 
 def test_bound_itself_passes(judge: Judge) -> None:
@@ -105,10 +107,10 @@ def test_first_broken_rule_in_the_order_of_the_outcomes_counts(judge: Judge) -> 
 
 def test_every_bound_has_an_explained_outcome() -> None:
     for field in [name for name in Quality.model_fields if name != "rules"]:
-        bound: Any = {"max_top_gram": {2: 0}, "max_duplicate_grams": {5: 0}}.get(field, int(field.startswith("min")))
+        bound: Any = {"max_top_ngram": {2: 0}, "max_duplicate_ngrams": {5: 0}}.get(field, int(field.startswith("min")))
         statistics = pa.table({name: [0.5] for name in (*COLUMNS, "dirty_words", "divergence")})
         (outcome,) = broken_rules(statistics, Quality.model_validate(OFF | {field: bound}))
-        assert explanation(outcome).endswith(".")
+        assert explain(outcome).endswith(".")
 
 
 def test_rules_of_a_domain_and_of_a_language(judge: Judge) -> None:
@@ -125,7 +127,7 @@ def test_rules_of_a_domain_and_of_a_language(judge: Judge) -> None:
 def test_fineweb2_binds_each_language_by_its_own_bounds(judge: Judge) -> None:
     text = "one two three four five six seven eight " * 9
     curate = {"quality": OFF, "quality_for": {"multilingual": {"rules": ["fineweb2"], **OFF, "max_mean_word": None}}}
-    curate["quality_for"]["multilingual"] |= {"max_duplicate_grams": {}, "max_newlines_per_word": None}
+    curate["quality_for"]["multilingual"] |= {"max_duplicate_ngrams": {}, "max_newlines_per_word": None}
     found = judge(curate, [text] * 4, domain=["multilingual"] * 3 + ["general"], language=["de", "es", "xx", "es"])
     assert found == [None, "punctuated_lines", "punctuated_lines", None]
 
@@ -146,7 +148,7 @@ def test_scores_bind_their_domains_and_need_a_bound(judge: Judge) -> None:
         domain=["general", "general", "code"], score_wiki=[0.4, 0.5, 0.1],
     )  # fmt: skip
     assert found == ["score_wiki", None, None]
-    assert "wiki" in explanation("score_wiki")
+    assert "wiki" in explain("score_wiki")
 
 
 def test_dirty_words_and_divergence_are_read_only_where_bounded(judge: Judge) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import collect, shards_of
+from llama3.data.collect import collect, collected_shards
 from llama3.data.readers.files import SourceError, list_source
 from llama3.data.readers.sources import fingerprint
 from llama3.recipe.schema import Recipe
@@ -60,7 +60,7 @@ def test_documents_are_read_from_a_bucket(bucket: Any, make_recipe: Make, tmp_pa
     recipe = make_recipe({"general": [{"uri": "s3://corpus/web/*"}]})
     facts = collect(recipe, tmp_path)
     assert facts["documents"] == {"general": 60}
-    found = [text for shard in shards_of(tmp_path) for text in pq.read_table(shard.path)["text"].to_pylist()]
+    found = [text for shard in collected_shards(tmp_path) for text in pq.read_table(shard.path)["text"].to_pylist()]
     assert sorted(found) == sorted(texts(60))
 
 
@@ -86,5 +86,5 @@ def test_an_object_that_goes_while_it_is_read_is_named(
         return files
 
     monkeypatch.setattr("llama3.data.collect.list_source", listed_then_gone)
-    with pytest.raises(SourceError, match=r"b\.parquet' went away or changed since it was listed"):
+    with pytest.raises(SourceError, match=r"b\.parquet' was deleted or changed since it was listed"):
         collect(recipe, tmp_path)

@@ -62,7 +62,7 @@ def test_column_for_every_bound_of_the_recipe() -> None:
     later = {"dirty_words", "divergence"}
     bounded = {name.removeprefix("min_").removeprefix("max_") for name in Quality.model_fields} - {"rules"} - later
     sized = {f"top_gram_{size}" for size in range(2, 5)} | {f"duplicate_gram_{size}" for size in range(5, 11)}
-    assert set(COLUMNS) == bounded - {"top_gram", "duplicate_grams"} | sized
+    assert set(COLUMNS) == bounded - {"top_ngram", "duplicate_ngrams"} | sized
 
 
 def test_types_and_row_order_hold_for_chunks_and_slices() -> None:

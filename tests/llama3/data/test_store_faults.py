@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import collect, shards_of
+from llama3.data.collect import collect, collected_shards
 from llama3.data.readers.files import SourceError
 from llama3.data.readers.sources import check_sources
 from llama3.recipe.schema import Recipe
@@ -83,7 +83,7 @@ ALL = sorted([text for name in "abcdefghijk" for text in texts(name)] + [texts(n
 
 
 def read(folder: Path) -> list[str]:
-    return sorted(text for shard in shards_of(folder) for text in pq.read_table(shard.path)["text"].to_pylist())
+    return sorted(text for shard in collected_shards(folder) for text in pq.read_table(shard.path)["text"].to_pylist())
 
 
 def collected(recipe: Recipe, folder: Path) -> list[str] | str:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, in_turn, threshold, write_table
-from llama3.data.topics import cap_topics, documents_kept, largest_total
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, hash_threshold, run_serial, write_table
+from llama3.data.topics import TopicCaps, kept_documents, max_total
 from llama3.recipe.data_schema import Curate
 from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_job
 
@@ -23,7 +23,7 @@ TOPICS = ("art", "sport", "science")
 def recipe(caps: dict[str, str], domains: tuple[str, ...] = ("general",), held_out: str = "0%") -> Any:
     seeds = {topic: ["x"] for topic in TOPICS}
     topics = {"seeds": seeds, "caps": caps, "domains": list(domains)}
-    return SimpleNamespace(curate=Curate.model_validate({"topics": topics, "held_out": held_out}))
+    return SimpleNamespace(curate=Curate.model_validate({"topics": topics, "validation_fraction": held_out}))
 
 
 def documents(topic: str, count: int, size: int = 100, domain: str = "general") -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def documents(topic: str, count: int, size: int = 100, domain: str = "general") 
 
 
 def capped(job: CurationJob) -> dict[str, tuple[str, str | None]]:
-    cap_topics(in_turn, job)
+    TopicCaps().run(run_serial, job)
     names = ids(job)
     return {names[row]: why for row, why in dropped_rows(job, "topic").items()}
 
@@ -65,7 +65,7 @@ def test_a_topic_holds_at_most_its_share_of_what_is_left(tmp_path: Path) -> None
 def test_held_out_documents_stay_and_do_not_count(tmp_path: Path) -> None:
     given = documents("art", 300) + documents("sport", 100) + documents("science", 50)
     job = make_job(tmp_path, given, 2, recipe=recipe({"art": "40%", "sport": "30%"}, held_out="20%"))
-    gone, bound = capped(job), threshold(Fraction(1, 5))
+    gone, bound = capped(job), hash_threshold(Fraction(1, 5))
     held_out = {row["id"] for row in attributes(job).values() if row["draw"] < bound}
     assert len(held_out) > 50
     assert not held_out & set(gone)
@@ -107,13 +107,13 @@ def test_documents_that_were_dropped_before_do_not_count(tmp_path: Path) -> None
     columns = [science, ["short"] * len(science), [None] * len(science)]
     write_table(pa.Table.from_arrays(list(map(pa.array, columns)), schema=DROP_SCHEMA), job.file("filter/drop", 0))
     with pytest.raises(ValueError, match=r"topics\.caps: all of general has a capped topic \(art has 100\.0%"):
-        cap_topics(in_turn, job)
+        TopicCaps().run(run_serial, job)
 
 
 def test_without_caps_nothing_is_written(tmp_path: Path) -> None:
     job = make_job(tmp_path, documents("art", 5), recipe=recipe({}))
-    cap_topics(in_turn, job)
-    cap_topics(in_turn, make_job(tmp_path / "none", documents("art", 5)))
+    TopicCaps().run(run_serial, job)
+    TopicCaps().run(run_serial, make_job(tmp_path / "none", documents("art", 5)))
     assert not (job.folder / "topic").exists()
 
 
@@ -142,7 +142,7 @@ shares = st.integers(1, 99).map(lambda percent: Fraction(percent, 100))
 def test_the_most_that_meets_all_caps_stays(topics: dict[str, tuple[list[int], Fraction]], others: int) -> None:
     sizes = {topic: np.array(values, np.int64) for topic, (values, _) in topics.items()}
     caps = {topic: cap for topic, (_, cap) in topics.items()}
-    kept = documents_kept(sizes, caps, others)
+    kept = kept_documents(sizes, caps, others)
     best = max(
         (choice for choice in choices({topic: len(values) for topic, values in sizes.items()})
          if meets(choice, sizes, caps, others)),
@@ -150,7 +150,7 @@ def test_the_most_that_meets_all_caps_stays(topics: dict[str, tuple[list[int], F
     )  # fmt: skip
     assert meets(kept, sizes, caps, others)
     assert total(kept, sizes, others) == total(best, sizes, others)
-    assert largest_total({topic: int(values.sum()) for topic, values in sizes.items()}, caps, others) >= total(
+    assert max_total({topic: int(values.sum()) for topic, values in sizes.items()}, caps, others) >= total(
         best, sizes, others
     )
 
@@ -173,8 +173,8 @@ def meets(kept: dict[str, int], sizes: dict[str, Any], caps: dict[str, Fraction]
 
 def test_the_total_solves_its_equation() -> None:
     caps = {"art": Fraction(1, 4), "sport": Fraction(1, 2)}
-    assert largest_total({"art": 500, "sport": 600}, caps, 100) == 400, "100 + a quarter + a half"
-    assert largest_total({"art": 500, "sport": 30}, caps, 100) == Fraction(520, 3), "sport stays below its cap"
-    assert largest_total({"art": 1, "sport": 1}, caps, 100) == 102
-    assert largest_total({"art": 5, "sport": 0}, caps, 0) == 0
-    assert largest_total({}, {}, 7) == 7
+    assert max_total({"art": 500, "sport": 600}, caps, 100) == 400, "100 + a quarter + a half"
+    assert max_total({"art": 500, "sport": 30}, caps, 100) == Fraction(520, 3), "sport stays below its cap"
+    assert max_total({"art": 1, "sport": 1}, caps, 100) == 102
+    assert max_total({"art": 5, "sport": 0}, caps, 0) == 0
+    assert max_total({}, {}, 7) == 7

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from llama3.data.hf_classifier import WINDOW, TransformerScorer, check_transformer, loaded_scorer, transformer_facts
+from llama3.data.hf_classifier import WINDOW, TransformerScorer, check_transformer, load_scorer, transformer_facts
 
 WORDS = re.findall(r"\w+", "the a cat dog sat ran on under mat tree and then saw one two")
 
@@ -100,7 +100,7 @@ def test_a_model_with_few_positions_reads_as_much_as_it_can(transformers: Any, t
 
 
 def test_a_model_is_loaded_once(folder: Path) -> None:
-    assert loaded_scorer(folder) is loaded_scorer(folder)
+    assert load_scorer(folder) is load_scorer(folder)
     assert len(transformer_facts(folder)["sha256"]) == 64
 
 

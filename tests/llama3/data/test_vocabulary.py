@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.text.words import words
-from llama3.data.wordlists import MOST_WORDS, count_words_in, read_words, vocabulary_of
+from llama3.data.text.words import split_words
+from llama3.data.wordlists import MOST_WORDS, build_vocabulary, count_words_in, read_words
 
 
 def count(text: str, *phrases: str) -> int:
-    return int(count_words_in(pa.array([text]), vocabulary_of(phrases))[0])
+    return int(count_words_in(pa.array([text]), build_vocabulary(phrases))[0])
 
 
 def slow_count(text: str, phrases: list[str]) -> int:
-    wanted, found, left = {tuple(words(phrase)) for phrase in phrases}, 0, words(text)
+    wanted, found, left = {tuple(split_words(phrase)) for phrase in phrases}, 0, split_words(text)
     while left:
         length = max((size for size in range(1, MOST_WORDS + 1) if tuple(left[:size]) in wanted), default=0)
         found += length > 0
@@ -49,7 +49,7 @@ def test_counts_equal_those_of_plain_python(data: st.DataObject) -> None:
     letters = st.lists(st.sampled_from(["a", "b", "c", "花"]), min_size=1, max_size=4).map(" ".join)
     phrases = data.draw(st.lists(letters, max_size=5))
     texts = data.draw(st.lists(st.text("abc花 .", max_size=40), max_size=4))
-    found = count_words_in(pa.array(texts, pa.string()), vocabulary_of(phrases))
+    found = count_words_in(pa.array(texts, pa.string()), build_vocabulary(phrases))
     assert found.dtype == np.int64
     assert found.tolist() == [slow_count(text, phrases) for text in texts]
 
@@ -73,9 +73,9 @@ def test_a_list_that_changes_is_read_again(tmp_path: Path) -> None:
 
 def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
     lines = [f"word{index} tail" for index in range(50)]
-    first = vocabulary_of(lines)
+    first = build_vocabulary(lines)
     random.Random(1).shuffle(lines)
-    for one, other in zip(first, vocabulary_of(lines + lines[:3]), strict=True):
+    for one, other in zip(first, build_vocabulary(lines + lines[:3]), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

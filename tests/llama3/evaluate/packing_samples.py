@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from llama3.evaluate.packing import Scorable
+from llama3.evaluate.scoring import Scorable
 
 
 @st.composite
@@ -19,7 +19,7 @@ def questions(draw: st.DrawFn) -> list[Scorable]:
     for _ in range(draw(st.integers(1, 8))):
         context = [*draw(st.sampled_from(shared)), *draw(small)]
         for _ in range(draw(st.integers(1, 4))):
-            places = range(len(context), len(context) + draw(st.sampled_from([1, 2, 5, 120])))
-            asked.append(([*context, *(10 * place + draw(st.integers(0, 1)) for place in places[:5]),
-                           *(10 * place for place in places[5:])], len(context)))  # fmt: skip
+            positions = range(len(context), len(context) + draw(st.sampled_from([1, 2, 5, 120])))
+            asked.append(([*context, *(10 * place + draw(st.integers(0, 1)) for place in positions[:5]),
+                           *(10 * place for place in positions[5:])], len(context)))  # fmt: skip
     return asked

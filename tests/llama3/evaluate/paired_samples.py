@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llama3.evaluate.compare import PairedSamples, corrected, documents_difference, of_documents, questions_difference
+from llama3.evaluate.compare import (
+    PairedSamples,
+    difference_of_documents,
+    difference_of_questions,
+    documents_difference,
+    holm_corrected,
+)
 from llama3.evaluate.gate import Evidence, MeasuredScore
 from llama3.evaluate.statistics import combine
 from llama3.recipe.base import DOMAINS
@@ -45,10 +51,10 @@ def evidence(
     random = np.random.default_rng(seed)
     bits = {d: documents(random, d, (changes or {}).get(d, -0.01), count) for d in DOMAINS}
     asked = {task: answers(random, (drops or {}).get(task, 0.0), questions) for task in TASKS}
-    drawn = {f"eval/bpb/{domain}": of_documents(domain, pairs, resamples) for domain, pairs in bits.items()}
+    drawn = {f"eval/bpb/{domain}": difference_of_documents(domain, pairs, resamples) for domain, pairs in bits.items()}
     differences = {key: documents_difference(found) for key, found in drawn.items()}
     differences["eval/bpb"] = documents_difference(combine(list(drawn.values()), [MIX[domain] for domain in bits]))
-    differences |= {f"eval/{task}": questions_difference(pairs) for task, pairs in asked.items()}
+    differences |= {f"eval/{task}": difference_of_questions(pairs) for task, pairs in asked.items()}
     tables = [
         _scores({f"eval/bpb/{domain}": _ratio(pairs, side) for domain, pairs in bits.items()}, "lower")
         | _scores({f"eval/{task}": _ratio(pairs, side) for task, pairs in asked.items()}, "higher")
@@ -57,7 +63,7 @@ def evidence(
     for table in tables:
         mean = sum(MIX[domain] * table[f"eval/bpb/{domain}"].value for domain in DOMAINS)
         table["eval/bpb"] = MeasuredScore(value=mean, better="lower", requests="b")
-    return Evidence.of(default_policy(), tables[0], tables[1], corrected(differences))
+    return Evidence.from_scores(default_policy(), tables[0], tables[1], holm_corrected(differences))
 
 
 def _ratio(pairs: PairedSamples, side: str) -> float:

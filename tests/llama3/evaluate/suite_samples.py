@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import yaml
 
-from llama3.data.demo.worked_problems import document
+from llama3.data.demo.word_problems import document
 from llama3.evaluate.distributed import EvalGroup
 from llama3.evaluate.evaluate import evaluate
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.parallel.mesh import init_distributed
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from tests.llama3.evaluate.test_evaluate import code, write_documents
 
 WORDS = {"data": "words.jsonl", "choices": None, "gold": None, "before_answer": None, "group": None}
 TASKS: dict[str, dict[str, Any]] = {
-    "choice": {"normalise": "tokens", "shots": 1},
+    "choice": {"normalize": "tokens", "shots": 1},
     "letters": {"kind": "letters", "average": "groups", "shots": {"count": 2, "same_group": True}, "version": 4},
     "schema": {
         **WORDS, "kind": "schema", "context": None, "contexts": "options", "continuation": "{{ word }}", "gold": "0",
@@ -56,15 +56,21 @@ def make(root: Path, checkout: Path) -> Recipe:
     recipe = recipe_of(root, checkout)
     tokenizer = Tokenizer([bytes([n]) for n in range(256)])
     tokenizer.save(root / "model")
-    weights = build(recipe.model, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
+    weights = build_model(recipe.model, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
     save_model(root / "model", recipe.model, tokenizer.rows, weights)
     return recipe
 
 
 def recipe_of(root: Path, checkout: Path, *more: str) -> Recipe:
-    lengths = [f"stages.{stage}.seq=128" for stage in ("ramp-1", "ramp-2", "main", "anneal")]
-    section = [f"suite={root / 'suite.yaml'}", f"data={root / 'data'}", "missing=skip", "documents=4", "questions=9"]
-    fields = ["model={preset: tiny, max_seq: 4096}", *lengths, *(f"evaluate.{field}" for field in section)]
+    lengths = [f"stages.{stage}.seq_len=128" for stage in ("ramp-1", "ramp-2", "main", "anneal")]
+    section = [
+        f"suite={root / 'suite.yaml'}",
+        f"data={root / 'data'}",
+        "on_missing_data=skip",
+        "documents=4",
+        "questions=9",
+    ]
+    fields = ["model={preset: tiny, max_seq_len: 4096}", *lengths, *(f"evaluate.{field}" for field in section)]
     return load_recipe(checkout / "recipes/quickstart.yaml", [*fields, *more])
 
 
@@ -74,7 +80,7 @@ def evaluated(root: Path, recipe: Recipe, name: str) -> dict[str, Any]:
 
 
 def evaluated_together(root: Path, checkout: Path, name: str) -> dict[str, Any]:
-    with init_distributed("cpu", 60):
+    with init_distributed("cpu", 240):
         model = root / "model"
         ranks = EvalGroup()
         recipe = recipe_of(root, checkout)

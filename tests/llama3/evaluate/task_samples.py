@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llama3.evaluate.render import Rendered, render
-from llama3.evaluate.task_yaml import Places, parse_task
+from llama3.evaluate.task_yaml import DataPaths, parse_task
 
 CHOICE: dict[str, Any] = {
     "name": "quiz",
@@ -44,4 +44,4 @@ def rendered(folder: Path, rows: Sequence[object], most: int | None = None, **fi
     """Return the task CHOICE with `fields` changed (None: left out) over `rows`."""
     write_lines(folder / "quiz.jsonl", rows)
     made = {name: value for name, value in {**CHOICE, **fields}.items() if value is not None}
-    return render(parse_task(made, "quiz.yaml"), Places(str(folder)), most)
+    return render(parse_task(made, "quiz.yaml"), DataPaths(str(folder)), most)

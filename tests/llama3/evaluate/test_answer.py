@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from llama3.evaluate import generate as engine
-from llama3.evaluate.generate import IncrementalDecoder, answer, generate
-from llama3.evaluate.task import Prompt, Writing
-from llama3.model.init import build
+from llama3.evaluate.generate import IncrementalDecoder, generate, generate_batch
+from llama3.evaluate.task import GenerationSettings, Prompt
+from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model, RopeScaling
 from llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 SPECS = {
-    "grouped": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq=96),
-    "each its own": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=4, max_seq=96),
-    "one for all, tied": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=1, max_seq=96, tied_embeddings=True),
+    "grouped": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=96),
+    "each its own": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=4, max_seq_len=96),
+    "one for all, tied": Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=1, max_seq_len=96, tied_embeddings=True),
     "scaled": Model(
         layers=2,
         dim=32,
         ffn=48,
         heads=4,
         kv_heads=2,
-        max_seq=96,
+        max_seq_len=96,
         rope_theta=50.0,
         rope_scaling=RopeScaling(original=16),
     ),
@@ -37,9 +37,9 @@ CONTEXTS = [f"{SHOTS}{text}" for text in ("1+1=", "12+30=", "7", "what is 9+9? "
 PROMPTS = [Prompt("eval/sums", str(number), context, ()) for number, context in enumerate(CONTEXTS)]
 
 
-def made(spec: Model) -> Transformer:
+def made(config: Model) -> Transformer:
     """Return a model whose likeliest token is far from a tie."""
-    model = build(spec, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
+    model = build_model(config, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)
@@ -58,19 +58,19 @@ def recomputed(model: Transformer, tokens: list[int], count: int) -> tuple[list[
     return tokens[given:], logits
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_greedy_answers_are_those_of_recomputation(spec: Model) -> None:
-    model = made(spec)
-    answers = answer(model, TOKENIZER, PROMPTS, Writing(max_tokens=40), 0)
+@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
+def test_greedy_answers_are_those_of_recomputation(config: Model) -> None:
+    model = made(config)
+    answers = generate_batch(model, TOKENIZER, PROMPTS, GenerationSettings(max_tokens=40), 0)
     for prompt, (text,) in zip(PROMPTS, answers, strict=True):
         tokens, _ = recomputed(model, [TOKENIZER.begin, *TOKENIZER.encode(prompt.context)], 40)
         assert text == TOKENIZER.decode(tokens), prompt.context
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
 @torch.inference_mode()
-def test_logits_of_every_step_are_those_of_recomputation(spec: Model) -> None:
-    model = made(spec)
+def test_logits_of_every_step_are_those_of_recomputation(config: Model) -> None:
+    model = made(config)
     reader = IncrementalDecoder(model, 96)
     for context in CONTEXTS:
         tokens = [TOKENIZER.begin, *TOKENIZER.encode(context)]
@@ -97,7 +97,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_what_texts_have_in_common_is_read_once(read: list[tuple[int, int]]) -> None:
-    answer(made(SPECS["grouped"]), TOKENIZER, PROMPTS[:3], Writing(max_tokens=2), 0)
+    generate_batch(made(SPECS["grouped"]), TOKENIZER, PROMPTS[:3], GenerationSettings(max_tokens=2), 0)
     lengths = sorted((1 + len(context) for context in CONTEXTS[:3]), reverse=True)
     shared = 1 + len(SHOTS)
     assert read[0] == (1, lengths[0])
@@ -106,26 +106,30 @@ def test_what_texts_have_in_common_is_read_once(read: list[tuple[int, int]]) -> 
 
 
 def test_samples_of_a_prompt_share_its_reading(read: list[tuple[int, int]]) -> None:
-    answer(made(SPECS["grouped"]), TOKENIZER, PROMPTS[:1], Writing(max_tokens=2, temperature=1.0, samples=5), 0)
+    generate_batch(
+        made(SPECS["grouped"]), TOKENIZER, PROMPTS[:1], GenerationSettings(max_tokens=2, temperature=1.0, samples=5), 0
+    )
     assert read == [(1, 1 + len(CONTEXTS[0])), (5, 1)]
 
 
 def test_sampled_answers_do_not_depend_on_the_batch() -> None:
-    model, writing = made(SPECS["grouped"]), Writing(max_tokens=20, temperature=1.5, top_p=0.95, samples=3)
-    together = answer(model, TOKENIZER, PROMPTS, writing, 7)
+    model, writing = made(SPECS["grouped"]), GenerationSettings(max_tokens=20, temperature=1.5, top_p=0.95, samples=3)
+    together = generate_batch(model, TOKENIZER, PROMPTS, writing, 7)
     assert [len(set(texts)) for texts in together] == [3] * len(PROMPTS)
-    assert together == [answer(model, TOKENIZER, [prompt], writing, 7)[0] for prompt in PROMPTS]
-    assert answer(model, TOKENIZER, PROMPTS[::-1], writing, 7) == together[::-1]
-    assert [texts[:1] for texts in together] == answer(model, TOKENIZER, PROMPTS, replace(writing, samples=1), 7)
-    assert together != answer(model, TOKENIZER, PROMPTS, writing, 8)
+    assert together == [generate_batch(model, TOKENIZER, [prompt], writing, 7)[0] for prompt in PROMPTS]
+    assert generate_batch(model, TOKENIZER, PROMPTS[::-1], writing, 7) == together[::-1]
+    assert [texts[:1] for texts in together] == generate_batch(
+        model, TOKENIZER, PROMPTS, replace(writing, samples=1), 7
+    )
+    assert together != generate_batch(model, TOKENIZER, PROMPTS, writing, 8)
 
 
 def test_answers_end_at_stop_texts_and_leave_the_batch(read: list[tuple[int, int]]) -> None:
     model = made(SPECS["grouped"])
-    whole = [text for (text,) in answer(model, TOKENIZER, PROMPTS, Writing(max_tokens=40), 0)]
+    whole = [text for (text,) in generate_batch(model, TOKENIZER, PROMPTS, GenerationSettings(max_tokens=40), 0)]
     stops = (whole[0][2:4], whole[3][10:12], whole[6][5])
     read.clear()
-    answers = answer(model, TOKENIZER, PROMPTS, Writing(max_tokens=40, until=stops), 0)
+    answers = generate_batch(model, TOKENIZER, PROMPTS, GenerationSettings(max_tokens=40, until=stops), 0)
     assert [text for (text,) in answers] == [before(text, stops) for text in whole]
     rows = [batch for batch, _ in read[len(PROMPTS) :]]
     assert rows == sorted(rows, reverse=True)
@@ -140,24 +144,24 @@ def before(text: str, stops: tuple[str, ...]) -> str:
 
 def test_one_answer_is_what_generate_writes() -> None:
     model = made(SPECS["scaled"])
-    assert answer(model, TOKENIZER, PROMPTS[:1], Writing(max_tokens=30), 0) == [
+    assert generate_batch(model, TOKENIZER, PROMPTS[:1], GenerationSettings(max_tokens=30), 0) == [
         (generate(model, TOKENIZER, PROMPTS[0].context, 30),)
     ]
 
 
 def test_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, writing = made(SPECS["grouped"]), Writing(max_tokens=12, temperature=1.0, samples=2)
-    whole = answer(model, TOKENIZER, PROMPTS, writing, 0)
+    model, writing = made(SPECS["grouped"]), GenerationSettings(max_tokens=12, temperature=1.0, samples=2)
+    whole = generate_batch(model, TOKENIZER, PROMPTS, writing, 0)
     monkeypatch.setitem(engine.ROWS, "cpu", 3)
-    assert answer(model, TOKENIZER, PROMPTS, writing, 0) == whole
+    assert generate_batch(model, TOKENIZER, PROMPTS, writing, 0) == whole
     monkeypatch.setitem(engine.HELD, "cpu", 1)
-    assert answer(model, TOKENIZER, PROMPTS, writing, 0) == whole
+    assert generate_batch(model, TOKENIZER, PROMPTS, writing, 0) == whole
 
 
 def test_batches_keep_to_both_limits_and_take_everything() -> None:
     dice = Random(1)
     read = [[0] * dice.randint(1, 50) for _ in range(40)]
-    batches = list(engine._batches(read, Writing(max_tokens=10, samples=2), 12, 300))
+    batches = list(engine._batches(read, GenerationSettings(max_tokens=10, samples=2), 12, 300))
     assert sorted(index for batch in batches for index in batch) == list(range(40))
     for batch in batches:
         answers = 2 * len(batch)
@@ -168,7 +172,7 @@ def test_batches_keep_to_both_limits_and_take_everything() -> None:
 
 
 def test_no_prompts_no_answers() -> None:
-    assert answer(made(SPECS["grouped"]), TOKENIZER, [], Writing(), 0) == []
+    assert generate_batch(made(SPECS["grouped"]), TOKENIZER, [], GenerationSettings(), 0) == []
 
 
 def test_a_prompt_without_room_is_named() -> None:
@@ -176,10 +180,10 @@ def test_a_prompt_without_room_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"eval/sums: prompt q7 of 61 tokens and writing.max_tokens 36 .* 96 positions"
     ):
-        answer(made(SPECS["grouped"]), TOKENIZER, [*PROMPTS[:2], long], Writing(max_tokens=36), 0)
-    assert answer(made(SPECS["grouped"]), TOKENIZER, [long], Writing(max_tokens=35), 0)
+        generate_batch(made(SPECS["grouped"]), TOKENIZER, [*PROMPTS[:2], long], GenerationSettings(max_tokens=36), 0)
+    assert generate_batch(made(SPECS["grouped"]), TOKENIZER, [long], GenerationSettings(max_tokens=35), 0)
 
 
 def test_settings_without_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match=r"writing.samples 2 at temperature 0"):
-        answer(made(SPECS["grouped"]), TOKENIZER, PROMPTS, Writing(samples=2), 0)
+        generate_batch(made(SPECS["grouped"]), TOKENIZER, PROMPTS, GenerationSettings(samples=2), 0)

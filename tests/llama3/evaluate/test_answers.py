@@ -11,30 +11,30 @@ import pytest
 import torch
 
 from llama3.evaluate import answer_extraction
-from llama3.evaluate import answers as answering
-from llama3.evaluate.answers import (
+from llama3.evaluate import evaluate as answering
+from llama3.evaluate.distributed import SingleProcess
+from llama3.evaluate.evaluate import (
     TOO_LONG,
     GeneratedAnswer,
+    answer_program,
     answer_samples,
-    answers,
-    program_of,
-    too_long,
-    unjudged,
+    count_too_long,
+    count_unjudged,
+    generate_answers,
     write_answers,
 )
-from llama3.evaluate.distributed import Single
-from llama3.evaluate.sandbox import SandboxResult, run_programs, why_not_contained
-from llama3.evaluate.scores import score
-from llama3.evaluate.suite import planned_of, rendered_task
-from llama3.evaluate.task import Prompt, Task, Writing
-from llama3.evaluate.task_yaml import Places, read_rows
-from llama3.model.init import build
+from llama3.evaluate.sandbox import SandboxResult, run_programs, sandbox_error
+from llama3.evaluate.scores import score_samples
+from llama3.evaluate.suite import render_task, suite_tasks
+from llama3.evaluate.task import GenerationSettings, Prompt, Task
+from llama3.evaluate.task_yaml import DataPaths, read_rows
+from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.load import load_recipe
 from llama3.tokens.tokenizer import Tokenizer
 
 WINDOW = 64
-WRITING = Writing(max_tokens=6, samples=3, temperature=1.0)
+WRITING = GenerationSettings(max_tokens=6, samples=3, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def coder() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(checkout: Path, coder: Tokenizer) -> Transformer:
-    spec = load_recipe(checkout / "recipes/quickstart.yaml", ["model={preset: tiny}"]).model
-    return build(spec, coder.rows, 0, torch.float32, torch.device("cpu"))
+    config = load_recipe(checkout / "recipes/quickstart.yaml", ["model={preset: tiny}"]).model
+    return build_model(config, coder.rows, 0, torch.float32, torch.device("cpu"))
 
 
 def asked(count: int, gold: str = "never written") -> Task:
@@ -56,13 +56,13 @@ def asked(count: int, gold: str = "never written") -> Task:
 def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_path: Path) -> None:
     """Gold answers are taken from a first round, for two of three samples of one question: pass@1 is 2/3 of it."""
     task = asked(4)
-    found = answers(model, coder, task, WINDOW, Single())
+    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
     assert [(one.id, one.sample) for one in found] == [(f"q{n}", k) for n in range(4) for k in range(3)]
     assert not any(one.right for one in found)
     assert {one.reason for one in found} == {"it is not never written"}
     gold = tuple({one.text.strip() for one in found[3:5]})
     task = replace(task, prompts=(task.prompts[0], replace(task.prompts[1], gold=gold), *task.prompts[2:]))
-    again = answers(model, coder, task, WINDOW, Single())
+    again = generate_answers(model, coder, task, WINDOW, SingleProcess())
     assert [one.text for one in again] == [one.text for one in found], "equal questions get equal answers"
     shares = [
         sum(one.text.strip() in gold for one in found[3 * n : 3 * n + 3]) / 3 if n == 1 else 0.0 for n in range(4)
@@ -70,7 +70,7 @@ def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_p
     items = answer_samples(task, again)
     assert [item.numerator for item in items] == pytest.approx(shares)
     assert [item.group for item in items] == ["g0", "g1", "g0", "g1"]
-    assert score(task, items).value == pytest.approx(sum(shares) / 4)
+    assert score_samples(task, items).value == pytest.approx(sum(shares) / 4)
     best = answer_samples(replace(task, writing=replace(WRITING, k=3)), again)
     assert [item.numerator for item in best] == [0.0, 1.0, 0.0, 0.0]
     write_answers(again, tmp_path)
@@ -80,7 +80,7 @@ def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_p
 
 def test_nothing_found_is_wrong_and_says_so(model: Transformer, coder: Tokenizer) -> None:
     writing = replace(WRITING, extract=("####(never)",))
-    found = answers(model, coder, replace(asked(2), writing=writing), WINDOW, Single())
+    found = generate_answers(model, coder, replace(asked(2), writing=writing), WINDOW, SingleProcess())
     assert {(one.right, one.extracted, one.reason) for one in found} == {
         (False, None, "nothing was found in the answer")
     }
@@ -90,14 +90,14 @@ def test_questions_longer_than_the_window_count_as_wrong_aloud(model: Transforme
     task = asked(3, gold="")
     long = replace(task.prompts[1], context="x" * (WINDOW - WRITING.max_tokens))
     task = replace(task, prompts=(task.prompts[0], long, task.prompts[2]))
-    found = answers(model, coder, task, WINDOW, Single())
+    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
     assert {one.reason for one in found if one.id == "q1"} == {
         f"{TOO_LONG}{WINDOW - 5} positions and 6 to write are more than the model's 64"
     }
     assert all(one.text for one in found if one.id != "q1")
-    assert too_long(found) == {"eval/t": 1}
+    assert count_too_long(found) == {"eval/t": 1}
     fits = replace(long, context=long.context[1:])
-    assert too_long(answers(model, coder, replace(task, prompts=(fits,)), WINDOW, Single())) == {}
+    assert count_too_long(generate_answers(model, coder, replace(task, prompts=(fits,)), WINDOW, SingleProcess())) == {}
     assert len(answer_samples(task, found)) == 3
 
 
@@ -111,32 +111,32 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
         "six": SandboxResult(False, "x"),
     }
     prompts = tuple(Prompt("eval/c", name, "x = 1", (), name, "x = 1") for name in verdicts)
-    task = Task("eval/c", "code", prompts=prompts, writing=Writing(max_tokens=2))
+    task = Task("eval/c", "code", prompts=prompts, writing=GenerationSettings(max_tokens=2))
     monkeypatch.setattr(answering, "run_programs", lambda programs, *_: [verdicts[p.split()[-1]] for p in programs])
-    found = answers(model, coder, task, WINDOW, Single())
+    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
     assert [(one.right, one.judged, one.reason) for one in found] == [
         (True, True, ""), (False, False, "killed"), (False, True, "x"),
     ]  # fmt: skip
     items = answer_samples(task, found)
     assert [(item.id, item.numerator) for item in items] == [("one", 1.0), ("six", 0.0)]
-    made = score(task, items)
-    assert (made.value, made.n, made.unjudged, unjudged(found)) == (0.5, 2, 1, {"eval/c": 1})
-    nothing = score(task, [])
+    made = score_samples(task, items)
+    assert (made.value, made.n, made.unjudged, count_unjudged(found)) == (0.5, 2, 1, {"eval/c": 1})
+    nothing = score_samples(task, [])
     assert (math.isnan(nothing.value), nothing.n, nothing.unjudged) == (True, 0, 3)
     write_answers(found, tmp_path)
     assert pq.read_table(tmp_path / "answers.parquet")["judged"].to_pylist() == [True, True, False]
     monkeypatch.setattr(answer_extraction, "SECONDS", 0.2)
     slow = Task("eval/t", "generate", prompts=(Prompt("eval/t", "q", "a" * 30, ("b",)),), writing=WRITING)
-    monkeypatch.setattr(answering, "answer", lambda *_: [["b", "a" * 40 + "!", "c"]])
+    monkeypatch.setattr(answering, "generate_batch", lambda *_: [["b", "a" * 40 + "!", "c"]])
     for field in ("extract", "ignore"):
         writing = replace(WRITING, **{field: ("((a|aa)+)$", "(.+)") if field == "extract" else ("((a|aa)+)$",)})
-        found = answers(model, coder, replace(slow, writing=writing), WINDOW, Single())
+        found = generate_answers(model, coder, replace(slow, writing=writing), WINDOW, SingleProcess())
         assert [(one.right, one.judged) for one in found] == [(True, True), (False, False), (False, True)]
         assert "takes more than 0.2 s of processor time" in found[1].reason
         assert answer_samples(replace(slow, writing=writing), found) == []
 
 
-@pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
 def test_programs_are_run_behind_what_stands_before_them(model: Transformer, coder: Tokenizer) -> None:
     """What a random model writes is no Python, except behind a comment sign."""
     tests = "assert 1 + 1 == 2"
@@ -145,8 +145,13 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
         Prompt("eval/c", "wrong", "x = 1  # ", (), "assert x == 2", "x = 1  # "),
         Prompt("eval/c", "unfinished", "def f(", (), tests, "def f(: "),
     )
-    task = Task("eval/c", "code", prompts=prompts, writing=Writing(max_tokens=4, until=("\n", "\r", "\x0c"), seconds=2))
-    found = answers(model, coder, task, WINDOW, Single())
+    task = Task(
+        "eval/c",
+        "code",
+        prompts=prompts,
+        writing=GenerationSettings(max_tokens=4, until=("\n", "\r", "\x0c"), seconds=2),
+    )
+    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
     assert [(one.id, one.right) for one in found] == [("comment", True), ("wrong", False), ("unfinished", False)]
     assert found[0].reason == ""
     assert "AssertionError" in found[1].reason
@@ -154,14 +159,16 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
     assert found[2].reason
 
 
-@pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
 def test_humaneval_accepts_its_reference_solutions_and_no_stub(shared: Path) -> None:
     """What is run is put together as for a model's answer: program, answer, tests."""
-    (planned,) = planned_of("humaneval", str(shared / "eval"))
-    prompts = rendered_task(planned).task.prompts[:4]
-    rows = read_rows("humaneval/HumanEval.jsonl.gz", Places(str(shared / "eval"))).rows
-    right = [program_of(prompt, row.fields["canonical_solution"]) for prompt, row in zip(prompts, rows, strict=False)]
+    (planned,) = suite_tasks("humaneval", str(shared / "eval"))
+    prompts = render_task(planned).task.prompts[:4]
+    rows = read_rows("humaneval/HumanEval.jsonl.gz", DataPaths(str(shared / "eval"))).rows
+    right = [
+        answer_program(prompt, row.fields["canonical_solution"]) for prompt, row in zip(prompts, rows, strict=False)
+    ]
     assert all(verdict.passed for verdict in run_programs(right))
     assert not any(
-        verdict.passed for verdict in run_programs([program_of(prompt, "    return None") for prompt in prompts])
+        verdict.passed for verdict in run_programs([answer_program(prompt, "    return None") for prompt in prompts])
     )

@@ -68,7 +68,7 @@ class Folder:
         unit = "bits per byte" if better == "lower" else "accuracy"
         if "gold" in key:
             unit, better = "nats", "lower"
-        return Score.of(key, normal(value, 0.1, len(mine)), unit, better, self.requests, None)
+        return Score.from_estimate(key, normal(value, 0.1, len(mine)), unit, better, self.requests, None)
 
 
 def test_bits_per_byte_are_paired_and_averaged_by_the_mix(recipe: Recipe, tmp_path: Path) -> None:

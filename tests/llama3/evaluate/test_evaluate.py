@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.data.demo.worked_problems import document
+from llama3.data.demo.word_problems import document
 from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
-from llama3.evaluate.requests import from_questions
+from llama3.evaluate.requests import question_requests
 from llama3.evaluate.scores import Likelihood, read_scores, samples
 from llama3.evaluate.statistics import Z, proportion
 from llama3.evaluate.task import Task
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.gates import GateRule
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
@@ -58,7 +58,7 @@ class Room:
 
     def model(self, name: str, seed: int = 0, uniform: bool = False) -> Path:
         """Write a model with random weights, or with none, which gives every token the same probability."""
-        made = build(self.recipe.model, self.tokenizer.rows, seed, torch.float32, torch.device("cpu"))
+        made = build_model(self.recipe.model, self.tokenizer.rows, seed, torch.float32, torch.device("cpu"))
         if uniform:
             torch.nn.init.zeros_(made.embedding.weight)
         save_model(self.root / name, self.recipe.model, self.tokenizer.rows, made.state_dict())
@@ -80,7 +80,7 @@ def write_documents(folder: Path, domain: str, texts: list[str]) -> None:
             "source": "test",
             "language": "en",
             "url": "",
-            "licence": "unknown",
+            "license": "unknown",
             "split": "train" if place % 3 == 0 else "held_out",
         }
         for place, text in enumerate(texts)
@@ -114,11 +114,11 @@ def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
     recipe = load_recipe(
         checkout / "recipes/quickstart.yaml",
         [
-            "model={preset: tiny, max_seq: 4096}",
-            "stages.main.seq=64",
-            "stages.ramp-1.seq=64",
-            "stages.ramp-2.seq=64",
-            f"stages.anneal.seq={WINDOW}",
+            "model={preset: tiny, max_seq_len: 4096}",
+            "stages.main.seq_len=64",
+            "stages.ramp-1.seq_len=64",
+            "stages.ramp-2.seq_len=64",
+            f"stages.anneal.seq_len={WINDOW}",
             f"evaluate.documents={DOCUMENTS}",
             f"evaluate.questions={QUESTIONS}",
             f"evaluate.tasks=[{root / 'trivia.jsonl'}]",
@@ -227,7 +227,7 @@ def test_generations_show_each_domain_and_a_question(room: Room) -> None:
 
 def test_the_answer_has_the_fewest_nats_per_byte() -> None:
     """More nats in all, yet fewer per byte of the scored text, wins."""
-    question = from_questions("t", [type("Q", (), {"query": "q", "choices": ("ab", "abcdefg"), "gold": 1})()])
+    question = question_requests("t", [type("Q", (), {"query": "q", "choices": ("ab", "abcdefg"), "gold": 1})()])
     task = Task("t", "choice", tuple(question))
     (sample,) = samples(task, [Likelihood(3.0, 1), Likelihood(7.0, 4)])
     assert (sample.picked, sample.gold, sample.numerator, sample.tokens) == (1, 1, 1.0, 5)
@@ -262,7 +262,7 @@ def test_the_gate_reads_what_was_written(room: Room) -> None:
 
 
 def test_a_model_of_nan_is_refused_by_the_gate(room: Room) -> None:
-    broken = build(room.recipe.model, room.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+    broken = build_model(room.recipe.model, room.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.constant_(broken.norm.weight, math.nan)
     save_model(room.root / "nan", room.recipe.model, room.tokenizer.rows, broken.state_dict())
     room.evaluate(room.root / "nan", "nan-scores")
@@ -282,7 +282,7 @@ def test_a_tokenizer_of_another_model_is_refused(room: Room) -> None:
 def test_curated_folders_without_held_out_documents_are_refused(room: Room, tmp_path: Path) -> None:
     model = room.model("random")
     write_documents(tmp_path / "documents", "math", ["only this, which is for training"])
-    with pytest.raises(ValueError, match=r"no document with split 'held_out'; raise curate\.held_out"):
+    with pytest.raises(ValueError, match=r"no document with split 'held_out'; raise curate\.validation_fraction"):
         evaluate(room.recipe, model, room.root / "tokenizer", tmp_path, tmp_path / "out")
 
 

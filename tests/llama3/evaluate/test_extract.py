@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate import answer_extraction
-from llama3.evaluate.answer_extraction import TooSlow, check_writing, cleaned, extracted, matches
-from llama3.evaluate.task import Writing
+from llama3.evaluate.answer_extraction import (
+    RegexTimeout,
+    check_generation_settings,
+    clean_answer,
+    extract_answer,
+    is_correct,
+)
+from llama3.evaluate.task import GenerationSettings
 
-NUMBERS = Writing(extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$"))
+NUMBERS = GenerationSettings(
+    extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$")
+)
 
 
 @pytest.mark.parametrize(
@@ -27,13 +35,13 @@ NUMBERS = Writing(extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignor
     ],
 )
 def test_the_last_match_of_the_first_expression_that_matches(text: str, found: str | None) -> None:
-    assert extracted(text, NUMBERS) == found
+    assert extract_answer(text, NUMBERS) == found
 
 
 def test_without_expressions_the_whole_text_counts() -> None:
-    assert extracted(" Paris\n", Writing()) == " Paris\n"
-    assert matches(" Paris\n", ["London", "Paris"], Writing())
-    assert not matches(" Paris\n", [], Writing())
+    assert extract_answer(" Paris\n", GenerationSettings()) == " Paris\n"
+    assert is_correct(" Paris\n", ["London", "Paris"], GenerationSettings())
+    assert not is_correct(" Paris\n", [], GenerationSettings())
 
 
 @pytest.mark.parametrize(
@@ -47,19 +55,19 @@ def test_without_expressions_the_whole_text_counts() -> None:
     ],
 )
 def test_numbers_are_compared_without_what_does_not_matter(text: str, right: bool) -> None:
-    assert matches(text, ["Half of 2,000 is 1,000.\n#### 1,000"], NUMBERS) is right
+    assert is_correct(text, ["Half of 2,000 is 1,000.\n#### 1,000"], NUMBERS) is right
 
 
 def test_a_group_that_took_no_part_is_no_answer() -> None:
-    assert extracted("yes or maybe", Writing(extract=("maybe|(yes)", "(or)"))) == "yes"
-    assert extracted("maybe or not", Writing(extract=("maybe|(yes)", "(or)"))) == "or"
+    assert extract_answer("yes or maybe", GenerationSettings(extract=("maybe|(yes)", "(or)"))) == "yes"
+    assert extract_answer("maybe or not", GenerationSettings(extract=("maybe|(yes)", "(or)"))) == "or"
 
 
 @given(st.integers(-(10**9), 10**9))
 def test_a_number_however_written_is_right(number: int) -> None:
     for written in (f"{number}", f"{number:,}", f"{number:,}.", f"so\n#### {number}\n"):
-        assert matches(written, [f"because\n#### {number:,}"], NUMBERS)
-    assert not matches(f"{number + 1:,}", [f"#### {number}"], NUMBERS)
+        assert is_correct(written, [f"because\n#### {number:,}"], NUMBERS)
+    assert not is_correct(f"{number + 1:,}", [f"#### {number}"], NUMBERS)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +87,11 @@ def test_a_number_however_written_is_right(number: int) -> None:
 )
 def test_settings_that_cannot_be_followed_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_writing(Writing(**settings))
+        check_generation_settings(GenerationSettings(**settings))
 
 
 def test_an_expression_may_be_ignored_and_extracted() -> None:
-    check_writing(Writing(ignore=(",",), extract=("(,)",), temperature=0.8, samples=3))
+    check_generation_settings(GenerationSettings(ignore=(",",), extract=("(,)",), temperature=0.8, samples=3))
 
 
 def test_an_expression_that_would_take_years_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +99,8 @@ def test_an_expression_that_would_take_years_is_stopped(monkeypatch: pytest.Monk
     monkeypatch.setattr(answer_extraction, "SECONDS", 0.1)
     text, pattern = "a" * 40 + "!", "((a|aa)+)$"
     with pytest.raises(
-        TooSlow, match=r"writing\.extract .* takes more than 0.1 s of processor time; write one without"
+        RegexTimeout, match=r"writing\.extract .* takes more than 0.1 s of processor time; write one without"
     ):
-        extracted(text, Writing(extract=(pattern,)))
-    with pytest.raises(TooSlow, match=r"takes more than 0\.1 s"):
-        cleaned(text, Writing(ignore=(pattern,)))
+        extract_answer(text, GenerationSettings(extract=(pattern,)))
+    with pytest.raises(RegexTimeout, match=r"takes more than 0\.1 s"):
+        clean_answer(text, GenerationSettings(ignore=(pattern,)))

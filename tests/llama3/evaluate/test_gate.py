@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, NotJudged, decide
+from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, UnjudgedScore, decide
 from llama3.evaluate.scores import Better, Score
 from llama3.evaluate.statistics import normal
-from llama3.recipe.gates import GateRule
+from llama3.recipe import gates
+from llama3.recipe.gates import AbsoluteRule, GateRule, NoWorseThan
 
 
 def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:
@@ -21,7 +22,7 @@ def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:
     for name, value in values.items():
         better: Better = "lower" if "bpb" in name else "higher"
         key = f"eval/{name}"
-        scores[key] = Score.of(key, normal(value, 0.1, 9), "unit", better, requests, None)
+        scores[key] = Score.from_estimate(key, normal(value, 0.1, 9), "unit", better, requests, None)
     return scores
 
 
@@ -184,7 +185,7 @@ finite = st.floats(-1e6, 1e6, allow_nan=False)
 def test_no_worse_than_is_monotone_and_never_stricter_than_equal(
     candidate: float, champion: float, bound: float, name: str
 ) -> None:
-    rule = {f"eval/{name}": GateRule("no worse than", bound)}
+    rule = {f"eval/{name}": NoWorseThan(bound)}
     sign = 1 if name == "bpb" else -1
     accepted = decide(rule, table({name: candidate}), table({name: champion})).accepted
     assert decide(rule, table({name: champion}), table({name: champion})).accepted
@@ -203,9 +204,19 @@ def test_decisions_survive_json(values: dict[str, float]) -> None:
     assert decide(asked, table(values), table({"bpb": 2.0, "arithmetic": 0.5})) == decision
 
 
-def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'equal' of eval/bpb is none of better"):
-        decide({"eval/bpb": GateRule("equal")}, table({"bpb": 1.0}), table({"bpb": 1.0}))
+def test_an_unknown_rule_is_refused_until_it_is_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'about 1' is not a rule: write 'better'"):
+        GateRule.parse("about 1")
+
+    class About(AbsoluteRule):
+        example, syntax = "about 1", "about {}"
+
+        def holds(self, value: float) -> bool:
+            return abs(value - self.bound) < 0.1
+
+    monkeypatch.setattr(gates, "GATE_RULES", (*gates.GATE_RULES, About))
+    row = decide(rules(bpb="about 1"), table({"bpb": 1.5}), None).rows[1]
+    assert (row.passed, row.rule, row.reason) == (False, "about 1", "eval/bpb 1.5 is not about 1")
 
 
 def test_what_a_machine_could_not_judge_is_no_verdict_on_a_model() -> None:
@@ -213,10 +224,10 @@ def test_what_a_machine_could_not_judge_is_no_verdict_on_a_model() -> None:
     whole, policy = table({"bpb": 2.0, "code": 0.5, "other": 0.5}), rules(bpb="better", code="at least 0.4")
     part = {**whole, "eval/code": replace(whole["eval/code"], unjudged=3), "eval/other": whole["eval/other"]}
     told = r"eval/code of the {}: 3 questions were not judged .*; evaluate again .*: herd rerun RUN --from evaluate"
-    with pytest.raises(NotJudged, match=told.format("candidate")):
-        Evidence.of(policy, part, None)
-    with pytest.raises(NotJudged, match=told.format("champion")):
-        Evidence.of(policy, whole, part)
-    assert Evidence.of(policy, {**whole, "eval/other": part["eval/code"]}, None).decide().accepted
-    with pytest.raises(NotJudged):
-        Evidence.of({"eval/*": GateRule.parse("no significant drop")}, part, None)
+    with pytest.raises(UnjudgedScore, match=told.format("candidate")):
+        Evidence.from_scores(policy, part, None)
+    with pytest.raises(UnjudgedScore, match=told.format("champion")):
+        Evidence.from_scores(policy, whole, part)
+    assert Evidence.from_scores(policy, {**whole, "eval/other": part["eval/code"]}, None).decide().accepted
+    with pytest.raises(UnjudgedScore):
+        Evidence.from_scores({"eval/*": GateRule.parse("no significant drop")}, part, None)

@@ -55,7 +55,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.5,
             False,
             "eval/bpb 3.05 is 0.327% better than champion 3.06 (95% -0.65% to 1.3%); allowed 0.5%, "
-            "which 64 documents cannot show; about 90 would; raise evaluate.documents or curate.held_out",
+            "which 64 documents cannot show; about 90 would; raise evaluate.documents or curate.validation_fraction",
         ),
         (
             "better",
@@ -159,7 +159,7 @@ def test_decisions_written_before_there_were_differences_are_read() -> None:
 def test_evidence_survives_json_whatever_the_numbers(values: dict[str, tuple[float, float]]) -> None:
     scores = table({key.removeprefix("eval/"): value for key, (value, _) in values.items()})
     differences = {key: d for key, (_, v) in values.items() for d in paired(key, v, 1.0, v).values()}
-    evidence = Evidence.of(rules(bpb="better", core="no worse than 33.3333333%"), scores, scores, differences)
+    evidence = Evidence.from_scores(rules(bpb="better", core="no worse than 33.3333333%"), scores, scores, differences)
     again = Evidence.model_validate_json(evidence.model_dump_json())
     assert again.model_dump_json() == evidence.model_dump_json()
     assert again.decide() == evidence.decide() == decide(evidence.rules, scores, scores, differences)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from llama3.evaluate.compare import PairedSamples, questions_difference
+from llama3.evaluate.compare import PairedSamples, difference_of_questions
 from llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
 from llama3.evaluate.significance import Difference
 from llama3.evaluate.statistics import paired_proportions
@@ -109,7 +109,7 @@ def test_the_largest_drop_that_passes_does_not_grow_with_the_number_of_tasks(tas
 def _questions(gained: int, lost: int, n: int) -> Difference:
     champion = np.array([0.0] * gained + [1.0] * (n - gained))
     candidate = np.array([1.0] * gained + [0.0] * lost + [1.0] * (n - gained - lost))
-    return questions_difference(PairedSamples(candidate, champion, np.ones(n)))
+    return difference_of_questions(PairedSamples(candidate, champion, np.ones(n)))
 
 
 def test_accuracies_cannot_see_what_bits_per_byte_see() -> None:
@@ -158,7 +158,7 @@ def test_too_few_documents_are_said_to_be_too_few() -> None:
     row = next(row for row in decision.rows if row.metric == "eval/bpb/code")
     assert not row.passed
     assert row.reason.endswith(
-        "3 documents are too few for a 95% interval; raise evaluate.documents or curate.held_out"
+        "3 documents are too few for a 95% interval; raise evaluate.documents or curate.validation_fraction"
     )
     assert (row.low, row.high) == (None, None)
 

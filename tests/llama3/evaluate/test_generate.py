@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from llama3.evaluate.generate import generate, stream
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
 
-SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=12, tied_embeddings=False)
+SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=12, tied_embeddings=False)
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 
 
 @pytest.fixture
 def model() -> Transformer:
-    made = build(SPEC, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
+    made = build_model(SPEC, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
@@ -62,7 +62,7 @@ def test_a_tiny_nucleus_is_greedy(model: Transformer) -> None:
 
 def test_the_nucleus_bounds_what_is_drawn() -> None:
     """Logits of 60 %, 30 % and 10 % and top_p 0.7 leave the first two, at 2 to 1."""
-    model = build(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
+    model = build_model(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
     assert model.output is not None
     with torch.no_grad():
         model.embedding.weight.zero_()
@@ -102,8 +102,8 @@ def test_a_text_that_outgrew_goes_on_from_the_last_half_of_what_fits(model: Tran
     text = generate(model, TOKENIZER, "abcdefgh", 30)
     context = list(tokens)
     for _ in range(30):
-        if len(context) > SPEC.max_seq:
-            context = context[-SPEC.max_seq // 2 :]
+        if len(context) > SPEC.max_seq_len:
+            context = context[-SPEC.max_seq_len // 2 :]
         context.append(recomputed(model, context))
         tokens.append(context[-1])
     assert text == bytes(tokens[9:]).decode(errors="replace")

@@ -18,8 +18,8 @@ def choice(document: str, texts: list[str], gold: int) -> list[Request]:
 def test_the_gold_choice_of_every_question_is_taken_with_its_bytes() -> None:
     requests = (*choice("a", [" cat", " hörse"], 1), *choice("b", [" dog", " eel", " ox"], 0))
     task = Task(KEY, "choice", requests, shots=2, version=3)
-    nats = [Likelihood(float(number + 1), number + 10) for number in range(5)]
-    items = gold_samples(task, nats)
+    nll = [Likelihood(float(number + 1), number + 10) for number in range(5)]
+    items = gold_samples(task, nll)
     assert [(item.id, item.numerator, item.denominator, item.tokens, item.group) for item in items] == [
         ("a", 2.0, 7.0, 11, "zoo"),
         ("b", 3.0, 4.0, 12, "zoo"),

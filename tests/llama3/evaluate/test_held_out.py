@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.held_out import ValidationDocument, held_out
-from llama3.evaluate.requests import from_documents
+from llama3.evaluate.held_out import ValidationDocument, read_validation_documents
+from llama3.evaluate.requests import document_requests
 from llama3.evaluate.scores import Sample, score_table
 from llama3.evaluate.task import Task
 from llama3.recipe.load import load_recipe
@@ -36,16 +36,16 @@ def write(folder: Path, domain: str, languages: list[str]) -> None:
 def test_languages_of_the_multilingual_domain_take_turns(tmp_path: Path) -> None:
     """Nine documents of 200 are in rare languages; twenty chosen ones hold them all."""
     write(tmp_path, "multilingual", ["de"] * 200 + LANGUAGES)
-    chosen = held_out(tmp_path, 20, 99)
+    chosen = read_validation_documents(tmp_path, 20, 99)
     counts = {language: sum(document.language == language for document in chosen) for language in LANGUAGES}
     assert counts == {**dict.fromkeys(LANGUAGES, 1), "de": 12}
     assert [document.id for document in chosen] == sorted(document.id for document in chosen)
-    assert held_out(tmp_path, 20, 99) == chosen
+    assert read_validation_documents(tmp_path, 20, 99) == chosen
 
 
 def test_other_domains_take_their_first_documents(tmp_path: Path) -> None:
     write(tmp_path, "general", ["en"] * 30 + ["de"] * 30)
-    chosen = held_out(tmp_path, 10, 99)
+    chosen = read_validation_documents(tmp_path, 10, 99)
     table = pq.read_table(tmp_path / "documents/general-00000.parquet").to_pylist()
     assert [document.id for document in chosen] == [row["id"] for row in table[:10]]
 
@@ -59,7 +59,7 @@ def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: lis
     documents = [
         ValidationDocument(f"{n:02}", "multilingual", "x" * size, name) for n, (name, _, size) in enumerate(found)
     ]
-    task = Task(key, "bits", tuple(from_documents(key, documents)))
+    task = Task(key, "bits", tuple(document_requests(key, documents)))
     items = [
         Sample(key, d.id, bits, size, 1, None, None, d.language)
         for d, (_, bits, size) in zip(documents, found, strict=True)

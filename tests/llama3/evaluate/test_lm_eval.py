@@ -22,16 +22,16 @@ import torch
 from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
 from benchmarks.ours.evaluate import work
 from llama3.evaluate.render import render
-from llama3.evaluate.task_yaml import Places, parse_task
+from llama3.evaluate.task_yaml import DataPaths, parse_task
 from llama3.export.convert import convert
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.evaluate.task_samples import write_lines
 from tests.llama3.evaluate.tiny_data import WORDS, write_data
 
-SPEC = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq=4096)
+SPEC = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=4096)
 QUESTIONS = 48
 STEPS = 100
 RUN = """
@@ -53,7 +53,7 @@ def model(folder: Path, made: list[TaskPair], vocab: int) -> Path:
     texts = [f"{asked.context}{asked.continuation}\n\n" for pair in made for asked in pair.task.requests]
     texts += [f"{prompt.context} {prompt.gold[0]}\n\n" for pair in made for prompt in pair.task.prompts] * 30
     tokenizer = train_tokenizer(sorted(texts), vocab)
-    network = build(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
+    network = build_model(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
     tokens = torch.tensor([token for text in texts for token in (tokenizer.begin, *tokenizer.encode(text))])
     optimizer, dice = torch.optim.AdamW(network.parameters(), 5e-3), torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -92,14 +92,14 @@ HELLASWAG = {
     " | map('replace', '  ', ' ')",
     "gold": "label | int",
     "before_answer": " ",
-    "normalise": "characters",
+    "normalize": "characters",
 }
 PIQA = {
     "context": "Question: {{ goal }}\nAnswer:",
     "choices": "[sol1, sol2]",
     "gold": "label",
     "before_answer": " ",
-    "normalise": "characters",
+    "normalize": "characters",
 }
 METRICS = {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
 
@@ -143,7 +143,7 @@ def as_pair(
     """Return the task file `fields` over the rows `raw` as herd renders it, beside the settings `peer` of lm-eval."""
     write_lines(folder / "rows.jsonl", raw)
     file = parse_task({"name": name, "kind": "choice", "data": "rows.jsonl", **fields}, f"{name}.yaml")
-    task = render(file, Places(str(folder))).task
+    task = render(file, DataPaths(str(folder))).task
     places = {document: str(n) for n, document in enumerate(dict.fromkeys(r.document for r in task.requests))}
     asked = tuple(replace(request, task=name, document=places[request.document]) for request in task.requests)
     return TaskPair(
@@ -211,7 +211,7 @@ def decided(samples: Samples, rule: str) -> set[float]:
 
 
 def kinds(made: list[TaskPair]) -> set[tuple[str, str]]:
-    return {(pair.task.kind, pair.task.normalise if pair.task.kind == "choice" else "") for pair in made}
+    return {(pair.task.kind, pair.task.normalize if pair.task.kind == "choice" else "") for pair in made}
 
 
 ALL = {("choice", "characters"), ("choice", "none"), ("cloze", ""), ("bits", ""), ("generate", "")}

@@ -19,15 +19,15 @@ from llama3.evaluate.needle import (
     KINDS,
     Kind,
     chance,
+    concat_tokens,
+    context_lengths,
     find_needles,
-    grid,
-    key_of,
-    lengths_up_to,
-    pool_of,
-    questions,
+    make_haystacks,
+    score_key,
+    scores_by_length,
 )
 from llama3.evaluate.statistics import proportion
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
@@ -55,11 +55,11 @@ class Reader:
     reach: int = 10**9
 
     def __call__(self, tokens_BS: Tensor, documents_BS: None, targets_BS: Tensor) -> Tensor:
-        nats_BS = torch.zeros(targets_BS.shape)
+        nll_BS = torch.zeros(targets_BS.shape)
         for row, place in (targets_BS != -100).nonzero().tolist():
             seen = tokens_BS[row, max(0, place + 1 - self.reach) : place + 1].tolist()
-            nats_BS[row, place] = 0.0 if int(targets_BS[row, place]) in self.followers(seen) else 5.0
-        return nats_BS
+            nll_BS[row, place] = 0.0 if int(targets_BS[row, place]) in self.followers(seen) else 5.0
+        return nll_BS
 
     def followers(self, seen: list[int]) -> set[int]:
         last = seen[-SUFFIX:]
@@ -80,13 +80,13 @@ class Oracle:
     tokenizer: Tokenizer
 
     def __call__(self, tokens_BS: Tensor, documents_BS: None, targets_BS: Tensor) -> Tensor:
-        nats_BS = torch.zeros(targets_BS.shape)
+        nll_BS = torch.zeros(targets_BS.shape)
         for row in range(len(tokens_BS)):
             scored = (targets_BS[row] != -100).nonzero().flatten().tolist()
             before = self.tokenizer.decode(tokens_BS[row, : scored[0] + 1].tolist())
             answer = self.tokenizer.decode(targets_BS[row, scored].tolist())
-            nats_BS[row, scored] = 0.0 if answer.strip() in self.answers(before) else 5.0
-        return nats_BS
+            nll_BS[row, scored] = 0.0 if answer.strip() in self.answers(before) else 5.0
+        return nll_BS
 
     def answers(self, text: str) -> set[str]:
         *_, key = re.findall(r"secret numbers? of the (\w+ \w+) is", text)
@@ -94,21 +94,22 @@ class Oracle:
         return set(re.findall(rf"of the {key} is (\d{{6}})\.\n", text)) - set(given)
 
 
-def asked_tokens(seq: int, coder: Tokenizer, pool: list[int], count: int, kind: Kind) -> list[int]:
+def asked_tokens(seq_len: int, coder: Tokenizer, pool: list[int], count: int, kind: Kind) -> list[int]:
     return [
-        max(len(tokens) for tokens, _ in question.sequences) for question in questions(coder, pool, seq, count, kind)
+        max(len(tokens) for tokens, _ in question.sequences)
+        for question in make_haystacks(coder, pool, seq_len, count, kind)
     ]
 
 
 @given(st.integers(320, 900), st.integers(1, 30))
 def test_every_question_fills_the_sequence_and_holds_its_needles(
-    tokenizer: Tokenizer, pool: list[int], seq: int, count: int
+    tokenizer: Tokenizer, pool: list[int], seq_len: int, count: int
 ) -> None:
-    asked = list(questions(tokenizer, pool, seq, count))
+    asked = list(make_haystacks(tokenizer, pool, seq_len, count))
     assert [question.depth for question in asked] == [DEPTHS[number % 11] for number in range(count)]
     for question in asked:
         (ask,) = question.asks
-        assert max(len(tokens) for tokens, _ in question.sequences) == seq + 1
+        assert max(len(tokens) for tokens, _ in question.sequences) == seq_len + 1
         text, line = tokenizer.decode(question.tokens), tokenizer.decode(ask.tokens)
         for place, choice in enumerate(ask.choices):
             number = tokenizer.decode(choice)
@@ -118,11 +119,11 @@ def test_every_question_fills_the_sequence_and_holds_its_needles(
 
 @given(st.sampled_from(KINDS), st.integers(512, 900), st.integers(1, 12))
 def test_each_task_hides_and_asks_what_it_says(
-    tokenizer: Tokenizer, pool: list[int], kind: Kind, seq: int, count: int
+    tokenizer: Tokenizer, pool: list[int], kind: Kind, seq_len: int, count: int
 ) -> None:
     oracle = Oracle(tokenizer)
-    assert asked_tokens(seq, tokenizer, pool, count, kind) == [seq + 1] * count
-    for question in questions(tokenizer, pool, seq, count, kind):
+    assert asked_tokens(seq_len, tokenizer, pool, count, kind) == [seq_len + 1] * count
+    for question in make_haystacks(tokenizer, pool, seq_len, count, kind):
         text = tokenizer.decode(question.tokens)
         assert len(re.findall(r"secret number", text)) == (1 if kind == "single" else CHOICES)
         assert len(question.asks) == (CHOICES if kind == "multi-query" else 1)
@@ -136,7 +137,7 @@ def test_each_task_hides_and_asks_what_it_says(
 @pytest.mark.parametrize("vocabulary", [258, 315])
 def test_needles_stand_at_their_depths_and_after_sentences_whatever_the_tokenizer(kind: Kind, vocabulary: int) -> None:
     tokenizer = train_tokenizer(TEXTS, vocabulary)
-    for question in questions(tokenizer, pool_of(tokenizer, TEXTS, 16000), 8000, 22, kind):
+    for question in make_haystacks(tokenizer, concat_tokens(tokenizer, TEXTS, 16000), 8000, 22, kind):
         ask, text = question.asks[0], tokenizer.decode(question.tokens)
         number = tokenizer.decode(ask.choices[ask.gold])
         needle = text.rindex("\n", 0, text.index(f"is{number}."))
@@ -160,19 +161,19 @@ def test_a_reader_finds_all_and_a_short_sighted_one_the_last(tokenizer: Tokenize
     assert scores["eval/needle"].estimate == proportion(*short.share())
     assert scores["eval/needle/depth_100"].value == 1
     assert {score.chance for score in scores.values()} == {1 / CHOICES}
-    assert grid(scores) == {}
+    assert scores_by_length(scores) == {}
     assert set(scores) == {"eval/needle", *(f"eval/needle/depth_{depth:03}" for depth in DEPTHS)}
 
 
 def test_an_oracle_finds_all_of_every_task_at_every_length_and_depth(tokenizer: Tokenizer) -> None:
-    lengths = lengths_up_to(1500)
+    lengths = context_lengths(1500)
     assert lengths == (512, 1024)
     scores = find_needles(Oracle(tokenizer), tokenizer, TEXTS, lengths, 11, kinds=KINDS).scores()
     assert {score.value for score in scores.values()} == {1.0}
     cells = {f"eval/needle/length_{length:06}/depth_{depth:03}" for length in lengths for depth in DEPTHS}
-    kinds = {key for kind in KINDS for key in (key_of(kind), *(f"{key_of(kind)}/length_{n:06}" for n in lengths))}
+    kinds = {key for kind in KINDS for key in (score_key(kind), *(f"{score_key(kind)}/length_{n:06}" for n in lengths))}
     assert set(scores) == cells | kinds | {f"eval/needle/depth_{depth:03}" for depth in DEPTHS}
-    rows = grid(scores)
+    rows = scores_by_length(scores)
     assert list(rows) == list(lengths)
     assert all(list(row) == list(DEPTHS) for row in rows.values())
     assert rows[1024][50] is scores["eval/needle/length_001024/depth_050"]
@@ -190,8 +191,8 @@ def test_to_copy_any_number_is_enough_for_a_single_needle_only(tokenizer: Tokeni
 
 def test_a_random_model_is_at_chance(tokenizer: Tokenizer) -> None:
     count = 44
-    spec = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=512)
-    model = build(spec, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
+    config = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=512)
+    model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
     found = find_needles(model, tokenizer, TEXTS, [512], count, kinds=KINDS)
     for kind in KINDS:
         guessed, asked = found.share(kind)
@@ -201,8 +202,8 @@ def test_a_random_model_is_at_chance(tokenizer: Tokenizer) -> None:
 
 
 def test_a_model_that_knows_nothing_finds_nothing(tokenizer: Tokenizer) -> None:
-    spec = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq=512, tied_embeddings=True)
-    model = build(spec, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
+    config = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=512, tied_embeddings=True)
+    model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
     torch.nn.init.zeros_(model.get_parameter("embedding.weight"))
     assert find_needles(model, tokenizer, TEXTS, [512], 11).share() == (0, 11)
 
@@ -221,6 +222,6 @@ def test_what_has_no_room_or_no_text_is_refused(tokenizer: Tokenizer) -> None:
         ValueError, match=r"needle: sequence 128 has no room for 4 sentences and a question, \d+ tokens"
     ):
         find_needles(Reader(), tokenizer, TEXTS, [128], 11)
-    with pytest.raises(ValueError, match=r"no held-out text .* raise curate\.held_out"):
+    with pytest.raises(ValueError, match=r"no held-out text .* raise curate\.validation_fraction"):
         find_needles(Reader(), tokenizer, [], [512], 11)
-    assert lengths_up_to(511) == ()
+    assert context_lengths(511) == ()

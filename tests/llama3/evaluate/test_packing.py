@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.packing import BatchLimits, PackedBatch, PackedRow, Scorable, plan, windows
+from llama3.evaluate.scoring import BatchLimits, PackedBatch, PackedRow, Scorable, plan_batches, sliding_windows
 from tests.llama3.evaluate.packing_samples import questions
 
 BUDGET = BatchLimits(512, 2048)
@@ -29,13 +29,13 @@ def test_every_token_is_scored_once_after_what_stands_before_it(
     asked: list[Scorable], window: int, share: bool
 ) -> None:
     scored: list[tuple[int, int]] = []
-    for batch in plan(asked, window, BUDGET, share):
+    for batch in plan_batches(asked, window, BUDGET, share):
         for row in batch.rows:
             assert len(row.tokens) == row.trunk + sum(row.branches)
             assert row.free >= len(batch.prefix)
             for part in row.scored:
                 tokens, _ = asked[part.sequence]
-                for place, target in zip(part.places, part.targets, strict=True):
+                for place, target in zip(part.positions, part.targets, strict=True):
                     at, before = target // 10, seen(batch, row, place)
                     assert tokens[at] == target
                     assert before == tokens[at - len(before) : at]
@@ -48,7 +48,7 @@ def test_every_token_is_scored_once_after_what_stands_before_it(
 @given(questions(), st.sampled_from([16, 512]))
 def test_batches_keep_their_budget_and_sharing_never_reads_more(asked: list[Scorable], window: int) -> None:
     def read(share: bool) -> int:
-        batches = plan(asked, window, BUDGET, share)
+        batches = plan_batches(asked, window, BUDGET, share)
         for batch in batches:
             longest = max(len(row.tokens) for row in batch.rows)
             assert len(batch.rows) == 1 or len(batch.rows) * batch.longest <= BUDGET.positions
@@ -63,11 +63,11 @@ def test_batches_keep_their_budget_and_sharing_never_reads_more(asked: list[Scor
 @given(questions(), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_the_order(asked: list[Scorable], dice: object) -> None:
     def shape(order: list[int]) -> list[object]:
-        batches = plan([asked[place] for place in order], 512, BUDGET)
+        batches = plan_batches([asked[place] for place in order], 512, BUDGET)
         return [
             (
                 batch.prefix,
-                [(row.tokens, row.branches, [(p.places, p.targets) for p in row.scored]) for row in batch.rows],
+                [(row.tokens, row.branches, [(p.positions, p.targets) for p in row.scored]) for row in batch.rows],
             )
             for batch in batches
         ]
@@ -81,7 +81,7 @@ def test_the_plan_does_not_depend_on_the_order(asked: list[Scorable], dice: obje
 def test_letters_of_a_question_take_one_row_and_examples_one_reading() -> None:
     examples = [0, *range(100, 200)]
     asked = [([*examples, question, letter], len(examples) + 1) for question in range(1, 51) for letter in (5, 6, 7, 8)]
-    batches = plan(asked, 512, BUDGET)
+    batches = plan_batches(asked, 512, BUDGET)
     assert {tuple(batch.prefix) for batch in batches} == {tuple(examples)}
     rows = [row for batch in batches for row in batch.rows]
     assert len(rows) == 50
@@ -90,7 +90,7 @@ def test_letters_of_a_question_take_one_row_and_examples_one_reading() -> None:
 
 def test_whole_documents_share_nothing() -> None:
     asked = [([0, *range(1, length)], 1) for length in (40, 60, 80)]
-    (batch,) = plan(asked, 512, BUDGET)
+    (batch,) = plan_batches(asked, 512, BUDGET)
     assert [len(row.tokens) for row in batch.rows] == [79, 59, 39]
     assert not batch.prefix
 
@@ -101,13 +101,13 @@ def test_documents_of_a_collection_with_an_own_beginning_each_stand_in_runs_of_t
     asked = [
         ([*begin, question, question + 1, 5], len(begin) + 2) for begin in (one, two) for question in range(10, 40)
     ]
-    assert {tuple(batch.prefix) for batch in plan(asked, 512, BUDGET)} == {tuple(one), tuple(two)}
+    assert {tuple(batch.prefix) for batch in plan_batches(asked, 512, BUDGET)} == {tuple(one), tuple(two)}
 
 
 @given(st.integers(2, 300), st.integers(2, 40), st.data())
 def test_windows_score_every_token_once_with_enough_context(length: int, window: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(1, length - 1))
-    spans = list(windows(range(length), start, window))
+    spans = list(sliding_windows(range(length), start, window))
     scored = [token for span in spans for token in range(span.scored, span.end + 1)]
     assert scored == list(range(start, length))
     for span in spans:
@@ -121,14 +121,14 @@ def test_windows_score_every_token_once_with_enough_context(length: int, window:
 
 def test_windows_refuse_what_cannot_work() -> None:
     with pytest.raises(ValueError, match="window 1 must be at least 2"):
-        list(windows([1, 2, 3], 1, 1))
+        list(sliding_windows([1, 2, 3], 1, 1))
     with pytest.raises(ValueError, match="start 0 at least 1"):
-        list(windows([1, 2, 3], 0, 4))
+        list(sliding_windows([1, 2, 3], 0, 4))
     with pytest.raises(ValueError, match="start 0 at least 1"):
-        plan([([1, 2, 3], 0)], 4, BUDGET)
+        plan_batches([([1, 2, 3], 0)], 4, BUDGET)
     with pytest.raises(ValueError, match="window 1 must be at least 2"):
-        plan([([1, 2, 3], 1)], 1, BUDGET)
+        plan_batches([([1, 2, 3], 1)], 1, BUDGET)
 
 
 def test_nothing_to_score_is_nothing_to_read() -> None:
-    assert plan([([1, 2, 3], 3), ([1], 1)], 8, BUDGET) == []
+    assert plan_batches([([1, 2, 3], 3), ([1], 1)], 8, BUDGET) == []

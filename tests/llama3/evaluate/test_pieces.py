@@ -7,14 +7,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.generate import Pieces
+from llama3.evaluate.generate import TextStream
 
 FEW = st.text("ab\né☃", max_size=12)
 STOPS = st.lists(st.text("ab\né☃", min_size=1, max_size=4), max_size=3)
 
 
 def pieces_of(data: bytes, cuts: list[int], until: list[str]) -> list[str]:
-    pieces, places = Pieces(until), sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    pieces, places = TextStream(until), sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     made = [pieces.add(data[begin:end]) for begin, end in pairwise(places)]
     return [*made, pieces.finish()]
 
@@ -38,14 +38,14 @@ def test_a_text_ends_before_the_stop_text_that_is_complete_first(text: str, cuts
 
 @given(FEW, FEW, STOPS)
 def test_what_was_given_out_stays_whatever_comes(begin: str, more: str, until: list[str]) -> None:
-    pieces = Pieces(until)
+    pieces = TextStream(until)
     given_out = pieces.add(begin.encode())
     whole = given_out + pieces.add(more.encode()) + pieces.finish()
     assert whole == "".join(pieces_of((begin + more).encode(), [], until))
 
 
 def test_only_what_may_be_a_stop_text_is_held() -> None:
-    pieces = Pieces(["\n\nQuestion:"])
+    pieces = TextStream(["\n\nQuestion:"])
     assert [pieces.add(part) for part in (b"42.\n", b"\nQues", b"ts end", b"\n\nQuestion: 2")] == [
         "42.", "", "\n\nQuests end", "",
     ]  # fmt: skip
@@ -54,6 +54,6 @@ def test_only_what_may_be_a_stop_text_is_held() -> None:
 
 
 def test_half_a_character_at_the_end_is_marked() -> None:
-    pieces = Pieces()
+    pieces = TextStream()
     assert pieces.add("né".encode()[:-1]) == "n"
     assert pieces.finish() == "\ufffd"

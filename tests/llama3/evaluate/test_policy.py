@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.policy import check_evaluation, check_rules, possible
-from llama3.evaluate.suite import suite_for
+from llama3.evaluate.policy import check_evaluation, check_rules, possible_scores
+from llama3.evaluate.suite import stage_suite_name
 from llama3.recipe.load import load_recipe
 
 
@@ -15,7 +15,7 @@ from llama3.recipe.load import load_recipe
 def test_the_rules_of_our_recipes_judge_scores_that_they_will_have(checkout: Path, name: str) -> None:
     recipe = load_recipe(checkout / f"recipes/{name}.yaml", [])
     check_rules(recipe)
-    assert {"eval/bpb", "eval/core", "eval/bpb/general", "eval/arithmetic"} <= possible(recipe)
+    assert {"eval/bpb", "eval/core", "eval/bpb/general", "eval/arithmetic"} <= possible_scores(recipe)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,14 @@ def test_every_suite_of_a_recipe_is_looked_at(checkout: Path) -> None:
     """The one for the final model and the one for later may ask for files that the one for every stage does not."""
     quickstart = checkout / "recipes/quickstart.yaml"
     assert check_evaluation(load_recipe(quickstart, [])) == []
-    for field in ("suite", "final", "later"):
+    for field in ("suite", "final", "deferred_suite"):
         asked = load_recipe(quickstart, [f"evaluate.{field}=core"])
         with pytest.raises(ValueError, match=r"evaluate\.data: is not set, and suite core reads files of it for hell"):
             check_evaluation(asked)
         check_evaluation(asked, look=False)
-        left_out = check_evaluation(load_recipe(quickstart, [f"evaluate.{field}=core", "evaluate.missing=skip"]))
+        left_out = check_evaluation(
+            load_recipe(quickstart, [f"evaluate.{field}=core", "evaluate.on_missing_data=skip"])
+        )
         assert len(left_out) == 20
         assert left_out[0].startswith("hellaswag_zeroshot: evaluate.data: is not set")
 
@@ -62,7 +64,7 @@ def test_the_gate_judges_the_final_suite(checkout: Path) -> None:
     words = ["evaluate.final=full", "promote.when={eval/mmlu: no significant drop}"]
     recipe = load_recipe(checkout / "recipes/quickstart.yaml", words)
     check_evaluation(recipe, look=False)
-    assert [suite_for(recipe, name) for name in ("main", "anneal", "champion")] == ["quick", "full", "full"]
+    assert [stage_suite_name(recipe, name) for name in ("main", "anneal", "champion")] == ["quick", "full", "full"]
     other = load_recipe(checkout / "recipes/quickstart.yaml", ["evaluate.suite=full", "evaluate.final=quick", words[1]])
     with pytest.raises(ValueError, match="is not among the scores of suite quick"):
         check_evaluation(other, look=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llama3.evaluate.distributed import Single
+from llama3.evaluate.distributed import SingleProcess
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import gathered, scored_alone, scored_together
 
@@ -12,7 +12,7 @@ from tests.llama3.evaluate.rank_samples import gathered, scored_alone, scored_to
 def test_two_processes_find_the_bits_that_one_finds() -> None:
     (alone,) = run(1, scored_alone)
     assert run(2, scored_together) == [alone, alone]
-    assert all(math.isfinite(nats) and nats > 0 for nats, _, _ in alone)
+    assert all(math.isfinite(nll) and nll > 0 for nll, _, _ in alone)
 
 
 def test_every_process_gets_what_all_found_in_order() -> None:
@@ -26,4 +26,4 @@ def test_every_process_gets_what_all_found_in_order() -> None:
 
 
 def test_one_process_gathers_its_own() -> None:
-    assert Single().gather([1, "a"]) == [[1, "a"]]
+    assert SingleProcess().gather([1, "a"]) == [[1, "a"]]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from llama3.evaluate import templates
 from llama3.evaluate.render import render
-from llama3.evaluate.task import Request, digest
-from llama3.evaluate.task_yaml import Places, parse_task
+from llama3.evaluate.task import Request, requests_digest
+from llama3.evaluate.task_yaml import DataPaths, parse_task
 from tests.llama3.evaluate.task_samples import quiz, rendered, write_lines
 
 
@@ -30,27 +30,27 @@ def test_a_choice_is_asked_after_the_question_with_its_space(tmp_path: Path) -> 
     assert (task.key, task.kind, task.chance) == ("eval/quiz", "choice", pytest.approx(1 / 3))
 
 
-@pytest.mark.parametrize("normalise", ["bytes", "characters"])
-def test_white_space_is_kept_as_the_task_file_has_it(tmp_path: Path, normalise: str) -> None:
+@pytest.mark.parametrize("normalize", ["bytes", "characters"])
+def test_white_space_is_kept_as_the_task_file_has_it(tmp_path: Path, normalize: str) -> None:
     """Spaces before the answer move from the context to the continuation: tokens begin with them."""
     rows = [{"question": " Who\t? ", "choices": [" me", "you  ", "\nx"], "answer": 0}]
-    task = rendered(tmp_path, rows, before_answer=" ", normalise=normalise).task
+    task = rendered(tmp_path, rows, before_answer=" ", normalize=normalize).task
     assert {request.context for request in task.requests} == {"Question:  Who\t?"}
     assert [request.continuation for request in task.requests] == ["   me", "  you  ", "  \nx"]
-    if normalise == "characters":
+    if normalize == "characters":
         assert [request.characters for request in task.requests] == [3, 5, 2]
     shown = rendered(tmp_path, rows * 2 + quiz(1), shots={"count": 1, "choose": "first"}).task.requests[-1].context
     assert shown == "Question:  Who\t? \nAnswer:  me\n\nQuestion: What is 0 plus one?\nAnswer:"
     other = [{**rows[0], "choices": ["me", "you", "x"]}]
-    assert rendered(tmp_path, other, before_answer=" ", normalise=normalise).task.digest != task.digest
+    assert rendered(tmp_path, other, before_answer=" ", normalize=normalize).task.digest != task.digest
 
 
 def test_requests_without_the_count_of_joining_spaces_keep_their_digest_and_length() -> None:
     """Folders that were rendered before the count was kept."""
     old = Request("eval/t", "q", 0, "Question", "  yes ", 0)
     assert (old.characters, replace(old, joined=1).characters) == (3, 5)
-    assert digest([old]) == "50bae36356ac0eaf00e3124a4659e13f4c11ae614a22af906428eb3e21253ff3"
-    assert digest([replace(old, joined=1)]) != digest([old])
+    assert requests_digest([old]) == "50bae36356ac0eaf00e3124a4659e13f4c11ae614a22af906428eb3e21253ff3"
+    assert requests_digest([replace(old, joined=1)]) != requests_digest([old])
 
 
 def test_regular_expressions_prepare_texts(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_an_expression_that_splits_a_text_is_stopped(tmp_path: Path, monkeypatch
     (tmp_path / "t.txt").write_text("a" * 60 + "!")
     file = parse_task({"name": "t", "kind": "rolling", "data": "t.txt", "split_at": LONG}, "t.yaml")
     with pytest.raises(ValueError, match=r"t\.txt: row 1: its templates take more than 1 s of processor time"):
-        render(file, Places(str(tmp_path)))
+        render(file, DataPaths(str(tmp_path)))
 
 
 def test_letters_stand_in_the_question_and_are_scored(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_digest_follows_rules_and_text_and_nothing_else(tmp_path: Path) -> N
     plain = rendered(tmp_path, quiz(6)).task.digest
     assert rendered(tmp_path / "elsewhere", quiz(6)).task.digest == plain
     changes: list[dict[str, Any]] = [
-        {"version": 2}, {"normalise": "tokens"}, {"shots": 1}, {"chance": 0.1}, {"group": "{{ subject }}"},
+        {"version": 2}, {"normalize": "tokens"}, {"shots": 1}, {"chance": 0.1}, {"group": "{{ subject }}"},
         {"context": "{{ question }}"},
     ]  # fmt: skip
     assert len({plain, *(rendered(tmp_path, quiz(6), **change).task.digest for change in changes)}) == 7
@@ -271,6 +271,6 @@ def test_a_wrong_digest_is_refused(tmp_path: Path) -> None:
 def test_published_questions_are_rendered_whole(shared: Path, name: str, questions: int) -> None:
     fields = {"name": name, "kind": "choice", "data": f"{name}.jsonl", "context": "{{ query }}", "choices": "choices"}
     file = parse_task({**fields, "gold": "gold", "shots": 2}, "t.yaml")
-    task = render(file, Places(str(shared / "eval/multiple-choice"))).task
+    task = render(file, DataPaths(str(shared / "eval/multiple-choice"))).task
     assert task.questions == questions
     assert task.chance == pytest.approx(0.25, abs=0.001)

@@ -58,7 +58,7 @@ def test_changed_requests_are_refused(tmp_path: Path, old: str, new: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("version", 2), ("normalise", "none"), ("shots", 5), ("average", "groups")]
+    ("name", "value"), [("version", 2), ("normalize", "none"), ("shots", 5), ("average", "groups")]
 )
 def test_changed_rules_are_refused(tmp_path: Path, name: str, value: object) -> None:
     write_requests(task(tmp_path), tmp_path / "out")

@@ -4,10 +4,16 @@ from collections import Counter
 
 import pytest
 
-from llama3.data.demo.worked_problems import questions
-from llama3.evaluate.held_out import ValidationDocument, cut
-from llama3.evaluate.requests import CONTEXT_CHARS, CONTINUATION_CHARS, continuations, from_documents, from_questions
-from llama3.evaluate.task import digest
+from llama3.data.demo.word_problems import questions
+from llama3.evaluate.held_out import ValidationDocument, truncate_utf8
+from llama3.evaluate.requests import (
+    CONTEXT_CHARS,
+    CONTINUATION_CHARS,
+    continuation_questions,
+    document_requests,
+    question_requests,
+)
+from llama3.evaluate.task import requests_digest
 
 
 def documents(domain: str, count: int) -> list[ValidationDocument]:
@@ -20,7 +26,7 @@ def documents(domain: str, count: int) -> list[ValidationDocument]:
 
 def test_generated_questions_become_four_requests_each() -> None:
     asked = questions(0, 5)
-    requests = from_questions("eval/arithmetic", asked)
+    requests = question_requests("eval/arithmetic", asked)
     assert len(requests) == 20
     for place, question in enumerate(asked):
         group = requests[4 * place : 4 * place + 4]
@@ -35,7 +41,7 @@ def test_generated_questions_become_four_requests_each() -> None:
 def test_continuations_hold_the_truth_once_among_texts_of_the_same_domain() -> None:
     chosen = documents("code", 12) + documents("math", 9)
     text = {document.id: document.text for document in chosen}
-    requests = continuations("eval/continuation", chosen, 100)
+    requests = continuation_questions("eval/continuation", chosen, 100)
     assert len(requests) == 4 * 21
     golds: Counter[int] = Counter()
     for place in range(0, len(requests), 4):
@@ -54,29 +60,36 @@ def test_continuations_hold_the_truth_once_among_texts_of_the_same_domain() -> N
 
 
 def test_continuations_take_turns_between_domains_and_stop_at_the_count() -> None:
-    requests = continuations("t", documents("code", 10) + documents("math", 10), 6)
+    requests = continuation_questions("t", documents("code", 10) + documents("math", 10), 6)
     names = [request.document[:4] for request in requests[::4]]
     assert names == ["code", "math"] * 3
 
 
 def test_domains_with_too_few_continuations_ask_nothing() -> None:
-    assert continuations("t", documents("code", 3), 10) == []
-    assert len(continuations("t", documents("code", 4), 10)) == 16
+    assert continuation_questions("t", documents("code", 3), 10) == []
+    assert len(continuation_questions("t", documents("code", 4), 10)) == 16
     same = [ValidationDocument(str(n), "code", "a b " * 100) for n in range(9)]
     short = [ValidationDocument(f"s{n}", "code", f"short {n}") for n in range(9)]
-    assert continuations("t", same + short, 10) == []
+    assert continuation_questions("t", same + short, 10) == []
 
 
 def test_text_without_spaces_is_cut_by_length() -> None:
     chosen = [ValidationDocument(str(n), "multilingual", chr(0x4E00 + n) * 400) for n in range(4)]
-    assert {len(request.context) for request in continuations("t", chosen, 10)} == {CONTEXT_CHARS}
+    assert {len(request.context) for request in continuation_questions("t", chosen, 10)} == {CONTEXT_CHARS}
 
 
 def test_digest_follows_every_field_and_the_order() -> None:
-    first = from_documents("t", documents("code", 2))
-    assert digest(first) == digest(list(first))
+    first = document_requests("t", documents("code", 2))
+    assert requests_digest(first) == requests_digest(list(first))
     assert (
-        len({digest(first), digest(first[::-1]), digest(first[:1]), digest(from_documents("u", documents("code", 2)))})
+        len(
+            {
+                requests_digest(first),
+                requests_digest(first[::-1]),
+                requests_digest(first[:1]),
+                requests_digest(document_requests("u", documents("code", 2))),
+            }
+        )
         == 4
     )
 
@@ -85,4 +98,4 @@ def test_digest_follows_every_field_and_the_order() -> None:
     ("size", "expected"), [(0, ""), (1, "a"), (2, "a"), (3, "aé"), (5, "aé"), (6, "aé日"), (9, "aé日")]
 )
 def test_cut_keeps_characters_whole(size: int, expected: str) -> None:
-    assert cut("aé日", size) == expected
+    assert truncate_utf8("aé日", size) == expected

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.requests import from_documents
-from llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score
+from llama3.evaluate.requests import document_requests
+from llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score_samples
 from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.task import Request, Task, Writing
+from llama3.evaluate.task import GenerationSettings, Request, Task
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["plain text, of 27 characters", "été 日本 \U0001f600 " * 9, "a", "word " * 300]
@@ -42,15 +42,15 @@ class Bytes:
 @given(st.lists(st.text(min_size=1, max_size=80), min_size=1, max_size=5), st.integers(4, 64))
 def test_bytes_that_are_all_equally_likely_cost_eight_bits_each(texts: list[str], window: int) -> None:
     documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(texts)]
-    task = Task("eval/bpb/code", "bits", tuple(from_documents("eval/bpb/code", documents)))
-    found = score(task, samples(task, score_requests(Uniform(256), Bytes(), task.requests, window)))
+    task = Task("eval/bpb/code", "bits", tuple(document_requests("eval/bpb/code", documents)))
+    found = score_samples(task, samples(task, score_requests(Uniform(256), Bytes(), task.requests, window)))
     assert found.value == pytest.approx(8, rel=1e-14)
 
 
 def test_two_tokenizers_are_compared_on_the_same_bytes() -> None:
     """The value is log2(rows) x tokens / bytes for any tokenizer: the bytes are those of the text."""
     documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(TEXTS)]
-    requests = from_documents("eval/bpb/code", documents)
+    requests = document_requests("eval/bpb/code", documents)
     task = Task("eval/bpb/code", "bits", tuple(requests))
     sizes = [len(text.encode()) for text in TEXTS]
     small, large = Tokenizer([bytes([n]) for n in range(256)]), train_tokenizer(TEXTS, 270)
@@ -58,7 +58,7 @@ def test_two_tokenizers_are_compared_on_the_same_bytes() -> None:
         items = samples(task, score_requests(Uniform(coder.rows), coder, requests, 64))
         assert [item.denominator for item in items] == sizes
         tokens = sum(len(coder.encode(text)) for text in TEXTS)
-        assert score(task, items).value == pytest.approx(math.log2(coder.rows) * tokens / sum(sizes))
+        assert score_samples(task, items).value == pytest.approx(math.log2(coder.rows) * tokens / sum(sizes))
     assert len(large.encode(TEXTS[3])) < len(small.encode(TEXTS[3]))
 
 
@@ -67,11 +67,11 @@ def question(*choices: str, gold: int = 0) -> tuple[Request, ...]:
 
 
 @pytest.mark.parametrize(
-    ("normalise", "picked"), [("bytes", 2), ("characters", 1), ("tokens", 0), ("none", 3)]
+    ("normalize", "picked"), [("bytes", 2), ("characters", 1), ("tokens", 0), ("none", 3)]
 )  # fmt: skip
-def test_what_divides_the_nats_decides(normalise: str, picked: int) -> None:
+def test_what_divides_the_nats_decides(normalize: str, picked: int) -> None:
     """Choices of 2, 5, 4 x 3 and 1 characters: each rule picks another one."""
-    task = Task("t", "choice", question("ab", "abcde", "日日日日", "a"), normalise=normalise)  # type: ignore[arg-type]
+    task = Task("t", "choice", question("ab", "abcde", "日日日日", "a"), normalize=normalize)  # type: ignore[arg-type]
     likelihoods = [Likelihood(9.0, 9), Likelihood(5.1, 2), Likelihood(8.0, 4), Likelihood(5.0, 1)]
     (sample,) = samples(task, likelihoods)
     assert sample.picked == picked
@@ -82,7 +82,7 @@ def test_a_cloze_is_right_if_every_token_is_the_likeliest() -> None:
     task = Task("t", "cloze", requests, version=3, shots=2)
     items = samples(task, [Likelihood(1.0, 1, True), Likelihood(0.1, 1, False), Likelihood(1.0, 1, True)])
     assert [item.numerator for item in items] == [1.0, 0.0, 1.0]
-    found = score(task, items)
+    found = score_samples(task, items)
     assert (found.value, found.chance, found.shots, found.version) == (pytest.approx(2 / 3), 0.0, 2, 3)
     with pytest.raises(AssertionError, match="was not asked whether"):
         samples(task, [Likelihood(1.0, 1)] * 3)
@@ -103,8 +103,8 @@ def test_the_mean_of_groups_weighs_each_group_alike() -> None:
     spreads = [0.75 * 0.25 * 40 / 39 / 40, 0.25 * 0.75 * 4 / 3 / 4]
     assert found.stderr == pytest.approx(math.sqrt(sum(spreads)) / 2)
     task = Task("t", "choice", question("a", "b"), average="groups")
-    assert score(task, items).value == found.value
-    assert score(Task("t", "choice", question("a", "b")), items).value == pytest.approx(31 / 44)
+    assert score_samples(task, items).value == found.value
+    assert score_samples(Task("t", "choice", question("a", "b")), items).value == pytest.approx(31 / 44)
 
 
 def test_groups_without_any_spread_still_have_an_interval() -> None:
@@ -127,8 +127,8 @@ def test_pass_at_k_of_nonsense_is_refused(k: int, right: int, answers: int) -> N
 
 
 def test_shares_of_several_answers_have_an_interval_within_0_and_1() -> None:
-    task = Task("t", "generate", writing=Writing(samples=4, temperature=0.5))
-    found = score(task, answered({"": [1.0, 0.75, 1.0, 1.0]}))
+    task = Task("t", "generate", writing=GenerationSettings(samples=4, temperature=0.5))
+    found = score_samples(task, answered({"": [1.0, 0.75, 1.0, 1.0]}))
     assert found.value == pytest.approx(0.9375)
     assert found.high == 1.0
     assert found.low < 0.9375

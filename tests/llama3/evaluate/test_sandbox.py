@@ -9,16 +9,18 @@ import re
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 
 from llama3.evaluate import sandbox
-from llama3.evaluate.sandbox import THREADS, SandboxResult, filter_of, run_programs, why_not_contained
+from llama3.evaluate.sandbox import THREADS, SandboxResult, run_programs, sandbox_error, seccomp_filter
 
-if why_not_contained():
-    pytest.skip(f"this machine contains no programs: {why_not_contained()}", allow_module_level=True)
+if sandbox_error():
+    pytest.skip(f"this machine contains no programs: {sandbox_error()}", allow_module_level=True)
 
 SECONDS = 2.0
 ENDLESS = "while True: pass"
@@ -91,15 +93,14 @@ def one(program: str, seconds: float = SECONDS) -> SandboxResult:
     return run_programs([program], seconds)[0]
 
 
-def processes_with(word: str) -> list[str]:
-    """Return the processes of this machine that have `word` on their command line."""
+def processes_with(word: str) -> list[int]:
+    """Return the processes with `word` on their command line that this process started, and orphans."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if word in (folder / "cmdline").read_text() and int(folder.name) != os.getpid():
-                found.append(folder.name)
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            parents = [parent.pid for parent in process.parents()]
+            if word in " ".join(process.cmdline()) and (os.getpid() in parents or parents in ([], [1])):
+                found.append(process.pid)
     return found
 
 
@@ -260,16 +261,16 @@ def test_memory_is_limited_by_whatever_name() -> None:
 
 def test_the_calls_of_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters differ by processor; on one that has none nothing runs."""
-    assert filter_of("x86_64", network=False) != filter_of("aarch64", network=False)
-    assert filter_of("x86_64", network=False) != filter_of("x86_64", network=True)
+    assert seccomp_filter("x86_64", network=False) != seccomp_filter("aarch64", network=False)
+    assert seccomp_filter("x86_64", network=False) != seccomp_filter("x86_64", network=True)
     with pytest.raises(ValueError, match=r"its processor is riscv64, and system calls are known of x86_64 and aarch64"):
-        filter_of("riscv64", network=False)
+        seccomp_filter("riscv64", network=False)
     other = os.uname_result(("Linux", "host", "6.1", "#1", "riscv64"))
     monkeypatch.setattr(os, "uname", lambda: other)
-    why_not_contained.cache_clear()
-    with pytest.raises(sandbox.NotContained, match="its processor is riscv64"):
+    sandbox_error.cache_clear()
+    with pytest.raises(sandbox.SandboxUnavailable, match="its processor is riscv64"):
         run_programs([""])
-    why_not_contained.cache_clear()
+    sandbox_error.cache_clear()
 
 
 def test_files_are_limited_one_by_one_and_in_all() -> None:
@@ -327,9 +328,9 @@ def test_a_program_of_no_time_is_refused() -> None:
 
 def test_where_nothing_can_be_contained_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
-    why_not_contained.cache_clear()
+    sandbox_error.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match=r"code: .* \(it runs darwin, not Linux\); evaluate on Linux 5\.12"):
         run_programs([f"open({str(trace)!r}, 'w')"])
-    why_not_contained.cache_clear()
+    sandbox_error.cache_clear()
     assert not trace.exists()

@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.evaluate import scoring
-from llama3.evaluate.packing import BatchLimits, Scorable
 from llama3.evaluate.scores import Likelihood
-from llama3.evaluate.scoring import BUDGETS, encoded, score_requests, score_sequences
+from llama3.evaluate.scoring import BUDGETS, BatchLimits, Scorable, encode_requests, score_requests, score_sequences
 from llama3.evaluate.task import Request
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.packing_samples import questions
 
-SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=64, tied_embeddings=True)
+SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=64, tied_embeddings=True)
 TEXT = "The sun rises. The sun sets. Pi is 3.14159, naïve cafés serve 日本 tea; the rest is silence. " * 3
 
 
@@ -32,7 +31,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> Transformer:
     """Random weights, enlarged so that every token's likelihood depends on all that stands before it."""
-    made = build(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
+    made = build_model(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
@@ -40,13 +39,13 @@ def model(tokenizer: Tokenizer) -> Transformer:
 
 
 @torch.inference_mode()
-def nats_of(model: Transformer, context: list[int], token: int) -> float:
+def nll_of(model: Transformer, context: list[int], token: int) -> float:
     logits_V = model(torch.tensor([context]), None)[0, -1].double()
     return float(logits_V.logsumexp(0) - logits_V[token])
 
 
 def plain(model: Transformer, tokens: list[int], start: int) -> float:
-    return math.fsum(nats_of(model, tokens[:place], tokens[place]) for place in range(start, len(tokens)))
+    return math.fsum(nll_of(model, tokens[:place], tokens[place]) for place in range(start, len(tokens)))
 
 
 def request(context: str, continuation: str) -> Request:
@@ -55,12 +54,12 @@ def request(context: str, continuation: str) -> Request:
 
 def test_batched_likelihoods_equal_one_by_one(model: Transformer, tokenizer: Tokenizer) -> None:
     pairs = [("The sun", " rises."), ("", "Pi"), ("naïve cafés", " serve 日本 tea"), ("The", " sun sets. The sun")] * 5
-    found = score_requests(model, tokenizer, [request(*pair) for pair in pairs], SPEC.max_seq)
+    found = score_requests(model, tokenizer, [request(*pair) for pair in pairs], SPEC.max_seq_len)
     for (context, continuation), likelihood in zip(pairs, found, strict=True):
         before, scored = tokenizer.encode(context), tokenizer.encode(continuation)
         tokens = [tokenizer.begin, *before, *scored]
         assert likelihood.tokens == len(scored)
-        assert likelihood.nats == pytest.approx(plain(model, tokens, 1 + len(before)), rel=1e-5)
+        assert likelihood.nll == pytest.approx(plain(model, tokens, 1 + len(before)), rel=1e-5)
 
 
 def test_chain_rule_over_a_split_between_tokens(model: Transformer, tokenizer: Tokenizer) -> None:
@@ -68,32 +67,32 @@ def test_chain_rule_over_a_split_between_tokens(model: Transformer, tokenizer: T
         model,
         tokenizer,
         [request("", "The sun rises. The"), request("", "The sun"), request("The sun", " rises. The")],
-        SPEC.max_seq,
+        SPEC.max_seq_len,
     )
-    assert whole.nats == pytest.approx(first.nats + second.nats, rel=1e-5)
+    assert whole.nll == pytest.approx(first.nll + second.nll, rel=1e-5)
     assert whole.tokens == first.tokens + second.tokens
 
 
 def test_a_token_across_the_boundary_counts_in_full(model: Transformer, tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("The sun")
     assert tokenizer.encode("The s") != whole[: len(tokenizer.encode("The s"))], "the boundary must fall inside a token"
-    (likelihood,) = score_requests(model, tokenizer, [request("The s", "un")], SPEC.max_seq)
+    (likelihood,) = score_requests(model, tokenizer, [request("The s", "un")], SPEC.max_seq_len)
     shared = tokenizer.encode("The")
     assert likelihood.tokens == len(whole) - len(shared)
-    assert likelihood.nats == pytest.approx(plain(model, [tokenizer.begin, *whole], 1 + len(shared)), rel=1e-5)
+    assert likelihood.nll == pytest.approx(plain(model, [tokenizer.begin, *whole], 1 + len(shared)), rel=1e-5)
 
 
 def test_results_do_not_depend_on_the_batch(
     model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request(TEXT[:cut], TEXT[cut : cut + 20]) for cut in range(0, 120, 7)]
-    together = score_requests(model, tokenizer, requests, SPEC.max_seq)
-    shuffled = score_requests(model, tokenizer, requests[::-1], SPEC.max_seq)[::-1]
+    together = score_requests(model, tokenizer, requests, SPEC.max_seq_len)
+    shuffled = score_requests(model, tokenizer, requests[::-1], SPEC.max_seq_len)[::-1]
     monkeypatch.setitem(BUDGETS, "cpu", BatchLimits(1, 1))
-    alone = score_requests(model, tokenizer, requests, SPEC.max_seq)
+    alone = score_requests(model, tokenizer, requests, SPEC.max_seq_len)
     for other in (shuffled, alone):
         assert [item.tokens for item in other] == [item.tokens for item in together]
-        assert [item.nats for item in other] == pytest.approx([item.nats for item in together], rel=1e-5)
+        assert [item.nll for item in other] == pytest.approx([item.nll for item in together], rel=1e-5)
 
 
 def test_long_documents_roll_by_half_windows(model: Transformer, tokenizer: Tokenizer) -> None:
@@ -106,8 +105,8 @@ def test_long_documents_roll_by_half_windows(model: Transformer, tokenizer: Toke
     for place in range(1, len(tokens)):
         begin = 0 if place <= window else ((place - window - 1) // stride + 1) * stride
         assert place <= window or place - begin > window // 2
-        expected += nats_of(model, tokens[begin:place], tokens[place])
-    assert likelihood.nats == pytest.approx(expected, rel=1e-5)
+        expected += nll_of(model, tokens[begin:place], tokens[place])
+    assert likelihood.nll == pytest.approx(expected, rel=1e-5)
 
 
 def test_long_contexts_keep_what_stands_next_to_the_continuation(model: Transformer, tokenizer: Tokenizer) -> None:
@@ -116,14 +115,14 @@ def test_long_contexts_keep_what_stands_next_to_the_continuation(model: Transfor
     tokens = [tokenizer.begin, *tokenizer.encode(TEXT[:-1]), *tokenizer.encode(" silence")]
     scored = len(tokenizer.encode(" silence"))
     last = tokens[-1 - window :]
-    assert likelihood.nats == pytest.approx(plain(model, last, len(last) - scored), rel=1e-5)
+    assert likelihood.nll == pytest.approx(plain(model, last, len(last) - scored), rel=1e-5)
 
 
 def test_a_uniform_model_scores_log_of_its_rows(tokenizer: Tokenizer) -> None:
-    uniform = build(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+    uniform = build_model(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.zeros_(uniform.embedding.weight)
-    (likelihood,) = score_requests(uniform, tokenizer, [request("", TEXT)], SPEC.max_seq)
-    bits = likelihood.nats / math.log(2)
+    (likelihood,) = score_requests(uniform, tokenizer, [request("", TEXT)], SPEC.max_seq_len)
+    bits = likelihood.nll / math.log(2)
     tokens, size = len(tokenizer.encode(TEXT)), len(TEXT.encode())
     assert bits / size == pytest.approx(math.log2(tokenizer.rows) * tokens / size, rel=1e-6)
 
@@ -134,7 +133,7 @@ def test_sequences_with_nothing_to_score_cost_nothing(model: Transformer) -> Non
 
 def test_an_empty_continuation_is_refused(model: Transformer, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="eval/x: question id has an empty choice 0"):
-        score_requests(model, tokenizer, [request("The sun", "")], SPEC.max_seq)
+        score_requests(model, tokenizer, [request("The sun", "")], SPEC.max_seq_len)
 
 
 def shots(count: int, questions: int) -> list[Request]:
@@ -152,7 +151,9 @@ def shots(count: int, questions: int) -> list[Request]:
 
 @pytest.fixture
 def long_model(tokenizer: Tokenizer) -> Transformer:
-    made = build(SPEC.model_copy(update={"max_seq": 512}), tokenizer.rows, 5, torch.float64, torch.device("cpu"))
+    made = build_model(
+        SPEC.model_copy(update={"max_seq_len": 512}), tokenizer.rows, 5, torch.float64, torch.device("cpu")
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
@@ -173,10 +174,10 @@ def test_shared_beginnings_change_nothing_but_the_work(
     found = score_requests(long_model, tokenizer, asked, 512, greedy={"eval/x"})
     assert sum(read) - whole < (0.3 if examples else 0.8) * whole
     assert [item.tokens for item in found] == [item.tokens for item in alone]
-    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)
+    assert [item.nll for item in found] == pytest.approx([item.nll for item in alone], rel=1e-10)
     assert [item.greedy for item in found] == [item.greedy for item in alone]
     float32 = score_requests(long_model.float(), tokenizer, asked, 512)
-    assert [item.nats for item in float32] == pytest.approx([item.nats for item in alone], rel=1e-5)
+    assert [item.nll for item in float32] == pytest.approx([item.nll for item in alone], rel=1e-5)
 
 
 def test_results_are_the_same_bits_in_any_order(long_model: Transformer, tokenizer: Tokenizer) -> None:
@@ -211,13 +212,13 @@ def test_a_question_longer_than_a_row_is_read_once_all_the_same(long_model: Tran
     hook.remove()
     assert sum(read) == len(haystack) - 1 + 4 * 3
     alone = score_sequences(long_model, asked, 2000, share=False)
-    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)
+    assert [item.nll for item in found] == pytest.approx([item.nll for item in alone], rel=1e-10)
 
 
 @given(st.text("ab .\n\t\u00a07é日", max_size=20), st.text("ab .\n\t\u00a07é日", max_size=20))
 def test_what_is_encoded_apart_is_what_is_encoded_together(tokenizer: Tokenizer, context: str, rest: str) -> None:
     asked = [request(context, f" {rest}"), request(f"{context}.", f" {rest}"), request(context, f"{rest}a")]
-    for one, (tokens, start) in zip(asked, encoded(tokenizer, asked), strict=True):
+    for one, (tokens, start) in zip(asked, encode_requests(tokenizer, asked), strict=True):
         before, whole = tokenizer.encode(one.context), tokenizer.encode(one.context + one.continuation)
         assert tokens == [tokenizer.begin, *whole]
         assert tokens[1:start] == before[: start - 1]
@@ -227,7 +228,7 @@ def test_what_is_encoded_apart_is_what_is_encoded_together(tokenizer: Tokenizer,
 @pytest.fixture(scope="module")
 def numbers() -> Transformer:
     """A model of numbers, each a token, in fp64."""
-    return build(SPEC.model_copy(update={"max_seq": 512}), 4096, 5, torch.float64, torch.device("cpu")).eval()
+    return build_model(SPEC.model_copy(update={"max_seq_len": 512}), 4096, 5, torch.float64, torch.device("cpu")).eval()
 
 
 @given(questions(), st.sampled_from([16, 64, 512]), st.sampled_from([64, 512]))
@@ -239,4 +240,4 @@ def test_whatever_is_shared_scores_as_if_read_alone(
         found = score_sequences(numbers, asked, window)
     alone = score_sequences(numbers, asked, window, share=False)
     assert [item.tokens for item in found] == [item.tokens for item in alone]
-    assert [item.nats for item in found] == pytest.approx([item.nats for item in alone], rel=1e-10)
+    assert [item.nll for item in found] == pytest.approx([item.nll for item in alone], rel=1e-10)

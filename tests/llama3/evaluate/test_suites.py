@@ -12,15 +12,15 @@ import yaml
 
 from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.requests import write_requests
-from llama3.evaluate.sandbox import why_not_contained
+from llama3.evaluate.sandbox import sandbox_error
 from llama3.evaluate.suite import (
-    asked_of,
     check_suite,
     library_tasks,
-    planned_of,
     read_suite,
-    rendered_task,
+    render_recipe_suite,
+    render_task,
     suite_inputs,
+    suite_tasks,
 )
 from llama3.evaluate.task_yaml import TaskFile
 from llama3.recipe.load import load_recipe
@@ -59,34 +59,34 @@ def test_quick_asks_for_no_data(checkout: Path) -> None:
     assert plain.evaluate.suite == "quick"
     assert check_suite(plain) == []
     assert list(suite_inputs(plain)) == ["suite"]
-    assert [task.key for task in asked_of(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
+    assert [task.key for task in render_recipe_suite(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
 
 
 def test_every_task_of_the_library_is_valid_and_called_as_its_file() -> None:
     assert len(library_tasks()) == 23
     for name in library_tasks():
-        (planned,) = planned_of(name, "data")
+        (planned,) = suite_tasks(name, "data")
         assert planned.name == name
-        assert isinstance(planned.made_of, TaskFile)
+        assert isinstance(planned.definition, TaskFile)
 
 
 def test_core_is_dclms_without_two_and_full_adds_four() -> None:
     core, full = read_suite("core", None, [], 1), read_suite("full", None, [], 1)
-    names = [planned.name for planned in core.planned]
+    names = [planned.name for planned in core.tasks]
     assert len(names) == 20
-    assert len({planned.made_of.data[0] for planned in core.planned if isinstance(planned.made_of, TaskFile)}) == 19
+    assert len({planned.definition.data[0] for planned in core.tasks if isinstance(planned.definition, TaskFile)}) == 19
     assert core.baselines is not None
     assert sorted(core.baselines.baselines) == sorted(names)
     assert (core.table, core.baselines.version, full.baselines) == ("core", 1, core.baselines)
-    assert [planned.name for planned in full.planned] == [*names, "mmlu", "gsm8k", "humaneval", "wikitext"]
+    assert [planned.name for planned in full.tasks] == [*names, "mmlu", "gsm8k", "humaneval", "wikitext"]
     assert core.built_in == ("bits", "arithmetic", "continuation")
     assert full.built_in == (*core.built_in, "needle")
-    shots = {planned.name: planned.made_of.shots.count for planned in core.planned}  # type: ignore[union-attr]
+    shots = {planned.name: planned.definition.shots.count for planned in core.tasks}  # type: ignore[union-attr]
     assert (shots["hellaswag"], shots["hellaswag_zeroshot"], shots["agi_eval_lsat_ar"]) == (10, 0, 3)
 
 
 def test_a_suite_changes_what_it_lists(checkout: Path, room: Path) -> None:
-    asked = asked_of(recipe(checkout, room), DOCUMENTS)
+    asked = render_recipe_suite(recipe(checkout, room), DOCUMENTS)
     first, second = asked.tasks[-2:]
     assert (first.key, first.questions, first.shots, first.version) == ("eval/quiz", 30, 0, 1)
     assert (second.key, second.questions, second.shots, second.version) == ("eval/quiz_3", 5, 3, 2)
@@ -100,7 +100,7 @@ def test_only_tasks_of_the_table_count_in_core(checkout: Path, room: Path) -> No
     (room / "table.yaml").write_text("version: 4\nbaselines: {quiz: 0.5, elsewhere: 0.1}\n")
     (room / "mine.yaml").write_text("core: table.yaml\nbuilt_in: [arithmetic]\ntasks: [quiz.yaml]\n")
     (room / "outer.yaml").write_text("include: [mine.yaml]\n")
-    asked = asked_of(recipe(checkout, room, suite=str(room / "outer.yaml")), DOCUMENTS)
+    asked = render_recipe_suite(recipe(checkout, room, suite=str(room / "outer.yaml")), DOCUMENTS)
     assert asked.baselines() == {"eval/quiz": 0.5}
     assert asked.suite.baselines is not None
     assert (asked.suite.table, asked.suite.baselines.version) == ("table", 4)
@@ -113,7 +113,7 @@ def test_a_recipe_adds_tasks_of_every_form(checkout: Path, room: Path) -> None:
     more = [str(room / "old.jsonl"), str(room / "folder"), str(room / "quiz.yaml")]
     chosen = recipe(checkout, room, suite="quick", tasks=more, questions=7)
     assert check_suite(chosen) == []
-    tasks = {task.key: task for task in asked_of(chosen, DOCUMENTS).tasks}
+    tasks = {task.key: task for task in render_recipe_suite(chosen, DOCUMENTS).tasks}
     assert {key: tasks[key].questions for key in ("eval/old", "eval/frozen", "eval/quiz")} == {
         "eval/old": 7, "eval/frozen": 4, "eval/quiz": 30,
     }  # fmt: skip
@@ -126,16 +126,16 @@ def test_a_recipe_adds_tasks_of_every_form(checkout: Path, room: Path) -> None:
 def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, room: Path) -> None:
     (room / "data/quiz.jsonl").rename(room / "data/other.jsonl")
     refusing = recipe(checkout, room)
-    for work in (check_suite, lambda chosen: asked_of(chosen, DOCUMENTS)):
+    for work in (check_suite, lambda chosen: render_recipe_suite(chosen, DOCUMENTS)):
         with pytest.raises(
-            ValueError, match=r"data/quiz\.jsonl: is not a file; put it there, or set evaluate\.missing"
+            ValueError, match=r"data/quiz\.jsonl: is not a file; put it there, or set evaluate\.on_missing_data"
         ):
             work(refusing)
-    skipping = recipe(checkout, room, missing="skip")
+    skipping = recipe(checkout, room, on_missing_data="skip")
     (first, second) = check_suite(skipping)
     assert first.startswith("quiz: ")
     assert second.startswith("quiz_3: ")
-    asked = asked_of(skipping, DOCUMENTS)
+    asked = render_recipe_suite(skipping, DOCUMENTS)
     assert [task.key for task in asked.tasks] == ["eval/bpb/code", "eval/arithmetic"]
     assert list(asked.skipped) == ["quiz", "quiz_3"]
     assert "is not a file" in asked.skipped["quiz"]
@@ -147,29 +147,30 @@ def test_code_is_refused_or_left_out_where_no_program_can_be_contained(
 ) -> None:
     (room / "code.yaml").write_text("{name: code, kind: code, data: quiz.jsonl, context: 'x = 1 #', tests: 'x'}")
     chosen, skipping = (
-        recipe(checkout, room, tasks=[str(room / "code.yaml")], missing=missing) for missing in ("refuse", "skip")
+        recipe(checkout, room, tasks=[str(room / "code.yaml")], on_missing_data=missing)
+        for missing in ("refuse", "skip")
     )
-    if not why_not_contained():
+    if not sandbox_error():
         assert check_suite(chosen, None) == []
         here = suite_inputs(chosen)["task.code"]
         assert len(here) == 64
-    why_not_contained.cache_clear()
+    sandbox_error.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     try:
         assert check_suite(chosen) == [], "a plan may be made anywhere"
-        for work in (lambda chosen: check_suite(chosen, None), lambda chosen: asked_of(chosen, DOCUMENTS)):
+        for work in (lambda chosen: check_suite(chosen, None), lambda chosen: render_recipe_suite(chosen, DOCUMENTS)):
             with pytest.raises(
                 ValueError, match=r"code: this machine cannot contain .* \(it runs darwin, not Linux\);"
             ):
                 work(chosen)
         (line,) = check_suite(skipping, None)
         assert line.startswith("code: code: this machine cannot contain programs")
-        asked = asked_of(skipping, DOCUMENTS)
+        asked = render_recipe_suite(skipping, DOCUMENTS)
         assert list(asked.skipped) == ["code"]
         assert "eval/code" not in {task.key for task in asked.tasks}
         assert suite_inputs(skipping)["task.code"] == "not contained", "another artifact than where it can run"
     finally:
-        why_not_contained.cache_clear()
+        sandbox_error.cache_clear()
 
 
 def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, room: Path) -> None:
@@ -222,9 +223,9 @@ def test_suites_that_cannot_be_resolved_are_refused(checkout: Path, room: Path, 
 def test_the_published_sets_are_asked_as_published(shared: Path) -> None:
     """MMLU has five solved questions of the subject before each, GSM8K eight with their steps."""
     made = {
-        planned.name: rendered_task(planned, 300).task
+        planned.name: render_task(planned, 300).task
         for name in ("mmlu", "gsm8k", "humaneval", "wikitext")
-        for planned in planned_of(name, str(shared / "eval"))
+        for planned in suite_tasks(name, str(shared / "eval"))
     }
     assert {name: (task.kind, task.questions, task.shots) for name, task in made.items()} == {
         "mmlu": ("choice", 300, 5),

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.data.demo.worked_problems import document
+from llama3.data.demo.word_problems import document
 from llama3.evaluate.compare import compare
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.gate import decide
 from llama3.evaluate.scores import read_scores
 from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
 from llama3.model.files import save_model
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -57,7 +57,7 @@ class Room:
     def _train(self, texts: list[str]) -> None:
         """Train with AdamW on windows of all texts, and keep the weights after some steps."""
         tokens = torch.tensor([token for text in texts for token in _ids(self.tokenizer, text)])
-        model = build(self.recipe.model, self.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+        model = build_model(self.recipe.model, self.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         draws = torch.Generator().manual_seed(0)
         for step in range(1, max(CHECKPOINTS) + 1):
@@ -81,8 +81,8 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
-    shape = "model={layers: 1, dim: 32, ffn: 64, heads: 2, kv_heads: 1, max_seq: 512, tied_embeddings: true}"
-    stages = [f"stages.{name}.seq=128" for name in ("ramp-1", "ramp-2", "main", "anneal")]
+    shape = "model={layers: 1, dim: 32, ffn: 64, heads: 2, kv_heads: 1, max_seq_len: 512, tied_embeddings: true}"
+    stages = [f"stages.{name}.seq_len=128" for name in ("ramp-1", "ramp-2", "main", "anneal")]
     recipe = load_recipe(checkout / "recipes/quickstart.yaml", [shape, *stages, "evaluate.documents=60"])
     return Room(tmp_path_factory.mktemp("checkpoints"), recipe)
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.evaluate.evaluate import evaluate
-from llama3.evaluate.sandbox import why_not_contained
-from llama3.evaluate.scores import Score, read_asked, read_scores
+from llama3.evaluate.sandbox import sandbox_error
+from llama3.evaluate.scores import Score, read_scores, read_task_record
 from llama3.evaluate.suite import check_suite
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
@@ -20,7 +20,7 @@ from tests.dist import run
 from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make, recipe_of
 
 FILES = ("scores.parquet", "samples.parquet", "answers.parquet", "tasks.json", "generations.json")
-pytestmark = pytest.mark.skipif(bool(why_not_contained()), reason=f"no sandbox here: {why_not_contained()}")
+pytestmark = pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
 
 
 class Room(NamedTuple):
@@ -78,7 +78,7 @@ def test_core_is_the_mean_above_the_table_of_baselines(room: Room) -> None:
 
 def test_what_was_asked_and_left_out_is_written_down(room: Room) -> None:
     assert list(check_suite(room.recipe)) == [f"boolq: {room.facts['skipped']['boolq']}"]
-    asked = read_asked(room.root / "first")
+    asked = read_task_record(room.root / "first")
     assert asked["skipped"] == room.facts["skipped"]
     assert "boolq.jsonl: is not a file" in asked["skipped"]["boolq"]
     tasks = {task["key"]: task for task in asked["tasks"]}
@@ -91,7 +91,7 @@ def test_what_was_asked_and_left_out_is_written_down(room: Room) -> None:
     assert tasks["eval/letters"]["average"] == "groups"
     assert list(tasks["eval/cloze"]["sources"]) == ["words.jsonl"]
     with pytest.raises(ValueError, match=r"holds no tasks\.json; evaluate the model into it first"):
-        read_asked(room.root)
+        read_task_record(room.root)
 
 
 def test_written_answers_are_kept(room: Room) -> None:
@@ -126,7 +126,7 @@ def test_a_model_with_a_tokenizer_of_its_own_refuses_another(room: Room) -> None
 
 def test_needles_are_a_built_in_task_of_windows_that_have_room(room: Room, checkout: Path) -> None:
     (room.root / "needle.yaml").write_text("built_in: [bits, needle]\n")
-    words = [f"evaluate.suite={room.root / 'needle.yaml'}", "stages.anneal.seq=1024", "evaluate.needles=11"]
+    words = [f"evaluate.suite={room.root / 'needle.yaml'}", "stages.anneal.seq_len=1024", "evaluate.needles=11"]
     model, recipe = room.root / "model", recipe_of(room.root, checkout, *words)
     facts = evaluate(recipe, model, model, room.root / "curated", room.root / "needles", threads=1)
     scores = read_scores(room.root / "needles")

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.export.names import WeightReader, parameters
-from llama3.model.files import save_model
-from llama3.model.init import STD, build
+from llama3.model.files import WeightReader, parameters, save_model
+from llama3.model.init import STD, build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and the hen, 123 times", "été à la mer; 一二三 x = y + 1\n"] * 4
-SHAPE: dict[str, Any] = {"layers": 2, "dim": 64, "ffn": 176, "heads": 8, "kv_heads": 2, "max_seq": 8192}
-SCALED: dict[str, Any] = {"rope_scaling": {}, "max_seq": 131_072}
+SHAPE: dict[str, Any] = {"layers": 2, "dim": 64, "ffn": 176, "heads": 8, "kv_heads": 2, "max_seq_len": 8192}
+SCALED: dict[str, Any] = {"rope_scaling": {}, "max_seq_len": 131_072}
 
 
 def shape(**more: Any) -> Model:
@@ -28,28 +27,28 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, 290)
 
 
-def model(spec: Model, rows: int, dtype: torch.dtype = torch.float32) -> Transformer:
+def model(config: Model, rows: int, dtype: torch.dtype = torch.float32) -> Transformer:
     """Return a model with a sharp attention and norms that are not 1."""
-    made = build(spec, rows, 3, dtype, torch.device("cpu"))
+    made = build_model(config, rows, 3, dtype, torch.device("cpu"))
     with torch.no_grad():
         for index, parameter in enumerate(made.parameters()):
-            parameter.mul_(0.7 / STD / spec.dim**0.5 if parameter.ndim > 1 else 1 + 0.02 * index)
+            parameter.mul_(0.7 / STD / config.dim**0.5 if parameter.ndim > 1 else 1 + 0.02 * index)
     return made
 
 
 def herd(
-    folder: Path, spec: Model, dtype: torch.dtype = torch.float32, coder: Tokenizer | None = None, rows: int = 83
+    folder: Path, config: Model, dtype: torch.dtype = torch.float32, coder: Tokenizer | None = None, rows: int = 83
 ) -> Transformer:
     """Write a model, with a tokenizer if there is one, as our folder and return it."""
-    made = model(spec, coder.rows if coder else rows, dtype)
-    save_model(folder, spec, made.rows, made.state_dict())
+    made = model(config, coder.rows if coder else rows, dtype)
+    save_model(folder, config, made.rows, made.state_dict())
     if coder is not None:
         coder.save(folder)
     return made
 
 
 def state(source: WeightReader) -> dict[str, Tensor]:
-    return {name.ours: value for name, value in parameters(source, None)}
+    return {param.name: tensor for param, tensor in parameters(source, None)}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -59,8 +58,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-def tokens(rows: int, batch: int = 2, seq: int = 150) -> Tensor:
-    return torch.randint(0, rows, (batch, seq), generator=torch.Generator().manual_seed(5))
+def tokens(rows: int, batch: int = 2, seq_len: int = 150) -> Tensor:
+    return torch.randint(0, rows, (batch, seq_len), generator=torch.Generator().manual_seed(5))
 
 
 def difference(one: Tensor, other: Tensor) -> float:

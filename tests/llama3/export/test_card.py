@@ -14,20 +14,22 @@ import yaml
 
 from llama3.evaluate.scores import Score
 from llama3.evaluate.statistics import Estimate
-from llama3.export.card import Card, MixLine, Origin, StageLine, Training, render, shortened, write_card
+from llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render, truncate, write_card
 from llama3.export.convert import convert
 from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 SCORE = Score("eval/arc", 0.4, 0.02, 0.361, 0.44, 600, 0.25, "accuracy", "higher", "ab12" * 16, 5, 2)
-ODD = Score.of("eval/odd", Estimate(1.0, math.nan, math.nan, math.nan, 1), "bits per byte", "lower", "cd34" * 16, None)
+ODD = Score.from_estimate(
+    "eval/odd", Estimate(1.0, math.nan, math.nan, math.nan, 1), "bits per byte", "lower", "cd34" * 16, None
+)
 TRAINING = Training(
     run="small-3",
     tokens=3_000_000,
     stages=[StageLine("main", 0, 3_000_000, "512", 2048, "base", 3.25)],
     mix=[MixLine("general", 0.5, 1_530_000, 0.51), MixLine("math", 0.5, 1_470_000, 0.49)],
-    sources=[Origin("general/web | a<b>", 1_530_000, 0.51, 700), Origin("math/sums", 1_470_000, 0.49, 90)],
-    licences=[Origin("CC BY-SA 4.0", 1_530_000, 0.51, 700), Origin("unknown", 1_470_000, 0.49, 90)],
+    sources=[SourceRow("general/web | a<b>", 1_530_000, 0.51, 700), SourceRow("math/sums", 1_470_000, 0.49, 90)],
+    licenses=[SourceRow("CC BY-SA 4.0", 1_530_000, 0.51, 700), SourceRow("unknown", 1_470_000, 0.49, 90)],
     languages=["en", "de"],
     scores={"eval/arc": SCORE, "eval/odd": ODD},
     curve="training-loss.png",
@@ -64,7 +66,7 @@ def test_a_card_says_what_is_known() -> None:
         "| arc | 0.400 | 0.361 to 0.440 | 600 | 0.25 | 5 | accuracy | 2 | `ab12ab12` |",
         "| data mix | `" + "d" * 64 + "` |",
         "![Training loss against tokens](training-loss.png)",
-        "The weights are under Apache-2.0. The training text is under 1 licence, listed below; for 49.0% of its tokens "
+        "The weights are under Apache-2.0. The training text is under 1 license, listed below; for 49.0% of its tokens "
         "none is known.",
     ):
         assert line in text.splitlines(), line
@@ -76,13 +78,13 @@ def test_a_folder_from_elsewhere_gets_a_short_card() -> None:
     assert "license" not in head(text)
     for absent in ("## Training", "## Data", "## Evaluation", "recipe.yaml", "None", "none is known"):
         assert absent not in text
-    assert "No licence was given for the weights. The licences of the training text are not recorded here." in text
+    assert "No license was given for the weights. The licenses of the training text are not recorded here." in text
 
 
-def test_licences_that_nobody_knows_are_called_so() -> None:
-    training = dataclasses.replace(TRAINING, licences=[Origin("unknown", 3_000_000, 1.0, 790)])
-    notice = dataclasses.replace(CARD, training=training, licence="").notice
-    assert notice == "No licence was given for the weights. The licences of the training text are unknown."
+def test_licenses_that_nobody_knows_are_called_so() -> None:
+    training = dataclasses.replace(TRAINING, licenses=[SourceRow("unknown", 3_000_000, 1.0, 790)])
+    notice = dataclasses.replace(CARD, training=training, license="").notice
+    assert notice == "No license was given for the weights. The licenses of the training text are unknown."
 
 
 @pytest.mark.parametrize("form", ["hf", "meta", "meta-safetensors", "gguf", "mlflow"])
@@ -93,11 +95,11 @@ def test_every_format_says_how_it_is_used(form: str) -> None:
 
 
 def test_long_tables_are_summed_up() -> None:
-    lines = [Origin(f"s{number}", 100 - number, 0.01, 1) for number in range(50)]
-    short = shortened(lines)
+    lines = [SourceRow(f"s{number}", 100 - number, 0.01, 1) for number in range(50)]
+    short = truncate(lines)
     assert len(short) == 20
-    assert short[-1] == Origin("31 more", sum(100 - number for number in range(19, 50)), pytest.approx(0.31), 31)
-    assert shortened(lines[:20]) == lines[:20]
+    assert short[-1] == SourceRow("31 more", sum(100 - number for number in range(19, 50)), pytest.approx(0.31), 31)
+    assert truncate(lines[:20]) == lines[:20]
 
 
 def test_the_digest_of_every_file_is_written(tmp_path: Path) -> None:
@@ -112,8 +114,8 @@ def test_the_digest_of_every_file_is_written(tmp_path: Path) -> None:
         assert hashlib.sha256((tmp_path / "hf" / name).read_bytes()).hexdigest() == digest
     manifest = json.loads((tmp_path / "hf" / "manifest.json").read_text())
     assert manifest["digests"] == {"data mix": "d" * 64, "code": "c0de"}
-    assert manifest["tokens_by_licence"] == {"CC BY-SA 4.0": 1_530_000, "unknown": 1_470_000}
-    assert "under Apache-2.0" in manifest["licence_notice"]
+    assert manifest["tokens_by_license"] == {"CC BY-SA 4.0": 1_530_000, "unknown": 1_470_000}
+    assert "under Apache-2.0" in manifest["license_notice"]
 
 
 def test_no_folder_appears_without_its_card(tmp_path: Path) -> None:

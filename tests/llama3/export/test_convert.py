@@ -10,6 +10,7 @@ import torch
 
 from llama3.export.convert import convert, open_source
 from llama3.model.files import load_model, open_model
+from llama3.model.param_table import PARAMS, param_table
 from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
@@ -18,8 +19,8 @@ CODER = tokenizer()
 
 @pytest.mark.parametrize("more", [{}, {**SCALED, "tied_embeddings": True}])
 def test_once_around_keeps_every_byte(tmp_path: Path, more: dict[str, Any]) -> None:
-    spec = shape(**more)
-    herd(tmp_path / "a", spec, torch.bfloat16, CODER)
+    config = shape(**more)
+    herd(tmp_path / "a", config, torch.bfloat16, CODER)
     for source, form, target, to in (
         ("a", "herd", "b", "hf"),
         ("b", "hf", "c", "meta"),
@@ -27,7 +28,7 @@ def test_once_around_keeps_every_byte(tmp_path: Path, more: dict[str, Any]) -> N
         ("d", "meta", "e", "hf"),
         ("e", "hf", "f", "herd"),
     ):
-        assert convert(tmp_path / source, form, tmp_path / target, to) == spec
+        assert convert(tmp_path / source, form, tmp_path / target, to) == config
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
     assert sorted(path.name for path in (tmp_path / "f").iterdir()) == files
@@ -52,6 +53,24 @@ def test_nothing_is_left_of_a_failed_conversion(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="export the model as hf"):
         convert(tmp_path / "a", "herd", tmp_path / "b", "meta")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("form", ["hf", "meta", "gguf"])
+def test_a_parameter_without_a_name_in_the_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    herd(tmp_path / "a", shape(), coder=CODER)
+    rows = tuple(row._replace(**{form: ""}) if row.name == "ffn.up" else row for row in PARAMS)
+    monkeypatch.setattr("llama3.model.param_table.PARAMS", rows)
+    param_table.cache_clear()
+    try:
+        message = rf"layers\.0\.ffn\.up\.weight: has no name in format {form}; add it to its row of PARAMS"
+        with pytest.raises(ValueError, match=message):
+            convert(tmp_path / "a", "herd", tmp_path / "b", form)
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        convert(tmp_path / "a", "herd", tmp_path / "c", "herd")
+    finally:
+        param_table.cache_clear()
 
 
 def test_an_existing_target_is_kept(tmp_path: Path) -> None:

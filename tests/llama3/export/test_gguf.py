@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llama3.export.convert import convert
-from llama3.export.gguf import FILE, frequency_divisors, gguf_name
+from llama3.export.gguf import FILE, frequency_divisors
+from llama3.model.param_table import param_table
 from llama3.model.rope import frequencies
 from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import difference, herd, shape, tokenizer, tokens
@@ -20,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied_embeddings": True},
     "multi-head": {"kv_heads": 8},
-    "scaled": {"rope_scaling": {"original": 256}, "max_seq": 2048},
+    "scaled": {"rope_scaling": {"original": 256}, "max_seq_len": 2048},
 }
 
 
@@ -65,9 +66,10 @@ def test_numbers_are_stored_as_asked_and_norms_as_fp32(
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf", dtype)
     found = {tensor.name: tensor for tensor in read(tmp_path / "gguf").tensors}
     state = dict(made.state_dict())
-    assert found.keys() == {gguf_name(name) for name in state}
+    names = {param.name: param.gguf for param in param_table(made.config, made.rows)}
+    assert (list(names), list(found)) == (list(state), list(names.values()))
     for name, value in state.items():
-        tensor = found[gguf_name(name)]
+        tensor = found[names[name]]
         stored = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         if value.ndim == 1:
             assert (tensor.tensor_type.name, torch.equal(stored, value)) == ("F32", True)
@@ -116,8 +118,8 @@ def test_the_tokenizer_inside_gives_our_ids(transformers: Any, tmp_path: Path) -
 @pytest.mark.parametrize("factor", [8, 32])
 def test_divisors_are_llama_cpps(factor: int) -> None:
     """By wavelength, as its converter computes them, and their quotients are our frequencies."""
-    spec = Model(preset="8b", rope_scaling={"factor": factor})
-    divisors = frequency_divisors(spec)
+    config = Model(preset="8b", rope_scaling={"factor": factor})
+    divisors = frequency_divisors(config)
     assert divisors is not None
     due = []
     for pair in range(64):
@@ -128,7 +130,7 @@ def test_divisors_are_llama_cpps(factor: int) -> None:
     assert divisors.tolist() == pytest.approx(due, rel=1e-6)
     assert 1 < sum(1 < value < factor for value in due) < 20
     plain = 500_000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
-    assert torch.allclose(plain / divisors, frequencies(128, 500_000.0, spec.rope_scaling), rtol=1e-6)
+    assert torch.allclose(plain / divisors, frequencies(128, 500_000.0, config.rope_scaling), rtol=1e-6)
     assert frequency_divisors(Model(preset="8b")) is None
 
 

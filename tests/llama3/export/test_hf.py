@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import llama3.model.files
-from llama3.export.hf import open_hugging_face, read_hugging_face_config, write_hugging_face
+from llama3.export.hf import HuggingFaceModel, read_hugging_face_config, write_hugging_face
 from llama3.model.files import StoredModel, open_model, save_model
 from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokenizer, tokens
@@ -19,7 +19,7 @@ from tests.llama3.export.export_samples import SCALED, difference, herd, same, s
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied_embeddings": True},
-    "scaled": {"rope_scaling": {"original": 256}, "max_seq": 2048},
+    "scaled": {"rope_scaling": {"original": 256}, "max_seq_len": 2048},
 }
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,8 +62,8 @@ def transformers() -> Any:
     return library
 
 
-def stored(folder: Path, spec: Model) -> StoredModel:
-    herd(folder / "source", spec)
+def stored(folder: Path, config: Model) -> StoredModel:
+    herd(folder / "source", config)
     return open_model(folder / "source")
 
 
@@ -92,15 +92,15 @@ def test_we_load_what_transformers_writes(transformers: Any, tmp_path: Path, cas
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size=cut)
     assert "rope_parameters" in json.loads((tmp_path / "theirs" / "config.json").read_text())
-    found = open_hugging_face(tmp_path / "theirs")
-    assert (found.spec, found.rows) == (made.spec, made.rows)
+    found = HuggingFaceModel(tmp_path / "theirs")
+    assert (found.config, found.rows) == (made.config, made.rows)
     assert same(state(found), dict(made.state_dict()))
 
 
 def test_from_theirs_to_ours_and_back_keeps_every_byte(transformers: Any, tmp_path: Path) -> None:
     write_hugging_face(tmp_path / "one", stored(tmp_path, shape()), dtype=torch.bfloat16)
-    source = open_hugging_face(tmp_path / "one")
-    save_model(tmp_path / "ours", source.spec, source.rows, state(source))
+    source = HuggingFaceModel(tmp_path / "one")
+    save_model(tmp_path / "ours", source.config, source.rows, state(source))
     write_hugging_face(tmp_path / "two", open_model(tmp_path / "ours"))
     files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -126,9 +126,9 @@ def test_the_tokenizer_goes_with_it(transformers: Any, tmp_path: Path) -> None:
 def test_a_published_configuration_is_the_preset(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED))
-    spec, rows = read_hugging_face_config(path)
+    config, rows = read_hugging_face_config(path)
     assert rows == 128_256
-    assert spec.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})
+    assert config.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_what_a_configuration_leaves_out_is_as_transformers_has_it(transformers:
     kept = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({key: PUBLISHED[key] for key in kept}))
-    spec, _ = read_hugging_face_config(path)
+    config, _ = read_hugging_face_config(path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert theirs.rope_parameters == {"rope_theta": spec.rope_theta, "rope_type": "default"}
-    assert (theirs.num_key_value_heads, theirs.rms_norm_eps) == (spec.kv_heads, spec.norm_eps)
-    assert (theirs.tie_word_embeddings, theirs.max_position_embeddings) == (spec.tied_embeddings, spec.max_seq)
+    assert theirs.rope_parameters == {"rope_theta": config.rope_theta, "rope_type": "default"}
+    assert (theirs.num_key_value_heads, theirs.rms_norm_eps) == (config.kv_heads, config.norm_eps)
+    assert (theirs.tie_word_embeddings, theirs.max_position_embeddings) == (config.tied_embeddings, config.max_seq_len)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -175,13 +175,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     save_file({**weights, "model.layers.1.self_attn.k_proj.bias": torch.zeros(16)}, path)
     with pytest.raises(ValueError, match=r"do not fit config.json in model.layers.1.self_attn.k_proj.bias"):
-        open_hugging_face(tmp_path)
+        HuggingFaceModel(tmp_path)
     save_file({key: value for key, value in weights.items() if key != name}, path)
     with pytest.raises(ValueError, match=rf"do not fit config.json in {name}"):
-        open_hugging_face(tmp_path)
+        HuggingFaceModel(tmp_path)
     save_file({**weights, name: weights[name][:8].clone()}, path)
     with pytest.raises(ValueError, match=rf"do not fit config.json in {name}"):
-        open_hugging_face(tmp_path)
+        HuggingFaceModel(tmp_path)
 
 
 def test_old_tables_and_a_repeated_tied_embedding_do_not_count(tmp_path: Path) -> None:
@@ -193,11 +193,11 @@ def test_old_tables_and_a_repeated_tied_embedding_do_not_count(tmp_path: Path) -
         "lm_head.weight": weights["model.embed_tokens.weight"].clone(),
     }
     save_file({**weights, **more}, path)
-    assert same(state(open_hugging_face(tmp_path)), state(open_model(tmp_path / "source")))
+    assert same(state(HuggingFaceModel(tmp_path)), state(open_model(tmp_path / "source")))
 
 
 def test_a_pickle_is_refused(tmp_path: Path) -> None:
     write_hugging_face(tmp_path, stored(tmp_path, shape()))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin: is a pickle.*save_pretrained"):
-        open_hugging_face(tmp_path)
+        HuggingFaceModel(tmp_path)

@@ -15,7 +15,7 @@ import llama3.model.files
 from llama3.evaluate.generate import generate
 from llama3.export.checks import logits_difference
 from llama3.export.convert import Format, convert
-from llama3.export.meta import halved, interleaved
+from llama3.export.meta import to_half_rope, to_interleaved_rope
 from llama3.model.files import load_model, save_model
 from tests.llama3.export.export_samples import SCALED, difference, herd, shape, tokenizer, tokens
 
@@ -87,7 +87,7 @@ Q_HF, Q_META = "model.layers.1.self_attn.q_proj.weight", "layers.1.attention.wq.
 MLP, FFN = "model.layers.0.mlp.", "layers.0.feed_forward."
 FAULTS: dict[str, tuple[Format, Callable[[Path], None]]] = {
     "hf, q permuted once more": (
-        "hf", lambda folder: change_hf(folder, lambda w: w.update({Q_HF: interleaved(w[Q_HF], 8)}))
+        "hf", lambda folder: change_hf(folder, lambda w: w.update({Q_HF: to_interleaved_rope(w[Q_HF], 8)}))
     ),
     "hf, gate and up swapped": (
         "hf", lambda folder: change_hf(folder, lambda w: swap(w, f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"))
@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[Format, Callable[[Path], None]]] = {
     "hf, scaling dropped": ("hf", lambda folder: change_json(folder / "config.json", "rope_scaling", None)),
     "hf, another epsilon": ("hf", lambda folder: change_json(folder / "config.json", "rms_norm_eps", 1e-6)),
     "meta, q not permuted": (
-        "meta", lambda folder: change_meta(folder, lambda w: w.update({Q_META: halved(w[Q_META], 8)}))
+        "meta", lambda folder: change_meta(folder, lambda w: w.update({Q_META: to_half_rope(w[Q_META], 8)}))
     ),
     "meta, w1 and w3 swapped": (
         "meta", lambda folder: change_meta(folder, lambda w: swap(w, f"{FFN}w1.weight", f"{FFN}w3.weight"))
@@ -111,7 +111,7 @@ def test_every_fault_changes_the_logits(transformers: Any, tmp_path: Path, fault
     made = herd(tmp_path / "ours", shape(**SCALED))
     with torch.no_grad():
         made.embedding.weight.mul_(0.02)  # of the size of fresh weights: epsilon then counts
-    save_model(tmp_path / "ours", made.spec, made.rows, made.state_dict())
+    save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())
     convert(tmp_path / "ours", "herd", tmp_path / "out", form)
     assert logits_difference(tmp_path / "out", form, tmp_path / "ours", "herd") == 0
     spoil(tmp_path / "out")
@@ -135,7 +135,7 @@ def test_the_command_of_the_card_writes_our_text(transformers: Any, tmp_path: Pa
     made = herd(tmp_path / "ours", shape(), coder=coder)
     with torch.no_grad():
         made.output.weight[coder.rows - 256 :] = 0  # we never write special tokens; no trained model wants to
-    save_model(tmp_path / "ours", made.spec, made.rows, made.state_dict())
+    save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

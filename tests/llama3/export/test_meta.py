@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import llama3.model.files
-from llama3.export.meta import halved, interleaved, open_meta, read_params, write_meta
+from llama3.export.meta import MetaModel, read_params, to_half_rope, to_interleaved_rope, write_meta
 from llama3.model.files import open_model
 from llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokens
@@ -90,17 +90,17 @@ def test_metas_computation_gives_our_logits(tmp_path: Path, more: dict[str, Any]
         assert difference(theirs, ours) < 1e-11
         heads = {"wq": 4, "wk": 2}
         for name in (name for name in w if name.split(".")[-2] in heads):
-            w[name] = halved(w[name], heads[name.split(".")[-2]])  # rows left in our order
+            w[name] = to_half_rope(w[name], heads[name.split(".")[-2]])  # rows left in our order
         assert difference(metas_logits(w, params, sequence[0]), ours) > 0.1
-    found = open_meta(tmp_path / "meta")
-    assert (found.spec, found.rows) == (made.spec, made.rows)
+    found = MetaModel(tmp_path / "meta")
+    assert (found.config, found.rows) == (made.config, made.rows)
     assert same(state(found), dict(made.state_dict()))
 
 
 def test_rows_change_places_as_the_text_says() -> None:
     ours = torch.arange(2 * 6).view(12, 1)  # two heads of six features
-    assert interleaved(ours, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert torch.equal(halved(interleaved(ours, 2), 2), ours)
+    assert to_interleaved_rope(ours, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert torch.equal(to_half_rope(to_interleaved_rope(ours, 2), 2), ours)
 
 
 def cut(folder: Path, ranks: int, kv_heads: int, state: dict[str, Tensor]) -> None:
@@ -129,7 +129,7 @@ def meta(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_files_of_all_ranks_are_merged(meta: Path, ranks: int) -> None:
     cut(meta, ranks, 2, torch.load(meta / "consolidated.00.pth", weights_only=True))
-    assert same(state(open_meta(meta)), state(open_model(meta.parent / "ours")))
+    assert same(state(MetaModel(meta)), state(open_model(meta.parent / "ours")))
 
 
 def test_copies_of_a_head_that_differ_are_refused(meta: Path) -> None:
@@ -138,7 +138,7 @@ def test_copies_of_a_head_that_differ_are_refused(meta: Path) -> None:
     part["layers.1.attention.wk.weight"] += 1
     torch.save(part, meta / "consolidated.03.pth")
     with pytest.raises(ValueError, match=r"consolidated.03.pth: layers.1.attention.wk.weight differs from file 2"):
-        state(open_meta(meta))
+        state(MetaModel(meta))
 
 
 def test_safetensors_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_safetensors_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = herd(tmp_path / "ours", shape())
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), pickled=False)
     assert (tmp_path / "meta" / "consolidated.safetensors.index.json").is_file()
-    assert same(state(open_meta(tmp_path / "meta")), dict(made.state_dict()))
+    assert same(state(MetaModel(tmp_path / "meta")), dict(made.state_dict()))
 
 
 def test_a_pickle_that_runs_code_is_refused_and_not_run(meta: Path) -> None:
@@ -156,10 +156,10 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(meta: Path) -> None:
 
     torch.save({"tok_embeddings.weight": Bad()}, meta / "consolidated.00.pth")
     with pytest.raises(ValueError, match=r"consolidated.00.pth: cannot be read as plain tensors"):
-        open_meta(meta)
+        MetaModel(meta)
     (meta / "consolidated.00.pth").write_bytes(pickle.dumps(Bad()))
     with pytest.raises(ValueError, match=r"consolidated.00.pth: cannot be read as plain tensors"):
-        open_meta(meta)
+        MetaModel(meta)
     assert not (meta / "was-here").exists()
 
 
@@ -168,27 +168,27 @@ def test_what_is_not_whole_is_refused(meta: Path) -> None:
     cut(meta, 2, 2, weights)
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
     with pytest.raises(ValueError, match=r"lacks consolidated.00.pth; name a whole folder"):
-        open_meta(meta)
+        MetaModel(meta)
     (meta / "consolidated.02.pth").rename(meta / "consolidated.00.pth")
     (meta / "consolidated.01.pth").unlink()
     with pytest.raises(ValueError, match=r"do not fit params.json in .*; is this a whole folder of Llama 3"):
-        open_meta(meta)
+        MetaModel(meta)
     (meta / "consolidated.00.pth").unlink()
     with pytest.raises(ValueError, match=r"lacks consolidated.00.pth or consolidated.safetensors"):
-        open_meta(meta)
+        MetaModel(meta)
     torch.save({**weights, "layers.0.attention.wq.bias": torch.zeros(4)}, meta / "consolidated.00.pth")
     with pytest.raises(ValueError, match=r"do not fit params.json in layers.0.attention.wq.bias"):
-        open_meta(meta)
+        MetaModel(meta)
     torch.save([1, 2], meta / "consolidated.00.pth")
     with pytest.raises(ValueError, match=r"is not a mapping of names to tensors"):
-        open_meta(meta)
+        MetaModel(meta)
 
 
 def test_a_truncated_file_is_refused(meta: Path) -> None:
     file = meta / "consolidated.00.pth"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"consolidated.00.pth: cannot be read"):
-        open_meta(meta)
+        MetaModel(meta)
 
 
 def test_the_8b_is_read_from_published_settings(tmp_path: Path) -> None:
@@ -197,6 +197,6 @@ def test_the_8b_is_read_from_published_settings(tmp_path: Path) -> None:
         "multiple_of": 1024, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
     }  # fmt: skip
     (tmp_path / "params.json").write_text(json.dumps(params))
-    spec, rows = read_params(tmp_path / "params.json", tied=False)
+    config, rows = read_params(tmp_path / "params.json", tied=False)
     assert rows == 128_256
-    assert spec.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})
+    assert config.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.export.meta import hidden_size, meta_settings, multiplier_for, read_params
+from llama3.export.meta import ffn_multiplier, hidden_size, meta_settings, read_params
 from llama3.recipe.sections import Model, RopeScaling
 from tests.llama3.export.export_samples import SCALED, shape
 
@@ -26,7 +26,7 @@ def test_published_shapes_have_the_published_numbers(preset: str, multiplier: fl
 
 @given(dim=st.integers(8, 32_768), ffn=st.integers(8, 131_072))
 def test_any_hidden_size_has_a_multiplier(dim: int, ffn: int) -> None:
-    assert hidden_size(dim, *multiplier_for(dim, ffn)) == ffn
+    assert hidden_size(dim, *ffn_multiplier(dim, ffn)) == ffn
 
 
 def read(folder: Path, params: Any, tied: bool = False) -> Model:
@@ -37,8 +37,8 @@ def read(folder: Path, params: Any, tied: bool = False) -> Model:
 @pytest.mark.parametrize("more", [{}, SCALED, {**SCALED, "rope_scaling": {"factor": 32}}])
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip(tmp_path: Path, more: dict[str, Any], tied: bool) -> None:
-    spec = shape(**more, tied_embeddings=tied)
-    assert read(tmp_path, meta_settings(spec, 83), tied) == spec
+    config = shape(**more, tied_embeddings=tied)
+    assert read(tmp_path, meta_settings(config, 83), tied) == config
 
 
 def test_the_factor_of_published_files_is_known(tmp_path: Path) -> None:

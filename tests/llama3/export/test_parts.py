@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llama3.export.convert import convert, open_source
-from llama3.export.meta import check_parts, cut_part, open_meta, write_meta
-from llama3.export.names import LAYER
+from llama3.export.meta import MetaModel, check_parts, cut_part, write_meta
 from llama3.model.files import open_model, save_model
+from llama3.model.param_table import layer_params
 from tests.llama3.export.export_samples import herd, same, shape, state, tokenizer
 
 CODER = tokenizer()
@@ -35,8 +35,8 @@ def test_a_model_cut_for_ranks_is_the_same_model(tmp_path: Path, parts: int, tie
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), parts=parts)
     files = [f"consolidated.{rank:02}.pth" for rank in range(parts)]
     assert sorted(path.name for path in (tmp_path / "meta").iterdir()) == [*files, "params.json"]
-    found = open_meta(tmp_path / "meta")
-    assert found.spec.tied_embeddings == tied
+    found = MetaModel(tmp_path / "meta")
+    assert found.config.tied_embeddings == tied
     assert digests(state(found)) == digests(dict(made.state_dict()))
 
 
@@ -108,8 +108,8 @@ def test_a_part_owns_its_memory(tmp_path: Path) -> None:
     write_meta(tmp_path / "meta", source, parts=8)
     largest = max(path.stat().st_size for path in (tmp_path / "meta").glob("*.pth"))
     assert largest < (tmp_path / "ours" / "model.safetensors").stat().st_size / 4
-    q = LAYER[1].at(0)
-    part = cut_part(q, source.tensor(q.ours), source.spec, 0, 8)
+    q = next(param for param in layer_params(source.config) if param.row.name == "attention.q")
+    part = cut_part(q, source.tensor(q.name), source.config, 0, 8)
     assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
@@ -120,7 +120,7 @@ def test_numbers_too_large_for_fp16_are_refused(tmp_path: Path) -> None:
     made = herd(tmp_path / "large", shape(), torch.bfloat16)
     with torch.no_grad():
         made.norm.weight[3] = 70_000
-    save_model(tmp_path / "large", made.spec, made.rows, made.state_dict())
+    save_model(tmp_path / "large", made.config, made.rows, made.state_dict())
     with pytest.raises(ValueError, match=r"norm.weight: holds 7.\d+e\+04, too large for fp16 .* choose bf16"):
         convert(tmp_path / "large", "herd", tmp_path / "out", "hf", "fp16")
     assert not (tmp_path / "out").exists()

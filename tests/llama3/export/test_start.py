@@ -13,21 +13,21 @@ import torch
 import llama3.model.files
 from llama3.export.convert import convert, import_weights
 from llama3.model.files import open_model, read_config
-from llama3.recipe.sections import Start
+from llama3.recipe.sections import InitFrom
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
 CODER = tokenizer()
 
 
-def start(origin: object, form: str = "hf") -> Start:
-    return Start.model_validate({"from": str(origin), "format": form})
+def start(origin: object, form: str = "hf") -> InitFrom:
+    return InitFrom.model_validate({"path": str(origin), "format": form})
 
 
 @pytest.mark.parametrize("form", ["herd", "hf", "meta"])
 def test_training_starts_from_any_format(tmp_path: Path, form: Any) -> None:
     made = herd(tmp_path / "a", shape(), torch.bfloat16, CODER)
     convert(tmp_path / "a", "herd", tmp_path / "b", form)
-    asked = shape(max_seq=512)
+    asked = shape(max_seq_len=512)
     assert import_weights(start(tmp_path / "b", form), tmp_path / "model", asked, CODER.rows) == asked
     assert read_config(tmp_path / "model") == (asked, CODER.rows)
     assert same(state(open_model(tmp_path / "model")), dict(made.state_dict()))
@@ -50,7 +50,7 @@ def test_weights_under_a_uri_are_copied_and_the_copy_deleted(
     import_weights(start(origin), tmp_path / "model", shape())
     assert same(state(open_model(tmp_path / "model")), dict(made.state_dict()))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "model"]
-    with pytest.raises(ValueError, match=r"start.from: memory://.*-not holds no weights \(0 files\)"):
+    with pytest.raises(ValueError, match=r"init_from.path: memory://.*-not holds no weights \(0 files\)"):
         import_weights(start(origin + "-not"), tmp_path / "other")
 
 
@@ -74,5 +74,5 @@ def test_another_shape_is_refused(tmp_path: Path, asked: dict[str, Any], message
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     herd(tmp_path / "a", shape())
-    with pytest.raises(ValueError, match=r"start.from: .*a has 83 embedding rows, the recipe's tokenizer 512"):
+    with pytest.raises(ValueError, match=r"init_from.path: .*a has 83 embedding rows, the recipe's tokenizer 512"):
         import_weights(start(tmp_path / "a", "herd"), tmp_path / "model", rows=512)

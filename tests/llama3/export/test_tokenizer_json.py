@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from llama3.tokens.adversarial_strings import hostile
+from llama3.tokens.adversarial_strings import adversarial_strings
 from llama3.tokens.hf_tokenizer import hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
 from llama3.tokens.vocabulary import PATTERN
@@ -21,7 +21,7 @@ def test_no_fuzz_string_differs(vocabulary: str, count: int, request: pytest.Fix
     coder = tokenizer() if vocabulary == "trained" else published(request.getfixturevalue("shared"))
     theirs = HuggingFaceTokenizer.from_str(hugging_face_json(coder.base, coder.specials, PATTERN))
     # a special token that a text spells is text to us and a token to Hugging Face: the data path never uses theirs
-    texts = [text for text in hostile(count) if "<|" not in text]
+    texts = [text for text in adversarial_strings(count) if "<|" not in text]
     assert len(texts) > 0.9 * count
     found = [encoding.ids for encoding in theirs.encode_batch_fast(texts, add_special_tokens=False)]
     different = [text for text, ids in zip(texts, found, strict=True) if coder.encode(text) != ids]

@@ -18,16 +18,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama3.evaluate.gate import Check, Unfinished
+from llama3.evaluate.gate import Check, CheckUnfinished
 from llama3.export import checks, hf, meta
-from llama3.export.checks import EXPORT, RELOAD, TOKENIZER, checked, is_of_the_machine, vet_model, vet_tokenizer
+from llama3.export.checks import EXPORT, RELOAD, TOKENIZER, check_model, check_tokenizer, checked, is_machine_error
 from llama3.model.files import CONFIG, WEIGHTS
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
 
 
 def vetted(folder: Path) -> dict[str, Check]:
-    return {check.metric: check for check in vet_model(folder, folder.parent / "scratch")}
+    return {check.metric: check for check in check_model(folder, folder.parent / "scratch")}
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_full_disk_says_nothing_of_the_model(folder: Path) -> None:
-    with full_disk(), pytest.raises(Unfinished, match=f"{EXPORT}: the check did not come to its end"):
-        vet_model(folder, folder.parent / "scratch")
+    with full_disk(), pytest.raises(CheckUnfinished, match=f"{EXPORT}: the check did not come to its end"):
+        check_model(folder, folder.parent / "scratch")
     assert vetted(folder)[EXPORT].passed
 
 
@@ -132,9 +132,9 @@ def test_what_is_of_the_machine(error: Exception, of_the_machine: bool) -> None:
     def fail() -> str:
         raise error
 
-    assert is_of_the_machine(error) == of_the_machine
+    assert is_machine_error(error) == of_the_machine
     if of_the_machine:
-        with pytest.raises(Unfinished):
+        with pytest.raises(CheckUnfinished):
             checked("x", fail)
     else:
         assert not checked("x", fail).passed
@@ -159,7 +159,7 @@ def test_swapped_parameters_are_named(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_that_are_not_permuted_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta, "halved", lambda weight, heads: weight)
+    monkeypatch.setattr(meta, "to_half_rope", lambda weight, heads: weight)
     assert vetted(folder)[EXPORT].reason == "the export to Meta changes layers.0.attention.q.weight"
 
 
@@ -177,11 +177,11 @@ def test_a_wrong_setting_shows_in_the_logits(
 
 
 def test_the_tokenizer_must_be_that_of_the_tokens(folder: Path) -> None:
-    assert vet_tokenizer(folder, tokenizer().digest).passed
+    assert check_tokenizer(folder, tokenizer().digest).passed
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
-    found = vet_tokenizer(folder, other.digest)
+    found = check_tokenizer(folder, other.digest)
     assert (found.metric, found.passed) == (TOKENIZER, False)
     assert other.digest[:12] in found.reason
     for path in folder.glob("tokenizer*"):
         shutil.move(path, folder.parent / path.name)
-    assert not vet_tokenizer(folder, other.digest).passed
+    assert not check_tokenizer(folder, other.digest).passed

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from llama3.model.attention import visible
-from llama3.model.init import build
+from llama3.model.attention import attention_mask
+from llama3.model.init import build_model
 from llama3.model.linear import use_float8
-from llama3.model.recompute import gate_product, gated, made_again
+from llama3.model.recompute import gate_product, recomputed, swiglu
 from llama3.model.rope import rotation
 from llama3.model.transformer import Block
 from llama3.recipe.sections import Model
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-SPEC = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq=32)
+SPEC = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq_len=32)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -46,7 +46,7 @@ class Counted:
 def loss(make: Counted, x: Tensor, weights: list[Tensor]) -> Tensor:
     """Return a sum of products that all read one value."""
     value = make(x)
-    with made_again(value, make, x):
+    with recomputed(value, make, x):
         return sum((torch.tanh(value @ weight).sum() for weight in weights), torch.zeros((), dtype=x.dtype))
 
 
@@ -93,7 +93,7 @@ def test_a_graph_that_no_backward_pass_visits_leaves_too(no_collector: None) -> 
 def test_an_operation_that_keeps_its_own_result_does_not_stay(no_collector: None) -> None:
     """A saved result that still knows its operation keeps it, and that the result, until the collector runs."""
     x = random(5, 4).requires_grad_()
-    with made_again(value := x * 2, lambda x: x * 2, x):
+    with recomputed(value := x * 2, lambda x: x * 2, x):
         result = torch.tanh(value)
     memory = StorageWeakRef(result.untyped_storage())
     del result
@@ -112,7 +112,7 @@ def test_readers_may_see_any_part_of_it(start: int, size: int, turned: bool) -> 
             return (part.mT.exp() * theirs.mT).sum() if turned else (part * part * theirs).sum()
 
     (expected,) = torch.autograd.grad(total(lambda _: nullcontext()), x)
-    (found,) = torch.autograd.grad(total(lambda value: made_again(value, lambda x: x * 2, x)), x)
+    (found,) = torch.autograd.grad(total(lambda value: recomputed(value, lambda x: x * 2, x)), x)
     assert torch.equal(found, expected)
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_made_again_without_gradients_or_a_wish(no_collector: None) -
     with torch.no_grad():
         loss(make, x, [weight])
     value = make(x)
-    with made_again(value, make, x, wanted=False):
+    with recomputed(value, make, x, wanted=False):
         total = (value @ weight).sum()
     total.backward()
     assert len(make.made) == 2
@@ -131,7 +131,7 @@ def test_nothing_is_made_again_without_gradients_or_a_wish(no_collector: None) -
 def test_the_gated_product_has_the_bits_of_torch(dtype: torch.dtype) -> None:
     gate, up, outer = (random(7, 33, seed=n, dtype=dtype) for n in range(3))
     gate, up = gate.requires_grad_(), up.requires_grad_()
-    plain, ours = F.silu(gate) * up, gated(gate, up)
+    plain, ours = F.silu(gate) * up, swiglu(gate, up)
     assert torch.equal(ours, plain)
     assert torch.equal(gate_product(gate.detach(), up.detach()), plain)
     pairs = zip(
@@ -141,11 +141,11 @@ def test_the_gated_product_has_the_bits_of_torch(dtype: torch.dtype) -> None:
 
 
 def test_the_gated_product_has_the_gradient_of_its_value() -> None:
-    assert torch.autograd.gradcheck(gated, (random(3, 5).requires_grad_(), random(3, 5, seed=1).requires_grad_()))
+    assert torch.autograd.gradcheck(swiglu, (random(3, 5).requires_grad_(), random(3, 5, seed=1).requires_grad_()))
 
 
 def block(dtype: torch.dtype, exact: bool, float8: bool) -> Block:
-    model = build(SPEC, 64, 0, dtype, torch.device("cpu"))
+    model = build_model(SPEC, 64, 0, dtype, torch.device("cpu"))
     for module in model.modules():
         if hasattr(module, "exact"):
             module.exact = exact
@@ -162,13 +162,13 @@ def run_block(layer: Block, x: Tensor, **how: Any) -> list[Tensor]:
     table = rotation(positions, SPEC.dim // SPEC.heads, SPEC.rope_theta, SPEC.rope_scaling, torch.float32)
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    out = layer(x, table, visible(None, positions, positions, x.dtype, False), **how)
+    out = layer(x, table, attention_mask(None, positions, positions, x.dtype, False), **how)
     out.backward(random(*out.shape, seed=9, dtype=out.dtype))
     gradients = [x.grad, *(weight.grad for weight in layer.parameters())]
     return [out, *(one for one in gradients if one is not None)]
 
 
-@pytest.mark.parametrize("how", [{"spare": True}, {"spare": True, "feed_again": True}], ids=["spare", "feed again"])
+@pytest.mark.parametrize("how", [{"spare": True}, {"spare": True, "recompute_ffn": True}], ids=["spare", "feed again"])
 @pytest.mark.parametrize(
     ("dtype", "exact", "float8"),
     [

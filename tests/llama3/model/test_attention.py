@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from llama3.model.attention import AttentionMask, _blocks, _flex, attend, document_lengths, readable
+from llama3.model.attention import AttentionMask, _blocks, _flex, attend, can_attend, document_lengths
 from llama3.model.comms import NoComms
 from llama3.model.linear import RMSNorm
 
@@ -15,9 +15,9 @@ HEADS, GROUPS, SIZE = 4, 2, 8
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def inputs(batch: int, seq: int, seed: int = 0) -> Qkv:
+def inputs(batch: int, seq_len: int, seed: int = 0) -> Qkv:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(batch, seq, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    shapes = [(batch, seq_len, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
     q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
     return q, k, v
 
@@ -42,11 +42,11 @@ def equal(one: torch.Tensor, other: torch.Tensor, wrt: Qkv) -> None:
     rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3), seed=st.integers(0, 9)
 )
 def test_documents_one_by_one_equal_the_mask(rows: list[list[int]], seed: int) -> None:
-    seq = max(map(sum, rows))
-    numbers = [[n for n, length in enumerate([*row, seq - sum(row)]) for _ in range(length)] for row in rows]
-    documents, positions = torch.tensor(numbers), torch.arange(seq)
-    mask = readable(documents, positions, positions)
-    qkv = inputs(len(rows), seq, seed)
+    seq_len = max(map(sum, rows))
+    numbers = [[n for n, length in enumerate([*row, seq_len - sum(row)]) for _ in range(length)] for row in rows]
+    documents, positions = torch.tensor(numbers), torch.arange(seq_len)
+    mask = can_attend(documents, positions, positions)
+    qkv = inputs(len(rows), seq_len, seed)
     reference = written_out(*qkv, mask)
     equal(attend(*qkv, AttentionMask(mask=mask)), reference, qkv)
     equal(attend(*qkv, AttentionMask(lengths=document_lengths(documents))), reference, qkv)
@@ -54,18 +54,18 @@ def test_documents_one_by_one_equal_the_mask(rows: list[list[int]], seed: int) -
 
 def test_no_form_is_plain_causal() -> None:
     qkv, positions = inputs(2, 33), torch.arange(33)
-    equal(attend(*qkv, AttentionMask()), written_out(*qkv, readable(None, positions, positions)), qkv)
+    equal(attend(*qkv, AttentionMask()), written_out(*qkv, can_attend(None, positions, positions)), qkv)
 
 
 def test_a_block_mask_holds_for_keys_in_another_order() -> None:
     """The mask that CUDA takes under context parallelism; its kernel is torch's own slow one here, forward only."""
-    seq = 256
-    positions, order = torch.arange(seq), torch.arange(seq).view(4, -1)[[0, 3, 1, 2]].flatten()
+    seq_len = 256
+    positions, order = torch.arange(seq_len), torch.arange(seq_len).view(4, -1)[[0, 3, 1, 2]].flatten()
     documents = torch.stack([positions // 100, positions // 37])
-    q, k, v = (x.detach() for x in inputs(2, seq))
+    q, k, v = (x.detach() for x in inputs(2, seq_len))
     here = order[:128]
     got = _flex(q[:, here], k[:, order], v[:, order], _blocks(documents, here, order))
-    expected = written_out(q, k, v, readable(documents, positions, positions))[:, here]
+    expected = written_out(q, k, v, can_attend(documents, positions, positions))[:, here]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 

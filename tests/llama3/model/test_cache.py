@@ -9,20 +9,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.init import build
-from llama3.model.kv_cache import Cache, Padded, reading
+from llama3.model.init import build_model
+from llama3.model.kv_cache import Cache, PaddedCache, with_cache
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model, RopeScaling
 
 ROWS = 40
 SPEC = Model(
-    layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq=64, rope_theta=50.0, rope_scaling=RopeScaling(original=16)
+    layers=2,
+    dim=32,
+    ffn=48,
+    heads=4,
+    kv_heads=2,
+    max_seq_len=64,
+    rope_theta=50.0,
+    rope_scaling=RopeScaling(original=16),
 )
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    made = build(SPEC, ROWS, 3, torch.float32, torch.device("cpu"))
+    made = build_model(SPEC, ROWS, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)
@@ -41,7 +48,7 @@ def close(found: torch.Tensor, due: torch.Tensor) -> bool:
 @torch.inference_mode()
 def test_a_text_in_parts_is_the_text(model: Transformer, sizes: list[int]) -> None:
     tokens_1S, cache = some(sum(sizes)), Cache(sum(sizes))
-    twin = reading(model, cache)
+    twin = with_cache(model, cache)
     parts = [twin(part, cache.visible(part.shape[1], part.device)) for part in tokens_1S.split(sizes, 1)]
     assert close(torch.cat(parts, 1), model(tokens_1S))
 
@@ -49,7 +56,7 @@ def test_a_text_in_parts_is_the_text(model: Transformer, sizes: list[int]) -> No
 @torch.inference_mode()
 def test_a_text_is_cut_and_continued(model: Transformer) -> None:
     cache = Cache(20)
-    twin, begin, other = reading(model, cache), some(12), some(8, seed=1)
+    twin, begin, other = with_cache(model, cache), some(12), some(8, seed=1)
     twin(begin)
     cache.cut(7)
     found = twin(other, cache.visible(8, other.device))
@@ -59,13 +66,13 @@ def test_a_text_is_cut_and_continued(model: Transformer) -> None:
 @torch.inference_mode()
 def test_sequences_of_different_lengths_go_on_together(model: Transformer) -> None:
     texts = [some(length, length) for length in (3, 9, 6)]
-    together = Padded(15, 4, 9)
+    together = PaddedCache(15, 4, 9)
     for row, text in enumerate(texts):
         cache = Cache(9)
-        reading(model, cache)(text)
+        with_cache(model, cache)(text)
         together.put(slice(row, row + 1 + (row == 2)), cache)
     texts.append(texts[-1])
-    twin = reading(model, together)
+    twin = with_cache(model, together)
     for step in range(6):
         if step == 3:
             together.keep(torch.tensor([3, 0]))
@@ -79,7 +86,7 @@ def test_sequences_of_different_lengths_go_on_together(model: Transformer) -> No
 
 def test_a_full_cache_says_so(model: Transformer) -> None:
     cache = Cache(5)
-    twin = reading(model, cache)
+    twin = with_cache(model, cache)
     twin(some(4))
     with pytest.raises(ValueError, match="room for 5 tokens cannot hold 6"):
         twin(some(2))
@@ -87,12 +94,12 @@ def test_a_full_cache_says_so(model: Transformer) -> None:
 
 def test_padded_sequences_take_one_token_at_a_time() -> None:
     with pytest.raises(ValueError, match="2 tokens at once cannot follow"):
-        Padded(8, 2, 3).visible(2, torch.device("cpu"))
+        PaddedCache(8, 2, 3).visible(2, torch.device("cpu"))
 
 
 def test_the_model_that_is_read_with_shares_weights_and_leaves_the_other_alone(model: Transformer) -> None:
     cache = Cache(8)
-    twin = reading(model, cache)
+    twin = with_cache(model, cache)
     assert [a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True)] == [True] * len(
         list(model.parameters())
     )
@@ -109,6 +116,6 @@ def test_compiled_layers_are_read_with_as_they_are(model: Transformer) -> None:
     tokens, compiled, cache = some(6), deepcopy(model), Cache(6)
     for layer in compiled.layers.values():
         layer.compile(backend="eager")
-    twin = reading(compiled, cache)
+    twin = with_cache(compiled, cache)
     twin(tokens[:, :5])
     assert close(twin(tokens[:, 5:], cache.visible(1, tokens.device)), model(tokens)[:, 5:])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.attention import SHORTEST, _starts, document_lengths, readable, visible
+from llama3.model.attention import SHORTEST, _starts, attention_mask, can_attend, document_lengths
 
 batches = st.integers(1, 3).flatmap(
     lambda batch: st.lists(
@@ -18,7 +18,7 @@ batches = st.integers(1, 3).flatmap(
 @given(numbers=batches, order=st.permutations(range(12)), held=st.integers(1, 12))
 def test_a_query_reads_its_document_up_to_itself(numbers: list[list[int]], order: list[int], held: int) -> None:
     queries, keys = torch.tensor(order[:held]), torch.tensor(order)
-    mask = readable(torch.tensor(numbers), queries, keys)
+    mask = can_attend(torch.tensor(numbers), queries, keys)
     for sequence, row in enumerate(numbers):
         for q, asking in enumerate(order[:held]):
             for t, asked in enumerate(order):
@@ -39,13 +39,13 @@ def test_lengths_and_starts_are_runs_of_one_number_that_end_with_their_sequence(
 def test_each_batch_takes_the_cheapest_form_on_the_cpu() -> None:
     positions = torch.arange(8 * SHORTEST)
     halves = (positions >= 4 * SHORTEST).long().expand(2, -1)
-    assert visible(None, positions, positions) == (None, None, None, None)
-    assert visible(halves, positions, positions).lengths == (4 * SHORTEST,) * 4
-    crumbs = visible(positions.expand(2, -1), positions, positions)
-    compiled = visible(halves, positions, positions, compiled=True)
-    elsewhere = visible(halves, positions[::2], positions)
+    assert attention_mask(None, positions, positions) == (None, None, None, None)
+    assert attention_mask(halves, positions, positions).lengths == (4 * SHORTEST,) * 4
+    crumbs = attention_mask(positions.expand(2, -1), positions, positions)
+    compiled = attention_mask(halves, positions, positions, compiled=True)
+    elsewhere = attention_mask(halves, positions[::2], positions)
     for masked, queries in ((crumbs, positions), (compiled, positions), (elsewhere, positions[::2])):
         assert masked.lengths is None
         assert masked.mask is not None
         assert masked.mask.shape == (2, 1, len(queries), len(positions))
-    assert visible(None, positions[::2], positions).mask is not None, "no documents, but keys in another order"
+    assert attention_mask(None, positions[::2], positions).mask is not None, "no documents, but keys in another order"

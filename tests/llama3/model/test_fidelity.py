@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llama3.export.hf import hugging_face_settings
-from llama3.export.names import names
-from llama3.model.init import STD, build
+from llama3.model.init import STD, build_model
+from llama3.model.param_table import param_table
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 
 ROWS = 83
-SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq": 131_072}
+SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq_len": 131_072}
 SCALED = {"factor": 8, "original": 512}
 """Of 16 rotary pairs 4 keep their frequency, 2 are blended and 10 slowed: the three parts of the rule."""
 CASES: dict[str, dict[str, Any]] = {
@@ -39,14 +39,14 @@ def transformers() -> Any:
     return library
 
 
-def ours(spec: Model, spread: float | None = None) -> Transformer:
+def ours(config: Model, spread: float | None = None) -> Transformer:
     """Return a model whose norms are not 1; with `spread`, a product of normed inputs has that standard deviation.
 
     0.7 makes attention far from uniform. transformers computes rotary angles in fp32: at position 1,500 they are off by
     3e-5 radians, which is why larger weights, whose attention is sharper, would differ by more than 1e-5.
     """
-    model = build(spec, ROWS, 7, torch.float32, torch.device("cpu"))
-    wide = spread / STD / spec.dim**0.5 if spread else 1.0
+    model = build_model(config, ROWS, 7, torch.float32, torch.device("cpu"))
+    wide = spread / STD / config.dim**0.5 if spread else 1.0
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.mul_(wide if parameter.ndim > 1 else 1 + 0.02 * index)
@@ -55,22 +55,22 @@ def ours(spec: Model, spread: float | None = None) -> Transformer:
 
 def theirs(transformers: Any, model: Transformer, **other: Any) -> Any:
     """Return transformers' model with our weights and settings, some of them replaced by `other`."""
-    settings = {**hugging_face_settings(model.spec, ROWS, torch.float32), **other}
+    settings = {**hugging_face_settings(model.config, ROWS, torch.float32), **other}
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings))
-    state = {name.hugging_face: model.state_dict()[name.ours].clone() for name in names(model.spec)}
+    state = {param.hf: model.state_dict()[param.name].clone() for param in param_table(model.config, ROWS)}
     lost = made.load_state_dict(state, strict=False)
     assert not lost.unexpected_keys
-    assert set(lost.missing_keys) <= ({"lm_head.weight"} if model.spec.tied_embeddings else set())
+    assert set(lost.missing_keys) <= ({"lm_head.weight"} if model.config.tied_embeddings else set())
     return made
 
 
-def tokens(batch: int, seq: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, ROWS, (batch, seq), generator=torch.Generator().manual_seed(seed))
+def tokens(batch: int, seq_len: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, ROWS, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
-def error(transformers: Any, model: Transformer, seq: int, **other: Any) -> float:
+def error(transformers: Any, model: Transformer, seq_len: int, **other: Any) -> float:
     """Return the largest difference of logits relative to the largest logit."""
-    tokens_BS = tokens(2, seq)
+    tokens_BS = tokens(2, seq_len)
     with torch.no_grad():
         logits, expected = model(tokens_BS, None), theirs(transformers, model, **other)(tokens_BS).logits
     assert expected.abs().max() > 1  # a model that does something
@@ -78,16 +78,16 @@ def error(transformers: Any, model: Transformer, seq: int, **other: Any) -> floa
 
 
 @pytest.mark.parametrize(
-    ("case", "seq"),
+    ("case", "seq_len"),
     [
         *((case, 300) for case in CASES),
         ("scaled", 1500),
-        *(pytest.param(case, seq, marks=pytest.mark.slow) for case in CASES for seq in (7, 1500)),
+        *(pytest.param(case, seq_len, marks=pytest.mark.slow) for case in CASES for seq_len in (7, 1500)),
     ],
 )
-def test_logits_are_equal(transformers: Any, case: str, seq: int) -> None:
+def test_logits_are_equal(transformers: Any, case: str, seq_len: int) -> None:
     model = ours(Model(**{**SHAPE, **CASES[case]}), spread=0.7)
-    assert error(transformers, model, seq) < 1e-5
+    assert error(transformers, model, seq_len) < 1e-5
 
 
 @pytest.mark.parametrize(

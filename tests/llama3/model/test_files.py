@@ -15,15 +15,15 @@ from torch import Tensor
 
 import llama3.model.files
 from llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 
 SPEC = Model(preset="tiny")
 
 
-def model(spec: Model = SPEC) -> Transformer:
-    return build(spec, 50, 1, torch.float32, torch.device("cpu"))
+def model(config: Model = SPEC) -> Transformer:
+    return build_model(config, 50, 1, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip(tmp_path: Path, tied: bool) -> None:
-    spec = Model(preset="tiny", tied_embeddings=tied)
-    made = model(spec)
-    save_model(tmp_path, spec, 50, made.state_dict())
+    config = Model(preset="tiny", tied_embeddings=tied)
+    made = model(config)
+    save_model(tmp_path, config, 50, made.state_dict())
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert torch.equal(load_model(tmp_path)(tokens, None), made(tokens, None))
-    assert read_config(tmp_path) == (spec, 50)
+    assert read_config(tmp_path) == (config, 50)
     assert next(load_model(tmp_path, torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
@@ -90,7 +90,7 @@ def test_files_are_written_while_the_weights_come(tmp_path: Path) -> None:
 
 
 def test_a_model_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = model(), build(SPEC, 50, 2, torch.float32, torch.device("cpu"))
+    old, new = model(), build_model(SPEC, 50, 2, torch.float32, torch.device("cpu"))
     for limit, made in ((30_000, old), (10**9, new), (50_000, old), (30_000, new)):
         monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", limit)
         save_model(tmp_path, SPEC, 50, made.state_dict())

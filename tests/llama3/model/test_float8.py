@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.model.linear import Linear, Scaling, check_device, float8_product, use_float8
 from llama3.recipe.sections import Model
 
@@ -47,11 +47,11 @@ def test_zeros_stay_zeros() -> None:
 
 def test_a_model_learns_in_float8() -> None:
     """Blocks multiply in float8, the output in bf16; the loss of one batch falls as in bf16."""
-    spec = Model(layers=2, dim=32, ffn=64, heads=2, kv_heads=1, max_seq=32)
+    config = Model(layers=2, dim=32, ffn=64, heads=2, kv_heads=1, max_seq_len=32)
     tokens = torch.randint(0, 48, (2, 17), generator=torch.Generator().manual_seed(0))
     ends = []
     for float8 in (False, True):
-        model = build(spec, 48, 0, torch.float32, torch.device("cpu"))
+        model = build_model(config, 48, 0, torch.float32, torch.device("cpu"))
         model.compute = torch.bfloat16
         if float8:
             use_float8(model.layers)

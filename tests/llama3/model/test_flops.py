@@ -10,23 +10,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from llama3.model.flops import document_flops, flops_per_token, parameter_count
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 
-TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq=64)
+TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq_len=64)
 ROWS = 256
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_attention_is_what_a_counter_sees_of_a_step(tied: bool) -> None:
     """By torch's plain attention: its counter knows no flash kernel of the CPU."""
-    seq = 64
-    spec = TINY.model_copy(update={"tied_embeddings": tied})
-    model = build(spec, ROWS, 0, torch.float32, torch.device("cpu"))
-    tokens = torch.arange(seq).view(1, seq)
+    seq_len = 64
+    config = TINY.model_copy(update={"tied_embeddings": tied})
+    model = build_model(config, ROWS, 0, torch.float32, torch.device("cpu"))
+    tokens = torch.arange(seq_len).view(1, seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, None, tokens).sum().backward()
-    assert counter.get_total_flops() == seq * flops_per_token(spec, ROWS, seq).full
+    assert counter.get_total_flops() == seq_len * flops_per_token(config, ROWS, seq_len).full
 
 
 def test_published_figures() -> None:
@@ -38,11 +38,11 @@ def test_published_figures() -> None:
     assert eight.full / eight.six_n == pytest.approx(1.286, abs=0.001)
 
 
-@given(seq=st.integers(1, 10**6))
-def test_full_counts_twice_the_attention_of_causal(seq: int) -> None:
-    flops = flops_per_token(TINY, ROWS, seq)
+@given(seq_len=st.integers(1, 10**6))
+def test_full_counts_twice_the_attention_of_causal(seq_len: int) -> None:
+    flops = flops_per_token(TINY, ROWS, seq_len)
     assert flops.full - flops.six_n == pytest.approx(2 * (flops.causal - flops.six_n))
-    assert flops.full - flops.six_n == 12.0 * TINY.layers * seq * TINY.dim
+    assert flops.full - flops.six_n == 12.0 * TINY.layers * seq_len * TINY.dim
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20))
@@ -56,6 +56,6 @@ def test_documents_cost_at_most_what_one_sequence_of_them_does(lengths: list[int
 
 def test_parameters_are_those_of_the_model() -> None:
     for tied in (False, True):
-        spec = TINY.model_copy(update={"tied_embeddings": tied})
-        model = build(spec, ROWS, 0, torch.float32, torch.device("cpu"))
-        assert parameter_count(spec, ROWS) == sum(parameter.numel() for parameter in model.parameters())
+        config = TINY.model_copy(update={"tied_embeddings": tied})
+        model = build_model(config, ROWS, 0, torch.float32, torch.device("cpu"))
+        assert parameter_count(config, ROWS) == sum(parameter.numel() for parameter in model.parameters())

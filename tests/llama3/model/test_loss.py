@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama3.model.loss
-from llama3.model.loss import token_nats
+from llama3.model.loss import token_nll
 
 
 def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,9 +39,9 @@ def test_value_and_gradients_equal_plain_cross_entropy(
     """Weighted tokens take the way that computes again; a sum, and any multiple of it, the one that does not."""
     small_chunks(monkeypatch, chunk)
     hidden, weight, targets, scale = problem(torch.float64)
-    nats, expected = token_nats(hidden, weight, targets), plain(hidden, weight, targets)
-    torch.testing.assert_close(nats, expected, rtol=1e-13, atol=1e-13)
-    losses = ((x * scale).sum() if weighted else x.sum() / 3 for x in (nats, expected))
+    nll, expected = token_nll(hidden, weight, targets), plain(hidden, weight, targets)
+    torch.testing.assert_close(nll, expected, rtol=1e-13, atol=1e-13)
+    losses = ((x * scale).sum() if weighted else x.sum() / 3 for x in (nll, expected))
     got, wanted = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
@@ -49,14 +49,14 @@ def test_value_and_gradients_equal_plain_cross_entropy(
 
 def test_gradcheck() -> None:
     hidden, weight, targets, _ = problem(torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: token_nats(h, w, targets), (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: token_nll(h, w, targets), (hidden, weight))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_backward_twice_gives_the_same(weighted: bool) -> None:
     hidden, weight, targets, scale = problem(torch.float64)
-    nats = token_nats(hidden, weight, targets)
-    loss = (nats * scale).sum() if weighted else nats.sum() / 3
+    nll = token_nll(hidden, weight, targets)
+    loss = (nll * scale).sum() if weighted else nll.sum() / 3
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     for again in (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2)):
         for one, other in zip(first, again, strict=True):
@@ -65,21 +65,21 @@ def test_backward_twice_gives_the_same(weighted: bool) -> None:
 
 def test_z_loss_changes_gradients_and_not_the_value() -> None:
     hidden, weight, targets, _ = problem(torch.float64)
-    nats = token_nats(hidden, weight, targets, 0.1)
-    assert torch.equal(nats, token_nats(hidden, weight, targets))
+    nll = token_nll(hidden, weight, targets, 0.1)
+    assert torch.equal(nll, token_nll(hidden, weight, targets))
     z = (hidden @ weight.T).logsumexp(-1)
     expected = plain(hidden, weight, targets).sum() + 0.1 * (z**2)[targets != -100].sum()
-    got = torch.autograd.grad(nats.sum(), (hidden, weight))
+    got = torch.autograd.grad(nll.sum(), (hidden, weight))
     for one, other in zip(got, torch.autograd.grad(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_bf16_products_keep_fp32_sums_and_gradients() -> None:
     hidden, weight, targets, _ = problem(torch.float32)
-    nats = token_nats(hidden.bfloat16(), weight, targets)
-    assert nats.dtype == torch.float32
-    assert (nats - plain(hidden, weight, targets)).abs().max() < 0.2  # bf16 keeps 8 bits of logits near 20
-    nats.sum().backward()
+    nll = token_nll(hidden.bfloat16(), weight, targets)
+    assert nll.dtype == torch.float32
+    assert (nll - plain(hidden, weight, targets)).abs().max() < 0.2  # bf16 keeps 8 bits of logits near 20
+    nll.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     expected = torch.autograd.grad(plain(hidden, weight, targets).sum(), weight)[0]
@@ -91,10 +91,10 @@ def test_no_gradients_are_made_where_none_are_asked_for(monkeypatch: pytest.Monk
     sweep = llama3.model.loss._sweep
     monkeypatch.setattr(llama3.model.loss, "_sweep", lambda p, s, g: made.append(g) or sweep(p, s, g))
     hidden, weight, targets, _ = problem(torch.float32)
-    token_nats(hidden.detach(), weight.detach(), targets)
+    token_nll(hidden.detach(), weight.detach(), targets)
     with torch.no_grad():
-        token_nats(hidden, weight, targets)
-    token_nats(hidden, weight, targets).sum().backward()
+        token_nll(hidden, weight, targets)
+    token_nll(hidden, weight, targets).sum().backward()
     assert made == [False, False, True]
 
 
@@ -104,7 +104,7 @@ def test_memory_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets, _ = problem(torch.float32)
 
     with Largest() as seen:
-        token_nats(hidden, weight, targets).sum().backward()
+        token_nll(hidden, weight, targets).sum().backward()
     assert weight.numel() <= seen.elements < 30 * 50
 
 

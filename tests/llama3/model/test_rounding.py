@@ -7,10 +7,10 @@ def product_moves() -> None:
     """Multiply operands at every alignment, on one thread; MKL reads its mode at the first product of a process."""
     import torch
 
-    from llama3.model.rounding import MODE, keep_rounding
+    from llama3.model.rounding import MODE, use_reproducible_matmul
 
     os.environ.pop(MODE, None)
-    keep_rounding()
+    use_reproducible_matmul()
     torch.manual_seed(0)
     room = torch.empty(64 * 64 + 16)
     for rows in (1, 3, 16):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llama3.model.flops import flops_per_token, parameter_count
-from llama3.model.init import build, empty, initial_value
+from llama3.model.init import build_model, empty_model, initial_value
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 
@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 Array = np.ndarray
 
 
-def spec(tied: bool = False) -> Model:
+def config(tied: bool = False) -> Model:
     return Model(
         layers=2,
         dim=24,
         ffn=40,
         heads=6,
         kv_heads=2,
-        max_seq=64,
+        max_seq_len=64,
         tied_embeddings=tied,
         rope_theta=1000.0,
         norm_eps=1e-3,
@@ -81,33 +81,33 @@ def reference(shape: Model, w: dict[str, Array], tokens: Array, documents: Array
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_equals_an_independent_implementation(tied: bool) -> None:
-    model = scaled(build(spec(tied), ROWS, 3, torch.float64, CPU))
+    model = scaled(build_model(config(tied), ROWS, 3, torch.float64, CPU))
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, (2, 11)))
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
     w = {name: value.detach().numpy() for name, value in model.named_parameters()}
-    expected = np.stack([reference(spec(tied), w, tokens[b].numpy(), documents[b].numpy()) for b in range(2)])
+    expected = np.stack([reference(config(tied), w, tokens[b].numpy(), documents[b].numpy()) for b in range(2)])
     assert np.abs(expected).max() > 1  # logits of a model that does something
     with torch.no_grad():
         np.testing.assert_allclose(model(tokens, documents).numpy(), expected, rtol=0, atol=1e-10)
 
 
 def test_targets_give_the_likelihood_of_the_logits() -> None:
-    model = scaled(build(spec(), ROWS, 3, torch.float64, CPU))
+    model = scaled(build_model(config(), ROWS, 3, torch.float64, CPU))
     tokens = torch.arange(22).view(2, 11) % ROWS
     targets = (tokens * 7 + 1) % ROWS
     targets[0, 3] = targets[1, 10] = -100
-    nats = model(tokens, torch.zeros_like(tokens), targets)
+    nll = model(tokens, torch.zeros_like(tokens), targets)
     expected = torch.nn.functional.cross_entropy(
         model(tokens, None).flatten(0, 1), targets.flatten(), reduction="none", ignore_index=-100
     )
-    torch.testing.assert_close(nats.flatten(), expected, rtol=0, atol=1e-12)
-    assert nats[0, 3] == 0
-    assert nats[1, 10] == 0
+    torch.testing.assert_close(nll.flatten(), expected, rtol=0, atol=1e-12)
+    assert nll[0, 3] == 0
+    assert nll[1, 10] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_packed_documents_equal_documents_alone(dtype: torch.dtype) -> None:
-    model = scaled(build(spec(), ROWS, 3, dtype, CPU))
+    model = scaled(build_model(config(), ROWS, 3, dtype, CPU))
     lengths = [5, 1, 9, 3]
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, ROWS, sum(lengths)))
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
@@ -120,23 +120,23 @@ def test_packed_documents_equal_documents_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_document_has_the_same_bits_with_and_without_a_mask(dtype: torch.dtype) -> None:
-    model = build(Model(preset="tiny"), ROWS, 0, dtype, CPU)
+    model = build_model(Model(preset="tiny"), ROWS, 0, dtype, CPU)
     tokens = torch.arange(2 * 96).view(2, 96) % ROWS
     with torch.no_grad():
         assert torch.equal(model(tokens, None), model(tokens, torch.zeros_like(tokens)))
 
 
 def test_initial_weights_are_a_function_of_seed_and_name() -> None:
-    whole = dict(build(spec(), ROWS, 5, torch.float32, CPU).named_parameters())
+    whole = dict(build_model(config(), ROWS, 5, torch.float32, CPU).named_parameters())
     for name in reversed(whole):  # another order, one at a time: as another layout would draw them
-        assert torch.equal(whole[name], initial_value(spec(), 5, name, whole[name].shape).float())
-    other = dict(build(spec(), ROWS, 6, torch.float32, CPU).named_parameters())
+        assert torch.equal(whole[name], initial_value(config(), 5, name, whole[name].shape).float())
+    other = dict(build_model(config(), ROWS, 6, torch.float32, CPU).named_parameters())
     assert not torch.equal(whole["layers.0.ffn.up.weight"], other["layers.0.ffn.up.weight"])
     assert not torch.equal(whole["layers.0.ffn.up.weight"], whole["layers.1.ffn.up.weight"])
 
 
 def test_initial_scales() -> None:
-    model = build(Model(preset="tiny", layers=8), 512, 0, torch.float32, CPU)
+    model = build_model(Model(preset="tiny", layers=8), 512, 0, torch.float32, CPU)
     w = dict(model.named_parameters())
     assert w["embedding.weight"].std().item() == pytest.approx(0.02, rel=0.03)
     assert w["layers.3.ffn.up.weight"].std().item() == pytest.approx(0.02, rel=0.03)
@@ -150,12 +150,12 @@ def test_initial_scales() -> None:
 )
 def test_published_sizes(preset: str, count: int) -> None:
     shape = Model(preset=preset)
-    assert sum(parameter.numel() for parameter in empty(shape, 128_256).parameters()) == count
+    assert sum(parameter.numel() for parameter in empty_model(shape, 128_256).parameters()) == count
     assert parameter_count(shape, 128_256) == count
 
 
 def test_count_of_tied_model() -> None:
-    assert parameter_count(spec(True), ROWS) == sum(p.numel() for p in empty(spec(True), ROWS).parameters())
+    assert parameter_count(config(True), ROWS) == sum(p.numel() for p in empty_model(config(True), ROWS).parameters())
 
 
 def test_flops_per_token() -> None:

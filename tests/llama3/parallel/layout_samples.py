@@ -7,22 +7,40 @@ from typing import Any
 import numpy as np
 import torch
 
-from llama3.model.init import build
+from llama3.model.init import build_model, initial_value
 from llama3.model.transformer import Transformer
-from llama3.parallel.comms import held_positions
+from llama3.parallel.comms import cp_positions
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext, init_distributed, whole
-from llama3.parallel.parallelize import build_parts
+from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
 from llama3.recipe.sections import Model
-from llama3.train.optimizer import squared_norm
+from llama3.train.train_step import squared_norm
 
 ROWS, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
 
 
 def shape(**changes: Any) -> Model:
     """Four layers, grouped queries, nothing tied."""
-    numbers = {"layers": 4, "dim": 32, "ffn": 48, "heads": 8, "kv_heads": 4, "max_seq": SEQ}
+    numbers = {"layers": 4, "dim": 32, "ffn": 48, "heads": 8, "kv_heads": 4, "max_seq_len": SEQ}
     return Model.model_validate({**numbers, **changes})
+
+
+def build_parts(
+    config: Model,
+    rows: int,
+    seed: int,
+    world: ParallelContext,
+    master: torch.dtype,
+    compute: torch.dtype | None,
+    exact: bool = False,
+) -> dict[int, Transformer]:
+    """Return this process's pipeline stages with the initial weights of `seed`."""
+    from llama3.parallel.parallelize import empty_parts, fill
+
+    parts = empty_parts(config, rows, world, master, compute, exact)
+    for model in parts.values():
+        model.to_empty(device=world.device)
+    fill(parts.values(), lambda name, shape: initial_value(config, seed, name, shape), world)
+    return parts
 
 
 def batch(documents: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -37,35 +55,35 @@ def batch(documents: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Ten
 
 
 def alone(
-    spec: Model, documents: bool, micro_batch: int = SEQUENCES, z_loss: float = 0.0
+    config: Model, documents: bool, micro_batch: int = SEQUENCES, z_loss: float = 0.0
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Return the sum of nats and its gradients in one process, float64."""
-    model = build(spec, ROWS, SEED, torch.float64, torch.device("cpu"))
+    model = build_model(config, ROWS, SEED, torch.float64, torch.device("cpu"))
     model.z_loss = z_loss
-    nats = _train([model], batch(documents), micro_batch)
-    return nats, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    nll = _train([model], batch(documents), micro_batch)
+    return nll, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def cut(
-    layout: dict[str, Any], spec_changes: dict[str, Any], documents: bool, micro_batch: int = 2, z_loss: float = 0.0
+    layout: dict[str, Any], config_changes: dict[str, Any], documents: bool, micro_batch: int = 2, z_loss: float = 0.0
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Return what `alone` does, computed by the processes of `layout`: the sum over them, whole gradients."""
-    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
-        spec = shape(**spec_changes)
-        parts = build_parts(spec, ROWS, SEED, world, torch.float64, None)
+    with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world:
+        config = shape(**config_changes)
+        parts = build_parts(config, ROWS, SEED, world, torch.float64, None)
         for part in parts.values():
             part.z_loss = z_loss
         share = my_share(world, batch(documents))
         if world.layout.pp > 1:
             from llama3.parallel.pipeline import Pipeline
 
-            nats_BS = Pipeline(parts, world).run(*share, micro_batch)
-            nats = 0.0 if nats_BS is None else float(nats_BS.sum())
+            nll_BS = Pipeline(parts, world).run(*share, micro_batch)
+            nll = 0.0 if nll_BS is None else float(nll_BS.sum())
         else:
-            nats = _train(list(parts.values()), share, micro_batch, world.layout.zero)
-        counted = torch.tensor(nats if world.first_of_copy else 0.0, dtype=torch.float64)
+            nll = _train(list(parts.values()), share, micro_batch, world.layout.zero)
+        counted = torch.tensor(nll if world.is_tp_rank0 else 0.0, dtype=torch.float64)
         gradients = {
-            name: whole(p.grad).numpy()
+            name: full_tensor(p.grad).numpy()
             for part in parts.values()
             for name, p in part.named_parameters()
             if p.grad is not None
@@ -78,7 +96,7 @@ def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | No
     tokens, documents, targets = data
     dp, cp = world.axis("dp"), world.axis("cp")
     rows = slice(dp.rank * SEQUENCES // dp.size, (dp.rank + 1) * SEQUENCES // dp.size)
-    here = held_positions(SEQ, cp.rank, cp.size)
+    here = cp_positions(SEQ, cp.rank, cp.size)
     return tokens[rows][:, here], None if documents is None else documents[rows], targets[rows][:, here]
 
 
@@ -90,9 +108,9 @@ def _train(models: list[Transformer], data: Any, micro_batch: int, zero: int = 2
     for first in range(0, len(tokens), micro_batch):
         part = slice(first, first + micro_batch)
         last_micro_batch(model, first + micro_batch >= len(tokens), zero)
-        nats = model(tokens[part], None if documents is None else documents[part], targets[part])
-        nats.sum().backward()
-        total += float(nats.detach().sum())
+        nll = model(tokens[part], None if documents is None else documents[part], targets[part])
+        nll.sum().backward()
+        total += float(nll.detach().sum())
     return total
 
 
@@ -100,7 +118,7 @@ def norm_of_replicated_and_sharded() -> float:
     """Return this rank's part of the squared norm of four gradients of 3 that both hold and four of 1 cut in two."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    with init_distributed("cpu", 60, Layout(tp=2), meshed=True):
+    with init_distributed("cpu", 240, Layout(tp=2), meshed=True):
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
         parameters = []
         for gradient, place in ((torch.full((4,), 3.0), Replicate()), (torch.ones(2), Shard(0))):

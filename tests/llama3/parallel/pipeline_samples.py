@@ -19,11 +19,11 @@ from llama3.model.init import initial_value
 from llama3.model.recompute import _Promise
 from llama3.model.transformer import Transformer
 from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext, init_distributed, whole
-from llama3.parallel.parallelize import build_parts
+from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
 from llama3.parallel.pipeline import Pipeline, _Stage
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
+from tests.llama3.parallel.layout_samples import build_parts
 
 ROWS, SEED = 48, 3
 backward = _Stage.backward_one_chunk
@@ -31,17 +31,17 @@ Result = tuple[np.ndarray | None, dict[str, np.ndarray]]
 
 
 class Step(NamedTuple):
-    """One batch: sequences of `seq` tokens, `micro_batch` at a time."""
+    """One batch: sequences of `seq_len` tokens, `micro_batch` at a time."""
 
     sequences: int = 8
     micro_batch: int = 2
-    seq: int = 12
+    seq_len: int = 12
     documents: bool = False
 
 
 def shape() -> Model:
     """Six layers, so that eight stages leave the ends with embedding and output alone."""
-    return Model.model_validate({"layers": 6, "dim": 16, "ffn": 24, "heads": 4, "kv_heads": 2, "max_seq": 64})
+    return Model.model_validate({"layers": 6, "dim": 16, "ffn": 24, "heads": 4, "kv_heads": 2, "max_seq_len": 64})
 
 
 def alone(steps: list[Step]) -> list[Result]:
@@ -51,36 +51,36 @@ def alone(steps: list[Step]) -> list[Result]:
     for step in steps:
         tokens, documents, targets = batch(step)
         model.zero_grad()
-        nats = []
+        nll = []
         for first in range(0, step.sequences, step.micro_batch):
             rows = slice(first, first + step.micro_batch)
-            nats.append(model(tokens[rows], None if documents is None else documents[rows], targets[rows]))
-            nats[-1].sum().backward()
-        results.append((torch.cat(nats).detach().numpy(), gradients([model])))
+            nll.append(model(tokens[rows], None if documents is None else documents[rows], targets[rows]))
+            nll[-1].sum().backward()
+        results.append((torch.cat(nll).detach().numpy(), gradients([model])))
     return results
 
 
 def piped(layouts: list[dict[str, Any]], steps: list[Step]) -> list[list[Result]]:
     """Return what `alone` does for each of several layouts (of one pp): this rank's part of it."""
-    with init_distributed("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+    with init_distributed("cpu", 240, Layout(**layouts[0]), meshed=True) as world:
         return [_run(replace(world, layout=Layout(**layout)), steps) for layout in layouts]
 
 
 def evaluated(layout: dict[str, Any], step: Step) -> list[Result]:
     """Return nats before, in and after a training step, and gradients after the first and the last."""
-    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
+    with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world:
         parts = my_parts(world)
         pipeline, data = Pipeline(parts, world), batch(step)
         results = []
         for play in (pipeline.evaluate, pipeline.run, pipeline.evaluate):
-            nats = play(*data, step.micro_batch)
-            results.append((None if nats is None else nats.numpy(), gradients(list(parts.values()))))
+            nll = play(*data, step.micro_batch)
+            results.append((None if nll is None else nll.numpy(), gradients(list(parts.values()))))
         return results
 
 
 def buffers(layout: dict[str, Any], step: Step) -> list[int]:
     """Return the elements that this rank's stages hold to receive into after a step, and those held in caches."""
-    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world:
+    with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world:
         pipeline = Pipeline(my_parts(world), world)
         pipeline.run(*batch(step), step.micro_batch)
         (schedule,) = pipeline.schedules.values()
@@ -98,16 +98,16 @@ def returned(layout: dict[str, Any], step: Step) -> list[int]:
 
     def watched(stage: _Stage, number: int, **more: Any) -> None:
         waiting = [out for stage in stages for outs, _ in stage.fwd_cache.values() for out in outs if not stage.is_last]
-        assert all(out.shape == (step.micro_batch, step.seq, shape().dim) for out in waiting)
+        assert all(out.shape == (step.micro_batch, step.seq_len, shape().dim) for out in waiting)
         sizes.append(sum(out.untyped_storage().nbytes() // out.element_size() for out in waiting))
         backward(stage, number, **more)
 
     with (
-        init_distributed("cpu", 60, Layout(**layout), meshed=True) as world,
+        init_distributed("cpu", 240, Layout(**layout), meshed=True) as world,
         patch.object(_Stage, "backward_one_chunk", watched),
     ):
         pipeline = Pipeline(my_parts(world), world)
-        stages = pipeline._schedule(step.micro_batch, step.seq, step.sequences // step.micro_batch, True).stages
+        stages = pipeline._schedule(step.micro_batch, step.seq_len, step.sequences // step.micro_batch, True).stages
         pipeline.run(*batch(step), step.micro_batch)
     return sizes
 
@@ -126,7 +126,7 @@ def promises(layout: dict[str, Any], step: Step) -> tuple[int, int, int]:
         most = max(most, sum(each.value is not None for each in alive))
         return value
 
-    with init_distributed("cpu", 60, Layout(**layout), meshed=True) as world, patch.object(_Promise, "read", watched):
+    with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world, patch.object(_Promise, "read", watched):
         pipeline = Pipeline(my_parts(world), world)
         gc.disable()  # only counts of references free memory
         pipeline.run(*batch(step), step.micro_batch)
@@ -140,8 +140,8 @@ def _run(world: ParallelContext, steps: list[Step]) -> list[Result]:
     for step in steps:
         for mine in parts.values():
             mine.zero_grad()
-        nats = pipeline.run(*batch(step), step.micro_batch)
-        results.append((None if nats is None else nats.numpy(), gradients(list(parts.values()))))
+        nll = pipeline.run(*batch(step), step.micro_batch)
+        results.append((None if nll is None else nll.numpy(), gradients(list(parts.values()))))
     return results
 
 
@@ -154,18 +154,18 @@ def my_parts(world: ParallelContext) -> dict[int, Transformer]:
 
 def part(layers: range, first: bool, last: bool, dtype: torch.dtype = torch.float64) -> Transformer:
     """Return a part of the model with its initial weights."""
-    spec = shape()
-    model = Transformer(spec, ROWS, layers, first, last).to(dtype)
+    config = shape()
+    model = Transformer(config, ROWS, layers, first, last).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(spec, SEED, name, parameter.shape))
+            parameter.copy_(initial_value(config, SEED, name, parameter.shape))
     return model
 
 
 def batch(step: Step) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return tokens, documents and targets, some of them absent."""
     generator = torch.Generator().manual_seed(11)
-    size = step.sequences, step.seq
+    size = step.sequences, step.seq_len
     tokens, targets = (torch.randint(0, ROWS, size, generator=generator) for _ in range(2))
     targets[torch.rand(size, generator=generator) < 0.2] = -100
     starts = torch.rand(size, generator=generator) < 0.2
@@ -183,7 +183,7 @@ def sharded(layouts: list[dict[str, Any]], step: Step, compute: str | None = Non
 
     With `compute` weights are fp32 and products of that type, else all is fp64. dp ranks take turns with sequences.
     """
-    with init_distributed("cpu", 60, Layout(**layouts[0]), meshed=True) as world:
+    with init_distributed("cpu", 240, Layout(**layouts[0]), meshed=True) as world:
         return [_sharded(replace(world, layout=Layout(**layout)), step, compute) for layout in layouts]
 
 
@@ -197,10 +197,10 @@ def _sharded(world: ParallelContext, step: Step, compute: str | None) -> dict[st
         for mine in parts.values():
             mine.zero_grad()
         with Collectives() as counted:
-            nats = pipeline.run(*mine_BS, step.micro_batch)
+            nll = pipeline.run(*mine_BS, step.micro_batch)
     groups = sum(isinstance(m, FSDPModule) and any(True for _ in own(m)) for p in parts.values() for m in p.modules())
-    found = {name: whole(p.grad).numpy() for mine in parts.values() for name, p in mine.named_parameters()}
-    same = nats is before is None or bool(torch.equal(nats, before))
+    found = {name: full_tensor(p.grad).numpy() for mine in parts.values() for name, p in mine.named_parameters()}
+    same = nll is before is None or bool(torch.equal(nll, before))
     return {"gradients": found, "groups": groups, "calls": dict(counted.calls), "evaluates": same}
 
 

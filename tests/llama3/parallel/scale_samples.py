@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_iter
 
 from llama3.model.transformer import Transformer
 from llama3.parallel.check_layout import check_layout
-from llama3.parallel.comm_trace import TYPES, imagined, trace
+from llama3.parallel.comm_trace import TYPES, fake_process_group, trace
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
-from llama3.parallel.mesh import ParallelContext, local
+from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.parallel.parallelize import empty_parts, last_micro_batch
 from llama3.parallel.pipeline import give_up_data
 from llama3.recipe.sections import Model
@@ -26,7 +26,7 @@ ROWS = 512
 
 def shape(**changes: Any) -> Model:
     """Three layers, uneven on purpose: no two dimensions are equal."""
-    numbers = {"layers": 3, "dim": 64, "ffn": 224, "heads": 8, "kv_heads": 4, "max_seq": 512}
+    numbers = {"layers": 3, "dim": 64, "ffn": 224, "heads": 8, "kv_heads": 4, "max_seq_len": 512}
     return Model.model_validate({**numbers, **changes})
 
 
@@ -38,10 +38,10 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    compute = TYPES[load.compute]
+    compute = TYPES[load.precision]
     master = torch.promote_types(compute, torch.float32)
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True, create=True)  # else attention is in fp32
-    with amx, imagined(Layout(**layout), world, rank) as place:
+    with amx, fake_process_group(Layout(**layout), world, rank) as place:
         parts = empty_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
         part = next(iter(parts.values()))
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -57,15 +57,15 @@ def all_held(requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[
 
 
 def _run(part: Transformer, place: ParallelContext, load: Load, last: bool) -> dict[str, int]:
-    tokens = load.seq // place.layout.cp
+    tokens = load.seq_len // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
-    documents_BS = torch.zeros(load.micro_batch, load.seq, dtype=torch.int64) if place.layout.cp > 1 else None
+    documents_BS = torch.zeros(load.micro_batch, load.seq_len, dtype=torch.int64) if place.layout.cp > 1 else None
     last_micro_batch(part, last, place.layout.zero)
     with Alive(watch=last) as alive:
         x = here_BS
         if part.embedding is None:  # what the stage before sent belongs to this one
-            shape_BSD = load.micro_batch, tokens // place.layout.tp, part.spec.dim
-            x = torch.zeros(shape_BSD, dtype=TYPES[load.compute], requires_grad=True)
+            shape_BSD = load.micro_batch, tokens // place.layout.tp, part.config.dim
+            x = torch.zeros(shape_BSD, dtype=TYPES[load.precision], requires_grad=True)
         out = part(x, documents_BS, None if part.norm is None else here_BS)
         if part.norm is None:  # it was sent
             give_up_data(out)
@@ -109,27 +109,31 @@ class Alive(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return local(tensor).untyped_storage()
+    return to_local(tensor).untyped_storage()
 
 
-def traced(spec: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[str]:
+def traced(config: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[str]:
     """Return the trace of each request (layout, world, rank, load) as JSON."""
-    return [trace(spec, rows, Layout(**layout), world, rank, load).as_json() for layout, world, rank, load in requests]
+    return [
+        trace(config, rows, Layout(**layout), world, rank, load).as_json() for layout, world, rank, load in requests
+    ]
 
 
-def checked(spec: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, Load, Sequence[int]]]) -> list[Any]:
+def checked(config: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, Load, Sequence[int]]]) -> list[Any]:
     """Return the check of each request (layout, world, load, ranks); the process may join a real group afterwards."""
-    found = [check_layout(spec, rows, Layout(**layout), world, load, ranks) for layout, world, load, ranks in requests]
+    found = [
+        check_layout(config, rows, Layout(**layout), world, load, ranks) for layout, world, load, ranks in requests
+    ]
     assert not torch.distributed.is_initialized()
     return found
 
 
-def names_and_shapes(layout: dict[str, Any], world: int) -> list[dict[str, tuple[tuple[int, ...], int]]]:
-    """Return, for each rank of `world`, the global shape of every parameter and the elements that it holds."""
+def names_and_shapes(layout: dict[str, Any], world: int) -> list[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Return, for each rank of `world`, the global and the local shape of every parameter."""
     found = []
     for rank in range(world):
-        with imagined(Layout(**layout), world, rank) as place:
+        with fake_process_group(Layout(**layout), world, rank) as place:
             parts = empty_parts(shape(), ROWS, place, torch.float32, None)
             named = [pair for part in parts.values() for pair in part.named_parameters()]
-            found.append({name: (tuple(each.shape), local(each).numel()) for name, each in named})
+            found.append({name: (tuple(each.shape), tuple(to_local(each).shape)) for name, each in named})
     return found

@@ -31,13 +31,13 @@ def test_the_published_rows_are_accepted(world: int, cp: int, dp: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "world", "message"),
     [
-        ({"tp": 16}, 16, "cluster.layout.tp: 16 does not divide kv_heads 8; of all of them"),
-        ({"tp": 3}, 3, "cluster.layout.tp: 3 does not divide heads 128, kv_heads 8, ffn 53248; of all of them"),
+        ({"tp": 16}, 16, "cluster.layout.tp: 16 does not divide kv_heads 8; use one of"),
+        ({"tp": 3}, 3, "cluster.layout.tp: 3 does not divide heads 128, kv_heads 8, ffn 53248; use one of"),
         ({"tp": 8, "pp": 3}, 64, "tp 8 x cp 1 x pp 3 = 24 does not divide 64 processes; start 72"),
-        ({"pp": 16, "virtual": 9}, 16, "cluster.layout.pp: 16 x virtual 9 stages are too many for 126 layers"),
-        ({"virtual": 2}, 1, "cluster.layout.virtual: 2 stages per process need pp above 1"),
-        ({"pp": 2, "virtual": 2, "schedule": "1f1b"}, 2, "1f1b has one stage per process, virtual is 2"),
-        ({"replicas": 3}, 4, "cluster.layout.replicas: 3 does not divide the data-parallel size 4"),
+        ({"pp": 16, "vpp": 9}, 16, "cluster.layout.pp: 16 x vpp 9 stages are too many for 126 layers"),
+        ({"vpp": 2}, 1, "cluster.layout.vpp: 2 stages per process need pp above 1"),
+        ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, 2, "1f1b has one stage per process, vpp is 2"),
+        ({"dp_replicate": 3}, 4, "cluster.layout.dp_replicate: 3 does not divide the data-parallel size 4"),
         ({"tp": 2, "async_tp": True}, 2, "cluster.layout.async_tp: needs compile: true"),
         ({"pp": 2, "schedule": "zero-bubble", "zero": 3}, 4, "zero"),
     ],
@@ -52,10 +52,10 @@ def test_a_tied_embedding_cannot_be_piped() -> None:
         Layout(pp=2).check(published("1b"), ROWS, 2)
 
 
-@given(tp=st.integers(1, 8), cp=st.integers(1, 4), seq=st.integers(1, 4096))
-def test_a_sequence_is_accepted_when_every_part_is_whole(tp: int, cp: int, seq: int) -> None:
+@given(tp=st.integers(1, 8), cp=st.integers(1, 4), seq_len=st.integers(1, 4096))
+def test_a_sequence_is_accepted_when_every_part_is_whole(tp: int, cp: int, seq_len: int) -> None:
     """Context parallelism needs two equal chunks for each process, sequence parallelism equal parts of both."""
     chunks = 2 * cp if cp > 1 else 1
-    fits = seq % chunks == 0 and seq // chunks % tp == 0
-    with nullcontext() if fits else pytest.raises(ValueError, match=f"sequence {seq} does not split"):
-        Layout(tp=tp, cp=cp).check_sequence(seq)
+    fits = seq_len % chunks == 0 and seq_len // chunks % tp == 0
+    with nullcontext() if fits else pytest.raises(ValueError, match=f"sequence {seq_len} does not split"):
+        Layout(tp=tp, cp=cp).check_sequence(seq_len)

@@ -24,9 +24,9 @@ def expected(documents: bool, z_loss: float, **changes: Any) -> tuple[float, dic
 
 
 def check(world: int, layout: dict[str, Any], documents: bool = True, z_loss: float = 0.0, **changes: Any) -> None:
-    nats, gradients = expected(documents, z_loss, **changes)
+    nll, gradients = expected(documents, z_loss, **changes)
     found = run(world, cut, layout, changes, documents, 2, z_loss)
-    assert found[0][0] == pytest.approx(nats, rel=1e-13)
+    assert found[0][0] == pytest.approx(nll, rel=1e-13)
     whole = {name: gradient for _, part in found for name, gradient in part.items()}
     assert whole.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -66,9 +66,9 @@ def test_axes_together(world: int, layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, {"replicas": 2}),
+        (4, {"dp_replicate": 2}),
         (2, {"zero": 3}),
-        (2, {"pp": 2, "virtual": 2, "contiguous": 1}),
+        (2, {"pp": 2, "vpp": 2, "microbatch_group_size": 1}),
         (2, {"pp": 2, "schedule": "zero-bubble"}),
         (2, {"tp": 2, "recompute": "full"}),
         (2, {"cp": 2, "recompute": "selective"}),
@@ -77,9 +77,9 @@ def test_axes_together(world: int, layout: dict[str, Any]) -> None:
                 (4, {"tp": 4}),
                 (4, {"cp": 4}),
                 (4, {"pp": 4}),
-                (8, {"replicas": 2, "tp": 2}),
+                (8, {"dp_replicate": 2, "tp": 2}),
                 (4, {"zero": 3, "tp": 2}),
-                (4, {"pp": 2, "virtual": 2, "zero": 3}),
+                (4, {"pp": 2, "vpp": 2, "zero": 3}),
             ]
         ),
     ],

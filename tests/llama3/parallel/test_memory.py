@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.flops import parameter_count
-from llama3.parallel.check_layout import TABLE_4, Published
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import TABLE_4, Layout, Published
 from llama3.parallel.memory import (
     Load,
     RankCoords,
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def load(**changes: Any) -> Load:
-    return Load(**{"seq": 128, "micro_batches": 3, "device": "cpu", **changes})
+    return Load(**{"seq_len": 128, "micro_batches": 3, "device": "cpu", **changes})
 
 
 Case = tuple[dict[str, Any], int, int, Load]
@@ -46,11 +46,11 @@ FEW: list[Case] = [
 MORE: list[Case] = [
     ({}, 2, 0, load(micro_batch=2)),
     ({"tp": 2}, 2, 0, load()),
-    ({"tp": 4}, 8, 0, load(compute="fp32")),
+    ({"tp": 4}, 8, 0, load(precision="fp32")),
     ({"recompute": "selective", "cp": 2, "tp": 2}, 4, 0, load()),
     ({"pp": 3, "tp": 2}, 12, 2, load()),
     ({"pp": 3, "tp": 2}, 12, 4, load()),
-    ({}, 2, 0, load(compute="fp64")),
+    ({}, 2, 0, load(precision="fp64")),
     ({"pp": 3, "cp": 4, "tp": 2}, 24, 8, load()),
     ({"pp": 3, "recompute": "selective"}, 6, 1, load(micro_batch=2)),
 ]
@@ -59,7 +59,7 @@ MORE: list[Case] = [
 def expected(case: Case) -> tuple[int, RankMemory]:
     """Return what a stage keeps of a micro-batch, and the whole table."""
     layout, world, rank, work = case
-    place = RankCoords.of(rank, Layout(**layout))
+    place = RankCoords.from_rank(rank, Layout(**layout))
     (stage,) = stages(shape(), Layout(**layout), place.pp)
     kept = stage_activations(shape(), ROWS, Layout(**layout), work, stage)
     return kept, memory(shape(), ROWS, Layout(**layout), world, work)[place.pp]
@@ -81,41 +81,41 @@ def test_a_stage_keeps_nothing_of_what_it_sent() -> None:
     """Three of one layer each: the middle one keeps that layer, the rotary table and one number."""
     layout, work = Layout(pp=3, tp=4), MIDDLE[3]
     layer = layer_activations(shape(), layout, work, "none")
-    assert expected(MIDDLE)[0] == layer + work.seq * 8 * work.wide + 2
+    assert expected(MIDDLE)[0] == layer + work.seq_len * 8 * work.wide + 2
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "virtual": 2}, {"replicas": 2}], ids=str
+    "layout", [{}, {"tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "vpp": 2}, {"dp_replicate": 2}], ids=str
 )
 def test_every_rank_holds_the_parameters_that_arithmetic_gives_it(layout: dict[str, int]) -> None:
     cut, world = Layout(**layout), 8
     (ranks,) = run(1, names_and_shapes, layout, world)
     for rank, found in enumerate(ranks):
-        parts = stages(shape(), cut, RankCoords.of(rank, cut).pp)
-        assert {name: size for name, (size, _) in found.items()} == {
-            weight.name: weight.shape for part in parts for weight in part.weights(shape(), ROWS)
+        parts = stages(shape(), cut, RankCoords.from_rank(rank, cut).pp)
+        assert {name: whole for name, (whole, _) in found.items()} == {
+            param.name: param.shape for part in parts for param in part.params(shape(), ROWS)
         }
-        assert sum(held for _, held in found.values()) == local_parameters(shape(), ROWS, cut, world, rank)
+        assert sum(prod(shard) for _, shard in found.values()) == local_parameters(shape(), ROWS, cut, world, rank)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Model, Layout, int]:
     """A model, a layout that fits it and a world."""
-    spec = shape(layers=draw(st.integers(2, 6)), dim=32 * draw(st.integers(1, 4)), ffn=8 * draw(st.integers(1, 30)))
+    config = shape(layers=draw(st.integers(2, 6)), dim=32 * draw(st.integers(1, 4)), ffn=8 * draw(st.integers(1, 30)))
     pp = draw(st.sampled_from([1, 2]))
-    virtual = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     replicas = draw(st.sampled_from([1, 2]))
     numbers = {"tp": draw(st.sampled_from([1, 2, 4])), "cp": draw(st.sampled_from([1, 2])), "pp": pp}
-    layout = Layout(**numbers, virtual=virtual, replicas=replicas)
-    return spec, layout, layout.model_parallel * replicas * draw(st.integers(1, 3))
+    layout = Layout(**numbers, vpp=vpp, dp_replicate=replicas)
+    return config, layout, layout.model_parallel * replicas * draw(st.integers(1, 3))
 
 
 @given(layouts())
 def test_all_ranks_together_hold_every_parameter(case: tuple[Model, Layout, int]) -> None:
-    spec, layout, world = case
-    held = sum(local_parameters(spec, ROWS, layout, world, rank) for rank in range(world))
-    norms = spec.dim * (2 * spec.layers + 1)
-    assert held == layout.replicas * (parameter_count(spec, ROWS) + (layout.tp - 1) * norms)
+    config, layout, world = case
+    held = sum(local_parameters(config, ROWS, layout, world, rank) for rank in range(world))
+    norms = config.dim * (2 * config.layers + 1)
+    assert held == layout.dp_replicate * (parameter_count(config, ROWS) + (layout.tp - 1) * norms)
 
 
 @given(layouts(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 4))
@@ -123,36 +123,36 @@ def test_more_processes_never_need_more_memory_each(
     case: tuple[Model, Layout, int], recompute: Any, micro_batches: int
 ) -> None:
     _, layout, _ = case
-    spec = shape(layers=6, dim=128, ffn=256)  # powers of two: padding of uneven shards may cost a little
-    layout = layout.model_copy(update={"recompute": recompute, "replicas": 1})
+    config = shape(layers=6, dim=128, ffn=256)  # powers of two: padding of uneven shards may cost a little
+    layout = layout.model_copy(update={"recompute": recompute, "dp_replicate": 1})
     work = load(micro_batches=micro_batches)
     base, wider = layout.model_parallel, layout.model_copy(update={"tp": 2 * layout.tp})
 
     def fullest(layout: Layout, world: int) -> int:
-        return max(need.total for need in memory(spec, ROWS, layout, world, work))
+        return max(need.total for need in memory(config, ROWS, layout, world, work))
 
     assert fullest(layout, 2 * base) <= fullest(layout, base) or base == 1  # a process alone gathers nothing
     assert fullest(layout, 4 * base) <= fullest(layout, 2 * base)
-    if wider.tp <= spec.kv_heads:
+    if wider.tp <= config.kv_heads:
         assert fullest(wider, 4 * base) <= fullest(layout, 2 * base)
 
 
 @given(layouts(), st.booleans())
 def test_recomputation_keeps_less(case: tuple[Model, Layout, int], compiled: bool) -> None:
-    spec, layout, _ = case
+    config, layout, _ = case
     layout = layout.model_copy(update={"compile": compiled})
-    kept = [layer_activations(spec, layout, load(device="cuda"), how) for how in ("none", "selective", "full")]
+    kept = [layer_activations(config, layout, load(device="cuda"), how) for how in ("none", "selective", "full")]
     assert kept[0] > kept[1] > kept[2]
 
 
 @given(layouts(), st.sampled_from(["none", "selective", "full"]))
 def test_tensor_parallelism_cuts_all_that_a_layer_keeps(case: tuple[Model, Layout, int], how: str) -> None:
     """No gathered input is kept, which would be the same for any size of it; a compiled layer keeps them."""
-    spec, layout, _ = case
+    config, layout, _ = case
     work = load(device="cuda")
     for compiled in (False, True) if how == "none" else (False,):
         kept = [
-            tp * layer_activations(spec, layout.model_copy(update={"tp": tp, "compile": compiled}), work, how)
+            tp * layer_activations(config, layout.model_copy(update={"tp": tp, "compile": compiled}), work, how)
             for tp in (1, 2, 4)
         ]
         assert (kept[0] == kept[1] == kept[2]) != compiled
@@ -161,13 +161,13 @@ def test_tensor_parallelism_cuts_all_that_a_layer_keeps(case: tuple[Model, Layou
 @given(layouts(), st.sampled_from(["none", "selective", "full"]))
 def test_context_parallelism_keeps_nothing_of_its_peers(case: tuple[Model, Layout, int], how: str) -> None:
     """Twice the processes with twice the sequence keep the same each; a compiled layer keeps all keys and values."""
-    spec, layout, _ = case
+    config, layout, _ = case
     for compiled in (False, True) if how == "none" else (False,):
         kept = [
             layer_activations(
-                spec,
+                config,
                 layout.model_copy(update={"cp": cp, "compile": compiled}),
-                load(device="cuda", seq=64 * cp),
+                load(device="cuda", seq_len=64 * cp),
                 how,
             )
             for cp in (1, 2, 4)
@@ -191,11 +191,11 @@ def test_the_405b_needs_what_its_shape_says() -> None:
     assert full[1].total / GIB < 40
 
 
-@pytest.mark.parametrize("row", TABLE_4, ids=lambda row: f"{row.world} x {row.seq}")
-@pytest.mark.parametrize("cut", [{}, {"virtual": 8}], ids=str)
+@pytest.mark.parametrize("row", TABLE_4, ids=lambda row: f"{row.world} x {row.seq_len}")
+@pytest.mark.parametrize("cut", [{}, {"vpp": 8}], ids=str)
 def test_the_405b_fits_80_gb_without_recomputation_as_published(row: Published, cut: dict[str, int]) -> None:
     """Section 3.3.2 says so; what autograd and compiled blocks keep would not fit."""
-    layout, work = row.layout.model_copy(update=cut), Load(row.seq, 1, row.sequences)
+    layout, work = row.layout.model_copy(update=cut), Load(row.seq_len, 1, row.sequences)
     fullest, compiled = (
         max(need.total for need in memory(PAPER, 128_256, one, row.world, work))
         for one in (layout, layout.model_copy(update={"compile": True}))
@@ -206,16 +206,16 @@ def test_the_405b_fits_80_gb_without_recomputation_as_published(row: Published, 
 
 @given(layouts(), st.integers(1, 9))
 def test_ranks_that_are_asked_for_are_those_of_all(case: tuple[Model, Layout, int], micro_batches: int) -> None:
-    spec, layout, world = case
+    config, layout, world = case
     work = load(micro_batches=micro_batches)
-    every = memory(spec, ROWS, layout, world, work)
-    assert memory(spec, ROWS, layout, world, work, [layout.pp - 1, 0]) == [every[-1], every[0]]
-    lists = actions(layout.schedule, layout.pp, layout.virtual, micro_batches, layout.contiguous)
+    every = memory(config, ROWS, layout, world, work)
+    assert memory(config, ROWS, layout, world, work, [layout.pp - 1, 0]) == [every[-1], every[0]]
+    lists = actions(layout.schedule, layout.pp, layout.vpp, micro_batches, layout.microbatch_group_size)
     assert [need.in_flight for need in every] == in_flight(lists)
 
 
 def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
-    (need,) = memory(shape(), ROWS, Layout(), 1, load(compute="fp32", micro_batches=1))
+    (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=1))
     count = 4 * parameter_count(shape(), ROWS)
     assert (need.master, need.moments, need.sharded_gradients, need.gathered) == (count, 2 * count, count, 0)
     assert need.total == 4 * count + need.activations + need.passing
@@ -225,4 +225,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="tp: 3 does not divide"):
         memory(shape(), ROWS, Layout(tp=3), 3, load())
     with pytest.raises(ValueError, match="sequence 100 does not split"):
-        memory(shape(), ROWS, Layout(cp=4), 4, load(seq=100))
+        memory(shape(), ROWS, Layout(cp=4), 4, load(seq_len=100))

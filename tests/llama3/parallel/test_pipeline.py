@@ -19,13 +19,13 @@ from tests.llama3.parallel.pipeline_samples import Result, Step
 
 def same(ranks: list[list[Result]], expected: list[Result]) -> None:
     """Assert that ranks have together the nats and gradients of `expected`, bit for bit."""
-    for step, (nats, gradients) in enumerate(expected):
+    for step, (nll, gradients) in enumerate(expected):
         found = {name: value for rank in ranks for name, value in rank[step][1].items()}
         assert found.keys() == gradients.keys()
         assert [name for name in gradients if not np.array_equal(found[name], gradients[name])] == []
         held = [rank[step][0] for rank in ranks if rank[step][0] is not None]
         assert len(held) == 1
-        assert np.array_equal(held[0], nats)
+        assert np.array_equal(held[0], nll)
 
 
 def layouts(pp: int, *changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -34,9 +34,9 @@ def layouts(pp: int, *changes: dict[str, Any]) -> list[dict[str, Any]]:
 
 ZERO_BUBBLE = {"schedule": "zero-bubble"}
 CASES = {
-    2: [{"schedule": "1f1b"}, ZERO_BUBBLE, *({"virtual": 2, "contiguous": n} for n in (1, 2, 3, 5)), {"virtual": 3}],
-    3: [{"schedule": "1f1b"}, *({"virtual": 2, "contiguous": n} for n in (1, 2, 3)), {**ZERO_BUBBLE, "virtual": 2}],
-    4: [{"schedule": "1f1b"}, {"virtual": 2}, {"virtual": 2, "contiguous": 5}, ZERO_BUBBLE],
+    2: [{"schedule": "1f1b"}, ZERO_BUBBLE, *({"vpp": 2, "microbatch_group_size": n} for n in (1, 2, 3, 5)), {"vpp": 3}],
+    3: [{"schedule": "1f1b"}, *({"vpp": 2, "microbatch_group_size": n} for n in (1, 2, 3)), {**ZERO_BUBBLE, "vpp": 2}],
+    4: [{"schedule": "1f1b"}, {"vpp": 2}, {"vpp": 2, "microbatch_group_size": 5}, ZERO_BUBBLE],
 }
 
 
@@ -62,7 +62,7 @@ def test_batch_and_sequence_may_grow_and_shrink() -> None:
         Step(4, 2, 12),
     ]
     (expected,) = run(1, samples.alone, steps)
-    cases = layouts(2, {"virtual": 2}, {**ZERO_BUBBLE, "virtual": 2})
+    cases = layouts(2, {"vpp": 2}, {**ZERO_BUBBLE, "vpp": 2})
     ranks = run(2, samples.piped, cases, steps)
     for number in range(len(cases)):
         same([rank[number] for rank in ranks], expected)
@@ -70,20 +70,20 @@ def test_batch_and_sequence_may_grow_and_shrink() -> None:
 
 def test_evaluation_gives_the_nats_of_training_and_no_gradients() -> None:
     step = Step(sequences=6, micro_batch=2, documents=True)
-    ((expected_nats, _),) = run(1, samples.alone, [step])[0]
-    ranks = run(2, samples.evaluated, {"pp": 2, "virtual": 2}, step)
+    ((expected_nll, _),) = run(1, samples.alone, [step])[0]
+    ranks = run(2, samples.evaluated, {"pp": 2, "vpp": 2}, step)
     for before, trained, after in ranks:
         assert not before[1]
         assert trained[1].keys() == after[1].keys()
         assert all(np.array_equal(trained[1][name], after[1][name]) for name in trained[1])
-    for nats, _ in ranks[1]:
-        assert np.array_equal(nats, expected_nats)
+    for nll, _ in ranks[1]:
+        assert np.array_equal(nll, expected_nll)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_nothing_is_held_between_steps(schedule: str) -> None:
     """torch holds a buffer for each micro-batch of each stage, both ways."""
-    ranks = run(2, samples.buffers, {"pp": 2, "virtual": 2, "schedule": schedule}, Step())
+    ranks = run(2, samples.buffers, {"pp": 2, "vpp": 2, "schedule": schedule}, Step())
     assert ranks == [[0] * 4] * 2
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_held_between_steps(schedule: str) -> None:
 def test_what_a_stage_returned_belongs_to_the_send(schedule: str) -> None:
     """Micro-batches wait for their gradients with one number each: three stages of two ranks send theirs on."""
     step = Step(sequences=8, micro_batch=1)
-    first, last = run(2, samples.returned, {"pp": 2, "virtual": 2, "schedule": schedule}, step)
+    first, last = run(2, samples.returned, {"pp": 2, "vpp": 2, "schedule": schedule}, step)
     assert len(first) == len(last) == 16
     assert 2 <= max(first) <= step.sequences * 2
     assert 1 <= max(last) <= step.sequences
@@ -101,7 +101,7 @@ def test_what_a_stage_returned_belongs_to_the_send(schedule: str) -> None:
 def test_what_is_made_again_leaves_with_its_half_of_a_layer(schedule: str, passes: int) -> None:
     """Two normed inputs and a product for each layer and micro-batch; a backward pass in halves makes them twice."""
     step = Step(sequences=4, micro_batch=1)
-    first, last = run(2, samples.promises, {"pp": 2, "virtual": 2, "schedule": schedule}, step)
+    first, last = run(2, samples.promises, {"pp": 2, "vpp": 2, "schedule": schedule}, step)
     values = 3 * samples.shape().layers * step.sequences
     whole = 3 * step.sequences * len(split_layers(samples.shape().layers, 4)[0])  # the first stage's is never cut
     assert first[0] + last[0] == passes * values - (passes - 1) * whole
@@ -115,8 +115,8 @@ def together(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, np.nda
 @pytest.mark.parametrize(
     "changes",
     [
-        [{**ZERO_BUBBLE, "virtual": 2}],
-        pytest.param([{"schedule": "1f1b"}, {"virtual": 4}, {"virtual": 2, "zero": 3}], marks=pytest.mark.slow),
+        [{**ZERO_BUBBLE, "vpp": 2}],
+        pytest.param([{"schedule": "1f1b"}, {"vpp": 4}, {"vpp": 2, "zero": 3}], marks=pytest.mark.slow),
     ],
     ids=["zero-bubble", "others"],
 )
@@ -141,7 +141,7 @@ def test_sharded_stages_reduce_once_and_zero_2_gathers_once(changes: list[dict[s
 def test_zero_bubble_adds_weight_gradients_in_the_precision_of_the_reduction() -> None:
     """FSDP took no notice of the W of a stage between first and last, and bf16 gradients were added up in bf16."""
     step = Step(sequences=8, micro_batch=1)
-    cases = layouts(2, {"virtual": 2}, {**ZERO_BUBBLE, "virtual": 2})
+    cases = layouts(2, {"vpp": 2}, {**ZERO_BUBBLE, "vpp": 2})
     ranks = run(4, samples.sharded, cases, step, "bfloat16")
     whole, halves = together(ranks, 0), together(ranks, 1)
     assert [name for name in whole if not np.array_equal(whole[name], halves[name])] == []

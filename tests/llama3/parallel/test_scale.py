@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
-from llama3.parallel.check_layout import ROWS, TABLE_4, LayoutCheck, measure_layout, memory_line
-from llama3.parallel.memory import Load, RankCoords, local_parameters
+from llama3.parallel.check_layout import LayoutCheck, measure_layout
+from llama3.parallel.layout import ROWS, TABLE_4
+from llama3.parallel.memory import Load, RankCoords, local_parameters, memory_line
 from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import checked
@@ -19,7 +20,8 @@ PAPER = Model.model_validate({"preset": "405b"})
 def checks() -> list[LayoutCheck]:
     """Check rank 5,000 and the last of each row of Table 4."""
     requests = [
-        (row.layout.model_dump(), row.world, Load(row.seq, 1, row.sequences), (5_000, row.world - 1)) for row in TABLE_4
+        (row.layout.model_dump(), row.world, Load(row.seq_len, 1, row.sequences), (5_000, row.world - 1))
+        for row in TABLE_4
     ]
     found: list[LayoutCheck] = run(1, checked, PAPER, ROWS, requests)[0]
     return found
@@ -32,14 +34,14 @@ def test_the_model_has_its_published_size() -> None:
 def test_data_parallel_sizes_are_the_published_ones() -> None:
     assert [row.layout.dp(row.world) for row in TABLE_4] == [64, 128, 8]
     assert [check.ranks[-1].dp + 1 for check in checks()] == [64, 128, 8]
-    assert [row.world * row.seq * row.sequences // row.layout.model_parallel for row in TABLE_4] == [2**24] * 3
+    assert [row.world * row.seq_len * row.sequences // row.layout.model_parallel for row in TABLE_4] == [2**24] * 3
 
 
 @pytest.mark.parametrize("row", range(3))
 def test_neighbours_share_tensors_then_context_then_layers(row: int) -> None:
     layout, world = TABLE_4[row].layout, TABLE_4[row].world
     for found in checks()[row].ranks:
-        place = RankCoords.of(found.rank, layout)
+        place = RankCoords.from_rank(found.rank, layout)
         assert (found.dp, found.pp, found.cp, found.tp) == (place.dp, place.pp, place.cp, place.tp)
         first = found.rank - place.tp
         assert found.peers["tp"] == list(range(first, first + 8))
@@ -47,7 +49,9 @@ def test_neighbours_share_tensors_then_context_then_layers(row: int) -> None:
         stride = 8 * layout.cp
         assert found.peers["pp"] == [found.rank + stride * (other - place.pp) for other in range(16)]
         same = [
-            rank for rank in range(world) if (at := RankCoords.of(rank, layout)).pp == place.pp and at.tp == place.tp
+            rank
+            for rank in range(world)
+            if (at := RankCoords.from_rank(rank, layout)).pp == place.pp and at.tp == place.tp
         ]
         assert found.peers["shards"] == same
 

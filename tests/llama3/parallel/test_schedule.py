@@ -14,13 +14,13 @@ from llama3.parallel.pipeline_schedule import (
     Action,
     Lists,
     Times,
+    action_end_times,
     actions,
     bubble,
     check,
-    finish,
-    held,
     ideal_bubble,
     in_flight,
+    peak_in_flight,
     split_layers,
 )
 
@@ -32,29 +32,29 @@ def cases(draw: st.DrawFn) -> Case:
     """Kind, P, V, M, N, each combination that `check` allows."""
     kind = draw(st.sampled_from(["1f1b", "interleaved", "zero-bubble"]))
     pipeline, micro_batches = draw(st.integers(1, 8)), draw(st.integers(1, 24))
-    virtual = 1 if kind == "1f1b" or pipeline == 1 else draw(st.integers(1, 5))
-    return kind, pipeline, virtual, micro_batches, draw(st.integers(0, micro_batches + 2))
+    vpp = 1 if kind == "1f1b" or pipeline == 1 else draw(st.integers(1, 5))
+    return kind, pipeline, vpp, micro_batches, draw(st.integers(0, micro_batches + 2))
 
 
 def without_stalls(case: Case) -> bool:
     """Whether a round is long enough for its first micro-batch to be back when its last one has left."""
-    _, pipeline, virtual, micro_batches, contiguous = case
-    return virtual == 1 or min(contiguous or pipeline, micro_batches) >= pipeline
+    _, pipeline, vpp, micro_batches, microbatch_group_size = case
+    return vpp == 1 or min(microbatch_group_size or pipeline, micro_batches) >= pipeline
 
 
-def biggest_round(pipeline: int, micro_batches: int, contiguous: int) -> int:
-    rounds = micro_batches // min(contiguous or pipeline, micro_batches)
+def biggest_round(pipeline: int, micro_batches: int, microbatch_group_size: int) -> int:
+    rounds = micro_batches // min(microbatch_group_size or pipeline, micro_batches)
     return -(-micro_batches // rounds)
 
 
 @given(cases())
 def test_each_rank_does_the_work_of_its_stages_once(case: Case) -> None:
-    kind, pipeline, virtual, micro_batches, _ = case
+    kind, pipeline, vpp, micro_batches, _ = case
     kinds = "FIW" if kind == "zero-bubble" else "FB"
     for rank, mine in enumerate(actions(*case)):
         expected = {
             Action(stage, kind, number)
-            for stage in range(rank, pipeline * virtual, pipeline)
+            for stage in range(rank, pipeline * vpp, pipeline)
             for kind in kinds
             for number in range(micro_batches)
         }
@@ -65,18 +65,18 @@ def test_each_rank_does_the_work_of_its_stages_once(case: Case) -> None:
 @given(cases(), st.sampled_from([0.0, 0.3, 5.0]))
 def test_work_starts_after_what_it_needs(case: Case, transfer: float) -> None:
     """Checked against the dependencies as they stand in the model, not as the simulation writes them."""
-    _, pipeline, virtual, _, _ = case
+    _, pipeline, vpp, _, _ = case
     times, lists = Times(transfer=transfer), actions(*case)
-    ends = finish(lists, times)
+    ends = action_end_times(lists, times)
     wire = transfer if pipeline > 1 else 0.0
     for (stage, kind, number), end in ends.items():
-        start = end - times.of(Action(stage, kind, number))
+        start = end - times.duration(Action(stage, kind, number))
         gradient = "I" if kind in "IW" else "B"
         if kind == "F" and stage:
             assert start >= ends[Action(stage - 1, "F", number)] + wire - 1e-9
         if kind in "BI":
             assert start >= ends[Action(stage, "F", number)] - 1e-9
-            if stage < pipeline * virtual - 1:
+            if stage < pipeline * vpp - 1:
                 assert start >= ends[Action(stage + 1, gradient, number)] + wire - 1e-9
         if kind == "W":
             assert start >= ends[Action(stage, "I", number)] - 1e-9
@@ -96,8 +96,8 @@ def test_gradients_are_added_in_the_order_of_micro_batches(case: Case) -> None:
 def test_bubble_is_that_of_the_closed_form(case: Case) -> None:
     """(P - 1) / (V M) also where N divides nothing; a third of it with the backward pass in two, if M >= P."""
     assume(without_stalls(case))
-    kind, pipeline, virtual, micro_batches, _ = case
-    ideal = ideal_bubble(pipeline, virtual, micro_batches)
+    kind, pipeline, vpp, micro_batches, _ = case
+    ideal = ideal_bubble(pipeline, vpp, micro_batches)
     found = bubble(actions(*case))
     if kind == "zero-bubble":
         assert found < ideal or pipeline == 1
@@ -108,14 +108,14 @@ def test_bubble_is_that_of_the_closed_form(case: Case) -> None:
 
 @given(cases())
 def test_activations_in_flight_are_bounded(case: Case) -> None:
-    kind, pipeline, virtual, micro_batches, contiguous = case
+    kind, pipeline, vpp, micro_batches, microbatch_group_size = case
     assume(without_stalls(case))
-    work = virtual * micro_batches
+    work = vpp * micro_batches
     held = in_flight(actions(*case))
-    later = (virtual - 1) * biggest_round(pipeline, micro_batches, contiguous)
+    later = (vpp - 1) * biggest_round(pipeline, micro_batches, microbatch_group_size)
     for rank, most in enumerate(held):
         after = pipeline - 1 - (0 if kind == "zero-bubble" else rank)
-        assert most <= min(work, (after if virtual == 1 else 2 * after + later) + 1)
+        assert most <= min(work, (after if vpp == 1 else 2 * after + later) + 1)
     if kind == "zero-bubble":
         assert max(held) == max(in_flight(actions("interleaved", *case[1:])))
 
@@ -142,7 +142,7 @@ def test_interleaving_as_published() -> None:
 
 def test_longer_rounds_hide_transfers_and_hold_more() -> None:
     wire = Times(transfer=0.3)
-    few, many = (actions("interleaved", 4, 4, 32, contiguous) for contiguous in (4, 8))
+    few, many = (actions("interleaved", 4, 4, 32, microbatch_group_size) for microbatch_group_size in (4, 8))
     assert bubble(few) == pytest.approx(bubble(many))
     assert bubble(many, wire) < 0.6 * bubble(few, wire)
     assert max(in_flight(few)) == 19
@@ -152,7 +152,9 @@ def test_longer_rounds_hide_transfers_and_hold_more() -> None:
 def test_unequal_stages_slow_the_pipeline_down() -> None:
     lists = actions("1f1b", 4, 1, 16)
     assert bubble(lists, Times(stages=(1.0, 1.0, 2.0, 1.0))) > 0
-    assert max(finish(lists, Times(stages=(1.0, 1.0, 2.0, 1.0))).values()) > 1.8 * max(finish(lists).values())
+    assert max(action_end_times(lists, Times(stages=(1.0, 1.0, 2.0, 1.0))).values()) > 1.8 * max(
+        action_end_times(lists).values()
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
@@ -161,16 +163,16 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
         [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(1, "B", 1)],
     ]
     with pytest.raises(AssertionError, match=r"ranks \[0, 1\] wait"):
-        finish(lists)
+        action_end_times(lists)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("gpipe", 2, 1, 4, 0), "cluster.layout.schedule: 'gpipe' is unknown; write interleaved"),
-        (("1f1b", 2, 2, 4, 0), "cluster.layout.schedule: 1f1b has one stage per process, virtual is 2; write inter"),
-        (("interleaved", 1, 2, 4, 0), "cluster.layout.virtual: 2 stages per process need pp above 1; write virtual: 1"),
-        (("interleaved", 2, 1, 4, -1), "cluster.layout.contiguous: -1 micro-batches in a row; write 0"),
+        (("1f1b", 2, 2, 4, 0), "cluster.layout.schedule: 1f1b has one stage per process, vpp is 2; write inter"),
+        (("interleaved", 1, 2, 4, 0), "cluster.layout.vpp: 2 stages per process need pp above 1; write vpp: 1"),
+        (("interleaved", 2, 1, 4, -1), "cluster.layout.microbatch_group_size: -1 is negative; write 0"),
         (("interleaved", 0, 1, 4, 0), "cluster.layout.pp: 0 .* write 1 or more"),
     ],
 )
@@ -195,7 +197,7 @@ def test_layers_are_split_as_published() -> None:
 @given(st.integers(1, 130), st.integers(1, 132))
 def test_splits_are_complete_and_even(layers: int, stages: int) -> None:
     if stages > layers + 2:
-        with pytest.raises(ValueError, match=rf"{stages} stages for {layers} layers .* {layers + 2} are the most"):
+        with pytest.raises(ValueError, match=rf"{stages} stages .* {layers} layers; use at most {layers + 2} "):
             split_layers(layers, stages)
         return
     parts = split_layers(layers, stages)
@@ -219,4 +221,4 @@ def test_fullest_moments_hold_what_the_actions_do(case: Case) -> None:
             most = max(most, now)
         assert now == 0
         assert in_flight(lists)[rank] == most
-        assert max(sum(counts) for counts in held(*case, rank)) == most
+        assert max(sum(counts) for counts in peak_in_flight(*case, rank)) == most

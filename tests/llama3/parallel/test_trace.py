@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
 
+from llama3.model.param_table import layer_params
 from llama3.parallel.comm_records import RankTrace, StageTrace, transfers
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, layer_weights, stages
+from llama3.parallel.memory import Load, shard_elements, stages
 from llama3.parallel.pipeline_schedule import actions
 from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, shape, traced
 
 LARGE = Model.model_validate({"preset": "405b", "layers": 2})
-LOAD = Load(seq=128, micro_batch=2, micro_batches=3)
-PAPER = Load(seq=8192, micro_batch=1, micro_batches=16)
+LOAD = Load(seq_len=128, micro_batch=2, micro_batches=3)
+PAPER = Load(seq_len=8192, micro_batch=1, micro_batches=16)
 
 
 Case = tuple[int, int, Load, tuple[tuple[str, Any], ...]]
@@ -31,12 +33,12 @@ def case(world: int, rank: int = 0, load: Load = LOAD, **layout: Any) -> Case:
 
 SPEC = shape(layers=2)
 PLAIN, CUT, PIPED = case(8, tp=2), case(24, 5, tp=4, cp=2), case(24, 3, tp=2, pp=3)
-REPLICAS = case(8, tp=2, replicas=2)
+REPLICAS = case(8, tp=2, dp_replicate=2)
 SELECTIVE, FULL = case(8, tp=2, recompute="selective"), case(8, tp=2, recompute="full")
 CONTEXT, ZERO_3 = case(4, cp=2), case(4, zero=3)
-FP32, EXACT = case(2, load=Load(seq=64, compute="fp32")), case(4, load=Load(seq=64, exact=True))
-STAGES = case(8, 2, pp=2, virtual=2, tp=2)  # pipeline rank 1 of dp 0
-ONLY_TP = case(2, load=Load(seq=64), tp=2)
+FP32, EXACT = case(2, load=Load(seq_len=64, precision="fp32")), case(4, load=Load(seq_len=64, exact=True))
+STAGES = case(8, 2, pp=2, vpp=2, tp=2)  # pipeline rank 1 of dp 0
+ONLY_TP = case(2, load=Load(seq_len=64), tp=2)
 TINY = [PLAIN, CUT, PIPED, REPLICAS, ZERO_3, STAGES]
 MORE = [SELECTIVE, FULL, CONTEXT, FP32, EXACT, ONLY_TP]
 """Only slow tests read them."""
@@ -58,9 +60,9 @@ def paper() -> StageTrace:
     return found.stages[0]
 
 
-def several(spec: Model, rows: int, cases: list[Case]) -> list[RankTrace]:
+def several(config: Model, rows: int, cases: list[Case]) -> list[RankTrace]:
     requests = [(dict(layout), world, rank, load) for world, rank, load, layout in cases]
-    (texts,) = run(1, traced, spec, rows, requests)
+    (texts,) = run(1, traced, config, rows, requests)
     return [RankTrace.from_json(text) for text in texts]
 
 
@@ -75,20 +77,19 @@ def sent(stage: StageTrace, axis: str, **wanted: str) -> dict[tuple[str, str, st
     return {(c.when, c.phase, c.kind, c.bytes, c.dtype): c.count for c in found}
 
 
-def tensor_parallel(spec: Model, load: Load, cp: int, size: int, dtype: str) -> dict[Any, float]:
+def tensor_parallel(config: Model, load: Load, cp: int, size: int, dtype: str) -> dict[Any, float]:
     """Two gathers and two scatters of B x S x D each way, two gathers of inputs again, and gradients of both norms."""
-    whole = load.micro_batch * load.seq // cp * spec.dim * size
+    whole = load.micro_batch * load.seq_len // cp * config.dim * size
     halves = {("each", way, kind, whole, dtype): 2 for way in ("forward", "backward") for kind in BOTH}
     again = {("each", "backward", "all-gather", whole, dtype): 4}
-    return halves | again | {("each", "backward", "all-reduce", spec.dim * size, dtype): 2}
+    return halves | again | {("each", "backward", "all-reduce", config.dim * size, dtype): 2}
 
 
 BOTH = ("all-gather", "reduce-scatter")
 
 
-def layer_elements(spec: Model, tp: int) -> int:
-    parts = [weight.part(tp) for weight in layer_weights(spec)]
-    return sum(rows * (rest[0] if rest else 1) for rows, *rest in parts)
+def layer_elements(config: Model, tp: int) -> int:
+    return sum(prod(param.local_shape(tp)) for param in layer_params(config))
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, CUT, PIPED, REPLICAS], ids=str)
@@ -126,7 +127,7 @@ def test_weights_of_the_405b_are_gathered_once_a_step() -> None:
     assert layer_elements(LARGE, 8) * 4 == 1_593_966_592
     ends = [c for c in paper().collectives if c.axis == "fsdp" and c.place == "ends"]
     (whole,) = stages(LARGE, Layout(tp=8), 0)
-    elements = sum(weight.gathered(8, 128) for weight in whole.ends(LARGE, 128_256))  # 16,032 rows as 128 x 126
+    elements = 128 * shard_elements(whole.ends(LARGE, 128_256), 8, 128)  # 16,032 rows as 128 x 126
     assert {(c.kind, c.bytes) for c in ends} == {("all-gather", 4 * elements), ("reduce-scatter", 4 * elements)}
 
 
@@ -150,8 +151,8 @@ def test_zero_3_gathers_weights_for_the_backward_pass_of_every_micro_batch() -> 
 
 @pytest.mark.parametrize(("wanted", "tp"), [pytest.param(CONTEXT, 1, marks=pytest.mark.slow), (CUT, 4)], ids=str)
 def test_context_parallel_traffic_is_keys_and_values(wanted: Case, tp: int) -> None:
-    spec = SPEC
-    both = 2 * LOAD.micro_batch * LOAD.seq * spec.kv_heads * (spec.dim // spec.heads) // tp * 2
+    config = SPEC
+    both = 2 * LOAD.micro_batch * LOAD.seq_len * config.kv_heads * (config.dim // config.heads) // tp * 2
     assert sent(only(wanted), "cp") == {
         ("each", "forward", "all-gather", both, "bfloat16"): 1,
         ("each", "backward", "all-gather", both, "bfloat16"): 1,  # they were not kept
@@ -169,12 +170,12 @@ def test_recomputation_gathers_no_more_than_is_gathered_without() -> None:
     assert sent(only(SELECTIVE), "tp") == plain
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_a_stage_sends_once_for_every_action_that_another_waits_for(virtual: int) -> None:
-    layout = Layout(pp=2, virtual=virtual, tp=2)
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_stage_sends_once_for_every_action_that_another_waits_for(vpp: int) -> None:
+    layout = Layout(pp=2, vpp=vpp, tp=2)
     count = 4
-    lists = actions("interleaved", 2, virtual, count)
-    hidden = LOAD.micro_batch * LOAD.seq // 2 * SPEC.dim * 2
+    lists = actions("interleaved", 2, vpp, count)
+    hidden = LOAD.micro_batch * LOAD.seq_len // 2 * SPEC.dim * 2
     for rank, mine in enumerate(lists):
         forward = sum(a.kind == "F" and a.stage < layout.stages - 1 for a in mine)
         backward = sum(a.kind == "B" and a.stage > 0 for a in mine)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
-from llama3.planner.placement import AxisBytes, Ints, fragmented
+from llama3.planner.placement import AxisBytes, Ints, fragmented_gpus
 from llama3.planner.topology import Fabric, make_fabric
 
 
@@ -51,13 +51,13 @@ def jobs(draw: st.DrawFn) -> Job:
     sizes = [draw(st.integers(1, 3)) for _ in range(2)]
     over = tuple(draw(st.sampled_from([1.0, 2.0, 7.0])) for _ in range(3))
     fabric = small_fabric(4, *sizes, draw(st.integers(2, 4)), (over[0], over[1], over[2]))
-    free = fragmented(fabric, draw(st.sampled_from([0.0, 0.25, 0.5])), draw(st.integers(0, 9)))
+    free = fragmented_gpus(fabric, draw(st.sampled_from([0.0, 0.25, 0.5])), draw(st.integers(0, 9)))
     degrees = {name: draw(st.sampled_from([1, 2, 4])) for name in ("tp", "cp", "pp")}
-    virtual = draw(st.sampled_from([1, 2])) if degrees["pp"] > 1 else 1
+    vpp = draw(st.sampled_from([1, 2])) if degrees["pp"] > 1 else 1
     least = degrees["tp"] * degrees["cp"] * degrees["pp"]
     if least > len(free):
-        degrees, virtual, least = {"tp": 4}, 1, 4
+        degrees, vpp, least = {"tp": 4}, 1, 4
     dp = draw(st.integers(1, len(free) // least))
     replicas = draw(st.sampled_from([each for each in (1, 2, 3) if dp % each == 0]))
     sent = AxisBytes(*(float(draw(st.integers(0, 10**9))) for _ in range(5)))
-    return Job(Layout(**degrees, virtual=virtual, replicas=replicas), dp * least, fabric, sent, free)
+    return Job(Layout(**degrees, vpp=vpp, dp_replicate=replicas), dp * least, fabric, sent, free)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from llama3.planner.device_curves import Curves, priors
+from llama3.planner.device_curves import Curves, prior_curves
 from llama3.planner.layout_search import LayoutQuery
 from llama3.planner.network import Network
 from llama3.planner.projection import Projection, StagePlacement, project
@@ -19,9 +19,17 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 
 ROWS = 128_256
-SMALL = {"layers": 6, "dim": 2048, "ffn": 8192, "heads": 16, "kv_heads": 8, "max_seq": 16384, "tied_embeddings": False}
-MAIN = "{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}"
-LONG = "{name: long, for: 16Mi, seq: 16384, batch: 1Mi, mix: base}"
+SMALL = {
+    "layers": 6,
+    "dim": 2048,
+    "ffn": 8192,
+    "heads": 16,
+    "kv_heads": 8,
+    "max_seq_len": 16384,
+    "tied_embeddings": False,
+}
+MAIN = "{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}"
+LONG = "{name: long, for: 16Mi, seq_len: 16384, batch: 1Mi, mix: base}"
 CLUSTER: dict[str, Any] = {
     "name": "small",
     "accelerator": "h100",
@@ -59,22 +67,22 @@ def recipe(*overrides: str) -> Recipe:
 @cache
 def curves() -> Curves:
     """Return what is assumed of the H100."""
-    return priors(fabric().accelerator)
+    return prior_curves(fabric().accelerator)
 
 
-def spec(**changes: Any) -> Model:
+def config(**changes: Any) -> Model:
     """Return the small model's shape."""
     return Model.model_validate({**SMALL, **changes})
 
 
 def step_model(**changes: Any) -> StepModel:
     """Return the model of steps of the small model on the small cluster."""
-    return StepModel(spec(**changes), ROWS, Network(fabric()), curves())
+    return StepModel(config(**changes), ROWS, Network(fabric()), curves())
 
 
-def wanted(**changes: Any) -> LayoutQuery:
+def layout_query(**changes: Any) -> LayoutQuery:
     """Return 256 sequences of 4,096 tokens on 32 of the cluster's GPUs."""
-    asked = {"spec": spec(), "rows": ROWS, "seq": 4096, "batch": 2**20, "world": 32, "memory_bytes": 80e9}
+    asked = {"config": config(), "rows": ROWS, "seq_len": 4096, "batch": 2**20, "world": 32, "memory_bytes": 80e9}
     return LayoutQuery(**{**asked, **changes})
 
 

@@ -11,13 +11,13 @@ from llama3.planner.placement import (
     AxisBytes,
     Placement,
     axis_pairs,
+    axis_sizes,
     axis_traffic,
-    contiguous,
-    crossing,
-    layer_numbers,
+    bytes_above_server,
+    contiguous_placement,
+    joining_layers,
     ring_numbers,
-    shuffled,
-    sizes,
+    shuffled_placement,
 )
 from llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, jobs, small_fabric
@@ -28,8 +28,8 @@ ONE = AxisBytes(1.0, 1.0, 1.0, 1.0, 1.0)
 
 @given(jobs())
 def test_no_byte_is_lost_between_layers(job: Job) -> None:
-    placement = contiguous(job.layout, job.world, job.fabric, job.free)
-    degrees = sizes(job.layout, job.world)
+    placement = contiguous_placement(job.layout, job.world, job.fabric, job.free)
+    degrees = axis_sizes(job.layout, job.world)
     for by in ("gpu", "rank"):
         rows = axis_traffic(job.layout, job.fabric, placement, job.sent, by)  # type: ignore[arg-type]
         assert [row.axis for row in rows] == [axis for axis in AXES if degrees[axis] > 1]
@@ -37,8 +37,8 @@ def test_no_byte_is_lost_between_layers(job: Job) -> None:
             each = getattr(job.sent, row.axis)
             total = job.world * each
             if row.axis == "pp":  # V stages send ahead from each rank but the last, which has one fewer
-                pp, virtual = job.layout.pp, job.layout.virtual
-                total = job.world / pp * each * (pp - 1 + (virtual - 1) / virtual)
+                pp, vpp = job.layout.pp, job.layout.vpp
+                total = job.world / pp * each * (pp - 1 + (vpp - 1) / vpp)
             assert sum(row.bytes) == pytest.approx(total)
             assert sum(row.shares) == pytest.approx(1)
             assert row.crosses == row.layers[int(np.flatnonzero(row.shares)[-1])]
@@ -46,8 +46,8 @@ def test_no_byte_is_lost_between_layers(job: Job) -> None:
 
 @given(jobs())
 def test_groups_are_those_of_the_mesh(job: Job) -> None:
-    places = [RankCoords.of(rank, job.layout) for rank in range(job.world)]
-    within = job.layout.dp(job.world) // job.layout.replicas
+    places = [RankCoords.from_rank(rank, job.layout) for rank in range(job.world)]
+    within = job.layout.dp(job.world) // job.layout.dp_replicate
     keys = {
         "tp": [(place.dp, place.pp, place.cp) for place in places],
         "cp": [(place.dp, place.pp, place.tp) for place in places],
@@ -60,7 +60,7 @@ def test_groups_are_those_of_the_mesh(job: Job) -> None:
 
 @given(jobs())
 def test_every_rank_of_a_ring_sends_once_and_receives_once(job: Job) -> None:
-    placement = shuffled(job.layout, job.world, job.fabric, job.free)
+    placement = shuffled_placement(job.layout, job.world, job.fabric, job.free)
     for axis in ("tp", "cp", "dp", "replica"):
         pairs, ring = axis_pairs(axis, job.layout, placement, ONE), ring_numbers(job.layout, job.world)[axis]
         assert sorted(pairs.source) == sorted(pairs.target) == list(range(job.world))
@@ -69,9 +69,9 @@ def test_every_rank_of_a_ring_sends_once_and_receives_once(job: Job) -> None:
 
 @given(jobs())
 def test_rings_by_gpu_cross_no_more_than_rings_by_rank(job: Job) -> None:
-    placement = shuffled(job.layout, job.world, job.fabric, job.free)
+    placement = shuffled_placement(job.layout, job.world, job.fabric, job.free)
     sorted_, by_rank = (
-        crossing(axis_traffic(job.layout, job.fabric, placement, job.sent, by))
+        bytes_above_server(axis_traffic(job.layout, job.fabric, placement, job.sent, by))
         for by in ("gpu", "rank")  # type: ignore[arg-type]
     )
     assert all(sorted_[name] <= by_rank[name] * (1 + 1e-9) for name in sorted_)
@@ -79,29 +79,29 @@ def test_rings_by_gpu_cross_no_more_than_rings_by_rank(job: Job) -> None:
 
 def test_a_ring_over_three_pods_crosses_three_times() -> None:
     fabric, layout = small_fabric(), Layout()
-    rows = axis_traffic(layout, fabric, contiguous(layout, fabric.gpus, fabric), AxisBytes(dp=10.0))
+    rows = axis_traffic(layout, fabric, contiguous_placement(layout, fabric.gpus, fabric), AxisBytes(dp=10.0))
     assert [row.axis for row in rows] == ["dp"]
     # 72 GPUs: 18 servers in 9 racks in 3 pods; every group's last GPU sends out of it
     assert rows[0].bytes == (54 * 10.0, 9 * 10.0, 6 * 10.0, 3 * 10.0)
-    assert crossing(rows) == {"rack": 180.0, "pod": 90.0, "cluster": 30.0}
+    assert bytes_above_server(rows) == {"rack": 180.0, "pod": 90.0, "cluster": 30.0}
     assert rows[0].crosses == "cluster"
 
 
 def test_pipeline_wraps_around_with_virtual_stages_only() -> None:
-    for virtual, back in [(1, 0.0), (4, 0.75)]:
-        layout, fabric = Layout(pp=3, virtual=virtual), small_fabric()
+    for vpp, back in [(1, 0.0), (4, 0.75)]:
+        layout, fabric = Layout(pp=3, vpp=vpp), small_fabric()
         pairs = axis_pairs("pp", layout, Placement(np.array([0, 1, 2])), AxisBytes(pp=8.0))
         sent = np.zeros((3, 3))
         np.add.at(sent, (pairs.source, pairs.target), pairs.bytes)
         assert sent.tolist() == [[0, 4, 4 * back], [4, 0, 4], [4 * back, 4, 0]]
         assert sent.sum(axis=1)[1] == 8  # in the middle
-        assert layer_numbers(fabric, np.array([0, 3, 7, 23]), np.array([1, 4, 8, 24])).tolist() == [0, 1, 2, 3]
+        assert joining_layers(fabric, np.array([0, 3, 7, 23]), np.array([1, 4, 8, 24])).tolist() == [0, 1, 2, 3]
 
 
 def test_llama_3_s_axes_cross_the_layers_that_the_paper_says() -> None:
     """Table 4, second row on the RoCE cluster: TP in servers, a pipeline of 128 GPUs in a pod, FSDP between pods."""
-    layout, fabric = Layout(tp=8, pp=16, virtual=8), load_fabric("roce-24k")
-    rows = {row.axis: row for row in axis_traffic(layout, fabric, contiguous(layout, 16_384, fabric), ONE)}
+    layout, fabric = Layout(tp=8, pp=16, vpp=8), load_fabric("roce-24k")
+    rows = {row.axis: row for row in axis_traffic(layout, fabric, contiguous_placement(layout, 16_384, fabric), ONE)}
     assert {axis: row.crosses for axis, row in rows.items()} == {"tp": "server", "pp": "pod", "dp": "cluster"}
     assert rows["tp"].shares[0] == 1
     assert rows["pp"].shares[1] == 0.5  # two servers of a rack hold two stages; the next one is elsewhere, as is wrap
@@ -111,7 +111,7 @@ def test_llama_3_s_axes_cross_the_layers_that_the_paper_says() -> None:
 
 def test_tensor_parallel_groups_of_two_servers_cross_the_rack() -> None:
     layout, fabric = Layout(tp=16), load_fabric("roce-24k")
-    rows = axis_traffic(layout, fabric, contiguous(layout, 64, fabric), ONE)
+    rows = axis_traffic(layout, fabric, contiguous_placement(layout, 64, fabric), ONE)
     assert {row.axis: row.crosses for row in rows} == {"tp": "rack", "dp": "pod"}
 
 
@@ -126,7 +126,7 @@ def test_bytes_of_collectives() -> None:
         one("send", "pp", "each", 10, 2, 1),  # 10 forward and 10 back for 2 stages and 3 micro-batches
         one("send", "pp", "each", 10, 2, 1),
     ]
-    assert AxisBytes.of(sent, Layout(tp=8, pp=4, virtual=2), 3) == AxisBytes(420.0, 0.0, 120.0, 48.0, 100.0)
+    assert AxisBytes.from_collectives(sent, Layout(tp=8, pp=4, vpp=2), 3) == AxisBytes(420.0, 0.0, 120.0, 48.0, 100.0)
 
 
 def test_errors_name_what_is_wrong() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes, total_of
+from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes, total_days_and_gpu_hours
 
 MAIN = StageTime("main", 2**24 * 1000, 1000, 16_384, 10.0, 0.9, products_s=6.0, messages_s=2.0)
 STORED = StorageUse(60e12, 60e12, 5e12, 10)
@@ -64,7 +64,7 @@ def test_everything_adds_up(budget: Budget) -> None:
     for name in ("days", "gpu_hours", "gpu_money", "storage_money", "money", "mwh"):
         assert getattr(budget, name) == pytest.approx(sum(getattr(one, name) for one in each))
     assert budget.money == pytest.approx(budget.gpu_money + budget.storage_money)
-    assert total_of(budget.stages) == pytest.approx((budget.days, budget.gpu_hours))
+    assert total_days_and_gpu_hours(budget.stages) == pytest.approx((budget.days, budget.gpu_hours))
 
 
 @given(budgets(), factors)

@@ -18,14 +18,14 @@ from llama3.planner.calibrate import (
     LEAST,
     REACH,
     DeviceBenchmark,
-    attention,
-    attentions,
+    attention_cases,
+    attention_op,
     calibrate,
-    elementwise,
-    gemms,
-    layers,
-    measured,
-    timed,
+    elementwise_cases,
+    elementwise_op,
+    gemm_cases,
+    measure_case,
+    measure_groups,
 )
 from llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM
 from llama3.planner.step_time import layer_work
@@ -50,39 +50,39 @@ def test_this_machine_is_measured_in_the_shortest_time() -> None:
 
 
 def test_attention_is_counted_as_the_planner_counts_it() -> None:
-    (forward, backward), *_ = attentions(SMALL, CPU)
+    (forward, backward), *_ = attention_cases(SMALL, CPU)
     batch, length = forward.shape[:2]
-    spec = Model(layers=1, dim=HEADS[0] * FEATURES, heads=HEADS[0], kv_heads=HEADS[1], ffn=64, max_seq=64)
-    work = layer_work(spec, Layout(), Load(length, batch, 1, "bf16"))
+    config = Model(layers=1, dim=HEADS[0] * FEATURES, heads=HEADS[0], kv_heads=HEADS[1], ffn=64, max_seq_len=64)
+    work = layer_work(config, Layout(), Load(length, batch, 1, "bf16"))
     assert forward.amount == work.attention
     assert backward.amount == 2.5 * work.attention
 
 
 def test_elementwise_work_is_counted_as_the_planner_counts_it() -> None:
     """The planner's count less the rotation of queries and keys, which is not measured; three times for both passes."""
-    for (case,) in layers(SMALL, CPU):
+    for (case,) in elementwise_cases(SMALL, CPU):
         rows, width = case.shape
-        spec = Model(layers=1, dim=width, heads=1, kv_heads=1, ffn=width * 7 // 2, max_seq=64)
-        work = layer_work(spec, Layout(), Load(rows, 1, 1, "bf16"))
+        config = Model(layers=1, dim=width, heads=1, kv_heads=1, ffn=width * 7 // 2, max_seq_len=64)
+        work = layer_work(config, Layout(), Load(rows, 1, 1, "bf16"))
         rotation = 2 * (width + width) * rows * 2
         assert case.amount == 3 * (work.moved - rotation)
 
 
 def test_products_are_those_of_a_linear_layer_and_counted_once() -> None:
-    for group in gemms(SMALL, CPU):
+    for group in gemm_cases(SMALL, CPU):
         for case in group:
             assert case.amount == 2.0 * case.shape[0] * case.shape[1] * case.shape[2]
             assert case.parts == 3
 
 
 def test_attention_s_backward_pass_gives_gradients_of_all_that_went_in() -> None:
-    gradients = attention(2, 16, HEADS, FEATURES, True, CPU)()
+    gradients = attention_op(2, 16, HEADS, FEATURES, True, CPU)()
     assert [tuple(one.shape) for one in gradients] == [(2, 16, 16, 128), (2, 16, 1, 128), (2, 16, 1, 128)]  # type: ignore[attr-defined]
     assert all(one.abs().sum() > 0 for one in gradients)  # type: ignore[attr-defined]
 
 
 def test_elementwise_work_gives_gradients_of_all_that_went_in() -> None:
-    gradients = elementwise(4, 8, 28, CPU)()
+    gradients = elementwise_op(4, 8, 28, CPU)()
     assert [tuple(one.shape) for one in gradients] == [(4, 8), (8,), (4, 28), (4, 28)]  # type: ignore[attr-defined]
 
 
@@ -113,13 +113,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_point_is_the_time_of_one_part_of_a_call(clock: Clock) -> None:
-    point = timed(clock.benchmark(0.012, parts=3), 0.0, CPU)
+    point = measure_case(clock.benchmark(0.012, parts=3), 0.0, CPU)
     assert point.seconds == pytest.approx(0.004)
     assert point.repeats == LEAST
 
 
 def test_short_calls_are_timed_several_at_once(clock: Clock) -> None:
-    point = timed(clock.benchmark(1e-4), 0.0, CPU)
+    point = measure_case(clock.benchmark(1e-4), 0.0, CPU)
     assert point.seconds == pytest.approx(1e-4)
     assert clock.sleeps == 2 + LEAST * 20  # 20 calls last SHORT_S
 
@@ -127,7 +127,7 @@ def test_short_calls_are_timed_several_at_once(clock: Clock) -> None:
 def test_sizes_grow_while_there_is_time(clock: Clock) -> None:
     def points(seconds: float, limit_s: float) -> int:
         groups = ([clock.benchmark(seconds * 2**step)] for step in range(4))
-        return len(list(measured(groups, limit_s, CPU)))
+        return len(list(measure_groups(groups, limit_s, CPU)))
 
     assert points(0.002, 60.0) == 4
     assert points(0.002, 0.0) == 2

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM, Calibration, GemmCurve, MeasuredPoint, fitted
+from llama3.planner.device_curves import (
+    BACK,
+    ELEMENTWISE,
+    FORWARD,
+    GEMM,
+    Calibration,
+    GemmCurve,
+    MeasuredPoint,
+    fit_calibration,
+)
 
 DATE = "2026-01-02T03:04:05.000+00:00"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -33,7 +42,7 @@ def points(peak: float = 989e12, ceiling: float = 0.8) -> list[MeasuredPoint]:
 
 
 def calibration(found: list[MeasuredPoint], device: str = H100) -> Calibration:
-    return Calibration(fitted(found, device, DATE), tuple(found), DATE, "2.13.0", 0)
+    return Calibration(fit_calibration(found, device, DATE), tuple(found), DATE, "2.13.0", 0)
 
 
 def test_curves_go_through_points_that_follow_them() -> None:

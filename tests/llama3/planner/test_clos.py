@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.routing import MOST_CARDS, Clos, broken, rings, zone
+from llama3.planner.routing import MOST_CARDS, Clos, failed_links, job_rings, make_zone
 from llama3.planner.topology import load_fabric
 
 
@@ -39,20 +39,20 @@ def test_racks_that_send_to_one_share_its_downlinks() -> None:
 
 
 def test_zones_of_the_presets() -> None:
-    assert zone(load_fabric("ai-zone"), 256) == Clos(256, 16, 8, 32)
-    assert zone(load_fabric("roce-24k"), 4) == Clos(4, 16, 8, 16)
+    assert make_zone(load_fabric("ai-zone"), 256) == Clos(256, 16, 8, 32)
+    assert make_zone(load_fabric("roce-24k"), 4) == Clos(4, 16, 8, 16)
     assert load_fabric("ai-zone").tiers[1].gpus == 256 * 16
 
 
 def test_of_a_large_switch_some_cards_stand_for_all() -> None:
     fabric = load_fabric("roce-24k")
     wide = fabric.model_copy(update={"tiers": fabric.tiers[1:]})
-    assert zone(wide, 4) == Clos(4, MOST_CARDS, 8, MOST_CARDS)
+    assert make_zone(wide, 4) == Clos(4, MOST_CARDS, 8, MOST_CARDS)
 
 
 @given(st.floats(0, 1), st.integers(0, 9))
 def test_as_many_cables_fail_as_told(failed: float, seed: int) -> None:
-    out = broken(Clos(4), failed, rng(seed))
+    out = failed_links(Clos(4), failed, rng(seed))
     assert out.shape == (4, 16)
     assert out.sum() == round(failed * 64)
 
@@ -63,9 +63,9 @@ def test_a_job_has_whole_servers_and_each_card_once(racks: int, replica: int, ta
     free = 2 * racks - round(2 * racks * taken)
     if free * 8 < 2 * replica:
         with pytest.raises(ValueError, match="a ring needs two"):
-            rings(clos, replica, taken, rng(seed))
+            job_rings(clos, replica, taken, rng(seed))
         return
-    found = rings(clos, replica, taken, rng(seed))
+    found = job_rings(clos, replica, taken, rng(seed))
     assert found.shape == (free * 8 // replica, replica)
     assert (np.diff(found.ravel()) > 0).all()
     assert found.max() < racks * 16
@@ -74,7 +74,7 @@ def test_a_job_has_whole_servers_and_each_card_once(racks: int, replica: int, ta
 
 
 def test_without_others_a_ring_has_a_card_in_each_rack() -> None:
-    assert (rings(Clos(4), 16, 0.0, rng()) == np.arange(64).reshape(4, 16)).all()
+    assert (job_rings(Clos(4), 16, 0.0, rng()) == np.arange(64).reshape(4, 16)).all()
 
 
 def test_what_cannot_be_built() -> None:

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from llama3.planner.device_curves import (
     BACKWARD,
-    REALISED,
+    REALIZED,
     AttentionCurve,
     Curves,
     GemmCurve,
     MemoryCurve,
+    derate_for_step,
     fit_gemm,
-    in_a_step,
-    priors,
+    prior_curves,
 )
 from llama3.planner.hardware import load_accelerator
-from llama3.planner.published import fitted
+from llama3.planner.published import fitted_h100_curves
 
 PEAK = 989e12
 SHAPES = [(rows, k, n) for rows in (2048, 8192) for side in (512, 1024, 4096) for k, n in ((side, side), (side, 8192))]
@@ -119,7 +119,7 @@ def test_curves_survive_json(rates: list[float], half: float, measured: bool) ->
 
 
 def test_priors_are_told_from_measurements() -> None:
-    hopper = priors(load_accelerator("h100"))
+    hopper = prior_curves(load_accelerator("h100"))
     assert hopper.source.startswith("assumed")
     assert hopper.gemm.peak_flops == 989e12
     assert hopper.attention.seconds(550e12, 8192, backward=False) == pytest.approx(1.0)
@@ -131,12 +131,12 @@ def test_priors_of_other_hardware_say_that_they_are_not_validated() -> None:
     own = load_accelerator(
         {"name": "mine", "dense_tflops": 500, "reached_tflops": 400, "memory_gb": 64, "memory_tb_s": 2, "watts": 500}
     )
-    assert "not validated" in priors(own).source
+    assert "not validated" in prior_curves(own).source
 
 
 def test_unknown_hardware_has_no_prior() -> None:
     with pytest.raises(ValueError, match="unknown hardware, and nothing is guessed"):
-        priors(load_accelerator("h9000"))
+        prior_curves(load_accelerator("h9000"))
 
 
 @given(side=st.integers(1, 10**6), more=st.integers(1, 10**6))
@@ -155,16 +155,16 @@ def test_a_product_takes_as_long_as_its_transpose_and_twice_the_rows_twice_as_lo
     assert curve.seconds(2 * rows, inner, columns) == pytest.approx(2 * curve.seconds(rows, inner, columns))
 
 
-@given(seq=st.integers(1024, 4096))
-def test_attention_between_its_lengths_has_a_rate_between_theirs(seq: int) -> None:
-    assert 1 / 500 - 1e-12 <= CURVES.attention.seconds(1e12, seq, backward=False) <= 1 / 300 + 1e-12
+@given(seq_len=st.integers(1024, 4096))
+def test_attention_between_its_lengths_has_a_rate_between_theirs(seq_len: int) -> None:
+    assert 1 / 500 - 1e-12 <= CURVES.attention.seconds(1e12, seq_len, backward=False) <= 1 / 300 + 1e-12
 
 
 def test_attention_at_one_rate_has_it_at_all_lengths_forward_and_backward() -> None:
     flat = CURVES.with_attention(400e12)
-    for seq in (1, 1024, 131_072):
-        assert flat.attention.seconds(400e12, seq, backward=False) == pytest.approx(1)
-        assert flat.attention.seconds(400e12, seq, backward=True) == pytest.approx(BACKWARD)
+    for seq_len in (1, 1024, 131_072):
+        assert flat.attention.seconds(400e12, seq_len, backward=False) == pytest.approx(1)
+        assert flat.attention.seconds(400e12, seq_len, backward=True) == pytest.approx(BACKWARD)
     assert not flat.attention.measured
     assert (flat.gemm, flat.memory) == (CURVES.gemm, CURVES.memory)
 
@@ -176,21 +176,23 @@ def test_bytes_take_their_time() -> None:
 def test_the_prior_of_other_hardware_goes_with_its_peak() -> None:
     hopper = load_accelerator("h100")
     half = hopper.model_copy(update={"driver_name": "", "dense_tflops": 494.5, "reached_tflops": 397.5})
-    mine, theirs = priors(half), priors(hopper)
+    mine, theirs = prior_curves(half), prior_curves(hopper)
     assert mine.gemm.seconds(4096, 4096, 4096) == pytest.approx(2 * theirs.gemm.seconds(4096, 4096, 4096))
     asked = theirs.attention.seconds(1e12, 8192, backward=True)
     assert mine.attention.seconds(1e12, 8192, backward=True) == pytest.approx(2 * asked)
-    assert priors(load_accelerator("h200")).source == theirs.source
-    assert priors(load_accelerator("h200")).memory.bytes_per_s == pytest.approx(0.8 * 4.8e12)
+    assert prior_curves(load_accelerator("h200")).source == theirs.source
+    assert prior_curves(load_accelerator("h200")).memory.bytes_per_s == pytest.approx(0.8 * 4.8e12)
 
 
 def test_the_prior_is_what_fits_table_4() -> None:
-    assert priors(load_accelerator("h100")).gemm.ceiling == pytest.approx(fitted().gemm.ceiling, rel=0.005)
+    assert prior_curves(load_accelerator("h100")).gemm.ceiling == pytest.approx(
+        fitted_h100_curves().gemm.ceiling, rel=0.005
+    )
 
 
 def test_measured_products_reach_less_in_a_step() -> None:
-    found = in_a_step(CURVES)
-    assert found.gemm.seconds(4096, 4096, 4096) == pytest.approx(CURVES.gemm.seconds(4096, 4096, 4096) / REALISED)
+    found = derate_for_step(CURVES)
+    assert found.gemm.seconds(4096, 4096, 4096) == pytest.approx(CURVES.gemm.seconds(4096, 4096, 4096) / REALIZED)
     assert (found.attention, found.memory) == (CURVES.attention, CURVES.memory)
     assert "Table 4" in found.source
 

@@ -13,13 +13,13 @@ from llama3.planner.placement import (
     AxisBytes,
     Placement,
     axis_traffic,
-    contiguous,
-    crossing,
-    demand,
+    bytes_above_server,
+    contiguous_placement,
     free_slots,
     minimum_cut,
-    shuffled,
+    shuffled_placement,
     slot_groups,
+    slot_traffic,
 )
 from llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, jobs, small_fabric
@@ -40,9 +40,12 @@ def test_never_worse_than_contiguous_order(job: Job, seed: int) -> None:
 @given(jobs(), st.integers(0, 9))
 def test_the_cut_is_what_axis_traffic_counts(job: Job, seed: int) -> None:
     """The search's own arithmetic, from groups of slots, against messages between pairs of GPUs."""
-    placement = shuffled(job.layout, job.world, job.fabric, job.free, seed)
-    needs, size = demand(job.layout, job.world, job.fabric, job.sent), np.gcd(job.layout.tp, job.fabric.server.gpus)
-    told = crossing(axis_traffic(job.layout, job.fabric, placement, job.sent))
+    placement = shuffled_placement(job.layout, job.world, job.fabric, job.free, seed)
+    needs, size = (
+        slot_traffic(job.layout, job.world, job.fabric, job.sent),
+        np.gcd(job.layout.tp, job.fabric.server.gpus),
+    )
+    told = bytes_above_server(axis_traffic(job.layout, job.fabric, placement, job.sent))
     for below, layer in zip(job.fabric.layers(), job.fabric.layers()[1:], strict=False):
         cut = needs.cut(placement.gpus[::size] // below.gpus)
         assert cut == pytest.approx(told.get(layer.name, 0.0), abs=1e-3)
@@ -53,12 +56,12 @@ def test_as_good_as_trying_everything() -> None:
     for sent, layout in [
         (AxisBytes(dp=1.0, pp=9.0), Layout(pp=2)),
         (AxisBytes(dp=9.0, pp=1.0), Layout(pp=2)),
-        (AxisBytes(dp=1.0, pp=3.0), Layout(pp=4, virtual=2)),
+        (AxisBytes(dp=1.0, pp=3.0), Layout(pp=4, vpp=2)),
         (AxisBytes(dp=2.0, pp=2.0, cp=9.0), Layout(pp=2, cp=2)),
     ]:
         fabric = small_fabric(server=4, rack=1, pod=1)
         free = np.array([0, 1, 2, 4, 5, 6, 7, 8, 9, 10])
-        needs, counts = demand(layout, 8, fabric, sent), np.array([3, 4, 3])
+        needs, counts = slot_traffic(layout, 8, fabric, sent), np.array([3, 4, 3])
         fits = (np.array(pods) for pods in product(range(3), repeat=8))
         least = min(needs.cut(pods) for pods in fits if (np.bincount(pods, minlength=3) <= counts).all())
         found = minimum_cut(layout, 8, fabric, sent, free)
@@ -67,7 +70,7 @@ def test_as_good_as_trying_everything() -> None:
 
 def test_helps_where_replicas_do_not_divide_pods() -> None:
     """A replica of 8 GPUs on pods of 12: contiguous order cuts every third pipeline, whole ones need no cut."""
-    fabric, layout, sent = small_fabric(pod=3, rack=1), Layout(tp=4, pp=2, virtual=2), AxisBytes(dp=1.0, pp=100.0)
+    fabric, layout, sent = small_fabric(pod=3, rack=1), Layout(tp=4, pp=2, vpp=2), AxisBytes(dp=1.0, pp=100.0)
     found = minimum_cut(layout, 24, fabric, sent)
     # 4 GPUs a stage: the second replica of three is cut twice (wrap: V - 1 of V), and each of 2 x 4 rings in two pods
     assert found.crossing["contiguous"]["cluster"] == 4 * 100 * 1.5 + 8 * 2
@@ -97,7 +100,7 @@ def test_inner_tiers_are_cut_without_leaving_the_outer_group() -> None:
 def test_full_bisection_keeps_contiguous_order() -> None:
     fabric, layout = load_fabric("ib-24k"), Layout(tp=8, pp=16)
     found = minimum_cut(layout, 2048, fabric, AxisBytes(dp=1.0, pp=1.0))
-    assert (found.placement.gpus == contiguous(layout, 2048, fabric).gpus).all()
+    assert (found.placement.gpus == contiguous_placement(layout, 2048, fabric).gpus).all()
     assert (found.layer, found.gain, found.ratio) == ("", 1.0, 1.0)
 
 
@@ -108,7 +111,7 @@ def test_a_job_inside_a_pod_crosses_none() -> None:
 
 
 def test_seeds_decide_and_nothing_else_does() -> None:
-    job = (Layout(tp=4, pp=2, virtual=2), 48, small_fabric(), AxisBytes(dp=1.0, pp=3.0))
+    job = (Layout(tp=4, pp=2, vpp=2), 48, small_fabric(), AxisBytes(dp=1.0, pp=3.0))
     one, same = (minimum_cut(*job, seed=3) for _ in range(2))
     assert (one.placement.gpus == same.placement.gpus).all()
     assert one.crossing == same.crossing

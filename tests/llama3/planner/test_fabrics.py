@@ -7,18 +7,17 @@ from time import process_time
 
 import pytest
 
-from llama3.parallel.check_layout import ROWS
-from llama3.parallel.layout import Layout
-from llama3.planner.device_curves import priors
+from llama3.parallel.layout import ROWS, Layout
+from llama3.planner.device_curves import prior_curves
 from llama3.planner.layout_search import LayoutQuery
-from llama3.planner.projection import on_fabric, step_model
-from llama3.planner.published import meta_layout, wanted
+from llama3.planner.projection import fabric_step_model, project_on_fabric
+from llama3.planner.published import meta_layout, table4_query
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.topology import Fabric, load_fabric
 from llama3.planner.validation.network import MOST, fabric_anchors
 from llama3.recipe.sections import Model
 
-CURVES = priors(load_fabric("roce-24k").accelerator)
+CURVES = prior_curves(load_fabric("roce-24k").accelerator)
 SMALL = LayoutQuery(Model.model_validate({"preset": "8b"}), ROWS, 8_192, 2**22, 256, 80e9)
 
 
@@ -46,14 +45,16 @@ def test_a17_holds_and_plain_ecmp_misses() -> None:
 
 def test_the_model_of_a_cluster_has_what_its_routing_leaves() -> None:
     for name in ["roce-24k", "ib-24k", "ai-zone"]:
-        network = step_model(SMALL, fabric(name), CURVES).network
+        network = fabric_step_model(SMALL, fabric(name), CURVES).network
         assert network.share == bandwidth_share(fabric(name))
         rates = [layer.bytes_per_s for layer in fabric(name).layers()[2:]]
         assert [layer.bytes_per_s for layer in network.layers[2:]] == [rate * network.share for rate in rates]
 
 
 def test_only_what_crosses_racks_is_slower_where_flows_are_hashed() -> None:
-    tuned, plain = (on_fabric(wanted(2), each, CURVES, meta_layout(2)) for each in (fabric("roce-24k"), hashed()))
+    tuned, plain = (
+        project_on_fabric(table4_query(2), each, CURVES, meta_layout(2)) for each in (fabric("roce-24k"), hashed())
+    )
     assert plain.share < tuned.share < 1
     slower = {
         name: value / tuned.best.time.as_dict()[name]
@@ -69,4 +70,4 @@ def test_only_what_crosses_racks_is_slower_where_flows_are_hashed() -> None:
 
 def test_a_layout_that_cannot_be_cut_so_is_told() -> None:
     with pytest.raises(ValueError, match="tp 8 x cp 1 x pp 3 = 24 does not divide 256"):
-        on_fabric(SMALL, fabric("ib-24k"), CURVES, Layout(tp=8, pp=3))
+        project_on_fabric(SMALL, fabric("ib-24k"), CURVES, Layout(tp=8, pp=3))

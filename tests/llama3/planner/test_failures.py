@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from llama3.planner.reliability import (
     FailureModel,
     Fleet,
-    Offenders,
-    counts,
-    from_json,
+    RepeatOffenders,
+    failures_by_cause,
     llama3_failures,
     make_trace,
     mttf_by_node_rate,
-    repeaters,
-    scaled,
-    to_json,
+    repeat_offenders,
+    scale_trace,
+    trace_from_json,
+    trace_to_json,
 )
 
 MODEL, FLEET = llama3_failures(), Fleet(16_384)
@@ -46,9 +46,9 @@ def test_rates_grow_with_their_component() -> None:
 @given(seed=st.integers(0, 2**32 - 1), days=st.floats(0.5, 60), gpus=st.integers(8, 40_000))
 def test_traces_are_seeded_ordered_and_survive_json(seed: int, days: float, gpus: int) -> None:
     fleet = Fleet(gpus)
-    trace = make_trace(MODEL, fleet, days, seed, Offenders())
-    assert trace == make_trace(MODEL, fleet, days, seed, Offenders())
-    assert from_json(to_json(trace)) == trace
+    trace = make_trace(MODEL, fleet, days, seed, RepeatOffenders())
+    assert trace == make_trace(MODEL, fleet, days, seed, RepeatOffenders())
+    assert trace_from_json(trace_to_json(trace)) == trace
     assert list(trace) == sorted(trace, key=lambda failure: failure.time_s)
     assert all(0 <= failure.time_s < days * 86_400 and 0 <= failure.host < fleet.hosts for failure in trace)
 
@@ -60,32 +60,32 @@ def test_other_seeds_give_other_traces_with_the_same_mean() -> None:
 
 
 def test_offenders_keep_the_total_and_repeat() -> None:
-    offenders = Offenders(share=0.02, factor=20)
+    offenders = RepeatOffenders(share=0.02, factor=20)
     plain = [make_trace(MODEL, FLEET, 54, seed) for seed in range(20)]
     uneven = [make_trace(MODEL, FLEET, 54, seed, offenders) for seed in range(20)]
     assert np.mean([len(trace) for trace in uneven]) == pytest.approx(466, rel=0.03)
-    thrice = [sum(len(repeaters(trace, times=3)) for trace in traces) for traces in (plain, uneven)]
+    thrice = [sum(len(repeat_offenders(trace, times=3)) for trace in traces) for traces in (plain, uneven)]
     assert thrice[1] > 4 * thrice[0]
-    assert all(count >= 3 for count in repeaters(uneven[0], times=3).values())
+    assert all(count >= 3 for count in repeat_offenders(uneven[0], times=3).values())
 
 
 def test_what_removing_offenders_avoids() -> None:
     """Against a count: failures on offending hosts above what ordinary ones would have had."""
-    offenders, rng = Offenders(share=0.1, factor=5), np.random.default_rng(1)
+    offenders, rng = RepeatOffenders(share=0.1, factor=5), np.random.default_rng(1)
     weights = offenders.weights(1000, rng)
     bad = weights > weights.min() * 2
     struck = bad[rng.choice(1000, 200_000, p=weights)].mean()
     assert bad.sum() == 100
     assert struck * (1 - 1 / 5) == pytest.approx(offenders.avoided(), abs=0.01)
-    assert Offenders(share=0, factor=5).avoided() == 0
+    assert RepeatOffenders(share=0, factor=5).avoided() == 0
 
 
 def test_scaled_traces_keep_order_causes_and_hosts() -> None:
     trace = make_trace(MODEL, FLEET, 54, 7)
-    short = scaled(trace, 0.001, until_s=1000)
+    short = scale_trace(trace, 0.001, until_s=1000)
     assert 0 < len(short) < len(trace)
     assert [failure.time_s for failure in short] == pytest.approx([f.time_s / 1000 for f in trace[: len(short)]])
-    assert counts(short) == counts(trace[: len(short)])
+    assert failures_by_cause(short) == failures_by_cause(trace[: len(short)])
 
 
 def test_mean_time_to_failure_is_a_rate_per_server() -> None:
@@ -103,10 +103,10 @@ def test_own_counts_replace_the_published_ones(tmp_path: Path) -> None:
 def test_mistakes_are_named() -> None:
     for call, words in [
         (lambda: Fleet(0), "gpus: 0 is not a number of GPUs; write 1 or more"),
-        (lambda: Offenders(share=1.5), "1.5 of the hosts"),
+        (lambda: RepeatOffenders(share=1.5), "1.5 of the hosts"),
         (lambda: FailureModel.load("failures-2030"), "'failures-2030' is unknown"),
-        (lambda: from_json("[{}]"), "is not a list of failures"),
-        (lambda: from_json("no"), "is not a list of failures"),
+        (lambda: trace_from_json("[{}]"), "is not a list of failures"),
+        (lambda: trace_from_json("no"), "is not a list of failures"),
         (lambda: FailureModel.load({"name": "x", "days": -1, "fleet_gpus": 8, "causes": []}), "days"),
     ]:
         with pytest.raises(ValueError, match=words):

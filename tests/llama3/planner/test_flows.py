@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
-from llama3.planner.routing import Floats, max_min
+from llama3.planner.routing import Floats, max_min_fair
 
 
 @st.composite
@@ -24,14 +24,14 @@ def networks(draw: st.DrawFn) -> tuple[Floats, Floats]:
 @given(networks())
 def test_no_link_is_over_its_capacity(network: tuple[Floats, Floats]) -> None:
     use, capacity = network
-    assert (use @ max_min(sparse.csr_array(use), capacity) <= capacity + 1e-9).all()
+    assert (use @ max_min_fair(sparse.csr_array(use), capacity) <= capacity + 1e-9).all()
 
 
 @given(networks())
 def test_every_flow_has_a_bottleneck(network: tuple[Floats, Floats]) -> None:
     """A full link on which no other flow has more: the definition of max-min optimal."""
     use, capacity = network
-    rates = max_min(sparse.csr_array(use), capacity)
+    rates = max_min_fair(sparse.csr_array(use), capacity)
     full = use @ rates >= capacity - 1e-9
     most = np.array([rates[carried > 0].max(initial=0.0) for carried in use])
     for flow, rate in enumerate(rates):
@@ -41,16 +41,16 @@ def test_every_flow_has_a_bottleneck(network: tuple[Floats, Floats]) -> None:
 @given(networks(), st.sampled_from([0.5, 2.0, 10.0]))
 def test_rates_scale_with_the_links(network: tuple[Floats, Floats], factor: float) -> None:
     use, capacity = network
-    rates = max_min(sparse.csr_array(use), capacity)
-    assert max_min(sparse.csr_array(use), factor * capacity) == pytest.approx(factor * rates, abs=1e-9)
+    rates = max_min_fair(sparse.csr_array(use), capacity)
+    assert max_min_fair(sparse.csr_array(use), factor * capacity) == pytest.approx(factor * rates, abs=1e-9)
 
 
 @given(networks(), st.randoms(use_true_random=False))
 def test_numbering_does_not_matter(network: tuple[Floats, Floats], random: Random) -> None:
     use, capacity = network
     links, flows = (random.sample(range(count), count) for count in use.shape)
-    shuffled = max_min(sparse.csr_array(use[links][:, flows]), capacity[links])
-    assert shuffled == pytest.approx(max_min(sparse.csr_array(use), capacity)[flows], abs=1e-9)
+    shuffled = max_min_fair(sparse.csr_array(use[links][:, flows]), capacity[links])
+    assert shuffled == pytest.approx(max_min_fair(sparse.csr_array(use), capacity)[flows], abs=1e-9)
 
 
 @given(networks())
@@ -58,21 +58,21 @@ def test_the_least_rate_is_that_of_the_most_crowded_link(network: tuple[Floats, 
     use, capacity = network
     busy = use.sum(axis=1) > 0
     least = (capacity[busy] / use[busy].sum(axis=1)).min()
-    assert max_min(sparse.csr_array(use), capacity).min() == pytest.approx(least, abs=1e-9)
+    assert max_min_fair(sparse.csr_array(use), capacity).min() == pytest.approx(least, abs=1e-9)
 
 
 def test_the_textbook_line() -> None:
     use = sparse.csr_array(np.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 1.0]]))
-    assert max_min(use, np.array([2.0, 1.0])) == pytest.approx([1 / 3, 5 / 3, 1 / 3, 1 / 3])
+    assert max_min_fair(use, np.array([2.0, 1.0])) == pytest.approx([1 / 3, 5 / 3, 1 / 3, 1 / 3])
 
 
 def test_a_spread_flow_takes_a_part_of_each_link() -> None:
     use = sparse.csr_array(np.array([[0.5, 1.0], [0.5, 0.0]]))
-    assert max_min(use, np.array([1.0, 1.0])) == pytest.approx([2 / 3, 2 / 3])
+    assert max_min_fair(use, np.array([1.0, 1.0])) == pytest.approx([2 / 3, 2 / 3])
 
 
 def test_a_dead_link_stops_its_flows_alone() -> None:
-    assert max_min(sparse.csr_array(np.eye(2)), np.array([0.0, 1.0])) == pytest.approx([0, 1])
+    assert max_min_fair(sparse.csr_array(np.eye(2)), np.array([0.0, 1.0])) == pytest.approx([0, 1])
 
 
 def test_many_flows_at_once() -> None:
@@ -80,15 +80,15 @@ def test_many_flows_at_once() -> None:
     links, flows = 500, 20_000
     rows, columns = rng.integers(0, links, 4 * flows), np.tile(np.arange(flows), 4)
     use = sparse.csr_array((np.ones(4 * flows), (rows, columns)), shape=(links, flows))
-    rates = max_min(use, np.ones(links))
+    rates = max_min_fair(use, np.ones(links))
     assert (use @ rates <= 1 + 1e-9).all()
     assert (use @ rates).mean() > 0.9
 
 
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(ValueError, match="flow 1 crosses no link"):
-        max_min(sparse.csr_array(np.array([[1.0, 0.0]])), np.ones(1))
+        max_min_fair(sparse.csr_array(np.array([[1.0, 0.0]])), np.ones(1))
     with pytest.raises(ValueError, match="for 2 links"):
-        max_min(sparse.csr_array(np.eye(2)), np.ones(3))
+        max_min_fair(sparse.csr_array(np.eye(2)), np.ones(3))
     with pytest.raises(ValueError, match="negative"):
-        max_min(sparse.csr_array(np.eye(2)), np.array([1.0, -1.0]))
+        max_min_fair(sparse.csr_array(np.eye(2)), np.array([1.0, -1.0]))

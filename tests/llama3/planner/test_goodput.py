@@ -14,10 +14,10 @@ from llama3.planner.goodput import (
     VALID,
     CheckpointCosts,
     Recovery,
-    best_cadence,
+    best_checkpoint_interval,
     effective_time,
-    exposure,
-    first_order,
+    failure_cost_share,
+    first_order_effective_time,
     longest_restart,
 )
 
@@ -40,7 +40,7 @@ def test_a_long_block_costs_what_it_should() -> None:
 
 def test_unknown_outside_its_range() -> None:
     assert effective_time(1_000, 600, 600, FREE) is None
-    assert exposure(1_000, 600, 600, FREE) > VALID
+    assert failure_cost_share(1_000, 600, 600, FREE) > VALID
 
 
 @given(
@@ -51,22 +51,22 @@ def test_unknown_outside_its_range() -> None:
 )
 def test_no_interval_beats_the_best(mtti_s: float, restart_s: float, block_s: float, more_s: float) -> None:
     costs = CheckpointCosts(block_s, block_s + more_s, 0, "test")
-    best = best_cadence(mtti_s, restart_s, costs)
+    best = best_checkpoint_interval(mtti_s, restart_s, costs)
     assert best.interval_s >= costs.save_s
-    top = first_order(mtti_s, restart_s, best.interval_s, costs)
+    top = first_order_effective_time(mtti_s, restart_s, best.interval_s, costs)
     others = np.geomspace(costs.save_s, 86_400, 200)
-    assert top >= max(first_order(mtti_s, restart_s, float(each), costs) for each in others) - 1e-6
+    assert top >= max(first_order_effective_time(mtti_s, restart_s, float(each), costs) for each in others) - 1e-6
 
 
 def test_young_and_daly_agree_where_saves_are_cheap() -> None:
-    best = best_cadence(1e5, 0.0, CheckpointCosts(0.5, 0.5, 0.0, "test"))
+    best = best_checkpoint_interval(1e5, 0.0, CheckpointCosts(0.5, 0.5, 0.0, "test"))
     assert best.young_daly_s == pytest.approx(sqrt(2 * 0.5 * 1e5))
     assert best.interval_s == pytest.approx(best.young_daly_s, rel=0.02)
     assert not best.limited_by_save
 
 
 def test_a_slow_save_limits_the_cadence() -> None:
-    best = best_cadence(810.0, 60.0, BYTECHECKPOINT)
+    best = best_checkpoint_interval(810.0, 60.0, BYTECHECKPOINT)
     assert (best.interval_s, best.limited_by_save) == (51.0, True)
     assert best.young_daly_s < 51
 
@@ -82,7 +82,7 @@ def test_the_budget_is_where_the_target_is_just_met(mtti_s: float, interval_s: f
     assume(budget is not None)
     assert budget is not None
     assert effective_time(mtti_s, budget, interval_s, FREE) == pytest.approx(target)
-    assert first_order(mtti_s, budget + 1, interval_s, FREE) < target
+    assert first_order_effective_time(mtti_s, budget + 1, interval_s, FREE) < target
 
 
 def test_the_budget_of_the_405b() -> None:
@@ -105,7 +105,7 @@ def test_mistakes_are_named() -> None:
         (lambda: effective_time(0, 1, 1, FREE), "mtti_s: 0 s"),
         (lambda: effective_time(10, 1, 0, FREE), "interval_s: 0 s"),
         (lambda: effective_time(10, -1, 1, FREE), "restart_s: -1 is negative"),
-        (lambda: best_cadence(0, 1, FREE), "mtti_s: 0 s"),
+        (lambda: best_checkpoint_interval(0, 1, FREE), "mtti_s: 0 s"),
         (lambda: longest_restart(1.0, 10, 1, FREE), "target: 1 is not a share"),
         (lambda: Recovery.total(60, BYTECHECKPOINT), "60 s is less than loading, 129 s"),
     ]:

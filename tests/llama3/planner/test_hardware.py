@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.planner.hardware import Accelerator, load_accelerator, load_server, preset_names, preset_text, validated
+from llama3.planner.hardware import (
+    Accelerator,
+    load_accelerator,
+    load_server,
+    preset_names,
+    preset_text,
+    validate_description,
+)
 from llama3.train.peak_flops import PEAKS
 
 H100: dict[str, Any] = yaml.safe_load(preset_text("h100"))
@@ -48,7 +55,7 @@ def test_a_wrong_figure_is_named() -> None:
         ({"sources": {"speed": "x"}}, "sources: speed name no field"),
     ]:
         with pytest.raises(ValueError, match=told):
-            validated(Accelerator, {**H100, **change}, "cluster.accelerator")
+            validate_description(Accelerator, {**H100, **change}, "cluster.accelerator")
 
 
 def test_a_copied_preset_is_a_file_like_any_other(tmp_path: Path) -> None:

@@ -15,35 +15,35 @@ from llama3.planner.layout_search import (
     MICRO_BATCHES,
     LayoutQuery,
     SearchResult,
-    cuts,
-    dealt,
-    judge,
-    search,
-    too_much,
+    enumerate_layouts,
+    evaluate_layout,
+    memory_error,
+    search_layouts,
+    split_micro_batches,
 )
 from llama3.train.train_step import largest_divisor
-from tests.llama3.planner.plan_samples import ROWS, spec, step_model, wanted
+from tests.llama3.planner.plan_samples import ROWS, config, layout_query, step_model
 
 
 def needs(asked: LayoutQuery, layout: Layout, load: Any) -> RankMemory:
     """Return the memory of the fullest process of all pipeline ranks."""
-    return max(memory(asked.spec, asked.rows, layout, asked.world, load), key=lambda need: need.total)
+    return max(memory(asked.config, asked.rows, layout, asked.world, load), key=lambda need: need.total)
 
 
 def tight(**changes: Any) -> tuple[LayoutQuery, SearchResult]:
-    asked = wanted(**{"memory_bytes": 8e9, **changes})
-    return asked, search(asked, step_model())
+    asked = layout_query(**{"memory_bytes": 8e9, **changes})
+    return asked, search_layouts(asked, step_model())
 
 
 @settings(max_examples=6)
 @given(st.sampled_from([4e9, 6e9, 8e9, 80e9]), st.sampled_from([4, 12, 16, 64]), st.sampled_from([2048, 16384]))
-def test_what_is_found_can_be_trained_and_fits(memory_bytes: float, world: int, seq: int) -> None:
-    asked = wanted(memory_bytes=memory_bytes, world=world, seq=seq)
-    found = search(asked, step_model())
+def test_what_is_found_can_be_trained_and_fits(memory_bytes: float, world: int, seq_len: int) -> None:
+    asked = layout_query(memory_bytes=memory_bytes, world=world, seq_len=seq_len)
+    found = search_layouts(asked, step_model())
     for one in found.fitting:
-        one.layout.check(asked.spec, asked.rows, asked.world)
-        one.layout.check_sequence(asked.seq)
-        assert one.dp * one.load.micro_batch * one.load.micro_batches * asked.seq == asked.batch
+        one.layout.check(asked.config, asked.rows, asked.world)
+        one.layout.check_sequence(asked.seq_len)
+        assert one.dp * one.load.micro_batch * one.load.micro_batches * asked.seq_len == asked.batch
         assert one.memory.total <= asked.limit
         assert one.margin == pytest.approx(asked.limit - one.memory.total)
     for one in found.fitting[:20]:
@@ -54,8 +54,8 @@ def test_what_is_found_can_be_trained_and_fits(memory_bytes: float, world: int, 
 def test_the_fullest_rank_is_found_though_layers_do_not_divide() -> None:
     """Ranks in the middle get the layers that are left over: a search that looks at the ends alone misses them."""
     shape = {"layers": 20, "dim": 4096, "ffn": 14336, "heads": 32}
-    asked = wanted(spec=spec(**shape), world=48, batch=48 * 4096, memory_bytes=30e9)
-    found = [one for one in search(asked, step_model(**shape)).fitting if one.layout.pp > 2]
+    asked = layout_query(config=config(**shape), world=48, batch=48 * 4096, memory_bytes=30e9)
+    found = [one for one in search_layouts(asked, step_model(**shape)).fitting if one.layout.pp > 2]
     assert {one.layout.pp for one in found} == {3, 4, 6, 8, 12, 16}
     assert {one.memory.pipeline_rank for one in found} >= {0, 1}
     for one in found:
@@ -64,11 +64,11 @@ def test_the_fullest_rank_is_found_though_layers_do_not_divide() -> None:
 
 def test_every_layout_that_was_looked_at_either_fits_or_has_a_reason_with_numbers() -> None:
     asked, found = tight(world=24, memory_bytes=6e9)
-    tried = {(cut.tp, cut.cp, cut.pp, size) for cut, size in cuts(asked)}
+    tried = {(cut.tp, cut.cp, cut.pp, size) for cut, size in enumerate_layouts(asked)}
     fitting = {(one.layout.tp, one.layout.cp, one.layout.pp, one.load.micro_batch) for one in found.fitting}
     refused = {(one.layout.tp, one.layout.cp, one.layout.pp, one.micro_batch) for one in found.rejected}
     assert fitting | refused == tried
-    assert found.looked_at == len(found.fitting) + len(found.rejected) >= len(tried)
+    assert found.considered == len(found.fitting) + len(found.rejected) >= len(tried)
     assert fitting
     assert refused
     assert all(any(letter.isdigit() for letter in one.why) for one in found.rejected)
@@ -89,7 +89,7 @@ def test_what_lacks_memory_says_how_much_in_gb_by_component() -> None:
         assert sum(sizes) == pytest.approx(one.needs / 1e9, abs=0.3)
         zero, recompute = LADDER[-1]
         sparing = one.layout.model_copy(update={"zero": zero, "recompute": recompute})
-        load = judge(asked, sparing, one.micro_batch, model).load
+        load = evaluate_layout(asked, sparing, one.micro_batch, model).load
         assert needs(asked, sparing, load).total > asked.limit  # even so it does not fit
 
 
@@ -105,55 +105,55 @@ def test_the_least_costly_memory_saving_that_fits_is_taken() -> None:
 
 
 def test_less_memory_never_fits_more_nor_faster() -> None:
-    found = [search(wanted(memory_bytes=size), step_model()) for size in (80e9, 10e9, 7e9, 5e9, 1e9)]
+    found = [search_layouts(layout_query(memory_bytes=size), step_model()) for size in (80e9, 10e9, 7e9, 5e9, 1e9)]
     for more, less in pairwise(found):
         assert len(less.fitting) <= len(more.fitting)
-        assert less.looked_at == more.looked_at
+        assert less.considered == more.considered
     fastest = [one.fitting[0].time.total for one in found if one.fitting]
     assert fastest == sorted(fastest)
     assert found[-1].fitting == []
 
 
 def test_a_tied_model_is_not_cut_by_a_pipeline_and_heads_bound_tensor_parallelism() -> None:
-    asked = wanted(spec=spec(tied_embeddings=True, kv_heads=2))
-    found = search(asked, step_model(tied_embeddings=True, kv_heads=2))
+    asked = layout_query(config=config(tied_embeddings=True, kv_heads=2))
+    found = search_layouts(asked, step_model(tied_embeddings=True, kv_heads=2))
     assert {(one.layout.pp, one.layout.tp) for one in found.fitting} == {(1, 1), (1, 2)}
     told = "\n".join(one.why for one in found.rejected)
-    assert "4 does not divide kv_heads 2; of all of them 1, 2 do" in told
+    assert "4 does not divide kv_heads 2; use one of 1, 2" in told
     assert "set model.tied_embeddings: false" in told
 
 
 def test_speed_counts_causal_work_over_time() -> None:
     asked, found = tight(memory_bytes=80e9)
     best = found.fitting[0]
-    work = flops_per_token(spec(), ROWS, asked.seq).causal * asked.batch
+    work = flops_per_token(config(), ROWS, asked.seq_len).causal * asked.batch
     assert best.tflops * 1e12 * asked.world * best.time.total == pytest.approx(work)
-    assert judge(asked, best.layout, best.load.micro_batch, step_model()) == best
+    assert evaluate_layout(asked, best.layout, best.load.micro_batch, step_model()) == best
 
 
 def test_a_given_layout_that_cannot_be_cut_so_is_refused() -> None:
     for layout, changes, told in [
-        ({"tp": 3}, {"world": 3}, "tp: 3 does not divide heads 16.*1, 2, 4, 8 do"),
+        ({"tp": 3}, {"world": 3}, "tp: 3 does not divide heads 16.*use one of 1, 2, 4, 8"),
         ({"pp": 3}, {}, "tp 1 x cp 1 x pp 3 = 3 does not divide 32 processes; start 33"),
-        ({"pp": 16}, {}, "16 x virtual 1 stages are too many for 6 layers"),
-        ({"cp": 4, "tp": 8}, {"seq": 4112, "batch": 4112 * 256}, "sequence 4112 does not split into 64 parts"),
+        ({"pp": 16}, {}, "16 x vpp 1 stages are too many for 6 layers"),
+        ({"cp": 4, "tp": 8}, {"seq_len": 4112, "batch": 4112 * 256}, "sequence 4112 does not split into 64 parts"),
         ({}, {"batch": 4096 * 24}, "batch: 24 sequences do not split over dp 32.*32 must divide them"),
     ]:
         with pytest.raises(ValueError, match=told):
-            judge(wanted(**changes), Layout(**layout), 1, step_model())
+            evaluate_layout(layout_query(**changes), Layout(**layout), 1, step_model())
 
 
 def test_a_given_layout_that_does_not_fit_is_judged_with_what_it_lacks() -> None:
-    found = judge(wanted(memory_bytes=5e9), Layout(), 1, step_model())
+    found = evaluate_layout(layout_query(memory_bytes=5e9), Layout(), 1, step_model())
     assert found.margin < 0
-    assert too_much(found.memory, wanted(memory_bytes=5e9).limit).startswith(
+    assert memory_error(found.memory, layout_query(memory_bytes=5e9).limit).startswith(
         f"{found.memory.total / 1e9:.1f} GB of 4.7: "
     )
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.sampled_from([1, 2]))
 def test_sequences_are_dealt_as_the_engine_deals_them(sequences: int, most: int, pp: int) -> None:
-    size, count = dealt(Layout(pp=pp), sequences, most)
+    size, count = split_micro_batches(Layout(pp=pp), sequences, most)
     assert size <= most
     assert (count - 1) * size < sequences <= count * size
     if pp > 1:
@@ -162,6 +162,6 @@ def test_sequences_are_dealt_as_the_engine_deals_them(sequences: int, most: int,
 
 def test_a_micro_batch_is_no_more_than_there_is() -> None:
     """`herd run` takes a larger one, so that one file serves a batch that grows."""
-    found = judge(wanted(), Layout(), 16, step_model())
+    found = evaluate_layout(layout_query(), Layout(), 16, step_model())
     assert (found.load.micro_batch, found.load.micro_batches) == (8, 1)
     assert set(MICRO_BATCHES) >= {1, 2}

@@ -10,9 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from llama3.parallel.check_layout import TABLE_4
-from llama3.parallel.layout import Layout
-from llama3.planner.collectives import LIBRARY, seconds
+from llama3.parallel.layout import TABLE_4, Layout
+from llama3.planner.collectives import LIBRARY, collective_seconds
 from llama3.planner.network import Network
 from llama3.planner.topology import Fabric, fabric_names, load_fabric
 
@@ -32,8 +31,8 @@ def fabric(name: str) -> Fabric:
 
 def listed(axis: str, layout: Layout, world: int) -> Ints:
     """Return the ranks of every group of an axis, (groups, members)."""
-    shards = layout.dp(world) // layout.replicas
-    ranks = np.arange(world).reshape(layout.replicas, shards, layout.pp, layout.cp, layout.tp)
+    shards = layout.dp(world) // layout.dp_replicate
+    ranks = np.arange(world).reshape(layout.dp_replicate, shards, layout.pp, layout.cp, layout.tp)
     inside = [ORDER.index(name) for name in MEMBERS[axis]]
     moved = np.moveaxis(ranks, inside, range(-len(inside), 0))
     return moved.reshape(-1, int(np.prod([ranks.shape[place] for place in inside])))
@@ -49,7 +48,7 @@ def together(groups: Ints, gpus: int) -> int:
 def jobs(draw: st.DrawFn) -> tuple[Layout, int]:
     """Draw a layout in powers of two, tp inside a server, and its GPUs; no stride but those that divide 3,072."""
     replicas = draw(st.sampled_from([1, 2]))
-    layout = Layout(tp=draw(powers), cp=draw(powers), pp=draw(powers), replicas=replicas)
+    layout = Layout(tp=draw(powers), cp=draw(powers), pp=draw(powers), dp_replicate=replicas)
     world = layout.model_parallel * replicas * draw(powers)
     assume(replicas == 1 or world <= 2048)
     return layout, world
@@ -105,9 +104,11 @@ def test_messages_take_the_faster_of_what_nccl_has(
 ) -> None:
     network = Network(fabric("roce-24k"), share)
     group = network.group(axis, *job)
-    ring, tree = (seconds("all-reduce", 2**log, group, network.layers, one) for one in LIBRARY)
+    ring, tree = (collective_seconds("all-reduce", 2**log, group, network.layers, one) for one in LIBRARY)
     assert network.seconds("all-reduce", 2**log, group) == min(ring, tree)
-    assert network.seconds("all-gather", 2**log, group) == seconds("all-gather", 2**log, group, network.layers)
+    assert network.seconds("all-gather", 2**log, group) == collective_seconds(
+        "all-gather", 2**log, group, network.layers
+    )
 
 
 def test_groups_that_cannot_be() -> None:

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
-from llama3.planner.placement import Placement, contiguous, fragmented, free_slots, shuffled
+from llama3.planner.placement import Placement, contiguous_placement, fragmented_gpus, free_slots, shuffled_placement
 from llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, jobs, small_fabric
 
 
 @given(jobs(), st.integers(0, 9))
 def test_orders_put_each_rank_on_a_free_gpu_of_its_own(job: Job, seed: int) -> None:
-    plain = contiguous(job.layout, job.world, job.fabric, job.free)
-    for placement in (plain, shuffled(job.layout, job.world, job.fabric, job.free, seed)):
+    plain = contiguous_placement(job.layout, job.world, job.fabric, job.free)
+    for placement in (plain, shuffled_placement(job.layout, job.world, job.fabric, job.free, seed)):
         placement.check(job.layout, job.fabric)  # tensor-parallel groups inside servers
         assert len(set(placement.gpus.tolist()) & set(job.free.tolist())) == job.world == placement.world
     assert plain.gpus.tolist() == job.free[: job.world].tolist()  # whole servers are free
@@ -35,11 +35,11 @@ def test_groups_larger_than_a_server_take_whole_servers() -> None:
 
 def test_a_fragmented_cluster_loses_whole_servers() -> None:
     fabric = load_fabric("roce-24k")
-    free = fragmented(fabric, 0.25, seed=1)
+    free = fragmented_gpus(fabric, 0.25, seed=1)
     assert len(free) == 18_432
     assert np.unique(free // 8, return_counts=True)[1].tolist() == [8] * 2304
-    assert (free == fragmented(fabric, 0.25, seed=1)).all()
-    assert not np.array_equal(free, fragmented(fabric, 0.25, seed=2))
+    assert (free == fragmented_gpus(fabric, 0.25, seed=1)).all()
+    assert not np.array_equal(free, fragmented_gpus(fabric, 0.25, seed=2))
 
 
 def test_errors_name_what_is_wrong() -> None:
@@ -47,12 +47,12 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="GPU 3 is given to 2 ranks"):
         Placement(np.array([1, 3, 3]))
     with pytest.raises(ValueError, match=r"taken: 1 is not a share"):
-        fragmented(fabric, 1.0)
+        fragmented_gpus(fabric, 1.0)
     with pytest.raises(ValueError, match=r"available: GPUs 0 .. 72 are not the 0 .. 71 of small"):
-        contiguous(Layout(), 8, fabric, np.arange(73))
+        contiguous_placement(Layout(), 8, fabric, np.arange(73))
     with pytest.raises(ValueError, match="are not all among the 72 of small"):
         Placement(np.array([71, 72])).check(Layout(), fabric)
     with pytest.raises(
         ValueError, match=r"76 ranks need 19 slots of 4 free GPUs.*; 18 are free; start at most 18 replicas"
     ):
-        contiguous(Layout(tp=4), 76, fabric)
+        contiguous_placement(Layout(tp=4), 76, fabric)

@@ -7,9 +7,9 @@ import pytest
 from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import Layout
 from llama3.planner.layout_search import SearchResult
-from llama3.planner.projection import Projection, StagePlacement, most_gpus, project, smallest_cluster
+from llama3.planner.projection import Projection, StagePlacement, max_gpus, project, smallest_cluster
 from llama3.recipe.schedule import Schedule
-from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, projection, recipe, wanted
+from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, layout_query, projection, recipe
 
 TINY = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""
@@ -26,7 +26,7 @@ def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
         assert part.found is not None
         assert part.best == part.found.fitting[0]
         assert part.seconds == pytest.approx(part.segment.steps * part.best.time.total)
-        work = flops_per_token(found.recipe.model, ROWS, part.segment.seq).causal * part.segment.batch
+        work = flops_per_token(found.recipe.model, ROWS, part.segment.seq_len).causal * part.segment.batch
         assert part.mfu == pytest.approx(work / part.best.world / part.best.time.total / 989e12)
 
 
@@ -37,8 +37,8 @@ def test_the_main_part_is_the_one_with_most_gpu_hours() -> None:
 
 
 def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
-    stage = "{name: long, for: 32Mi, seq: [8192, 16384], batch: 1Mi, mix: base, advance: [short-context]}"
-    gated = f"stages=[{{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}}, {stage}]"
+    stage = "{name: long, for: 32Mi, seq_len: [8192, 16384], batch: 1Mi, mix: base, gates: [short-context]}"
+    gated = f"stages=[{{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}}, {stage}]"
     found = made({"long": StagePlacement(32), "long-16384": StagePlacement(16)}, 64, gated)
     assert [(part.stage, part.best.world) for part in found.parts] == [
         ("main", 64),
@@ -48,9 +48,9 @@ def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
 
 
 def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
-    both = "stages=[{name: main, until: 64Mi, seq: [4096, 16384], batch: 1Mi, mix: base}]"
+    both = "stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]"
     short, long = made(None, 32, both).parts
-    assert (short.segment.seq, long.segment.seq) == (4096, 16384)
+    assert (short.segment.seq_len, long.segment.seq_len) == (4096, 16384)
     assert short.best.layout == long.best.layout
     assert short.best.load.micro_batch == long.best.load.micro_batch
     assert [short.found is None, long.found is None].count(False) == 1
@@ -67,17 +67,17 @@ def test_a_given_layout_is_judged_and_nothing_is_searched() -> None:
 
 def test_without_a_wish_as_many_gpus_are_taken_as_can_work() -> None:
     assert [part.best.world for part in made().parts] == [64, 64]
-    few = "stages=[{name: main, until: 64Mi, seq: 4096, batch: 8Ki, mix: base}]"
+    few = "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 8Ki, mix: base}]"
     one = made(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").parts[0].best
     assert (one.world, one.layout.tp, one.dp) == (4, 2, 2)  # two sequences of a step, two heads of keys, no pipeline
 
 
 def test_the_most_gpus_follow_from_sequences_of_the_smallest_step() -> None:
     spans = Schedule(recipe()).trained
-    assert [most_gpus(fabric(), span) for span in spans] == [64, 64]
-    tiny = Schedule(recipe("stages=[{name: main, until: 64Mi, seq: 4096, batch: 4Ki, mix: base}]")).trained[0]
+    assert [max_gpus(fabric(), span) for span in spans] == [64, 64]
+    tiny = Schedule(recipe("stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 4Ki, mix: base}]")).trained[0]
     large = fabric(tiers=[{"name": "cluster", "gpus": 4096}])
-    assert most_gpus(large, tiny) == 8 * 16  # one sequence: a server by 16 ranks of a pipeline
+    assert max_gpus(large, tiny) == 8 * 16  # one sequence: a server by 16 ranks of a pipeline
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
@@ -96,9 +96,9 @@ def test_what_fits_nowhere_names_the_smallest_number_of_gpus_that_would_do() -> 
         made(None, 1, accelerator=TINY)
     enough = int(str(told.value).rsplit("; ", 1)[1].split()[0])
     assert 1 < enough <= 64
-    asked = wanted(memory_bytes=8e9)
+    asked = layout_query(memory_bytes=8e9)
     assert smallest_cluster(asked, fabric(accelerator=TINY), curves()) == enough
-    made(None, enough, "stages=[{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}]", accelerator=TINY)
+    made(None, enough, "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}]", accelerator=TINY)
     with pytest.raises(ValueError, match="no layout of"):
         made(None, enough // 2, accelerator=TINY)
 
@@ -124,5 +124,5 @@ def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
 def test_the_search_result_knows_what_was_asked() -> None:
     part = projection().parts[0]
     assert isinstance(part.found, SearchResult)
-    assert (part.found.wanted.world, part.found.wanted.seq) == (64, 4096)
-    assert part.found.wanted.spec.layers == SMALL["layers"]
+    assert (part.found.query.world, part.found.query.seq_len) == (64, 4096)
+    assert part.found.query.config.layers == SMALL["layers"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.planner.budget import Budget, Prices, StageTime, StorageUse
-from llama3.planner.projection import UNKNOWNS, Effect, Quantity, effects
+from llama3.planner.projection import UNKNOWNS, Quantity, Sensitivity, sensitivities
 
 PLAN = Budget(
     (
@@ -22,8 +22,8 @@ TIME = {"goodput": -1.0, "speed of matrix products": -0.6, "speed of the network
 """Elasticities of time: products are 6, messages 2 of 10 seconds."""
 
 
-def by_name(quantity: Quantity, budget: Budget = PLAN) -> dict[str, Effect]:
-    return {one.name: one for one in effects(budget, quantity, most=len(UNKNOWNS))}
+def by_name(quantity: Quantity, budget: Budget = PLAN) -> dict[str, Sensitivity]:
+    return {one.name: one for one in sensitivities(budget, quantity, most=len(UNKNOWNS))}
 
 
 def test_more_speed_and_more_goodput_are_less_of_everything() -> None:
@@ -56,7 +56,7 @@ def test_energy_grows_with_power_and_pue() -> None:
 
 def test_the_largest_come_first_and_three_of_them() -> None:
     for quantity in QUANTITIES:
-        found = effects(PLAN, quantity)
+        found = sensitivities(PLAN, quantity)
         swings = [one.swing for one in found]
         assert swings == sorted(swings, reverse=True)
         assert [one.name for one in found] == [*by_name(quantity)][:3]
@@ -83,7 +83,7 @@ def test_bounds_are_kept_and_the_side_that_can_move_counts(goodput: float, pue: 
 
 def test_what_costs_nothing_moves_nothing() -> None:
     free = PLAN.with_price(gpu_hour=0.0, gb_month=0.0)
-    assert effects(free, "money") == []
+    assert sensitivities(free, "money") == []
     assert "price of storage" not in by_name("money", PLAN.with_price(gb_month=0.0))
 
 

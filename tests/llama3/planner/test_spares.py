@@ -7,11 +7,11 @@ import pytest
 from llama3.planner.reliability import (
     Failure,
     Fleet,
-    away_on_average,
-    enough_share,
     llama3_failures,
     make_trace,
+    mean_hosts_in_repair,
     spare_hosts,
+    spares_suffice_share,
 )
 
 MODEL, FLEET, DAY = llama3_failures(), Fleet(16_384), 86_400.0
@@ -22,7 +22,8 @@ def test_enough_for_99_percent_and_one_fewer_is_not() -> None:
         repair_s = repair_days * DAY
         spares = spare_hosts(MODEL, FLEET, repair_s)
         shares = [
-            [enough_share(_trace(seed), 1000 * DAY, repair_s, n) for seed in range(6)] for n in (spares, spares - 1)
+            [spares_suffice_share(_trace(seed), 1000 * DAY, repair_s, n) for seed in range(6)]
+            for n in (spares, spares - 1)
         ]
         enough, fewer = (sum(each) / len(each) for each in shares)
         assert enough >= 0.988
@@ -35,7 +36,7 @@ def _trace(seed: int) -> tuple[Failure, ...]:
 
 
 def test_only_what_breaks_needs_a_spare() -> None:
-    assert away_on_average(MODEL, FLEET, DAY) == pytest.approx((466 - 54 - 7 - 2 - 47) / 54)
+    assert mean_hosts_in_repair(MODEL, FLEET, DAY) == pytest.approx((466 - 54 - 7 - 2 - 47) / 54)
 
 
 def test_more_certainty_more_repair_and_more_gpus_need_more() -> None:
@@ -49,16 +50,16 @@ def test_time_away_is_counted_by_hand() -> None:
     """Repairs of 10 s from 20, 25 and 60: two are away from 25 to 30, the window is 10 to 110."""
     trace = [Failure(time, "x", 0, True, False) for time in (20.0, 25.0, 60.0)]
     trace.append(Failure(50.0, "software", 0, False, False))
-    assert enough_share(trace, 110, 10, 0) == pytest.approx(1 - 25 / 100)
-    assert enough_share(trace, 110, 10, 1) == pytest.approx(1 - 5 / 100)
-    assert enough_share(trace, 110, 10, 2) == 1
+    assert spares_suffice_share(trace, 110, 10, 0) == pytest.approx(1 - 25 / 100)
+    assert spares_suffice_share(trace, 110, 10, 1) == pytest.approx(1 - 5 / 100)
+    assert spares_suffice_share(trace, 110, 10, 2) == 1
 
 
 def test_mistakes_are_named() -> None:
     for call, words in [
         (lambda: spare_hosts(MODEL, FLEET, 0), "repair_s: 0 s"),
         (lambda: spare_hosts(MODEL, FLEET, DAY, 1), "sure: 1 is not a share"),
-        (lambda: enough_share([], 5, 10, 1), "5 s is not longer than a repair, 10 s"),
+        (lambda: spares_suffice_share([], 5, 10, 1), "5 s is not longer than a repair, 10 s"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()  # type: ignore[operator]

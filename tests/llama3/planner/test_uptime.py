@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order
+from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order_effective_time
 from llama3.planner.reliability import Fleet, llama3_failures
 from llama3.planner.uptime import TARGET, Uptime, uptime
 
@@ -37,7 +37,7 @@ def test_the_budget_of_a_restart_just_meets_the_target() -> None:
     found = on(LLAMA3)
     assert found.restart_budget_s is not None
     assert found.restart_budget_s > found.restart_s  # what is assumed of restarts is enough for 90 %
-    assert first_order(found.mtti_s, found.restart_budget_s, 600, found.costs) == pytest.approx(TARGET)
+    assert first_order_effective_time(found.mtti_s, found.restart_budget_s, 600, found.costs) == pytest.approx(TARGET)
 
 
 def test_more_gpus_fail_more_often_train_less_and_need_more_spares() -> None:

@@ -15,7 +15,7 @@ from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, shape, traced
 
 SPEC = shape(layers=4)
-LOAD = Load(seq=128, micro_batch=2, micro_batches=3)
+LOAD = Load(seq_len=128, micro_batch=2, micro_batches=3)
 Case = tuple[int, int, Layout, Load]
 """World, rank, layout, load."""
 CASES: dict[str, Case] = {
@@ -26,13 +26,13 @@ CASES: dict[str, Case] = {
     "cp": (8, 0, Layout(cp=2, tp=2), LOAD),
     "first stage": (16, 0, Layout(tp=2, cp=2, pp=2), LOAD),
     "last stage": (16, 7, Layout(tp=2, cp=2, pp=2), LOAD),
-    "virtual stages": (8, 2, Layout(tp=2, pp=2, virtual=2), LOAD),
+    "virtual stages": (8, 2, Layout(tp=2, pp=2, vpp=2), LOAD),
     "zero 3": (8, 0, Layout(tp=2, zero=3), LOAD),
-    "copies": (8, 0, Layout(tp=2, replicas=2), LOAD),
+    "copies": (8, 0, Layout(tp=2, dp_replicate=2), LOAD),
     "full recomputation": (8, 0, Layout(tp=2, cp=2, recompute="full"), LOAD),
     "selective recomputation": (8, 0, Layout(tp=2, cp=2, recompute="selective"), LOAD),
-    "fp32": (4, 0, Layout(tp=2), Load(seq=64, compute="fp32")),
-    "exact": (4, 0, Layout(tp=2), Load(seq=64, exact=True)),
+    "fp32": (4, 0, Layout(tp=2), Load(seq_len=64, precision="fp32")),
+    "exact": (4, 0, Layout(tp=2), Load(seq_len=64, exact=True)),
 }
 
 
@@ -63,7 +63,7 @@ def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
 def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
-        parts = stages(SPEC, layout, RankCoords.of(rank, layout).pp)
+        parts = stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp)
         for traced_stage, part in zip(trace.stages, parts, strict=True):
             assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives), name
 
@@ -73,7 +73,7 @@ def test_bytes_of_a_step_are_the_traces(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
         total: Counter[str] = Counter()
-        for part in stages(SPEC, layout, RankCoords.of(rank, layout).pp):
+        for part in stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp):
             for one in stage_volumes(part, SPEC, ROWS, layout, world, load):
                 total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
         assert total == trace.step_bytes(load.micro_batches), name

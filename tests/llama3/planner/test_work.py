@@ -10,11 +10,11 @@ from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.planner.device_curves import BACKWARD
-from llama3.planner.step_time import LayerSeconds, LayerWork, embedding_work, head_work, layer_work, spend
-from tests.llama3.planner.plan_samples import ROWS, curves, spec
+from llama3.planner.step_time import LayerSeconds, LayerWork, compute_seconds, embedding_work, head_work, layer_work
+from tests.llama3.planner.plan_samples import ROWS, config, curves
 
 layouts = st.builds(lambda tp, cp: Layout(tp=tp, cp=cp), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
-loads = st.builds(lambda seq, size: Load(seq, size), st.sampled_from([2048, 8192]), st.integers(1, 4))
+loads = st.builds(lambda seq_len, size: Load(seq_len, size), st.sampled_from([2048, 8192]), st.integers(1, 4))
 
 
 def products(work: LayerWork) -> float:
@@ -24,23 +24,23 @@ def products(work: LayerWork) -> float:
 @given(layouts, loads)
 def test_all_gpus_together_do_the_models_work_and_no_more(layout: Layout, load: Load) -> None:
     """Three times the forward products and attention are 6N and 6 L S D, which another module counts."""
-    shape = spec()
+    shape = config()
     layer, head = layer_work(shape, layout, load), head_work(shape, ROWS, layout, load)
-    gpus, tokens = layout.tp * layout.cp, load.seq * load.micro_batch
-    flops = flops_per_token(shape, ROWS, load.seq)
+    gpus, tokens = layout.tp * layout.cp, load.seq_len * load.micro_batch
+    flops = flops_per_token(shape, ROWS, load.seq_len)
     assert 3 * gpus * (shape.layers * products(layer) + products(head)) == pytest.approx(flops.six_n * tokens)
     attended = 3 * gpus * shape.layers * layer.attention
     assert attended == pytest.approx((flops.causal - flops.six_n) * tokens)
-    assert layer.seq == load.seq  # a part of a sequence attends over all of it
+    assert layer.seq_len == load.seq_len  # a part of a sequence attends over all of it
 
 
 @given(layouts, loads)
 def test_twice_the_tokens_are_twice_the_work(layout: Layout, load: Load) -> None:
     twice = replace(load, micro_batch=2 * load.micro_batch)
     pairs = [
-        (layer_work(spec(), layout, load), layer_work(spec(), layout, twice)),
-        (head_work(spec(), ROWS, layout, load), head_work(spec(), ROWS, layout, twice)),
-        (embedding_work(spec(), layout, load), embedding_work(spec(), layout, twice)),
+        (layer_work(config(), layout, load), layer_work(config(), layout, twice)),
+        (head_work(config(), ROWS, layout, load), head_work(config(), ROWS, layout, twice)),
+        (embedding_work(config(), layout, load), embedding_work(config(), layout, twice)),
     ]
     for one, two in pairs:
         assert products(two) == 2 * products(one)
@@ -49,8 +49,8 @@ def test_twice_the_tokens_are_twice_the_work(layout: Layout, load: Load) -> None
 
 
 def test_forward_and_backward_are_priced_by_the_curves() -> None:
-    work = layer_work(spec(), Layout(tp=2), Load(4096))
-    found, priced = spend(work, curves(), "none", again=False), curves()
+    work = layer_work(config(), Layout(tp=2), Load(4096))
+    found, priced = compute_seconds(work, curves(), "none", again=False), curves()
     assert found.gemm == pytest.approx(3 * sum(priced.gemm.seconds(*shape) for shape in work.products))
     forward = priced.attention.seconds(work.attention, 4096, False)
     assert found.attention == pytest.approx((1 + BACKWARD) * forward)
@@ -60,8 +60,8 @@ def test_forward_and_backward_are_priced_by_the_curves() -> None:
 
 
 def test_more_recomputation_takes_longer_and_full_makes_all_but_the_last_product_again() -> None:
-    work = layer_work(spec(), Layout(), Load(4096))
-    none, selective, full = (spend(work, curves(), kind) for kind in ("none", "selective", "full"))
+    work = layer_work(config(), Layout(), Load(4096))
+    none, selective, full = (compute_seconds(work, curves(), kind) for kind in ("none", "selective", "full"))
     assert 0 < none.recompute < selective.recompute < full.recompute
     *first, _ = (curves().gemm.seconds(*shape) for shape in work.products)
     forward = curves().attention.seconds(work.attention, 4096, False)
@@ -72,9 +72,9 @@ def test_more_recomputation_takes_longer_and_full_makes_all_but_the_last_product
 
 def test_an_unknown_way_to_recompute_is_no_silent_zero() -> None:
     with pytest.raises(KeyError, match="some"):
-        spend(LayerWork(), curves(), "some")
+        compute_seconds(LayerWork(), curves(), "some")
 
 
 def test_the_total_counts_every_component() -> None:
     assert LayerSeconds(1, 2, 4, 8, 16, 32).total == 63
-    assert spend(LayerWork(), curves(), "full") == LayerSeconds()
+    assert compute_seconds(LayerWork(), curves(), "full") == LayerSeconds()

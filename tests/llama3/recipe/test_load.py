@@ -26,13 +26,13 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
 
 MISTAKES = [
     ("curate.dedup.jacard=0.7", r"curate\.dedup\.jacard: unknown key; did you mean 'jaccard'"),
-    ("stages.main.sequence=512", r"stages\.2\.sequence: unknown key; did you mean 'seq'"),
+    ("stages.main.sequence=512", r"stages\.2\.sequence: unknown key; did you mean 'seq_len'"),
     ("seeds=1", "seeds: unknown key; did you mean 'seed'"),
     ("mix.base.math=20%", "shares of base sum to 95%; change them"),
-    ("stages.main.seq=4096", "seq: 4096 is longer than model.max_seq 2048 of preset '3m'; shorten"),
+    ("stages.main.seq_len=4096", "seq_len: 4096 is longer than model.max_seq_len 2048 of preset '3m'; shorten"),
     ("stages.main.batch=10000 tokens", "batch: 10K is not a multiple of sequence 512; write 10Ki"),
     ("stages.main.until=100K", "until: 100K is not after 220K.*order of their positions"),
-    ("stages.main.mix=late", "mix: 'late' is not under mix"),
+    ("stages.main.mix=late", "mix: 'late' is not in mix"),
     ("stages.ramp-2.name=ramp-1", "name 'ramp-1' is used twice"),
     ("stages.ramp-1.batch=null", "the first stage needs a batch"),
     ("model.preset=9b", "preset '9b' is unknown; the presets are 8b, 70b"),
@@ -41,28 +41,28 @@ MISTAKES = [
     ("tokenizer.use=x", "write either train"),
     ("evaluate.after=[late]", "'late' is not a stage"),
     ("sources.math=[]", "mix.base.math: 25% of the tokens, but sources.math is empty"),
-    ("promote.to=previous", "promote.to: 'previous' is given by the promotion log itself"),
+    ("promote.to=previous", "promote.to: 'previous' is reserved for the promotion log"),
     ("promote.when={eval/bpb: nice}", "'nice' is not a rule"),
     ("lr.warmup=20", "write 8000 steps"),
     ("name=Quick Start", "name: 'Quick Start'"),
-    ("stages.late.seq=3", "there is no element 'late'"),
-    ("stages.main.advance=[neddle]", "'neddle' is not a gate; the gates are short-context, needle"),
-    ("stages.main.advance={needle: better}", "needle: 'better' is not a rule of this gate; write 'at least 0.9'"),
-    ("stages.main.advance={short-context: at least 1}", "not a rule of this gate; write 'no worse than 1%'"),
-    ("stages.ramp-1.advance=[short-context]", "ramp-1.advance: short-context compares with the previous stage"),
-    ("stages.anneal={name: anneal, for: 1M, seq: [64, 128], mix: base, average: 2, advance: needle}",
-     "average cannot go over several sequence lengths with gates"),
-    ("stages.anneal={name: x, for: [1M, 2M], seq: [64, 128, 256], mix: base}", "for: has 2 lengths and seq: 3"),
-    ("stages.anneal={name: x, for: 1M, seq: [64, 64], mix: base, advance: needle}", "two steps have the name 'x-64'"),
-    ("lr.linear={to: 0, over: 1M}", r"write exactly one of cosine, linear and wsd .* not \['cosine', 'linear'\]"),
-    ("lr.cosine=null", "write exactly one of cosine, linear and wsd after the warm-up, not none"),
-    ("lr.cosine.over=80 steps", "cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
-    ("lr.cosine.over=0 steps", "cosine.over: 0 steps is no length"),
-    ("start={from: x}", "start: weights from x need the tokenizer they were trained with; write tokenizer: {use"),
-    ("start={from: x, format: gguf}", "start.format: 'gguf': input should be 'hf', 'meta', 'herd' or 'checkpoint'"),
+    ("stages.late.seq_len=3", "there is no element 'late'"),
+    ("stages.main.gates=[neddle]", "'neddle' is not a gate; the gates are short-context, needle"),
+    ("stages.main.gates={needle: better}", "needle: 'better' is not a rule of this gate; write 'at least 0.9'"),
+    ("stages.main.gates={short-context: at least 1}", "not a rule of this gate; write 'no worse than 1%'"),
+    ("stages.ramp-1.gates=[short-context]", "ramp-1.gates: short-context compares with the previous stage"),
+    ("stages.anneal={name: anneal, for: 1M, seq_len: [64, 128], mix: base, weight_averaging: 2, gates: needle}",
+     "weight_averaging cannot span several sequence lengths with gates"),
+    ("stages.anneal={name: x, for: [1M, 2M], seq_len: [64, 128, 256], mix: base}", "for: has 2 lengths and seq_len: 3"),
+    ("stages.anneal={name: x, for: 1M, seq_len: [64, 64], mix: base, gates: needle}", "two steps have the name 'x-64'"),
+    ("lr.linear={to: 0, over: 1M}", r"write exactly one of cosine, linear, wsd .* not \['cosine', 'linear'\]"),
+    ("lr.cosine=null", "write exactly one of cosine, linear, wsd after the warm-up, not none"),
+    ("lr.cosine.over=80 steps", "lr.cosine.over: 80 steps is not longer than the warm-up of 80 steps"),
+    ("lr.cosine.over=0 steps", r"lr\.cosine\.over: invalid length 0 steps; use e\.g\. 1000 steps"),
+    ("init_from={path: x}", "init_from: weights from x need the tokenizer they were trained with; write tokenizer"),
+    ("init_from={path: x, format: gguf}", "init_from.format: 'gguf': input should be 'hf', 'meta', 'herd'"),
     ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
     ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
-    ("compute=fp16", "compute: 'fp16'"),
+    ("precision=fp16", "precision: 'fp16'"),
     ("seed", "write field.subfield=value"),
 ]  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_a_vocabulary_above_the_token_type_is_refused() -> None:
         load_recipe(QUICKSTART, ["tokenizer.train.vocab=128000", "tokens.dtype=uint16"])
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, ["seeds=1", "mix.base.math=20%", "curate.dedup.jacard=1"])
     assert len(str(caught.value).splitlines()) == 3
@@ -91,7 +91,7 @@ def test_batches_must_split_over_the_ranks() -> None:
         check_batches(span, 3)
 
 
-def test_a_missing_or_broken_file_is_told_plainly(tmp_path: Path) -> None:
+def test_a_missing_or_broken_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("a: [1")
@@ -102,16 +102,16 @@ def test_a_missing_or_broken_file_is_told_plainly(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_stages_by_name_and_number() -> None:
-    by_name = load_recipe(QUICKSTART, ["stages.main.until=2M", "stages.anneal.average=2"])
-    by_number = load_recipe(QUICKSTART, ["stages.2.until=2M", "stages.3.average=2"])
+    by_name = load_recipe(QUICKSTART, ["stages.main.until=2M", "stages.anneal.weight_averaging=2"])
+    by_number = load_recipe(QUICKSTART, ["stages.2.until=2M", "stages.3.weight_averaging=2"])
     assert by_name == by_number
     assert by_name.stages[2].until == 2_000_000
 
 
 def test_gates_are_filled_in_however_they_are_written() -> None:
     def gates(text: str) -> dict[str, str]:
-        stage = load_recipe(QUICKSTART, [f"stages.main.advance={text}"]).stages[2]
-        return {gate: str(rule) for gate, rule in stage.advance.items()}
+        stage = load_recipe(QUICKSTART, [f"stages.main.gates={text}"]).stages[2]
+        return {gate: str(rule) for gate, rule in stage.gates.items()}
 
     usual = {"short-context": "no worse than 1%", "needle": "at least 0.9"}
     assert gates("[short-context, needle]") == gates("{short-context: null, needle: null}") == usual
@@ -158,14 +158,14 @@ BOMBS = {
 def test_a_kilobyte_of_aliases_is_refused_before_it_unfolds(bomb: str, tmp_path: Path) -> None:
     assert len(bomb) < 1100
     (tmp_path / "r.yaml").write_text(bomb)
-    with pytest.raises(RecipeError, match=r"r\.yaml: is not YAML: its aliases stand for more than 100,000 values"):
+    with pytest.raises(RecipeError, match=r"r\.yaml: is not YAML: its aliases expand to more than 100,000 values"):
         load_recipe(tmp_path / "r.yaml")
     inline = "{" + ", ".join(bomb.splitlines()) + "}"
-    with pytest.raises(RecipeError, match=r"override .*its aliases stand for more"):
+    with pytest.raises(RecipeError, match=r"override .*its aliases expand to more"):
         load_recipe(QUICKSTART, [f"sources={inline}"])
 
 
-def test_aliases_that_stand_for_little_are_taken() -> None:
+def test_small_aliases_are_allowed() -> None:
     text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]\n"
     assert read_plain(text) == yaml.safe_load(text)
     assert read_plain("") is None

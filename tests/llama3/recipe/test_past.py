@@ -1,4 +1,4 @@
-"""The past of a run against brute force: what every single step before a position was trained on."""
+"""Frozen fields against brute force: the data and rate of each step before a position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.frozen import check_past, past
+from llama3.recipe.frozen import check_frozen_fields, frozen_fields
 from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -29,42 +29,44 @@ RATES: list[dict[str, Any]] = [
 ]
 STAGE: dict[str, list[Any]] = {
     "for": ["5K", "8K", "16K"],
-    "seq": [128, 256, [128, 256]],
+    "seq_len": [128, 256, [128, 256]],
     "batch": ["512 tokens", "1Ki"],
     "mix": ["base", "twin", "late"],
     "lr": [None, "constant", "linear to 0"],
-    "average": [None, None, 3, "polyak", "ema 0.9"],
+    "weight_averaging": [None, None, 3, "polyak", "ema 0.9"],
 }
 
 
 def stage(number: int) -> st.SearchStrategy[dict[str, Any]]:
     fields = {key: st.sampled_from(values) for key, values in STAGE.items()}
-    return st.fixed_dictionaries(fields).map(lambda found: {"name": f"s{number}", **found})
+    return st.fixed_dictionaries(fields).map(lambda fields: {"name": f"s{number}", **fields})
 
 
 def recipe(stages: list[dict[str, Any]], rate: dict[str, Any], warmup: str = "6 steps", **more: Any) -> Recipe:
     data = resolved(load_recipe(QUICKSTART))
     data |= {"stages": stages, "lr": {"peak": 1e-3, "warmup": warmup, **rate}, "mix": MIXES, "evaluate": {}}
-    return parse_recipe(data | {"tokens": {"unit": "256 tokens"}} | more, "test")
+    return parse_recipe(data | {"tokens": {"chunk_tokens": "256 tokens"}} | more, "test")
 
 
-def trained(asked: Recipe, position: int) -> list[tuple[Any, ...]]:
+def trained(recipe: Recipe, position: int) -> list[tuple[Any, ...]]:
     """Return what each step before `position` was trained on and with which rate."""
-    schedule, steps = Schedule(asked), []
+    schedule, steps = Schedule(recipe), []
     for span in schedule.spans:
         for part in span.segments:
             for start in range(part.start, min(part.end, position), part.batch):
-                steps.append((start, part.batch, part.seq, span.shares, schedule.lr_at(start)))
+                steps.append((start, part.batch, part.seq_len, span.shares, schedule.lr_at(start)))
     return steps
 
 
-def averaging(asked: Recipe, position: int) -> tuple[str, int, int] | None:
-    spans = [span for span in Schedule(asked).spans if span.stage.average and span.start < position < span.end]
-    return (str(spans[0].stage.average), spans[0].start, spans[0].end) if spans else None
+def averaging(recipe: Recipe, position: int) -> tuple[str, int, int] | None:
+    spans = [
+        span for span in Schedule(recipe).spans if span.stage.weight_averaging and span.start < position < span.end
+    ]
+    return (str(spans[0].stage.weight_averaging), spans[0].start, spans[0].end) if spans else None
 
 
 @given(st.data())
-def test_a_past_is_equal_exactly_where_every_step_is(data: st.DataObject) -> None:
+def test_frozen_fields_are_equal_exactly_when_all_steps_are(data: st.DataObject) -> None:
     """The second recipe differs from the first in one stage and one rate at most, so that both answers are common."""
     stages = [data.draw(stage(number)) for number in range(3)]
     rate = data.draw(st.sampled_from(RATES))
@@ -79,28 +81,28 @@ def test_a_past_is_equal_exactly_where_every_step_is(data: st.DataObject) -> Non
     )
     if position > Schedule(second).tokens:
         same = False
-    assert (past(first, position) == past(second, position)) == same
+    assert (frozen_fields(first, position) == frozen_fields(second, position)) == same
     if same:
-        check_past(first, second, position)
+        check_frozen_fields(first, second, position)
     else:
         with pytest.raises(RecipeError, match=r"the past of a run cannot change; .*\n- .*\n\+ "):
-            check_past(first, second, position)
+            check_frozen_fields(first, second, position)
 
 
 @given(st.lists(st.sampled_from([0, 1, 2]), unique=True), st.integers(0, 2))
-def test_stages_behind_the_position_are_free(changed: list[int], done: int) -> None:
+def test_stages_after_the_position_may_change(changed: list[int], done: int) -> None:
     before = load_recipe(QUICKSTART)
     position = Schedule(before).spans[done].end
     names = [before.stages[number].name for number in changed if number > done]
-    words = [f"stages.{name}.{field}" for name in names for field in ("batch=4Ki", "seq=256", "mix=annealing")]
-    check_past(before, load_recipe(QUICKSTART, words), position)
+    overrides = [f"stages.{name}.{field}" for name in names for field in ("batch=4Ki", "seq_len=256", "mix=annealing")]
+    check_frozen_fields(before, load_recipe(QUICKSTART, overrides), position)
 
 
 @pytest.mark.parametrize(
     ("position", "change", "line"),
     [
         (1, "seed=2", "- seed: 1\n+ seed: 2"),
-        (1, "compute=fp32", "- compute: bf16\n+ compute: fp32"),
+        (1, "precision=fp32", "- precision: bf16\n+ precision: fp32"),
         (1, "model.layers=3", "- model.layers: 4\n+ model.layers: 3"),
         (1, "sources.code.0.limit=7MB", "- sources.code.0.limit: 4MB\n+ sources.code.0.limit: 7MB"),
         (1, "curate.dedup.jaccard=0.7", "- curate.dedup.jaccard: 0.8\n+ curate.dedup.jaccard: 0.7"),
@@ -110,22 +112,23 @@ def test_stages_behind_the_position_are_free(changed: list[int], done: int) -> N
         (1, "lr.peak=1e-3", "- lr.peak: 0.002\n+ lr.peak: 0.001"),
         (400_000, "lr.cosine.over=2M", "- lr.cosine.over: 700K\n+ lr.cosine.over: 2M"),
         (1, "stages.ramp-1.batch=1Ki", "- stages.ramp-1.batch: 512 tokens\n+ stages.ramp-1.batch: 1Ki"),
-        (1, "stages.ramp-1.seq=256", "- stages.ramp-1.seq: 128\n+ stages.ramp-1.seq: 256"),
+        (1, "stages.ramp-1.seq_len=256", "- stages.ramp-1.seq_len: 128\n+ stages.ramp-1.seq_len: 256"),
         (400_000, "stages.ramp-2.until=250K", "- stages.ramp-2.until: 220K\n+ stages.ramp-2.until: 250K"),
         (400_000, "stages.main.until=320K", "- stages.main.until: 600K\n+ stages.main.until: 320K"),
         (1, "stages.ramp-1.mix=annealing", "- stages.ramp-1.mix.code: 17%\n+ stages.ramp-1.mix.code: 22%"),
         (1, "mix.base={general: 60%, math: 15%, code: 17%, multilingual: 8%}",
          "- stages.ramp-1.mix.general: 50%\n+ stages.ramp-1.mix.general: 60%"),
-        (650_000, "stages.anneal.average=2", "- stages.anneal.average: last 4\n+ stages.anneal.average: last 2"),
+        (650_000, "stages.anneal.weight_averaging=2",
+         "- stages.anneal.weight_averaging: last 4\n+ stages.anneal.weight_averaging: last 2"),
         (650_000, "stages.anneal.for=200K", "- stages.anneal.for: 100K\n+ stages.anneal.for: 200K"),
         (650_000, "stages.anneal.lr=constant", "- stages.anneal.lr: linear to 0\n+ stages.anneal.lr: constant"),
     ],
 )  # fmt: skip
 def test_a_changed_past_is_refused_with_its_first_differing_line(position: int, change: str, line: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        check_past(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), position)
+        check_frozen_fields(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), position)
     assert str(caught.value).endswith(line)
-    check_past(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), 0)
+    check_frozen_fields(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), 0)
 
 
 @pytest.mark.parametrize(
@@ -134,41 +137,44 @@ def test_a_changed_past_is_refused_with_its_first_differing_line(position: int, 
         ("ramp-1", 20, ["lr.cosine.to=1e-5", "mix.annealing={general: 100%}", "stages.anneal.lr=constant"]),
         ("ramp-1", 20, ["lr.cosine=null", "lr.wsd={to: 0, decay: 100K}"]),
         ("ramp-1", 100, ["stages.ramp-1.until=200K"]),
-        ("main", 0, ["stages.main.until=2M", "stages.main.batch=4Ki", "stages.anneal.average=2"]),
+        ("main", 0, ["stages.main.until=2M", "stages.main.batch=4Ki", "stages.anneal.weight_averaging=2"]),
         ("main", 9, ["stages.main.until=2M", "checkpoint.every=5 min", "checkpoint.keep.last=9"]),
         ("anneal", 9, ["evaluate.documents=8", "promote.to=challenger", "name=other", "tokens.max_epochs=9"]),
-        ("anneal", 9, ["spikes.policy=skip", "non_finite=skip", "model.max_seq=4096", "stages.ramp-1.name=first"]),
+        ("anneal", 9, ["spikes.policy=skip", "non_finite=skip", "model.max_seq_len=4096", "stages.ramp-1.name=first"]),
     ],
 )
-def test_the_future_and_what_decides_nothing_may_change(stage: str, steps: int, changes: list[str]) -> None:
+def test_later_stages_and_fields_without_effect_may_change(stage: str, steps: int, changes: list[str]) -> None:
     before = load_recipe(QUICKSTART)
     segment = Schedule(before).span(stage).segments[0]
-    check_past(before, load_recipe(QUICKSTART, changes), segment.start + steps * segment.batch)
+    check_frozen_fields(before, load_recipe(QUICKSTART, changes), segment.start + steps * segment.batch)
 
 
 def test_a_wsd_run_is_lengthened_until_its_decay_begins() -> None:
     rate = {"wsd": {"to": 0, "decay": "10 steps"}}
-    stages = [{"name": "main", "for": "100Ki", "seq": 128, "batch": "1Ki", "mix": "base"}]
+    stages = [{"name": "main", "for": "100Ki", "seq_len": 128, "batch": "1Ki", "mix": "base"}]
     short, longer = recipe(stages, rate), recipe([{**stages[0], "for": "200Ki"}], rate)
-    check_past(short, longer, 90 * 1024)
+    check_frozen_fields(short, longer, 90 * 1024)
     with pytest.raises(RecipeError, match=r"- stages\.main\.for: 100Ki\n\+ stages\.main\.for: 200Ki"):
-        check_past(short, longer, 92 * 1024)
+        check_frozen_fields(short, longer, 92 * 1024)
 
 
 def test_a_longer_sequence_later_needs_the_unit_written_down() -> None:
     before = load_recipe(QUICKSTART)
-    with pytest.raises(RecipeError, match=r"tokens\.unit: .* write tokens: \{unit: 512 tokens\}"):
-        check_past(before, load_recipe(QUICKSTART, ["stages.anneal.seq=1024"]), 1)
-    check_past(before, load_recipe(QUICKSTART, ["stages.anneal.seq=1024", "tokens.unit=512 tokens"]), 1)
+    with pytest.raises(RecipeError, match=r"tokens.chunk_tokens: .* write tokens: \{chunk_tokens: 512 tokens\}"):
+        check_frozen_fields(before, load_recipe(QUICKSTART, ["stages.anneal.seq_len=1024"]), 1)
+    check_frozen_fields(
+        before, load_recipe(QUICKSTART, ["stages.anneal.seq_len=1024", "tokens.chunk_tokens=512 tokens"]), 1
+    )
 
 
 def test_parts_may_be_written_out_as_stages() -> None:
     """What a failed gate asks for: one length trained longer than the others."""
-    begin = {"name": "main", "for": "16Ki", "seq": 128, "batch": "1Ki", "mix": "base"}
-    split = {"name": "long", "for": "24Ki", "seq": [128, 256], "mix": "base", "advance": ["needle"]}
+    begin = {"name": "main", "for": "16Ki", "seq_len": 128, "batch": "1Ki", "mix": "base"}
+    split = {"name": "long", "for": "24Ki", "seq_len": [128, 256], "mix": "base", "gates": ["needle"]}
     parts = [
-        {**split, "name": f"long-{seq}", "seq": seq, "for": length} for seq, length in ((128, "12Ki"), (256, "40Ki"))
+        {**split, "name": f"long-{seq_len}", "seq_len": seq_len, "for": length}
+        for seq_len, length in ((128, "12Ki"), (256, "40Ki"))
     ]
     before, after = recipe([begin, split], RATES[2]), recipe([begin, *parts], RATES[2])
-    check_past(before, after, 28 * 1024)
-    check_past(before, recipe([begin, {**split, "for": ["12Ki", "40Ki"]}], RATES[2]), 40 * 1024)
+    check_frozen_fields(before, after, 28 * 1024)
+    check_frozen_fields(before, recipe([begin, {**split, "for": ["12Ki", "40Ki"]}], RATES[2]), 40 * 1024)

@@ -37,7 +37,7 @@ def test_override_may_name_a_rule_set() -> None:
         {"quality": {"max_duplicate_lines": 0.5}, "quality_for": {"fr": {"rules": ["repetition"]}}}
     )
     assert curate.quality_of("multilingual", "fr").max_duplicate_lines == 0.3
-    assert curate.quality_of("multilingual", "fr").max_duplicate_grams[5] == 0.15
+    assert curate.quality_of("multilingual", "fr").max_duplicate_ngrams[5] == 0.15
     assert curate.quality_of("multilingual", "de").max_duplicate_lines == 0.5
 
 
@@ -57,8 +57,8 @@ def test_fineweb2_has_bounds_by_language() -> None:
         0.263,
         0.3,
     )
-    assert japanese.max_duplicate_grams == {5: 0.243, 6: 0.225, 7: 0.207, 8: 0.19, 9: 0.175, 10: 0.159}
-    assert german.max_top_gram == {2: 0.169, 3: 0.153, 4: 0.137}
+    assert japanese.max_duplicate_ngrams == {5: 0.243, 6: 0.225, 7: 0.207, 8: 0.19, 9: 0.175, 10: 0.159}
+    assert german.max_top_ngram == {2: 0.169, 3: 0.153, 4: 0.137}
     assert (japanese.max_mean_word, german.max_mean_word) == (4, 15), "what the recipe says of a language wins"
     assert (japanese.min_punctuated_lines, german.min_stop_words, german.min_chars) == (None, None, 7)
     assert curate.quality_of("general", "de") == curate.quality
@@ -76,8 +76,8 @@ def test_language_wins_over_its_domain() -> None:
     ("given", "message"),
     [
         ({"rules": ["gofer"]}, "gopher"),
-        ({"max_top_gram": {5: 0.1}}, "max_top_gram: 5 words; write 2 to 4"),
-        ({"max_duplicate_grams": {4: 0.1}}, "write 5 to 10"),
+        ({"max_top_ngram": {5: 0.1}}, "max_top_ngram: 5 words; write 2 to 4"),
+        ({"max_duplicate_ngrams": {4: 0.1}}, "write 5 to 10"),
         ({"max_duplicate_lines": 30}, "less than or equal to 1"),
         ({"min_chars": 500, "max_chars": 50}, "min_chars 500 is above max_chars 50"),
         ({"max_duplicate_line": 0.3}, "max_duplicate_line"),
@@ -88,11 +88,11 @@ def test_mistake_is_refused(given: dict[str, object], message: str) -> None:
         Quality.model_validate(given)
 
 
-def test_rules_of_an_override_stand_in_the_place_of_the_base_s() -> None:
+def test_rules_of_an_override_replace_those_of_the_base() -> None:
     base = Quality(rules=["gopher", "fineweb"], min_words=70)
     code = base.changed({"rules": ["repetition"]})
     assert (code.min_stop_words, code.min_punctuated_lines) == (None, None)
     assert code.min_words == 70, "written, not published"
-    assert code.max_duplicate_grams == Quality(rules=["repetition"]).max_duplicate_grams
+    assert code.max_duplicate_ngrams == Quality(rules=["repetition"]).max_duplicate_ngrams
     assert base.changed({"rules": []}).max_short_lines is None
     assert base.changed({"max_words": 9000}).min_stop_words == 2

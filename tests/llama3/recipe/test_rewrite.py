@@ -103,9 +103,9 @@ def test_a_comment_of_the_same_study_is_replaced() -> None:
 
 
 def test_what_does_not_fit_gets_lines_of_its_own() -> None:
-    stages = [{"name": "a", "add": {"gsm": "30%"}}, {"name": "b", "seq": [1, 2]}]
+    stages = [{"name": "a", "extra_sources": {"gsm": "30%"}}, {"name": "b", "seq_len": [1, 2]}]
     changed = with_field(TEXT, ["lists"], stages)
-    assert "lists:\n  - {name: a, add: {gsm: 30%}}\n  - {name: b, seq: [1, 2]}\n" in changed
+    assert "lists:\n  - {name: a, extra_sources: {gsm: 30%}}\n  - {name: b, seq_len: [1, 2]}\n" in changed
     wide = with_element(TEXT, ["last"], {"uri": "s3://bucket/" + "x" * 100, "name": "gsm"}, "study s 1a: helps")
     assert "last: [a, b,\n       # study s 1a: helps\n       {uri: " in wide
     assert max(len(line) for line in wide.splitlines()) <= 130
@@ -116,9 +116,9 @@ def test_what_does_not_fit_gets_lines_of_its_own() -> None:
     [
         (TEXT, "lists.c.until", "there is no element 'c'"),
         (TEXT, "name.more", "the field before 'more' has no fields"),
-        ("a: &x {b: 1}\nc: {<<: *x}\n", "a.b", r"a\.b: cannot be changed alone .* by hand"),
-        ("a: &x {b: 1}\nc: {<<: *x}\n", "c.b", r"c\.b: cannot be changed alone"),
-        ("a: &x {b: 1}\nc: *x\n", "a", r"a: cannot be changed alone"),
+        ("a: &x {b: 1}\nc: {<<: *x}\n", "a.b", r"a\.b: cannot be changed without other fields .* by hand"),
+        ("a: &x {b: 1}\nc: {<<: *x}\n", "c.b", r"c\.b: cannot be changed without other fields"),
+        ("a: &x {b: 1}\nc: *x\n", "a", r"a: cannot be changed without other fields"),
         ("a: [", "a", "recipe: is not YAML"),
         ("- a\n", "a", "recipe: must be a mapping, not list"),
     ],
@@ -133,7 +133,7 @@ def test_an_anchor_is_changed_as_by_an_override() -> None:
 
 
 def test_no_list_takes_no_element() -> None:
-    with pytest.raises(RecipeError, match="name: is no list"):
+    with pytest.raises(RecipeError, match="name: is not a list"):
         with_element(TEXT, ["name"], 1)
 
 

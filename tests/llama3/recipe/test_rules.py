@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from llama3.recipe.gates import GateRule, assign, default_policy, matches
+from llama3.recipe.gates import GateRule, assign_rules, default_policy, matches
 from llama3.recipe.sections import Promote
 
 
@@ -23,20 +23,20 @@ from llama3.recipe.sections import Promote
         ("eval/a.c", "eval/abc", False),
     ],
 )
-def test_a_star_stands_for_one_part_of_a_name(pattern: str, metric: str, matched: bool) -> None:
+def test_a_star_matches_one_part_of_a_name(pattern: str, metric: str, matched: bool) -> None:
     assert matches(pattern, metric) is matched
 
 
 def test_the_most_exact_pattern_judges_a_score() -> None:
     metrics = ["eval/bpb", "eval/bpb/code", "eval/bpb/math", "eval/arc_easy", "eval/mmlu"]
-    assert assign(["eval/*", "eval/bpb/*", "eval/bpb/code", "eval/arc_*", "eval/piqa"], metrics) == {
+    assert assign_rules(["eval/*", "eval/bpb/*", "eval/bpb/code", "eval/arc_*", "eval/piqa"], metrics) == {
         "eval/*": ["eval/bpb", "eval/mmlu"],
         "eval/bpb/*": ["eval/bpb/math"],
         "eval/bpb/code": ["eval/bpb/code"],
         "eval/arc_*": ["eval/arc_easy"],
         "eval/piqa": ["eval/piqa"],
     }
-    assert assign(["eval/bpb*", "eval/*bpb"], ["eval/bpb"]) == {"eval/bpb*": ["eval/bpb"], "eval/*bpb": []}
+    assert assign_rules(["eval/bpb*", "eval/*bpb"], ["eval/bpb"]) == {"eval/bpb*": ["eval/bpb"], "eval/*bpb": []}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_the_most_exact_pattern_judges_a_score() -> None:
         ("train/loss", "is not a score"),
         ("eval/BPB", "write eval/bpb, eval/bpb/math or a pattern such as"),
         ("eval/", "is not a score"),
-        ("eval/bpb/maths", "'eval/bpb/maths' is no domain's bits per byte; the domains are general, math, code, mul"),
-        ("eval/bpb_macro/x*", "is no domain's bits per byte"),
-        ("eval/short-context", "is measured between sequence lengths only; write it under advance"),
+        ("eval/bpb/maths", "'eval/bpb/maths': unknown domain; write one of general, math, code, mul"),
+        ("eval/bpb_macro/x*", "unknown domain"),
+        ("eval/short-context", "is measured between sequence lengths only; write it under gates"),
     ],
 )
 def test_a_score_that_no_evaluation_has_is_refused_at_load(metric: str, why: str) -> None:

@@ -27,12 +27,18 @@ def recipes(draw: st.DrawFn) -> Recipe:
     seqs = st.sampled_from([64, 128, 256])
     stages = []
     for index in range(draw(st.integers(1, 5))):
-        seq = draw(st.one_of(seqs, st.lists(seqs, min_size=1, max_size=3)))
-        longest = max(seq) if isinstance(seq, list) else seq
+        seq_len = draw(st.one_of(seqs, st.lists(seqs, min_size=1, max_size=3)))
+        longest = max(seq_len) if isinstance(seq_len, list) else seq_len
         batch = longest * draw(st.integers(1, 8)) * (256 // longest)
         length = draw(st.integers(1, 200_000))
         stages.append(
-            {"name": f"s{index}", "for": f"{length} tokens", "seq": seq, "batch": f"{batch} tokens", "mix": "base"}
+            {
+                "name": f"s{index}",
+                "for": f"{length} tokens",
+                "seq_len": seq_len,
+                "batch": f"{batch} tokens",
+                "mix": "base",
+            }
         )
     data = QUICKSTART.model_dump(mode="json", by_alias=True)
     return Recipe.model_validate({**data, "stages": stages, "evaluate": {}})
@@ -45,7 +51,7 @@ def test_segments_tile_the_run(recipe: Recipe) -> None:
     for segment in schedule.segments:
         assert (segment.start, segment.first_step) == (position, step)
         assert segment.tokens == segment.steps * segment.batch
-        assert abs(segment.tokens - segment.asked) <= max(segment.batch / 2, segment.batch - segment.asked)
+        assert abs(segment.tokens - segment.requested) <= max(segment.batch / 2, segment.batch - segment.requested)
         assert schedule.segment_at(segment.start) == schedule.segment_at(segment.end - 1) == segment
         assert schedule.step_at(segment.start + segment.batch) == step + 1
         position, step = segment.end, step + segment.steps
@@ -62,10 +68,10 @@ def test_rates_stay_between_zero_and_peak(recipe: Recipe) -> None:
 
 def test_the_published_schedule() -> None:
     schedule = Schedule(PUBLISHED)
-    shapes = [(part.stage, part.seq, part.batch) for part in schedule.segments]
+    shapes = [(part.stage, part.seq_len, part.batch) for part in schedule.segments]
     assert shapes[:3] == [("ramp-4k", 4096, 2**22), ("ramp-8k", 8192, 2**23), ("main", 8192, 2**24)]
     assert [span.name for span in schedule.trained[2:5]] == ["main", "long-16384", "long-32768"]
-    assert [part.seq for part in schedule.segments[3:]] == [16384, 32768, 49152, 65536, 98304, 131072, 131072]
+    assert [part.seq_len for part in schedule.segments[3:]] == [16384, 32768, 49152, 65536, 98304, 131072, 131072]
     assert [span.steps for span in schedule.spans] == [60, 342_101, 711_083, 50_863, 2]
     assert schedule.spans[1].start == 60 * 2**22
     assert schedule.spans[2].start == pytest.approx(2.87e12, rel=1e-5)
@@ -93,15 +99,15 @@ def test_the_cosine_ends_at_its_floor() -> None:
     assert schedule.lr_at(schedule.spans[3].start) == pytest.approx(8e-7)
 
 
-def test_a_cosine_of_one_unit_is_the_one_that_recipes_were_always_trained_with() -> None:
+def test_a_cosine_of_one_unit_is_exact() -> None:
     """To the last bit: a resumed run must take the very rates of the journal."""
     schedule, rate = Schedule(PUBLISHED), PUBLISHED.lr
     assert rate.cosine is not None
-    for position, found in schedule.rates(0, schedule.spans[0].end):
+    for position, actual in schedule.rates(0, schedule.spans[0].end):
         step = schedule.step_at(position)
         share = 8000 / 1_200_000
         half = 0.5 * (1 + math.cos(math.pi * max((step / 1_200_000 - share) / (1 - share), 0.0)))
-        assert found == (
+        assert actual == (
             rate.peak * ((step + 1) / 8000) if step < 7999 else rate.cosine.to + (rate.peak - rate.cosine.to) * half
         )
 
@@ -138,37 +144,37 @@ def schedules(draw: st.DrawFn) -> Recipe:
 
 
 @given(schedules())
-def test_no_rate_jumps_whatever_units_warm_up_and_fall_are_written_in(recipe: Recipe) -> None:
-    """From one step to the next a rate moves by no more than one step up the warm-up or one step down the fall."""
+def test_no_rate_jumps_with_any_units_of_warm_up_and_decay(recipe: Recipe) -> None:
+    """From one step to the next a rate moves by no more than one step up the warm-up or one step down the decay."""
     schedule, rate = Schedule(recipe), recipe.lr
     starts = [part.start + step * part.batch for part in schedule.segments for step in range(part.steps)]
     batch = max(part.batch for part in schedule.segments)
-    over = rate.wsd.decay if rate.wsd else rate.fall.over
+    over = rate.wsd.decay if rate.wsd else rate.decay.over
     end = schedule.reached(over)
-    length = over.amount if rate.wsd else float(end[over.unit == "tokens"] - schedule.warm[over.unit == "tokens"])
+    length = over.amount if rate.wsd else float(over.pick(*end) - over.pick(*schedule.timeline.warmup_end))
     up = (1 if rate.warmup.unit == "steps" else batch) / rate.warmup.amount
-    down = (1 if over.unit == "steps" else batch) / length * (math.pi / 2 if rate.cosine else 1) * (1 - rate.to)
+    down = (1 if over.unit == "steps" else batch) / length * (math.pi / 2 if rate.cosine else 1) * (1 - rate.decay.to)
     for before, after in pairwise(schedule.lr_at(position) for position in starts):
         assert -down - 1e-9 <= after - before <= up + 1e-9
 
 
 @pytest.mark.parametrize("rule", ["cosine", "linear"])
 def test_with_one_batch_every_choice_of_units_is_one_schedule(rule: str) -> None:
-    stage = "stages=[{name: main, until: 400Ki, seq: 128, batch: 2Ki, mix: base}]"
-    found = []
+    stage = "stages=[{name: main, until: 400Ki, seq_len: 128, batch: 2Ki, mix: base}]"
+    rates = []
     for warm, over in itertools.product(("40 steps", "80Ki"), ("180 steps", "360Ki")):
         rate = f"lr={{peak: 1.0, warmup: {warm}, {rule}: {{to: 0.1, over: {over}}}}}"
         recipe = load_recipe(Path("recipes/quickstart.yaml"), [stage, rate, "evaluate={}"])
-        found.append([value for _, value in Schedule(recipe).rates(0, 400 * 1024)])
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], rel=1e-12)
-    assert found[0][0] == 1 / 40
+        rates.append([value for _, value in Schedule(recipe).rates(0, 400 * 1024)])
+    for other in rates[1:]:
+        assert other == pytest.approx(rates[0], rel=1e-12)
+    assert rates[0][0] == 1 / 40
 
 
 def test_a_cosine_in_tokens_begins_where_a_warm_up_in_steps_ends() -> None:
     """The published form: at step 4,000 of 6,715, of a warm-up of 2,000, 0.656 of the peak is left."""
-    posed = load_study(Path("recipes/experiments/ladder-llama3.yaml"))
-    recipe = next(run.recipe for run in posed.runs if run.name == "6e18-524m 1")
+    expanded = load_study(Path("recipes/experiments/ladder-llama3.yaml"))
+    recipe = next(run.recipe for run in expanded.runs if run.name == "6e18-524m 1")
     schedule = Schedule(recipe)
     batch = schedule.segments[0].batch
     assert (schedule.steps, str(recipe.lr.warmup)) == (6715, "2K steps")
@@ -179,13 +185,13 @@ def test_a_cosine_in_tokens_begins_where_a_warm_up_in_steps_ends() -> None:
 def test_a_batch_ramp_inside_the_warm_up_counts() -> None:
     """20 steps of 1Ki and 20 of 2Ki: the warm-up of 40 steps ends at token 60Ki, that of 60Ki tokens at step 40."""
     stages = (
-        "stages=[{name: a, until: 20Ki, seq: 128, batch: 1Ki, mix: base}, "
-        "{name: b, until: 200Ki, seq: 128, batch: 2Ki, mix: base}]"
+        "stages=[{name: a, until: 20Ki, seq_len: 128, batch: 1Ki, mix: base}, "
+        "{name: b, until: 200Ki, seq_len: 128, batch: 2Ki, mix: base}]"
     )
     for warm in ("40 steps", "60Ki"):
         rate = f"lr={{peak: 1.0, warmup: {warm}, linear: {{to: 0, over: 100 steps}}}}"
         schedule = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stages, rate, "evaluate={}"]))
-        assert schedule.warm == (40, 60 * 1024)
+        assert schedule.timeline.warmup_end == (40, 60 * 1024)
         assert schedule.lr_at(schedule.reached(Span(70, "steps"))[1]) == pytest.approx(0.5)
 
 
@@ -196,7 +202,7 @@ def test_a_batch_ramp_inside_the_warm_up_counts() -> None:
         "{peak: 1e-3, warmup: 600K, linear: {to: 0, over: 40 steps}}",
     ],
 )
-def test_a_fall_inside_a_warm_up_of_the_other_unit_is_refused(rate: str) -> None:
+def test_a_decay_inside_a_warm_up_of_the_other_unit_is_refused(rate: str) -> None:
     with pytest.raises(
         RecipeError, match=r"lr\.(cosine|linear)\.over: .* is not longer than the warm-up of .* ends at"
     ):
@@ -236,8 +242,8 @@ def test_wsd_holds_the_peak_and_decays_at_the_end(shape: str, half: float, unit:
 
 
 def test_a_longer_wsd_run_begins_like_a_shorter_one() -> None:
-    words = "lr.wsd={to: 0, decay: 50 steps}", "stages.anneal.lr=null"
-    short, longer = (Schedule(with_rate(*words, f"stages.anneal.for={size}")) for size in ("400K", "800K"))
+    overrides = "lr.wsd={to: 0, decay: 50 steps}", "stages.anneal.lr=null"
+    short, longer = (Schedule(with_rate(*overrides, f"stages.anneal.for={size}")) for size in ("400K", "800K"))
     decay = short.tokens - 50 * 2048
     assert short.rates(0, decay) == [pair for pair in longer.rates(0, decay) if pair in short.rates(0, decay)] != []
     assert all(rate == short.lr_at(position) for position, rate in longer.rates(0, decay))
@@ -248,12 +254,12 @@ def test_a_longer_wsd_run_begins_like_a_shorter_one() -> None:
 def test_rates_name_steps_of_a_range_and_its_ends(recipe: Recipe, data: st.DataObject) -> None:
     schedule = Schedule(recipe)
     stop = data.draw(st.integers(1, schedule.tokens))
-    found = schedule.rates(0, stop)
+    rates = schedule.rates(0, stop)
     last = max(part.start + step * part.batch for part in schedule.segments for step in (0, part.steps - 1)
                if part.start + step * part.batch < stop)  # fmt: skip
-    assert found[0][0] == 0
-    assert last <= found[-1][0] < stop
-    for position, rate in found:
+    assert rates[0][0] == 0
+    assert last <= rates[-1][0] < stop
+    for position, rate in rates:
         part = schedule.segment_at(position)
         assert (position - part.start) % part.batch == 0
         assert rate == schedule.lr_at(position)
@@ -263,8 +269,8 @@ def test_rates_name_steps_of_a_range_and_its_ends(recipe: Recipe, data: st.DataO
 def test_gates_change_neither_positions_nor_rates(recipe: Recipe) -> None:
     data = recipe.model_dump(mode="json", by_alias=True)
     for stage in data["stages"]:
-        lengths = stage["seq"] if isinstance(stage["seq"], list) else []
-        stage["advance"] = ["needle"] if len(set(lengths)) == len(lengths) else []
+        lengths = stage["seq_len"] if isinstance(stage["seq_len"], list) else []
+        stage["gates"] = ["needle"] if len(set(lengths)) == len(lengths) else []
     plain, gated = Schedule(recipe), Schedule(Recipe.model_validate(data))
     assert gated.segments == plain.segments
     assert gated.rates(0, gated.tokens) == plain.rates(0, plain.tokens)
@@ -278,7 +284,7 @@ def test_gates_change_neither_positions_nor_rates(recipe: Recipe) -> None:
 
 
 def test_each_length_may_have_its_own_number_of_tokens() -> None:
-    stage = "stages.anneal={name: long, for: [20Ki, 40Ki, 10Ki], seq: [256, 512, 1024], mix: base, batch: 2Ki}"
+    stage = "stages.anneal={name: long, for: [20Ki, 40Ki, 10Ki], seq_len: [256, 512, 1024], mix: base, batch: 2Ki}"
     long = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stage, "evaluate={}"])).spans[-1]
     assert [part.tokens for part in long.segments] == [20 * 1024, 40 * 1024, 10 * 1024]
     assert long.tokens == 70 * 1024
@@ -308,18 +314,18 @@ def test_the_quickstart_earns_none() -> None:
         (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 5 steps}"], "lr.wsd.decay: 5 steps are few"),
         (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 2M}"], r"lr.wsd.decay: 2M before token .* inside the warm-up"),
         (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 600 steps}"], "600 steps before step .* inside the warm-up"),
-        (["lr.cosine=null", "lr.wsd={to: 0, decay: 90 steps}"], "the decay ends at 0 before stage anneal"),
+        (["lr.cosine=null", "lr.wsd={to: 0, decay: 90 steps}"], "the decay ends at 0, so stage anneal"),
         (
             ["model.rope_scaling={factor: 2, original: 128}"],
             "factor 2 stretches 128 positions to 256, less than .* 512",
         ),
         (
-            ["start={from: x}", "tokenizer={use: t}", "mix.base={code: 100%}"],
-            "start: every token comes from sources.code.0",
+            ["init_from={path: x}", "tokenizer={use: t}", "mix.base={code: 100%}"],
+            "init_from: every token comes from sources.code.0",
         ),
     ],
 )
-def test_what_is_odd_is_told(changes: list[str], warning: str) -> None:
+def test_unusual_settings_earn_a_warning(changes: list[str], warning: str) -> None:
     warnings = lint(load_recipe(Path("recipes/quickstart.yaml"), changes))
     assert any(re.search(warning, text) for text in warnings), warnings
 
@@ -327,5 +333,5 @@ def test_what_is_odd_is_told(changes: list[str], warning: str) -> None:
 @pytest.mark.parametrize(
     "rate", ["lr.linear={to: 2e-4, over: 700K}", "lr.wsd={to: 2e-4, decay: 90 steps}", "lr.wsd={to: 2e-4, decay: 100K}"]
 )
-def test_what_is_usual_is_not(rate: str) -> None:
+def test_usual_settings_earn_none(rate: str) -> None:
     assert lint(with_rate(rate)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated_studies import PlantedEffects, false_findings, outcomes
-from llama3.studies.verdicts import annealing_verdict, judgement
+from llama3.studies.verdicts import annealing_verdict, source_effect
 
 DOMAINS = dict.fromkeys(("general", "math", "code", "multilingual"), 64)
 SOURCES = {"gsm": "gsm", "web": "more-web"}
@@ -19,7 +19,7 @@ def test_a_source_that_helps_is_said_to_where_it_does() -> None:
     verdict = annealing_verdict(outcomes(made({"math": 0.1}), 1), "default", SOURCES)
     assert verdict.headline[0].startswith("gsm: helps +0.")
     assert "bpb on math, 95 % 0.0" in verdict.headline[0]
-    assert judgement(verdict, "gsm") == "helps"
+    assert source_effect(verdict, "gsm") == "helps"
     assert verdict.change == []
     assert verdict.flags == []
 
@@ -27,7 +27,7 @@ def test_a_source_that_helps_is_said_to_where_it_does() -> None:
 def test_a_source_that_does_nothing_gets_its_largest_difference() -> None:
     verdict = annealing_verdict(outcomes(made({"math": 0.1}), 1), "default", SOURCES)
     assert verdict.headline[1].startswith("more-web: no significant difference (largest: ")
-    assert judgement(verdict, "web") == "no significant difference"
+    assert source_effect(verdict, "web") == "no significant difference"
 
 
 def test_a_difference_that_correction_takes_away_is_said_to_be_one() -> None:
@@ -45,15 +45,15 @@ def test_a_source_may_help_and_hurt() -> None:
     assert "on math" in helps
     assert hurts.startswith("hurts -0.")
     assert "on general" in hurts
-    assert judgement(verdict, "gsm") == "mixed"
+    assert source_effect(verdict, "gsm") == "mixed"
     worse = annealing_verdict(outcomes(made({"general": -0.1}), 1), "default", SOURCES)
-    assert judgement(worse, "gsm") == "hurts"
+    assert source_effect(worse, "gsm") == "hurts"
 
 
 def test_one_repeat_judges_nothing() -> None:
     verdict = annealing_verdict(outcomes(made({"math": 1.0}, repeats=1), 0), "default", SOURCES)
     assert "no significant difference can be detected with one repeat (largest: +" in verdict.headline[0]
-    assert judgement(verdict, "gsm") == "no significant difference"
+    assert source_effect(verdict, "gsm") == "no significant difference"
     assert sum("add seeds" in flag for flag in verdict.flags) == 2
 
 
@@ -61,12 +61,12 @@ def test_a_source_without_common_repeats_is_not_judged() -> None:
     runs = [
         one
         for one in outcomes(made({}), 0)
-        if (one.arm != "gsm" or one.repeat == 1) and (one.arm, one.repeat) != ("default", 1)
+        if (one.variant != "gsm" or one.repeat == 1) and (one.variant, one.repeat) != ("default", 1)
     ]
     verdict = annealing_verdict(runs, "default", SOURCES)
     assert verdict.headline[0] == "gsm: not judged, as nothing can be compared with default"
     with pytest.raises(ValueError, match="gsm: the study does not judge it"):
-        judgement(verdict, "gsm")
+        source_effect(verdict, "gsm")
 
 
 def test_chosen_scores_are_the_only_ones() -> None:

@@ -13,7 +13,7 @@ from benchmarks.simulated_studies import PlantedEffects, outcomes
 from llama3.recipe.data_schema import AnnealingVerdict, Source
 from llama3.recipe.load import parse_recipe, resolved
 from llama3.recipe.schema import Recipe
-from llama3.studies.apply import add_source, apply_annealing, apply_judged, apply_study, judged
+from llama3.studies.apply import add_source, annealing_verdict_of, apply_annealing, apply_annealing_verdict, apply_study
 from llama3.studies.results import StudyVerdict
 from llama3.studies.study import NewSource
 from llama3.studies.verdicts import annealing_verdict
@@ -30,7 +30,7 @@ CHANGES = [
     "lr.warmup=100 steps",
     "stages.main.batch=4Ki",
     "stages.0.until=200K",
-    "stages.anneal.average=null",
+    "stages.anneal.weight_averaging=null",
     "curate.quality_for.math.max_divergence=5",
     "tokenizer.train.mix=base",
     "spikes.policy=off",
@@ -38,7 +38,7 @@ CHANGES = [
     "evaluate.tasks=[]",
 ]
 NEW = {
-    "gsm": NewSource(domain="math", uri="gsm.jsonl", licence="MIT"),
+    "gsm": NewSource(domain="math", uri="gsm.jsonl", license="MIT"),
     "web": NewSource(domain="general", uri="web.parquet"),
 }
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_applied_is_refused() -> None:
             ["mix.base.math=30%"],
             "study mix-cpu: does not fit this recipe:\nrecipe: mix: the shares of base sum to 105%",
         ),
-        (["stages.late.seq=3"], "there is no element 'late'"),
+        (["stages.late.seq_len=3"], "there is no element 'late'"),
         (["mix"], "write field.subfield=value"),
     ]:
         with pytest.raises(ValueError, match=fault):
@@ -108,22 +108,24 @@ def test_what_cannot_be_applied_is_refused() -> None:
 
 def test_a_source_gets_its_judgement() -> None:
     for which in (0, "0"):
-        text = apply_judged(QUICKSTART, "math", which, SAID)
-        assert read(text).sources["math"][0].judged == SAID
-    assert read(text).studies[0].changed == ["sources.math.0.judged"]
-    again = apply_judged(text, "math", 0, SAID.model_copy(update={"says": "mixed"}))
-    assert read(again).sources["math"][0].judged == SAID.model_copy(update={"says": "mixed"})
+        text = apply_annealing_verdict(QUICKSTART, "math", which, SAID)
+        assert read(text).sources["math"][0].annealing_verdict == SAID
+    assert read(text).studies[0].changed == ["sources.math.0.annealing_verdict"]
+    again = apply_annealing_verdict(text, "math", 0, SAID.model_copy(update={"says": "mixed"}))
+    assert read(again).sources["math"][0].annealing_verdict == SAID.model_copy(update={"says": "mixed"})
     assert again.count("# study judge-cpu") == 3
     with pytest.raises(ValueError, match="no element 'gsm'"):
-        apply_judged(QUICKSTART, "math", "gsm", SAID)
+        apply_annealing_verdict(QUICKSTART, "math", "gsm", SAID)
 
 
 def test_a_judged_source_is_added() -> None:
-    source = Source(uri="gsm.jsonl", name="gsm", licence="MIT", judged=SAID)
-    text = apply_study(add_source(QUICKSTART, "math", source), ["stages.anneal.add={gsm: 30%}"], "judge-cpu", DIGEST)
-    recipe = parse_recipe(yaml.safe_load(text) | {"require_judged": "helps"}, "recipe")
+    source = Source(uri="gsm.jsonl", name="gsm", license="MIT", annealing_verdict=SAID)
+    text = apply_study(
+        add_source(QUICKSTART, "math", source), ["stages.anneal.extra_sources={gsm: 30%}"], "judge-cpu", DIGEST
+    )
+    recipe = parse_recipe(yaml.safe_load(text) | {"require_annealing_verdict": "helps"}, "recipe")
     assert recipe.sources["math"] == [Source(uri="installed", limit=recipe.sources["math"][0].limit), source]
-    assert recipe.studies[0].changed == ["sources.math.gsm", "stages.anneal.add"]
+    assert recipe.studies[0].changed == ["sources.math.gsm", "stages.anneal.extra_sources"]
     with pytest.raises(ValueError, match="the name 'gsm' is used twice"):
         add_source(text, "code", source)
     with pytest.raises(ValueError, match="has no name or no judgement"):
@@ -134,11 +136,11 @@ def test_an_annealing_study_adds_what_helps() -> None:
     said = verdict(math=0.1)
     text = apply_annealing(QUICKSTART, NEW, said, "judge-cpu", DIGEST)
     recipe = read(text)
-    assert list(recipe.apart) == ["gsm"]
+    assert list(recipe.named_sources) == ["gsm"]
     source = recipe.sources["math"][1]
-    assert (source.uri, source.licence) == ("gsm.jsonl", "MIT")
-    found = source.judged
-    assert found == judged(said, "gsm", "judge-cpu", DIGEST)
+    assert (source.uri, source.license) == ("gsm.jsonl", "MIT")
+    found = source.annealing_verdict
+    assert found == annealing_verdict_of(said, "gsm", "judge-cpu", DIGEST)
     assert found is not None
     assert (found.says, found.score) == ("helps", "eval/bpb/math")
     assert 0 < found.low < 0.1 < found.high < 0.2
@@ -147,7 +149,7 @@ def test_an_annealing_study_adds_what_helps() -> None:
 def test_an_annealing_study_judges_what_is_there() -> None:
     there = apply_annealing(QUICKSTART, NEW, verdict(math=0.1), "judge-cpu", DIGEST)
     text = apply_annealing(there, NEW, verdict(math=-0.1), "judge-cpu", "c" * 64)
-    found = read(text).sources["math"][1].judged
+    found = read(text).sources["math"][1].annealing_verdict
     assert found is not None
     assert (found.says, found.digest) == ("hurts", "c" * 12)
     assert found.high < 0
@@ -160,4 +162,4 @@ def test_a_source_that_does_not_help_is_not_added() -> None:
 
 def test_one_repeat_is_no_judgement() -> None:
     with pytest.raises(ValueError, match=r"gsm: one repeat .* raise annealing\.draws"):
-        judged(verdict(math=1, repeats=1), "gsm", "judge-cpu", DIGEST)
+        annealing_verdict_of(verdict(math=1, repeats=1), "gsm", "judge-cpu", DIGEST)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, TaskPoints, backtest, fit, forecast_verdict
+from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, TaskPoints, backtest, fit_forecast, forecast_verdict
 
 CHANCE, QUESTIONS = 0.25, 500
 LEVELS = 8
@@ -42,10 +42,10 @@ def family(
         power = 18 + number // per_level * 0.3
         own = scatter * dice.standard_normal() if dice else 0.0
         for part, late in ((0.25, 0.06), (0.5, 0.03), (1.0, 0.0)):
-            nats = law(power + math.log10(part)) + late + own
-            right = CHANCE + (1 - CHANCE) / (1 + math.exp(7 * (nats - 1.2)))
+            nll = law(power + math.log10(part)) + late + own
+            right = CHANCE + (1 - CHANCE) / (1 + math.exp(7 * (nll - 1.2)))
             share = dice.binomial(questions, right) / questions if dice else right
-            made.append(EvaluatedPoint(f"size-{number}", part * 10**power, nats, share, questions))
+            made.append(EvaluatedPoint(f"size-{number}", part * 10**power, nll, share, questions))
     return made
 
 
@@ -57,9 +57,9 @@ def back_tests(law: Callable[[float], float]) -> list[Backtest]:
 
 def test_an_exact_law_is_foretold_exactly() -> None:
     test = backtest(family(), CHANCE)
-    assert test.inside == test.nats_inside == 1
+    assert test.in_interval == test.nll_in_interval == 1
     assert test.mean_error == pytest.approx(0, abs=1e-6)
-    assert test.borne_out
+    assert test.is_calibrated
 
 
 def test_level_after_level_is_left_out_as_long_as_a_forecast_can_be_made() -> None:
@@ -76,15 +76,15 @@ def test_level_after_level_is_left_out_as_long_as_a_forecast_can_be_made() -> No
 def test_intervals_hold_what_was_left_out() -> None:
     rows = [row for test in back_tests(lasting) for row in test.rows]
     assert len(rows) > 0.95 * FAMILIES * sum(range(1, LEVELS - RUNS + 1))  # some show no slope by chance
-    assert np.mean([row.inside for row in rows]) >= 0.92
-    assert 0.92 <= np.mean([row.nats_inside for row in rows]) <= 0.98
+    assert np.mean([row.in_interval for row in rows]) >= 0.92
+    assert 0.92 <= np.mean([row.nll_in_interval for row in rows]) <= 0.98
     assert abs(np.mean([row.error for row in rows])) < 0.01
 
 
 def test_a_lasting_law_is_seldom_doubted_and_one_that_levels_off_mostly_is() -> None:
-    assert np.mean([not test.borne_out for test in back_tests(lasting)]) <= 0.12
+    assert np.mean([not test.is_calibrated for test in back_tests(lasting)]) <= 0.12
     found = back_tests(levelling)
-    assert np.mean([not test.borne_out for test in found]) >= 0.9
+    assert np.mean([not test.is_calibrated for test in found]) >= 0.9
     assert np.mean([test.bias for test in found]) > 0.05  # too good
 
 
@@ -96,7 +96,7 @@ def test_without_the_luck_of_the_questions_intervals_would_be_too_narrow() -> No
     rows = [row for one in made for row in one.rows if row.left_out == 1]
     plain = [row.forecast.accuracy.low <= row.accuracy <= row.forecast.accuracy.high for row in rows]
     assert np.mean(plain) < 0.8
-    assert np.mean([row.inside for row in rows]) >= 0.92
+    assert np.mean([row.in_interval for row in rows]) >= 0.92
 
 
 def test_runs_of_one_compute_are_left_out_together() -> None:
@@ -111,7 +111,7 @@ def test_a_back_test_never_sees_what_it_forecasts(seed: int, levels: int) -> Non
     """Changing the largest run changes no forecast, only what it is held against."""
     points = family(np.random.default_rng(seed), levels=levels)
     other = [
-        EvaluatedPoint(one.run, one.flops, one.nats + 0.3, 1 - one.accuracy, one.n)
+        EvaluatedPoint(one.run, one.flops, one.nll + 0.3, 1 - one.accuracy, one.n)
         if one.run == f"size-{levels - 1}"
         else one
         for one in points
@@ -129,7 +129,7 @@ def test_what_lacks_is_said() -> None:
     with pytest.raises(ValueError, match=rf"without the largest run nothing .* it takes {RUNS}"):
         backtest(family(levels=RUNS), CHANCE)
     same = [
-        EvaluatedPoint(one.run, 1e19 * (1 + 0.002 * place), one.nats, one.accuracy, one.n)
+        EvaluatedPoint(one.run, 1e19 * (1 + 0.002 * place), one.nll, one.accuracy, one.n)
         for place, one in enumerate(family())
     ]
     with pytest.raises(ValueError, match=r"1 level\(s\) of compute, of which 3 must remain; train further sizes"):
@@ -137,9 +137,9 @@ def test_what_lacks_is_said() -> None:
 
 
 def test_many_runs_of_few_budgets_are_few_levels() -> None:
-    """Sixteen runs a few per cent apart fix a line for `fit`, but only four budgets are behind them."""
+    """Sixteen runs a few per cent apart fix a line for `fit_forecast`, but only four budgets are behind them."""
     points = [
-        EvaluatedPoint(one.run, one.flops * (1 + 0.01 * (place % 4)), one.nats, one.accuracy, one.n)
+        EvaluatedPoint(one.run, one.flops * (1 + 0.01 * (place % 4)), one.nll, one.accuracy, one.n)
         for place, one in enumerate(family(np.random.default_rng(1), levels=4, per_level=4))
     ]
     test = backtest(points, CHANCE)
@@ -151,7 +151,7 @@ def test_many_runs_of_few_budgets_are_few_levels() -> None:
 def test_the_verdict_gives_number_interval_range_and_record() -> None:
     points = family(np.random.default_rng(2))
     verdict = forecast_verdict({"arithmetic": TaskPoints(points, CHANCE)}, 1e22)
-    made = fit(points, CHANCE).at(1e22).accuracy
+    made = fit_forecast(points, CHANCE).predict(1e22).accuracy
     number, record = verdict.headline
     assert f"accuracy {made.value:.3f}, 95 % {made.low:.3f} to {made.high:.3f}" in number
     assert "79.4 x beyond" in number  # 10^22 over 10^20.1

@@ -47,7 +47,7 @@ def test_exact_constants_are_found_again(exact: Chinchilla) -> None:
 
 def test_the_optimum_is_where_the_loss_is_lowest(exact: Chinchilla) -> None:
     for flops in [1e17, 5.76e23, 3.8e25]:
-        best = exact.at(flops)
+        best = exact.optimum(flops)
         assert best.parameters.value == pytest.approx(best_size(HOFFMANN, flops, 6.0), rel=0.02)
         assert best.tokens.value * best.parameters.value * 6 == pytest.approx(flops, rel=1e-3)
         assert best.beyond == pytest.approx(flops / 1e22, rel=1e-3)
@@ -56,7 +56,7 @@ def test_the_optimum_is_where_the_loss_is_lowest(exact: Chinchilla) -> None:
 def test_the_cost_of_a_token_is_that_of_the_runs() -> None:
     """Attention and embeddings: 9 operations per token and parameter instead of 6."""
     trials = [replace(one, flops=one.flops * 1.5) for one in made_up(HOFFMANN, WIDE_BUDGETS, 5, 0.0, 0)]
-    best = fit_chinchilla(trials).at(1e24)
+    best = fit_chinchilla(trials).optimum(1e24)
     assert best.parameters.value == pytest.approx(best_size(HOFFMANN, 1e24, 9.0), rel=0.02)
     assert best.tokens.value * best.parameters.value * 9 == pytest.approx(1e24, rel=1e-3)
 
@@ -68,7 +68,7 @@ def test_alpha_and_the_optimum_lie_in_their_intervals(monkeypatch: pytest.Monkey
     tokens = 1e15 / 6 / truth.parameters(1e15)
     for seed in range(12):
         found = fit_chinchilla(made_up(truth, BUDGETS, 5, 0.002, seed))
-        best = found.at(1e15).tokens
+        best = found.optimum(1e15).tokens
         held[0] += found.alpha.low <= truth.alpha <= found.alpha.high
         held[1] += best.low <= tokens <= best.high
     assert min(held) >= 10
@@ -113,4 +113,4 @@ def test_what_fixes_no_form_is_refused() -> None:
 
 def test_flops_must_be_a_number_above_zero(exact: Chinchilla) -> None:
     with pytest.raises(ValueError, match="give a number above 0"):
-        exact.at(0.0)
+        exact.optimum(0.0)

@@ -15,16 +15,16 @@ from benchmarks.simulated_studies import PlantedEffects, outcomes
 from llama3.evaluate.scores import Score
 from llama3.studies.effects import (
     Array,
-    Between,
     Contrast,
-    between,
-    comparable,
-    contrasts,
+    RepeatNoise,
+    comparison_flags,
     coverage,
     findings,
     half_width,
     interval,
-    two_sided,
+    repeat_noise,
+    two_sided_p,
+    uncorrected_contrasts,
 )
 from llama3.studies.results import HELPS, HURTS, NOTHING, RunResult
 
@@ -33,22 +33,24 @@ TRUTH = PlantedEffects(DOMAINS, {"arithmetic": 100}, {"base": {}, "gsm": {"math"
 BPB = [f"eval/bpb/{name}" for name in DOMAINS]
 
 
-def noise(documents: float, n: float, repeats: float, spare: float) -> tuple[Array, Array, Between]:
+def noise(documents: float, n: float, repeats: float, dof: float) -> tuple[Array, Array, RepeatNoise]:
     """Return the noise of one gain, as the functions take it."""
-    return np.array([documents]), np.array([n]), Between(np.full((1, 2), repeats), np.full((1, 2), spare))
+    return np.array([documents]), np.array([n]), RepeatNoise(np.full((1, 2), repeats), np.full((1, 2), dof))
 
 
-def contrast(found: Sequence[RunResult], arm: str, control: str, scores: Sequence[str] | None = None) -> list[Contrast]:
-    """Return the gain of a single arm on each score."""
-    return contrasts(found, control, [arm], scores)
+def contrast(
+    found: Sequence[RunResult], variant: str, control: str, scores: Sequence[str] | None = None
+) -> list[Contrast]:
+    """Return the gain of a single variant on each score."""
+    return uncorrected_contrasts(found, control, [variant], scores)
 
 
 def by_score(found: Sequence[Contrast]) -> dict[str, Contrast]:
     return {one.score: one for one in found}
 
 
-def without(made: list[RunResult], arm: str, *repeats: int) -> list[RunResult]:
-    return [one for one in made if one.arm != arm or one.repeat not in repeats]
+def without(made: list[RunResult], variant: str, *repeats: int) -> list[RunResult]:
+    return [one for one in made if one.variant != variant or one.repeat not in repeats]
 
 
 def with_score(one: RunResult, key: str, **changes: object) -> RunResult:
@@ -60,7 +62,7 @@ def with_score(one: RunResult, key: str, **changes: object) -> RunResult:
 def test_noise_of_repeats_alone_is_the_paired_t_test(gains: list[float]) -> None:
     row = np.array([gains])
     _, p = stats.ttest_1samp(gains, 0)
-    found = two_sided(row.mean(axis=1), np.zeros(1), np.full(1, 50.0), between(row))
+    found = two_sided_p(row.mean(axis=1), np.zeros(1), np.full(1, 50.0), repeat_noise(row))
     assert found[0] == pytest.approx(max(p, 1e-16), rel=1e-6)
 
 
@@ -72,11 +74,11 @@ def test_noise_of_documents_alone_is_student_s_over_documents() -> None:
 
 @given(st.floats(1e-3, 1), st.floats(0, 1), st.integers(1, 12), st.floats(-3, 3))
 def test_p_is_below_five_percent_exactly_where_the_interval_leaves_zero_out(
-    documents: float, repeats: float, spare: int, gain: float
+    documents: float, repeats: float, dof: int, gain: float
 ) -> None:
-    both = noise(documents, 40.0, repeats, spare)
+    both = noise(documents, 40.0, repeats, dof)
     low, high = interval(np.array([gain]), *both)
-    p = two_sided(np.array([gain]), *both)[0]
+    p = two_sided_p(np.array([gain]), *both)[0]
     assert (p < 0.05) == (low[0] > 0 or high[0] < 0) or abs(p - 0.05) < 1e-9
     assert half_width(np.array([max(p, 1e-12)]), *both)[0] == pytest.approx(abs(gain), abs=1e-5) or p <= 1e-12
 
@@ -85,30 +87,33 @@ def test_the_wider_of_an_arm_s_own_interval_and_the_pooled_one_counts() -> None:
     dice = np.random.default_rng(0)
     gains = 0.01 * dice.standard_normal((3, 4))
     gains[2] += 10 * gains[2]
-    found = between(gains)
-    assert found.spare.tolist() == [[3, 9]] * 3
+    found = repeat_noise(gains)
+    assert found.dof.tolist() == [[3, 9]] * 3
     assert found.variances[2, 0] == pytest.approx(gains[2].var(ddof=1) / 4)
     assert found.variances[0, 1] == found.variances[1, 1] == found.variances[2, 1] < found.variances[2, 0]
     half = half_width(np.full(3, 0.05), np.zeros(3), np.full(3, 50.0), found)
-    own, pooled = (stats.t.isf(0.025, spare) * np.sqrt(found.variances[:, i]) for i, spare in enumerate((3, 9)))
+    own, pooled = (stats.t.isf(0.025, dof) * np.sqrt(found.variances[:, i]) for i, dof in enumerate((3, 9)))
     assert half == pytest.approx(np.maximum(own, pooled))
     assert half[2] == pytest.approx(own[2])
 
 
-@pytest.mark.parametrize(("arms", "repeats"), [(4, 3), (8, 2), pytest.param(4, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("variants", "repeats"), [(4, 3), (8, 2), pytest.param(4, 6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scatter", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
-def test_an_arm_that_scatters_more_than_the_others_is_covered_too(arms: int, repeats: int, scatter: float) -> None:
+def test_an_arm_that_scatters_more_than_the_others_is_covered_too(variants: int, repeats: int, scatter: float) -> None:
     """With the pooled quantile on its own variance, 0.862 and 0.791 of the first two hold the truth."""
-    assert coverage(arms, repeats, scatter) >= 0.935  # 3 standard errors of 2,000 below 0.95
+    assert coverage(variants, repeats, scatter) >= 0.935  # 3 standard errors of 2,000 below 0.95
 
 
 def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
-    truth = PlantedEffects({"math": 32}, {"arithmetic": 400}, {"base": {}, "arm": {"math": 0.5, "arithmetic": 0.4}})
+    truth = PlantedEffects({"math": 32}, {"arithmetic": 400}, {"base": {}, "variant": {"math": 0.5, "arithmetic": 0.4}})
     made = outcomes(truth, 0)
-    found = by_score(contrast(made, "arm", "base"))
+    found = by_score(contrast(made, "variant", "base"))
     assert found["eval/bpb/math"].gain == pytest.approx(0.5, abs=0.05)
     assert found["eval/arithmetic"].gain == pytest.approx(0.4, abs=0.1)
-    scores = [np.mean([one.scores["eval/bpb/math"].value for one in made if one.arm == arm]) for arm in ("base", "arm")]
+    scores = [
+        np.mean([one.scores["eval/bpb/math"].value for one in made if one.variant == variant])
+        for variant in ("base", "variant")
+    ]
     assert found["eval/bpb/math"].gain == pytest.approx(scores[0] - scores[1])
     assert [one.unit for one in found.values()] == ["bpb", "accuracy"]
 
@@ -118,7 +123,7 @@ def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
 def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
     truth = dataclasses.replace(TRUTH, questions={}, repeats=repeats, luck=luck)
     effects = {f"eval/bpb/{name}": truth.effects["gsm"].get(name, 0.0) for name in DOMAINS}
-    found = [one for seed in range(150) for one in contrasts(outcomes(truth, seed), "base", ["gsm"])]
+    found = [one for seed in range(150) for one in uncorrected_contrasts(outcomes(truth, seed), "base", ["gsm"])]
     inside = np.mean([one.low <= effects[one.score] <= one.high for one in found])
     assert inside >= 0.93
 
@@ -144,10 +149,10 @@ def test_what_is_there_is_found() -> None:
 @pytest.mark.slow
 def test_three_standard_errors_are_mostly_found() -> None:
     """Five repeats, one score, noise of documents and of repeats alike."""
-    truth = dataclasses.replace(TRUTH, questions={}, effects={"base": {}, "arm": {"math": 1e-9}}, repeats=5)
-    gains = [contrast(outcomes(truth, seed), "arm", "base", ["eval/bpb/math"])[0].gain for seed in range(200)]
-    truth = dataclasses.replace(truth, effects={"base": {}, "arm": {"math": 3 * float(np.std(gains))}})
-    said = [findings(outcomes(truth, seed), "base", ["arm"], ["eval/bpb/math"])[0].says for seed in range(200)]
+    truth = dataclasses.replace(TRUTH, questions={}, effects={"base": {}, "variant": {"math": 1e-9}}, repeats=5)
+    gains = [contrast(outcomes(truth, seed), "variant", "base", ["eval/bpb/math"])[0].gain for seed in range(200)]
+    truth = dataclasses.replace(truth, effects={"base": {}, "variant": {"math": 3 * float(np.std(gains))}})
+    said = [findings(outcomes(truth, seed), "base", ["variant"], ["eval/bpb/math"])[0].says for seed in range(200)]
     assert said.count(HELPS) > 100
     assert HURTS not in said
 
@@ -158,7 +163,7 @@ def test_one_repeat_finds_nothing_however_large() -> None:
     found = {one.score: one for one in findings(made, "base", ["gsm"])}
     assert found["eval/bpb/math"].low > 0.9
     assert {one.says for one in found.values()} == {NOTHING}
-    assert any("one repeat" in flag and "add seeds" in flag for flag in comparable(made, "base", ["gsm"]))
+    assert any("one repeat" in flag and "add seeds" in flag for flag in comparison_flags(made, "base", ["gsm"]))
 
 
 def test_a_missing_repeat_is_left_out_on_both_sides() -> None:
@@ -167,23 +172,23 @@ def test_a_missing_repeat_is_left_out_on_both_sides() -> None:
     whole = without(without(made, "gsm", 2), "base", 2)
     assert found == contrast(whole, "gsm", "base", BPB)
     assert found[0].repeats == 2
-    flags = comparable(without(made, "gsm", 2), "base", ["gsm"])
+    flags = comparison_flags(without(made, "gsm", 2), "base", ["gsm"])
     assert "gsm: repeat 2 of gsm is missing, its counterpart is left out; run it" in flags
-    assert comparable(made, "base", ["gsm"]) == []
+    assert comparison_flags(made, "base", ["gsm"]) == []
 
 
 def test_arms_without_a_common_repeat_are_not_judged() -> None:
     made = without(without(outcomes(TRUTH, 0), "gsm", 1), "base", 2, 3)
     assert findings(made, "base", ["gsm"]) == []
-    assert any("no repeat in common" in flag for flag in comparable(made, "base", ["gsm"]))
+    assert any("no repeat in common" in flag for flag in comparison_flags(made, "base", ["gsm"]))
 
 
 def test_other_questions_are_left_out_and_said() -> None:
     made = outcomes(TRUTH, 0)
     place = next(place for place, one in enumerate(made) if one.run == "gsm-2")
     made[place] = with_score(made[place], "eval/arithmetic", requests="others")
-    assert "eval/arithmetic" not in by_score(contrasts(made, "base", ["gsm"]))
-    (flag,) = comparable(made, "base", ["gsm"])
+    assert "eval/arithmetic" not in by_score(uncorrected_contrasts(made, "base", ["gsm"]))
+    (flag,) = comparison_flags(made, "base", ["gsm"])
     assert all(words in flag for words in ("eval/arithmetic", "gsm-2", "left out"))
 
 
@@ -192,19 +197,19 @@ def test_other_documents_are_left_out_and_said() -> None:
     samples = made[0].samples["eval/bpb/math"]
     moved = dataclasses.replace(samples, ids=samples.ids[::-1])
     made[0] = dataclasses.replace(made[0], samples={**made[0].samples, "eval/bpb/math": moved})
-    assert "eval/bpb/math" not in by_score(contrasts(made, "base", ["gsm"]))
-    assert any("other documents" in flag for flag in comparable(made, "base", ["gsm"]))
+    assert "eval/bpb/math" not in by_score(uncorrected_contrasts(made, "base", ["gsm"]))
+    assert any("other documents" in flag for flag in comparison_flags(made, "base", ["gsm"]))
 
 
 def test_the_mean_over_domains_is_that_of_their_gains() -> None:
     made = outcomes(TRUTH, 0)
     weights = {"general": 2.0, "math": 1.0, "code": 1.0}
-    found = by_score(contrasts(made, "base", ["gsm"], ["eval/bpb", *BPB], weights))
+    found = by_score(uncorrected_contrasts(made, "base", ["gsm"], ["eval/bpb", *BPB], weights))
     parts = {name: found[f"eval/bpb/{name}"] for name in DOMAINS}
     assert found["eval/bpb"].gain == pytest.approx(sum(weights[name] / 4 * one.gain for name, one in parts.items()))
     spread = np.sqrt(sum((weights[name] / 4 * one.documents) ** 2 for name, one in parts.items()))
     assert found["eval/bpb"].documents == pytest.approx(spread)
-    unmeasured = contrasts(made, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
+    unmeasured = uncorrected_contrasts(made, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
     assert unmeasured[0].gain == pytest.approx(found["eval/bpb"].gain)
 
 
@@ -217,14 +222,14 @@ def test_a_score_without_samples_is_compared_more_cautiously() -> None:
 
 
 def test_no_arms_to_compare_are_refused() -> None:
-    for control, arms, words in [
+    for control, variants, words in [
         ("nobody", ["gsm"], "control: 'nobody' has no finished run"),
         ("base", ["absent"], "absent: has no finished run"),
-        ("base", [], "at least one other arm"),
-        ("base", ["base"], "at least one other arm"),
+        ("base", [], "at least one other variant"),
+        ("base", ["base"], "at least one other variant"),
     ]:
         with pytest.raises(ValueError, match=words):
-            comparable(outcomes(TRUTH, 0), control, arms)
+            comparison_flags(outcomes(TRUTH, 0), control, variants)
 
 
 def test_unequal_tokens_are_refused_with_both_numbers() -> None:
@@ -237,4 +242,4 @@ def test_unequal_tokens_are_refused_with_both_numbers() -> None:
 def test_two_runs_of_one_repeat_are_refused() -> None:
     made = outcomes(TRUTH, 0)
     with pytest.raises(ValueError, match="two runs of one repeat"):
-        comparable([*made, made[0]], "base", ["gsm"])
+        comparison_flags([*made, made[0]], "base", ["gsm"])

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.studies.forecast import POINTS, RUNS, EvaluatedPoint, Fit, fit
+from llama3.studies.forecast import POINTS, RUNS, EvaluatedPoint, ForecastFit, fit_forecast
 
 CHANCE = 0.25
 SIZES = [10.0**power for power in np.linspace(18, 20.5, 6)]
 
 
-def nats_at(flops: float) -> float:
+def nll_at(flops: float) -> float:
     return 1.4 - 0.16 * (math.log10(flops) - 18)
 
 
-def accuracy_at(nats: float, chance: float = CHANCE) -> float:
-    return chance + (1 - chance) / (1 + math.exp(7 * (nats - 0.9)))
+def accuracy_at(nll: float, chance: float = CHANCE) -> float:
+    return chance + (1 - chance) / (1 + math.exp(7 * (nll - 0.9)))
 
 
 def points(
@@ -31,28 +31,28 @@ def points(
     for number, size in enumerate(SIZES):
         own = scatter * dice.standard_normal() if dice else 0.0
         for part, late in ((0.25, 0.08), (0.5, 0.04), (1.0, 0.0)):  # before its end a run lies above the line
-            nats = nats_at(size * part) + late + own
-            right = accuracy_at(nats, chance)
+            nll = nll_at(size * part) + late + own
+            right = accuracy_at(nll, chance)
             accuracy = dice.binomial(n, right) / n if dice else right
-            made.append(EvaluatedPoint(f"size-{number}", size * part, nats, accuracy, n))
+            made.append(EvaluatedPoint(f"size-{number}", size * part, nll, accuracy, n))
     return made
 
 
 def test_exact_laws_are_found_again() -> None:
     for factor in (0.1, 1, 10, 100):
-        found = fit(points(n=10**6), CHANCE).at(factor * SIZES[-1])
-        nats = nats_at(factor * SIZES[-1])
-        assert found.nats.value == pytest.approx(nats, abs=1e-9)
-        assert found.accuracy.value == pytest.approx(accuracy_at(nats), abs=1e-6)
+        found = fit_forecast(points(n=10**6), CHANCE).predict(factor * SIZES[-1])
+        nll = nll_at(factor * SIZES[-1])
+        assert found.nll.value == pytest.approx(nll, abs=1e-9)
+        assert found.accuracy.value == pytest.approx(accuracy_at(nll), abs=1e-6)
         assert found.accuracy.low <= found.accuracy.value <= found.accuracy.high
         assert found.beyond == pytest.approx(factor)
 
 
 def test_any_chance_is_the_lower_end() -> None:
     for chance in [0.0, 0.5]:
-        found = fit(points(n=10**6, chance=chance), chance)
-        assert found.at(1e10).accuracy.value == pytest.approx(chance, abs=1e-3)
-        assert found.at(1e21).accuracy.value == pytest.approx(accuracy_at(nats_at(1e21), chance), abs=1e-6)
+        found = fit_forecast(points(n=10**6, chance=chance), chance)
+        assert found.predict(1e10).accuracy.value == pytest.approx(chance, abs=1e-3)
+        assert found.predict(1e21).accuracy.value == pytest.approx(accuracy_at(nll_at(1e21), chance), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -65,68 +65,68 @@ def test_intervals_hold_what_a_new_run_will_score(scatter: float, n: int) -> Non
     held = {"nats": 0, "accuracy": 0}
     studies = 300
     for _ in range(studies):
-        found = fit(points(dice, scatter, n), CHANCE).at(10 * SIZES[-1])
-        nats = nats_at(10 * SIZES[-1]) + scatter * dice.standard_normal()
-        held["nats"] += found.nats.low <= nats <= found.nats.high
-        held["accuracy"] += found.accuracy.low <= accuracy_at(nats) <= found.accuracy.high
+        found = fit_forecast(points(dice, scatter, n), CHANCE).predict(10 * SIZES[-1])
+        nll = nll_at(10 * SIZES[-1]) + scatter * dice.standard_normal()
+        held["nats"] += found.nll.low <= nll <= found.nll.high
+        held["accuracy"] += found.accuracy.low <= accuracy_at(nll) <= found.accuracy.high
     assert 0.91 * studies <= held["nats"] <= 0.985 * studies
     assert 0.91 * studies <= held["accuracy"]
 
 
 def test_intervals_widen_with_distance_and_narrow_with_data() -> None:
-    def width(found: Fit, flops: float) -> float:
-        return found.at(flops).nats.high - found.at(flops).nats.low
+    def width(found: ForecastFit, flops: float) -> float:
+        return found.predict(flops).nll.high - found.predict(flops).nll.low
 
-    few = fit(points(np.random.default_rng(3), 0.02), CHANCE)
+    few = fit_forecast(points(np.random.default_rng(3), 0.02), CHANCE)
     widths = [width(few, factor * SIZES[-1]) for factor in (1, 10, 100)]
     assert widths == sorted(widths)
-    wide, narrow = (fit(points(np.random.default_rng(3), size), CHANCE) for size in (0.05, 0.005))
+    wide, narrow = (fit_forecast(points(np.random.default_rng(3), size), CHANCE) for size in (0.05, 0.005))
     assert width(wide, 1e21) > 5 * width(narrow, 1e21)
 
 
 def test_models_that_do_not_follow_one_sigmoid_widen_the_interval() -> None:
     plain = points()
     odd = [
-        EvaluatedPoint(p.run, p.flops, p.nats, min(1.0, p.accuracy + (0.05 if number % 2 else -0.05)), p.n)
+        EvaluatedPoint(p.run, p.flops, p.nll, min(1.0, p.accuracy + (0.05 if number % 2 else -0.05)), p.n)
         for number, p in enumerate(plain)
     ]
-    straight, crooked = (fit(some, CHANCE).at(1e21).accuracy for some in (plain, odd))
+    straight, crooked = (fit_forecast(some, CHANCE).predict(1e21).accuracy for some in (plain, odd))
     assert crooked.high - crooked.low > 2 * (straight.high - straight.low)
 
 
 def test_equal_points_give_equal_forecasts_in_any_order() -> None:
     some = points(np.random.default_rng(1), 0.02)
-    one, other = fit(some, CHANCE).at(1e22), fit(some[::-1], CHANCE).at(1e22)
-    assert one == fit(some, CHANCE).at(1e22)
+    one, other = fit_forecast(some, CHANCE).predict(1e22), fit_forecast(some[::-1], CHANCE).predict(1e22)
+    assert one == fit_forecast(some, CHANCE).predict(1e22)
     assert other.accuracy.value == pytest.approx(one.accuracy.value, abs=1e-9)
 
 
 @given(st.floats(15, 27), st.integers(0, 10**6))
 def test_forecasts_are_possible_scores(power: float, seed: int) -> None:
-    found = fit(points(np.random.default_rng(seed), 0.02), CHANCE).at(10**power)
-    assert 0 <= found.nats.low <= found.nats.high
+    found = fit_forecast(points(np.random.default_rng(seed), 0.02), CHANCE).predict(10**power)
+    assert 0 <= found.nll.low <= found.nll.high
     assert 0 <= found.accuracy.low <= found.accuracy.value <= found.accuracy.high <= 1
 
 
 def test_too_little_is_said_and_not_extrapolated() -> None:
     three = [point for point in points() if point.run in ("size-0", "size-1", "size-2")]
     with pytest.raises(ValueError, match=rf"3 run\(s\) of different compute .* it takes {RUNS} and {POINTS}"):
-        fit(three, CHANCE)
+        fit_forecast(three, CHANCE)
     with pytest.raises(ValueError, match=r"5 evaluated checkpoint\(s\)"):
-        fit([point for point in points() if point.flops in SIZES][:5], CHANCE)
+        fit_forecast([point for point in points() if point.flops in SIZES][:5], CHANCE)
     same = [EvaluatedPoint(f"seed-{seed}", 1e19, 1.0, 0.5, 100) for seed in range(9)]
     with pytest.raises(ValueError, match=r"1 run\(s\) of different compute"):
-        fit(same, CHANCE)
+        fit_forecast(same, CHANCE)
 
 
 def test_where_nothing_is_learnt_nothing_is_forecast() -> None:
-    worse = [EvaluatedPoint(p.run, p.flops, 3 - p.nats, p.accuracy, p.n) for p in points()]
+    worse = [EvaluatedPoint(p.run, p.flops, 3 - p.nll, p.accuracy, p.n) for p in points()]
     with pytest.raises(ValueError, match="more compute did not make the gold answers likelier"):
-        fit(worse, CHANCE)
+        fit_forecast(worse, CHANCE)
     dice = np.random.default_rng(2)
-    guessing = [EvaluatedPoint(p.run, p.flops, p.nats, dice.binomial(100, CHANCE) / 100, 100) for p in points()]
+    guessing = [EvaluatedPoint(p.run, p.flops, p.nll, dice.binomial(100, CHANCE) / 100, 100) for p in points()]
     with pytest.raises(ValueError, match="accuracy does not rise"):
-        fit(guessing, CHANCE)
+        fit_forecast(guessing, CHANCE)
 
 
 def test_what_is_no_measurement_is_refused() -> None:
@@ -137,6 +137,6 @@ def test_what_is_no_measurement_is_refused() -> None:
         EvaluatedPoint("a", 1, 1, 0.5, 0),
     ]:
         with pytest.raises(ValueError, match="is not a valid measurement"):
-            fit([*points(), wrong], CHANCE)
+            fit_forecast([*points(), wrong], CHANCE)
         with pytest.raises(ValueError, match="give a number above 0"):
-            fit(points(), CHANCE).at(0)
+            fit_forecast(points(), CHANCE).predict(0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.simulated_studies import BUDGETS, PlantedLaw, made_up, recovery
 from llama3.studies import chinchilla
 from llama3.studies.chinchilla import fit_chinchilla
-from llama3.studies.isoflop import IsoflopFit, NoLaw, Quadratic, Trial, fit_ladder
-from llama3.studies.verdicts import count, ladder_verdict, no_law
+from llama3.studies.isoflop import IsoflopFit, NoLawError, Quadratic, Trial, fit_ladder
+from llama3.studies.verdicts import format_count, ladder_verdict, no_law_verdict
 
 CLUSTER = tuple(float(flops) for flops in np.geomspace(6e18, 1e22, 10))
 HOFFMANN = PlantedLaw(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -54,11 +54,11 @@ def test_an_exact_law_is_found_again() -> None:
             law = fit_ladder(parabolic(sizes=sizes, alpha=alpha), BUDGETS).law
             assert law.alpha.value == pytest.approx(alpha, abs=1e-4)
             assert law.coefficient.value == pytest.approx(A, rel=1e-2)
-            best = law.at(1e14)
+            best = law.optimum(1e14)
             assert best.tokens.value == pytest.approx(A * 1e14**alpha, rel=1e-3)
             assert best.parameters.value * best.tokens.value * 6 == pytest.approx(1e14, rel=1e-3)
             assert best.beyond == pytest.approx(1e14 / BUDGETS[-1])
-            assert (law.least, law.most) == (BUDGETS[0], BUDGETS[-1])
+            assert (law.min_flops, law.max_flops) == (BUDGETS[0], BUDGETS[-1])
 
 
 def test_alpha_lies_in_its_interval_in_93_of_100_ladders() -> None:
@@ -159,7 +159,7 @@ def test_the_same_runs_give_the_same_interval() -> None:
 
 def test_farther_is_less_sure() -> None:
     law = fit_ladder(made_up(PlantedLaw(), BUDGETS, 5, 0.004, 3), BUDGETS).law
-    widths = [math.log(law.at(flops).tokens.high / law.at(flops).tokens.low) for flops in (2e12, 1e15, 1e20)]
+    widths = [math.log(law.optimum(flops).tokens.high / law.optimum(flops).tokens.low) for flops in (2e12, 1e15, 1e20)]
     assert widths == sorted(widths)
     assert widths[2] > 3 * widths[0]
 
@@ -196,14 +196,14 @@ def test_a_parabola_that_opens_downwards_is_left_out() -> None:
     assert "budget 3.2e+12: the parabola opens downwards" in flags
     assert not ladder.parabolas[2].used
     assert math.isnan(ladder.parabolas[2].tokens.value)
-    assert ladder.parabolas[2].at(1e7) > 0
+    assert ladder.parabolas[2].loss_at(1e7) > 0
 
 
 def test_a_flat_budget_is_left_out() -> None:
     trials = noisy(moved(parabolic(), BUDGETS[0], bend=1e-4), 4)
     try:
         flags = fit_ladder(trials, BUDGETS).flags
-    except NoLaw as error:
+    except NoLawError as error:
         flags = error.flags
     assert any(flag.startswith("budget 2e+11") and "does not enter" in flag for flag in flags)
 
@@ -213,7 +213,7 @@ def test_nothing_but_noise_is_no_law() -> None:
     for seed in range(20):
         try:
             fit_ladder(noisy(parabolic(bend=0.0), seed), BUDGETS)
-        except NoLaw:
+        except NoLawError:
             refused += 1
     assert refused >= 18
 
@@ -221,7 +221,7 @@ def test_nothing_but_noise_is_no_law() -> None:
 def test_three_sizes_are_flagged_and_two_refused() -> None:
     _, flags = flags_of(parabolic(sizes=3))
     assert flags.count("3 sizes leave no residual") == 4
-    with pytest.raises(NoLaw, match=r"2 size\(s\), where a parabola takes 3; add sizes"):
+    with pytest.raises(NoLawError, match=r"2 size\(s\), where a parabola takes 3; add sizes"):
         fit_ladder(parabolic(sizes=2), BUDGETS)
 
 
@@ -234,10 +234,12 @@ def test_four_sizes_cannot_tell_a_parabola() -> None:
 def test_three_budgets_are_flagged_and_two_refused() -> None:
     _, flags = flags_of(parabolic(BUDGETS[:3]), BUDGETS[:3])
     assert "one degree of freedom; add a fourth" in flags
-    with pytest.raises(NoLaw, match=r"2 budget\(s\) with a usable minimum, where a law takes 3: add budgets") as caught:
+    with pytest.raises(
+        NoLawError, match=r"2 budget\(s\) with a usable minimum, where a law takes 3: add budgets"
+    ) as caught:
         fit_ladder(parabolic(BUDGETS[:2]), BUDGETS[:2])
     assert [one.used for one in caught.value.parabolas] == [True, True]
-    assert no_law(caught.value).headline == ["no law: 2 budget(s) with a usable minimum"]
+    assert no_law_verdict(caught.value).headline == ["no law: 2 budget(s) with a usable minimum"]
 
 
 def test_three_by_three_has_the_interval_of_one_degree_of_freedom() -> None:
@@ -319,14 +321,14 @@ def test_counts_are_said_as_people_do() -> None:
     for number, text in [
     (16.31e12, "16.3T"), (21e6, "21M"), (812_345, "812K"), (999_999, "1000K"), (7.0, "7"), (3e20, "3e+20"),
 ]:  # fmt: skip
-        assert count(number) == text
+        assert format_count(number) == text
 
 
 def test_flops_must_be_a_number_above_zero() -> None:
     law = fit_ladder(parabolic(), BUDGETS).law
     for flops in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="give a number above 0"):
-            law.at(flops)
+            law.optimum(flops)
 
 
 def test_the_spread_of_a_minimum_is_that_of_minima_of_noisy_points() -> None:

@@ -12,16 +12,16 @@ from llama3.evaluate.scores import Score
 from llama3.evaluate.statistics import normal
 from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.units import Share
-from llama3.studies.expand import designed
+from llama3.studies.expand import design_mixes
 from llama3.studies.mixture import MixTrial, Mixture, fit_mixture, mix_trials, pareto, propose
 from llama3.studies.results import NOTHING, RunResult, Samples
 from llama3.studies.study import MixDesign
-from llama3.studies.verdicts import mix_verdict, whole
+from llama3.studies.verdicts import mix_verdict, round_proposal
 
 BASE: dict[Domain, Fraction] = {
     "general": Fraction(1, 2), "math": Fraction(1, 4), "code": Fraction(17, 100), "multilingual": Fraction(2, 25),
 }  # fmt: skip
-MIXES = {"base": BASE, **designed(MixDesign(kind="around", step=Share.parse("10%")), BASE)}
+MIXES = {"base": BASE, **design_mixes(MixDesign(kind="around", step=Share.parse("10%")), BASE)}
 WEIGHTS = {domain: float(share) for domain, share in BASE.items()}
 ROW = np.array(list(WEIGHTS.values()))
 SLOPES = {"general": -0.10, "math": -0.30, "code": -0.20, "multilingual": -0.40}
@@ -79,7 +79,7 @@ def test_the_gain_of_any_mix_lies_in_its_interval_in_57_of_60_searches() -> None
 def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
     base = {**WEIGHTS, "math": 0.05, "general": 0.70}
     mixes = {"base": {d: Fraction(str(round(v, 3))) for d, v in base.items()}}
-    mixes |= designed(
+    mixes |= design_mixes(
         MixDesign(kind="around", step=Share.parse("10%")), {d: Fraction(str(round(v, 3))) for d, v in base.items()}
     )  # type: ignore[arg-type, assignment]
     found = 0
@@ -100,7 +100,7 @@ def test_a_proposal_stays_among_what_was_tried_and_within_the_bounds() -> None:
     for i, domain in enumerate(made.domains):
         assert made.shares[:, i].min() - 1e-9 <= free.shares[domain].value <= made.shares[:, i].max() + 1e-9
     assert 0.2 <= bound.shares["math"].value <= 0.26
-    assert sum(whole(free).values()) == 1
+    assert sum(round_proposal(free).values()) == 1
 
 
 def test_weights_decide_what_is_best() -> None:
@@ -134,7 +134,7 @@ def test_an_arm_that_is_worse_everywhere_is_not_on_the_front() -> None:
 
 
 def test_a_mix_without_a_domain_counts_as_a_thousandth_of_it() -> None:
-    """Arms may leave out what the base has, and the base what arms have."""
+    """Variants may leave out what the base has, and the base what variants have."""
     bare = {"base": {d: s for d, s in BASE.items() if d != "code"}}
     rest = {name: mix for name, mix in MIXES.items() if name != "base"}
     full = {name: {**dict.fromkeys(DOMAINS, Fraction(1, 1000)), **mix} for name, mix in {**bare, **rest}.items()}
@@ -142,7 +142,7 @@ def test_a_mix_without_a_domain_counts_as_a_thousandth_of_it() -> None:
     short = [MixTrial(t.name, t.repeat, {d: s for d, s in t.shares.items() if s > 0.001}, t.losses) for t in found]
     made = fit_mixture(short, WEIGHTS)
     assert set(made.domains) == set(DOMAINS)
-    assert made.shares[made.arms.index("base"), made.domains.index("code")] == 0
+    assert made.shares[made.variants.index("base"), made.domains.index("code")] == 0
     here = [made.domains.index(domain) for domain in fit_mixture(found, WEIGHTS).domains]
     assert made.coefficients[here] == pytest.approx(fit_mixture(found, WEIGHTS).coefficients)
 
@@ -175,7 +175,9 @@ def outcomes(found: list[MixTrial]) -> list[RunResult]:
         bits = {f"eval/bpb/{d}": 1000 * (one.losses[d] + effects[d]) for d in DOMAINS}
         sizes = np.full(32, 1000.0)
         scores = {
-            key: Score.of(key, normal(float(value.mean() / 1000), 0.01, 32), "bits per byte", "lower", "same", None)
+            key: Score.from_estimate(
+                key, normal(float(value.mean() / 1000), 0.01, 32), "bits per byte", "lower", "same", None
+            )
             for key, value in bits.items()
         }
         samples = {key: Samples(tuple(map(str, range(32))), value, sizes) for key, value in bits.items()}
@@ -184,15 +186,15 @@ def outcomes(found: list[MixTrial]) -> list[RunResult]:
 
 
 def test_the_verdict_names_the_mix_and_its_change_or_keeps_the_base() -> None:
-    arms = [name for name in MIXES if name != "base"]
+    variants = [name for name in MIXES if name != "base"]
     for slopes, significant in ((SLOPES, None), (FLAT, False)):
         runs = outcomes(trials(4, slopes, noise=0.001))
         made = fit_mixture(
             mix_trials(runs, {n: {d: float(s) for d, s in m.items()} for n, m in MIXES.items()}), WEIGHTS
         )
         found = propose(made, ROW, {})
-        verdict = mix_verdict(made, found, runs, "base", arms, "base")
-        assert {one.arm for one in verdict.findings} == set(arms)
+        verdict = mix_verdict(made, found, runs, "base", variants, "base")
+        assert {one.variant for one in verdict.findings} == set(variants)
         if significant is False or not found.significant:
             assert verdict.headline[0].startswith(f"{NOTHING}: keep base")
             assert verdict.change == []

@@ -6,48 +6,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.studies import published
+from llama3.studies import expand
+from llama3.studies.expand import FIGURE, TEXT, batch_tokens, peak_lr, rounding_effect
 from llama3.studies.isoflop import Trial, fit_ladder
-from llama3.studies.published import FIGURE, TEXT, batch_tokens, peak_lr, rounding
 
 
 def test_the_constants_of_figure_3_give_16_3_trillion_tokens() -> None:
-    assert FIGURE.tokens(published.FLAGSHIP_FLOPS) == pytest.approx(16.3e12, rel=5e-3)
-    assert FIGURE.tokens(published.FLAGSHIP_FLOPS) == pytest.approx(published.FLAGSHIP_TOKENS, rel=0.02)
+    assert FIGURE.tokens(expand.FLAGSHIP_FLOPS) == pytest.approx(16.3e12, rel=5e-3)
+    assert FIGURE.tokens(expand.FLAGSHIP_FLOPS) == pytest.approx(expand.FLAGSHIP_TOKENS, rel=0.02)
 
 
 def test_the_rounded_pair_gives_10_5_trillion_tokens() -> None:
-    assert TEXT.tokens(published.FLAGSHIP_FLOPS) == pytest.approx(10.5e12, rel=5e-3)
+    assert TEXT.tokens(expand.FLAGSHIP_FLOPS) == pytest.approx(10.5e12, rel=5e-3)
 
 
 def test_rounding_alpha_explains_nearly_all_of_the_difference() -> None:
-    found = rounding()
+    found = rounding_effect()
     assert found.alpha * found.coefficient == pytest.approx(found.rounded / found.exact)
     assert found.alpha == pytest.approx(0.662, abs=1e-3)
     assert found.coefficient == pytest.approx(0.970, abs=1e-3)
     assert "rounding alpha multiplies by 0.662" in str(found)
-    assert rounding(flops=1.0).alpha == 1
+    assert rounding_effect(flops=1.0).alpha == 1
 
 
 def test_a_ladder_on_the_published_budgets_finds_the_published_law() -> None:
     """Losses with their minima on Figure 3's line, at the published budgets: the fit gives the published tokens."""
     trials = []
-    for flops in published.BUDGETS:
+    for flops in expand.BUDGETS:
         for step in range(-3, 4):
             tokens = round(FIGURE.tokens(flops) * 1.7**step)
             size = round(flops / 6 / tokens)
             trials.append(Trial(size, tokens, flops, 2.0 + 0.01 * step**2, f"{flops:.0e}-{step}"))
-    law = fit_ladder(trials, published.BUDGETS).law
+    law = fit_ladder(trials, expand.BUDGETS).law
     assert law.alpha.value == pytest.approx(0.537, abs=1e-6)
     assert law.coefficient.value == pytest.approx(0.299, rel=1e-4)
-    assert law.at(3.8e25).tokens.value == pytest.approx(16.3e12, rel=5e-3)
-    assert law.at(3.8e25).beyond == pytest.approx(3800)
+    assert law.optimum(3.8e25).tokens.value == pytest.approx(16.3e12, rel=5e-3)
+    assert law.optimum(3.8e25).beyond == pytest.approx(3800)
 
 
 def test_ten_budgets_rise_from_end_to_end() -> None:
-    assert len(published.BUDGETS) == 10
-    assert list(published.BUDGETS) == sorted(published.BUDGETS)
-    assert (published.BUDGETS[0], published.BUDGETS[-1]) == (6e18, 1e22)
+    assert len(expand.BUDGETS) == 10
+    assert list(expand.BUDGETS) == sorted(expand.BUDGETS)
+    assert (expand.BUDGETS[0], expand.BUDGETS[-1]) == (6e18, 1e22)
 
 
 def test_ends_are_the_published_ones() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from llama3.model.flops import parameter_count
 from llama3.recipe.presets import PRESETS
 from llama3.recipe.sections import Model
-from llama3.studies.expand import nearest, shape_changes, shape_for
+from llama3.studies.expand import nearest_shape, scale_shape, shape_changes
 
 ROWS = 512
 SIZES = [
-    Model(layers=layers, dim=dim, ffn=28 * dim // 8, heads=dim // 8, kv_heads=dim // 32, max_seq=1024)
+    Model(layers=layers, dim=dim, ffn=28 * dim // 8, heads=dim // 8, kv_heads=dim // 32, max_seq_len=1024)
     for layers, dim in ((2, 32), (4, 64), (6, 96))
 ]
 
@@ -23,8 +23,8 @@ SIZES = [
 @given(st.floats(math.log(3e4), math.log(1e10)))
 def test_parameters_are_met_in_proportion(size: float) -> None:
     wanted = math.exp(size)
-    like = nearest(wanted, SIZES, ROWS)
-    found = shape_for(wanted, like, ROWS)
+    like = nearest_shape(wanted, SIZES, ROWS)
+    found = scale_shape(wanted, like, ROWS)
     assert parameter_count(found, ROWS) == pytest.approx(wanted, rel=0.25)
     assert found.dim // found.heads == like.dim // like.heads
     assert found.kv_heads == like.kv_heads
@@ -34,7 +34,7 @@ def test_parameters_are_met_in_proportion(size: float) -> None:
 
 def test_the_same_number_is_the_same_shape() -> None:
     for like in SIZES:
-        assert shape_for(parameter_count(like, ROWS), like, ROWS) == like
+        assert scale_shape(parameter_count(like, ROWS), like, ROWS) == like
         assert shape_changes(like, like) == []
 
 

@@ -11,7 +11,7 @@ QUOTED = [("choose-a-size", "ladder-cpu"), ("choose-a-mix", "mix-cpu"), ("judge-
 
 def test_the_committed_reference_is_the_schema_s() -> None:
     written = (PAGE / "study.md").read_text()
-    assert written == study_reference(), "write it again: herd reference --study > docs/reference/study.md"
+    assert written == study_reference(), "write it again: herd schema --study > docs/reference/study.md"
 
 
 def test_every_section_that_is_named_is_described_on_the_page_that_is_linked() -> None:

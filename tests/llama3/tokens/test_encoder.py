@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens.adversarial_strings import EVERYTHING, hostile
+from llama3.tokens.adversarial_strings import EVERYTHING, adversarial_strings
 from llama3.tokens.encoder import (
     LONGEST_SPACE,
     Encoder,
@@ -22,7 +22,7 @@ from llama3.tokens.encoder import (
     blank_cuts,
     encoder_for,
     text_array,
-    unassigned,
+    unassigned_pattern,
 )
 from llama3.tokens.tokenizer import Tokenizer, train_bpe
 from llama3.tokens.vocabulary import special_tokens
@@ -97,7 +97,7 @@ def test_text_with_points_of_a_later_unicode_keeps_its_place(encoder: Encoder) -
 
 def test_unassigned_points_are_those_of_the_unicode_table() -> None:
     points = [chr(point) for point in range(0, sys.maxunicode, 7) if not 0xD800 <= point <= 0xDFFF]
-    found = pc.match_substring_regex(pa.array(points), unassigned()).to_pylist()
+    found = pc.match_substring_regex(pa.array(points), unassigned_pattern()).to_pylist()
     assert found == [unicodedata.category(point) == "Cn" for point in points]
 
 
@@ -109,7 +109,7 @@ def test_surrogates_are_replaced_and_nulls_refused(encoder: Encoder) -> None:
 
 
 def test_threads_change_nothing(encoder: Encoder) -> None:
-    texts = list(hostile(200))[-600:]
+    texts = list(adversarial_strings(200))[-600:]
     one, two = encoder.encode_flat(texts), encoder.encode_flat(texts, threads=2)
     assert all(map(np.array_equal, one, two))
 

@@ -9,7 +9,7 @@ from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
 from llama3.tokens import inspect as module
 from llama3.tokens.inspect import Inspection, inspect
-from llama3.tokens.shards import tokenise
+from llama3.tokens.shards import tokenize
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_documents, write_shards
@@ -29,7 +29,7 @@ def totals(found: Inspection, column: str) -> dict[str, tuple[int, int]]:
     tokens: Counter[str] = Counter()
     documents: dict[str, set[tuple[str, int]]] = {}
     for use in found.documents:
-        domain = use.leaf.split("-")[0]
+        domain = use.dataset.split("-")[0]
         value = {"domain": domain, "source": f"{domain}/{use.source}"}.get(column) or getattr(use, column)
         tokens[value] += use.last - use.first + 1
         documents.setdefault(value, set()).add((use.document, use.epoch))
@@ -44,7 +44,7 @@ def test_totals_are_those_of_the_documents_that_are_listed(shards: Path, start: 
         "domain": found.domains,
         "source": found.sources,
         "language": found.languages,
-        "licence": found.licences,
+        "license": found.licenses,
     }
     for column, counted in columns.items():
         assert counted == totals(found, column)
@@ -59,12 +59,12 @@ def test_documents_are_the_stream_token_by_token(shards: Path) -> None:
     position = 100
     for use in found.documents:
         assert use.position == position
-        leaf = ["general", "math", "code-0", "code-1", "multilingual"].index(use.leaf)
+        dataset = ["general", "math", "code-0", "code-1", "multilingual"].index(use.dataset)
         row = int(use.document.split(":")[1])
-        begin = leaf * 1_000_000 + sum(LENGTHS[leaf % 4][:row])
+        begin = dataset * 1_000_000 + sum(LENGTHS[dataset % 4][:row])
         expected = list(range(begin + use.first, begin + use.last + 1))
         assert window.tokens[position - 100 : position - 100 + len(expected)].tolist() == expected
-        assert (use.source, use.licence) == (("web", "books")[row % 2], ("CC0", "MIT")[row // 2 % 2])
+        assert (use.source, use.license) == (("web", "books")[row % 2], ("CC0", "MIT")[row // 2 % 2])
         position += len(expected)
     assert position == 900
 
@@ -76,7 +76,7 @@ def test_the_list_is_limited_and_says_so(shards: Path, monkeypatch: pytest.Monke
         part = inspect(shards, ASKED, 3, 1000, limit=limit)
         assert part.documents == whole.documents[:limit]
         assert not part.complete
-        assert part.licences == whole.licences
+        assert part.licenses == whole.licenses
     assert inspect(shards, ASKED, 3, 1000, limit=len(whole.documents)) == whole
     assert inspect(shards, ASKED, 8, 8) == Inspection(8, 8, {}, {}, {}, {}, [], [], True)
 
@@ -92,14 +92,14 @@ def test_excerpts_are_the_text(tmp_path: Path) -> None:
     asked: Recipe = recipe([stage("a", 2048)], unit=256)
     tokenizer = train_tokenizer([text for of_domain in texts.values() for text in of_domain], 280)
     tokenizer.save(tmp_path / "tokenizer")
-    tokenise(asked, write_documents(tmp_path / "curated", rows, files=2), tmp_path / "tokenizer", tmp_path / "tokens")
+    tokenize(asked, write_documents(tmp_path / "curated", rows, files=2), tmp_path / "tokenizer", tmp_path / "tokens")
     found = inspect(tmp_path / "tokens", asked, 0, 2048, tokenizer=tokenizer, excerpt=6)
     long = inspect(tmp_path / "tokens", asked, 0, 2048, tokenizer=tokenizer, excerpt=10_000)
     whole = 0
     for use, short, full in zip(found.documents, found.excerpts, long.excerpts, strict=True):
         assert full.startswith(short)
         assert len(short) < 40
-        assert any(full in text for text in texts[use.leaf])  # type: ignore[index]
-        whole += full in texts[use.leaf]  # type: ignore[index]
+        assert any(full in text for text in texts[use.dataset])  # type: ignore[index]
+        whole += full in texts[use.dataset]  # type: ignore[index]
     assert whole > 20
     assert inspect(tmp_path / "tokens", asked, 0, 2048).excerpts == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens.megatron import index_bytes, open_pair, write_pair
+from llama3.tokens.megatron import encode_index, open_pair, write_pair
 from tests.llama3.tokens.token_samples import recipe, stage, write_shards
 
 FORMATS = {8: ("H", 2), 4: ("i", 4)}
@@ -69,8 +69,8 @@ def test_the_index_is_byte_for_byte_the_format() -> None:
         + struct.pack("<2q", 0, 6)
         + struct.pack("<3q", 0, 1, 2)
     )
-    assert index_bytes(np.array([3, 70_000]), np.dtype(np.uint16)) == expected
-    wide = index_bytes(np.array([3, 70_000]), np.dtype(np.int32))
+    assert encode_index(np.array([3, 70_000]), np.dtype(np.uint16)) == expected
+    wide = encode_index(np.array([3, 70_000]), np.dtype(np.int32))
     assert wide[17] == 4
     assert struct.unpack("<2q", wide[42:58]) == (0, 12)
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.schema import Recipe
-from llama3.tokens import shuffle
+from llama3.tokens import source_stream
 from llama3.tokens.inspect import inspect
 from llama3.tokens.source_stream import CopyRanges
 from llama3.tokens.stream import TokenStream
 from storage.digests import PAGE
-from storage.page_cache import lazy_of
+from storage.page_cache import lazy_folder_of
 from tests.dist import run
 from tests.llama3.tokens.token_samples import recipe, stage, synthetic_shards
 from tests.storage.lazy_samples import lazily
@@ -25,7 +25,7 @@ TOKENS = 2**22
 
 
 def asked() -> Recipe:
-    return recipe([stage("main", TOKENS, seq=4096)])
+    return recipe([stage("main", TOKENS, seq_len=4096)])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_any_range_is_the_same_within_any_limit(
     folder = lazily(tmp_path_factory.mktemp("lazy") / "x", plain, pages)
     stop = min(start + size, TOKENS)
     assert check(folder, plain, start, stop)
-    lazy = lazy_of(folder)
+    lazy = lazy_folder_of(folder)
     assert lazy is not None
     assert lazy.table.marks.sum() <= max(lazy.limit, lazy.piece)
 
@@ -73,9 +73,9 @@ def test_processes_that_share_a_cache_read_the_same(plain: Path, tmp_path: Path)
 def test_the_next_block_is_brought_while_one_is_read(
     plain: Path, expected: TokenStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shuffle, "BLOCK", 1)  # of 256 documents, a third of a page
+    monkeypatch.setattr(source_stream, "BLOCK", 1)  # of 256 documents, a third of a page
     folder = lazily(tmp_path / "lazy", plain, 500)
-    stream, lazy = TokenStream(folder, asked()), lazy_of(folder)
+    stream, lazy = TokenStream(folder, asked()), lazy_folder_of(folder)
     assert lazy is not None
     stream.read(0, 10_000)
     lazy._prefetch.submit(lambda: None).result()  # behind what was asked for
@@ -96,7 +96,7 @@ def test_the_next_block_is_brought_while_one_is_read(
 def test_tables_come_with_the_documents_that_are_counted(plain: Path, tmp_path: Path) -> None:
     """A trainer's main thread counts sources after each step: it must find the tables there."""
     folder = lazily(tmp_path / "lazy", plain, 500)
-    stream, lazy = TokenStream(folder, asked()), lazy_of(folder)
+    stream, lazy = TokenStream(folder, asked()), lazy_folder_of(folder)
     assert lazy is not None
     assert not list(folder.rglob("*.parquet"))
     stream.read(0, 50_000)

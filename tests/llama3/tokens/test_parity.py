@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from llama3.tokens.adversarial_strings import COUNT, hostile
+from llama3.tokens.adversarial_strings import COUNT, adversarial_strings
 from llama3.tokens.encoder import Encoder, Flat, GigatokenEncoder, TiktokenEncoder, encoder_for, first_difference
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
 
@@ -92,9 +92,9 @@ def small() -> Tokenizer:
 
 
 def test_hostile_strings_are_many_and_always_the_same() -> None:
-    strings = list(hostile())
+    strings = list(adversarial_strings())
     assert len(strings) >= COUNT == 30_000
-    assert strings == list(hostile())
+    assert strings == list(adversarial_strings())
     everything = "".join(strings)
     for sign in ("ſ", "\u212a", "\u200d", "\u0301", "\x00", "\U0010ffff", "\r", "'RE", "<|end_of_text|>", "\ufffd"):
         assert sign in everything

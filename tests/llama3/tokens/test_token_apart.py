@@ -1,4 +1,4 @@
-"""Sources that stand apart: leaves of their own, from which only stages that add them read."""
+"""Sources that stand apart: datasets of their own, from which only stages that add them read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from llama3.recipe.load import resolved
 from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import leaf_shares, leaves_of
-from llama3.tokens.shards import tokenise
+from llama3.tokens.mix import dataset_shares, mix_datasets
+from llama3.tokens.shards import tokenize
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import Tokenizer, make_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents, write_shards
@@ -35,7 +35,7 @@ def asked(stages: list[dict[str, Any]], math: list[dict[str, Any]] | None = None
 
 
 def adding(name: str, tokens: int, **shares: str) -> dict[str, Any]:
-    return {**stage(name, tokens), "add": shares}
+    return {**stage(name, tokens), "extra_sources": shares}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_named_source_is_a_leaf_of_its_own(math: list[dict[str, Any]], names: list[str]) -> None:
-    leaves = leaves_of(asked([stage("a", 80)], math))
-    assert [leaf.name for leaf in leaves] == names
-    assert sum(leaf.weight for leaf in leaves if leaf.domain == "math" and not leaf.apart) == 1
+    datasets = mix_datasets(asked([stage("a", 80)], math))
+    assert [dataset.name for dataset in datasets] == names
+    assert sum(dataset.weight for dataset in datasets if dataset.domain == "math" and not dataset.source_name) == 1
 
 
 @given(
@@ -62,15 +62,15 @@ def test_a_named_source_is_a_leaf_of_its_own(math: list[dict[str, Any]], names: 
     math=st.sampled_from([POOLED, WEIGHTED]),
 )
 def test_shares_are_exact_and_whole(parts: list[int], added: tuple[int, int], math: list[dict[str, Any]]) -> None:
-    leaves = leaves_of(asked([stage("a", 80)], math))
-    domains = list(dict.fromkeys(leaf.domain for leaf in leaves))
+    datasets = mix_datasets(asked([stage("a", 80)], math))
+    domains = list(dict.fromkeys(dataset.domain for dataset in datasets))
     mix = {domain: Fraction(part, sum(parts)) for domain, part in zip(domains, parts, strict=True)}
     extra = {name: Fraction(part, 10_000) for name, part in zip(("gsm", "apps"), added, strict=True)}
-    found = dict(zip(leaves, leaf_shares(leaves, mix, extra), strict=True))
+    found = dict(zip(datasets, dataset_shares(datasets, mix, extra), strict=True))
     assert sum(found.values()) == 1
-    assert {leaf.apart: share for leaf, share in found.items() if leaf.apart} == extra
+    assert {dataset.source_name: share for dataset, share in found.items() if dataset.source_name} == extra
     for domain in domains:
-        rest = sum(share for leaf, share in found.items() if leaf.domain == domain and not leaf.apart)
+        rest = sum(share for dataset, share in found.items() if dataset.domain == domain and not dataset.source_name)
         assert rest == mix[domain] * (1 - sum(extra.values()))
 
 
@@ -80,7 +80,7 @@ def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
 ) -> None:
     stages = [stage("a", 8 * tokens), adding("b", 8 * tokens, gsm=share), stage("c", 8 * tokens)]
     run = TokenStream(shards, asked(stages, unit=unit))
-    window, number = run.read(0, run.tokens), [leaf.name for leaf in run.leaves].index("math.gsm")
+    window, number = run.read(0, run.tokens), [dataset.name for dataset in run.datasets].index("math.gsm")
     fresh = window.tokens // 1_000_000 == number
     whole = Fraction(share.rstrip("%")) / 100 * 8 * tokens
     begin, end = 8 * tokens, 16 * tokens
@@ -89,23 +89,23 @@ def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
     assert abs(int(fresh.sum()) - whole) < 1
     assert run.planned(begin, end)["math"] == whole + (8 * tokens - whole) / 4
     assert run.planned_sources(begin, end)["math/s"] == run.planned(begin, end)["math"]
-    assert run.realised(run.tokens)["math"] == int((window.domains == 1).sum())
+    assert run.realized(run.tokens)["math"] == int((window.domains == 1).sum())
     span = run.spans[1]
-    for leaf, planned in enumerate(span.deal.shares):
-        read = int((window.tokens[span.start : span.end] // 1_000_000 == leaf).sum())
+    for dataset, planned in enumerate(span.deal.shares):
+        read = int((window.tokens[span.start : span.end] // 1_000_000 == dataset).sum())
         assert abs(read - planned * span.deal.tokens) < 1
 
 
 def test_arms_that_add_different_sources_share_the_stage_before(shards: Path) -> None:
-    """All arms of an annealing study read helpings from 1 on, so that the control too begins a span of its own."""
-    helping = {**stage("b", 120), "draw": 1}
-    arms = [
-        TokenStream(shards, asked([stage("a", 200), {**helping, "add": add}]))
+    """All variants of an annealing study read helpings from 1 on, so that the control too begins a span of its own."""
+    helping = {**stage("b", 120), "data_offset": 1}
+    variants = [
+        TokenStream(shards, asked([stage("a", 200), {**helping, "extra_sources": add}]))
         for add in ({}, {"gsm": "30%"}, {"apps": "30%"})
     ]
-    assert len({str(run.identity(0, 200)) for run in arms}) == 1
-    assert len({str(run.identity(200, 320)) for run in arms}) == 3
-    assert len({str(run.read(0, 200).tokens.tolist()) for run in arms}) == 1
+    assert len({str(run.identity(0, 200)) for run in variants}) == 1
+    assert len({str(run.identity(200, 320)) for run in variants}) == 3
+    assert len({str(run.read(0, 200).tokens.tolist()) for run in variants}) == 1
 
 
 def test_nothing_added_is_no_addition(shards: Path) -> None:
@@ -118,10 +118,10 @@ def test_too_much_of_a_named_source_is_refused(tmp_path: Path) -> None:
     stages = [stage("a", 200), adding("b", 400, gsm="30%")]
     few = [[100], [100], [2, 5], [100], [100], [100]]
     folder = write_shards(tmp_path, asked(stages), few)
-    with pytest.raises(ValueError, match=r"120 tokens from sources\.math\.1, which holds 7: .* lower its share in add"):
+    with pytest.raises(ValueError, match=r"tokens from sources\.math\.1, which holds 7: .* share in extra_sources"):
         TokenStream(folder, asked(stages, tokens={"max_epochs": 4})).check()
     none = write_shards(tmp_path / "none", asked(stages), [[100], [100], [], [100], [100], [100]])
-    with pytest.raises(ValueError, match=r"add\.gsm: the run needs 120 tokens of math\.gsm"):
+    with pytest.raises(ValueError, match=r"extra_sources\.gsm: the run needs 120 tokens of math\.gsm"):
         TokenStream(none, asked(stages))
 
 
@@ -131,12 +131,12 @@ def test_documents_of_a_named_source_get_shards_of_their_own(tmp_path: Path, mat
     lines = [{"text": f"{place} squared is {place**2}", "source_index": place % 3} for place in range(60)]
     documents = write_documents(tmp_path / "curated", {**texts, "math": lines})
     Tokenizer([bytes([byte]) for byte in range(256)]).save(tmp_path / "tokenizer")
-    facts = tokenise(asked([stage("a", 80)], math), documents, tmp_path / "tokenizer", tmp_path / "tokens")
+    facts = tokenize(asked([stage("a", 80)], math), documents, tmp_path / "tokenizer", tmp_path / "tokens")
     expected = {"math": {0, 2}, "math.gsm": {1}} if math is POOLED else {"math-0": {0}, "math-2": {2}, "math.gsm": {1}}
-    for leaf, places in expected.items():
-        rows = [row for file in sorted((tmp_path / "tokens" / leaf).glob("*.parquet")) for row in _rows(file)]
+    for dataset, places in expected.items():
+        rows = [row for file in sorted((tmp_path / "tokens" / dataset).glob("*.parquet")) for row in _rows(file)]
         assert {row["source_index"] for row in rows} == places
-        assert facts["leaves"][leaf]["documents"] == len(rows) == 20 * len(places)
+        assert facts["leaves"][dataset]["documents"] == len(rows) == 20 * len(places)
     assert facts["leaves"]["code.apps"]["documents"] == 0
     assert facts["documents"]["math"] == 60
 

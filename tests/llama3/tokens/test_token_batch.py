@@ -7,7 +7,7 @@ from llama3.tokens.batch import Batches, TokenBatch
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
-STAGES = [stage("a", 256, seq=8, batch=64), stage("b", 256, seq=32, batch=64, mix="anneal")]
+STAGES = [stage("a", 256, seq_len=8, batch=64), stage("b", 256, seq_len=32, batch=64, mix="anneal")]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llama3.tokens.interleave import LONGEST_BLOCK, MixtureInterleaver, even_order
-from llama3.tokens.mix import apportion, leaf_shares, leaves_of
+from llama3.tokens.interleave import LONGEST_BLOCK, MixtureInterleaver, interleave_evenly
+from llama3.tokens.mix import apportion, dataset_shares, mix_datasets
 from tests.llama3.tokens.token_samples import BASE, recipe, stage
 
 PERCENT = (Fraction(1, 2), Fraction(1, 4), Fraction(17, 100), Fraction(2, 25))
@@ -24,13 +24,13 @@ def test_apportion_is_whole_and_within_one(total: int, parts: tuple[Fraction, ..
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8))
 def test_every_prefix_of_an_even_order_is_less_than_one_off(counts: list[int]) -> None:
-    order, rank = even_order(tuple(counts))
+    order, rank = interleave_evenly(tuple(counts))
     assert np.bincount(order, minlength=len(counts)).tolist() == counts
-    for leaf, count in enumerate(counts):
-        dealt = np.cumsum(order == leaf)
+    for dataset, count in enumerate(counts):
+        dealt = np.cumsum(order == dataset)
         ideal = np.arange(1, len(order) + 1) * count / max(1, len(order))
         assert np.all(np.abs(dealt - ideal) < 1)
-        assert rank[order == leaf].tolist() == list(range(count))
+        assert rank[order == dataset].tolist() == list(range(count))
 
 
 ODD = tuple(Fraction(part, 5003) for part in (2, 3, 5, 990, 1000, 3003))
@@ -45,8 +45,8 @@ def test_units_tile_the_span_and_end_exact_to_the_token(parts: tuple[Fraction, .
     assert units.start[0] == 0
     assert np.array_equal(units.start[1:], (units.start + units.size)[:-1])
     assert units.start[-1] + units.size[-1] == tokens
-    for leaf, total in enumerate(apportion(tokens, parts)):
-        mine = units.leaf == leaf
+    for dataset, total in enumerate(apportion(tokens, parts)):
+        mine = units.dataset == dataset
         assert units.size[mine].sum() == total
         assert np.array_equal(units.first[mine], np.cumsum(units.size[mine]) - units.size[mine])
         assert (units.size[mine] < unit).sum() <= 1
@@ -62,15 +62,17 @@ def test_parts_of_a_deal_equal_the_whole(
     stop = data.draw(st.integers(start + 1, tokens))
     here = (whole.start < stop) & (whole.start + whole.size > start)
     part = deal.units(start, stop)
-    for name in ("leaf", "first", "start", "size"):
+    for name in ("dataset", "first", "start", "size"):
         assert np.array_equal(getattr(part, name), getattr(whole, name)[here])
     taken = np.clip(start - whole.start, 0, whole.size)
-    assert deal.consumed(start).tolist() == [int(taken[whole.leaf == leaf].sum()) for leaf in range(len(parts))]
+    assert deal.consumed(start).tolist() == [
+        int(taken[whole.dataset == dataset].sum()) for dataset in range(len(parts))
+    ]
     assert deal.consumed(tokens).tolist() == deal.totals.tolist()
 
 
 def errors(deal: MixtureInterleaver, positions: range) -> list[float]:
-    """Return how far each leaf is from its share at the worst of `positions`, in units."""
+    """Return how far each dataset is from its share at the worst of `positions`, in units."""
     ideal = np.outer(positions, [float(share) for share in deal.shares])
     consumed = np.array([deal.consumed(position) for position in positions])
     return list(np.abs(consumed - ideal).max(axis=0) / deal.unit)
@@ -85,7 +87,7 @@ def test_every_prefix_of_a_percent_mix_is_within_a_unit() -> None:
 @settings(max_examples=15)
 @given(shares)
 def test_prefixes_of_any_mix_are_within_a_unit_per_leaf(parts: tuple[Fraction, ...]) -> None:
-    """Blocks fall short by at most leaves - 1 units, which a leaf has too many by its share; the order adds one."""
+    """Blocks lack at most datasets - 1 units, which a dataset has too many by its share; the order adds one."""
     deal = MixtureInterleaver(parts, 16 * 9000, 16)
     for share, error in zip(parts, errors(deal, range(0, 16 * 8000, 997)), strict=True):
         assert error < 1 + max(1, (len(parts) - 1) * share)
@@ -108,22 +110,22 @@ def test_a_run_of_trillions_is_addressed_like_a_small_one() -> None:
 @given(shares, st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 9))
 def test_a_longer_span_begins_as_a_shorter_one(parts: tuple[Fraction, ...], one: int, more: int, unit: int) -> None:
     short, long = MixtureInterleaver(parts, one, unit), MixtureInterleaver(parts, one + more, unit)
-    same = min(short.settled, long.settled)
-    for name in ("leaf", "first", "start", "size"):
+    same = min(short.fixed_positions, long.fixed_positions)
+    for name in ("dataset", "first", "start", "size"):
         assert same == 0 or np.array_equal(getattr(short.units(0, same), name), getattr(long.units(0, same), name))
 
 
 def test_only_the_last_units_depend_on_the_end() -> None:
-    assert MixtureInterleaver(PERCENT, 64 * 777 + 5, 64).settled > 64 * (777 - 14)
-    assert MixtureInterleaver(ODD, 3 * LONGEST_BLOCK + 100, 1).settled >= 3 * LONGEST_BLOCK - len(ODD)
+    assert MixtureInterleaver(PERCENT, 64 * 777 + 5, 64).fixed_positions > 64 * (777 - 14)
+    assert MixtureInterleaver(ODD, 3 * LONGEST_BLOCK + 100, 1).fixed_positions >= 3 * LONGEST_BLOCK - len(ODD)
 
 
 def test_weighted_sources_split_their_domain_exactly() -> None:
     asked = recipe([stage("a", 80)], weights={"code": [0.3, 0.1, 0.2]})
-    leaves = leaves_of(asked)
-    assert [leaf.name for leaf in leaves] == ["general", "math", "code-0", "code-1", "code-2", "multilingual"]
+    datasets = mix_datasets(asked)
+    assert [dataset.name for dataset in datasets] == ["general", "math", "code-0", "code-1", "code-2", "multilingual"]
     domain_shares = {domain: Fraction(share) for domain, share in asked.mix["base"].items()}
-    split = leaf_shares(leaves, domain_shares, {})
+    split = dataset_shares(datasets, domain_shares, {})
     assert split[2:5] == (Fraction(17, 200), Fraction(17, 600), Fraction(17, 300))
     assert sum(split) == 1
     assert BASE["code"] == "17%"

@@ -1,5 +1,5 @@
-"""Helpings of data: stages that differ in `draw` alone read other tokens of the same mix, and all counts are of what is
-read."""
+"""Helpings of data: stages that differ in `data_offset` alone read other tokens of the same mix, and all counts are of
+what is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.load import digest
-from llama3.tokens.shuffle import shuffled
+from llama3.tokens.source_stream import shuffled_order
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, stream, write_shards
 
 LONG = [[3, 11, 2, 8, 7, 5] * 60] * 4
-"""Documents of each leaf: 2,160 tokens, more than any run here reads."""
+"""Documents of each dataset: 2,160 tokens, more than any run here reads."""
 MOST = 4
 
 
@@ -32,17 +32,17 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(first: int, second: int, draw: int, mix: str = "base") -> list[dict[str, Any]]:
-    """Return two stages, of which the second reads the helping `draw`."""
-    return [stage("a", first), {**stage("b", second, mix=mix), "draw": draw}]
+    """Return two stages, of which the second reads the helping `data_offset`."""
+    return [stage("a", first), {**stage("b", second, mix=mix), "data_offset": draw}]
 
 
-def leaf_stream(lengths: list[int], number: int, seed: int, name: str, count: int) -> list[int]:
-    """Return the first tokens of a leaf's stream the slow way: document by document, epoch by epoch."""
+def dataset_stream(lengths: list[int], number: int, seed: int, name: str, count: int) -> list[int]:
+    """Return the first tokens of a dataset's stream the slow way: document by document, epoch by epoch."""
     offsets = np.cumsum([0, *lengths]).tolist()
     tokens: list[int] = []
     epoch = 0
     while len(tokens) < count:
-        for row in shuffled(len(lengths), seed, name, epoch).tolist():
+        for row in shuffled_order(len(lengths), seed, name, epoch).tolist():
             tokens += [number * 1_000_000 + offsets[row] + place for place in range(lengths[row])]
         epoch += 1
     return tokens[:count]
@@ -75,26 +75,29 @@ def test_two_helpings_share_no_token_and_have_the_same_mix(
 def test_a_helping_begins_as_often_its_own_need_further_on(
     tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None, lengths: list[list[int]]
 ) -> None:
-    """Against leaves read the slow way: what is passed over is passed over, and a later stage goes on behind it."""
-    stages = [*drawn(200, 104, 3), stage("c", 120), {**stage("d", 80), "draw": 1}, stage("e", 48, mix="anneal")]
+    """Against datasets read the slow way: what is passed over is passed over, and a later stage goes on behind it."""
+    stages = [*drawn(200, 104, 3), stage("c", 120), {**stage("d", 80), "data_offset": 1}, stage("e", 48, mix="anneal")]
     asked = recipe(stages, unit=unit, weights=weights, seed=3)
     run = TokenStream(write_shards(tmp_path, asked, lengths, cuts=100), asked)
     window = run.read(0, run.tokens)
-    leaves = [leaf_stream(lengths[number % 4], number, 3, leaf.name, 4000) for number, leaf in enumerate(run.leaves)]
-    leaf_of, places = window.tokens // 1_000_000, [0] * len(leaves)
+    datasets = [
+        dataset_stream(lengths[number % 4], number, 3, dataset.name, 4000)
+        for number, dataset in enumerate(run.datasets)
+    ]
+    dataset_of, places = window.tokens // 1_000_000, [0] * len(datasets)
     assert [(span.start, span.end) for span in run.spans] == [(0, 200), (200, 304), (304, 424), (424, 504), (504, 552)]
     for span, draw in zip(run.spans, [0, 3, 0, 1, 0], strict=True):
-        for number, leaf in enumerate(leaves):
-            here = window.tokens[span.start : span.end][leaf_of[span.start : span.end] == number].tolist()
+        for number, dataset in enumerate(datasets):
+            here = window.tokens[span.start : span.end][dataset_of[span.start : span.end] == number].tolist()
             begin = places[number] + draw * len(here)
-            assert here == leaf[begin : begin + len(here)]
+            assert here == dataset[begin : begin + len(here)]
             places[number] = begin + len(here)
 
 
 def test_stages_that_read_a_later_helping_are_spans_of_their_own(shards: Path) -> None:
     """Else the length of the second would decide what the first reads."""
-    first = [*drawn(80, 80, 2), {**stage("c", 80), "draw": 2}]
-    longer = [*drawn(80, 80, 2), {**stage("c", 800), "draw": 2}]
+    first = [*drawn(80, 80, 2), {**stage("c", 80), "data_offset": 2}]
+    longer = [*drawn(80, 80, 2), {**stage("c", 800), "data_offset": 2}]
     one, other = (TokenStream(shards, recipe(stages)) for stages in (first, longer))
     assert np.array_equal(one.read(80, 160).tokens, other.read(80, 160).tokens)
     assert one.identity(80, 160) == other.identity(80, 160)
@@ -119,14 +122,14 @@ def test_counts_are_of_what_is_read(shards: Path, short: Path, data: st.DataObje
     start, stop = sorted(data.draw(st.lists(st.integers(0, run.tokens), min_size=2, max_size=2)))
     window, uses = run.read(start, stop), run.documents(start, stop)
     counts = np.bincount(window.domains, minlength=4).tolist()
-    before, after = run.realised(start), run.realised(stop)
+    before, after = run.realized(start), run.realized(stop)
     assert [after[domain] - before[domain] for domain in after] == counts
     assert [run.sources(start, stop)[f"{domain}/s"] for domain in after] == counts
     tallied = run.tally(["source"], start, stop)
     for domain, count in zip(after, counts, strict=True):
         tokens, documents = tallied[domain]["source"].get("s", [0, 0])
-        assert tokens == count == sum(use.last - use.first + 1 for use in uses if use.leaf == domain)
-        different = len({(use.document, use.epoch) for use in uses if use.leaf == domain})
+        assert tokens == count == sum(use.last - use.first + 1 for use in uses if use.dataset == domain)
+        different = len({(use.document, use.epoch) for use in uses if use.dataset == domain})
         assert different <= documents <= different + 1  # one may be read before and behind what is passed over
 
 
@@ -135,26 +138,31 @@ def test_epochs_and_their_limit_count_what_is_read(short: Path) -> None:
     run = TokenStream(short, recipe(drawn(96, 200, 100), tokens={"max_epochs": 3}))
     run.check()
     assert (
-        run.epochs(run.tokens)["code"] == run.realised(run.tokens)["code"] / 30 == pytest.approx(296 * 0.17 / 30, 0.02)
+        run.epochs(run.tokens)["code"] == run.realized(run.tokens)["code"] / 30 == pytest.approx(296 * 0.17 / 30, 0.02)
     )
     assert sum(run.planned(0, run.tokens).values()) == run.tokens
 
 
 @given(first=st.integers(1, 60), second=st.integers(1, 40), draw=st.integers(0, 12))
 def test_helpings_that_share_documents_are_told(shards: Path, first: int, second: int, draw: int) -> None:
-    """A leaf of 2,160 tokens holds the helpings up to this one, or it comes round."""
+    """A dataset of 2,160 tokens holds the helpings up to this one, or it comes round."""
     run = TokenStream(shards, recipe(drawn(8 * first, 8 * second, draw, "anneal")))
-    told = {line.split()[0] for line in run.overlapping_helpings()}
+    told = {line.split()[0] for line in run.overlapping_offsets()}
     totals = [span.deal.totals for span in run.spans]
     ends = totals[0] + (draw + 1) * totals[1]
-    assert told == {leaf.name for leaf, end in zip(run.leaves, ends, strict=True) if draw and end > 2160}
+    assert told == {dataset.name for dataset, end in zip(run.datasets, ends, strict=True) if draw and end > 2160}
 
 
 def test_many_epochs_of_one_helping_are_no_shared_helpings(short: Path) -> None:
-    assert TokenStream(short, recipe(drawn(400, 200, 0))).overlapping_helpings() == []
+    assert TokenStream(short, recipe(drawn(400, 200, 0))).overlapping_offsets() == []
 
 
-STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
+STAGES = [
+    stage("a", 200),
+    stage("b", 400, seq_len=16),
+    stage("c", 496, seq_len=16, mix="anneal"),
+    stage("d", 208, mix="base"),
+]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens import shuffle
-from llama3.tokens.shuffle import EpochOrder, Permutation, chunk_edges, shuffled, splitmix64
+from llama3.tokens import source_stream
+from llama3.tokens.source_stream import EpochOrder, Permutation, chunk_edges, shuffled_order, splitmix64
 
 MASK = 2**64 - 1
 
@@ -73,8 +73,8 @@ def test_permutation_is_uniform() -> None:
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
 def test_blocks_hold_every_document_once(documents: int, chunk: int, block: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "CHUNK", chunk)
-        patch.setattr(shuffle, "BLOCK", block)
+        patch.setattr(source_stream, "CHUNK", chunk)
+        patch.setattr(source_stream, "BLOCK", block)
         found = EpochOrder(documents, 3, "code", epoch)
         blocks = [found.rows_of(number) for number in range(found.blocks)]
         edges = chunk_edges(documents)
@@ -102,20 +102,20 @@ def test_a_leaf_of_one_block_is_shuffled_as_a_whole(documents: int) -> None:
     found = EpochOrder(documents, 7, "math", 2)
     assert found.blocks == 1
     assert found.rows_of(0).tolist() == list(range(documents))
-    assert np.array_equal(found.shuffle(0, documents), shuffled(documents, 7, "math", 2))
+    assert np.array_equal(found.shuffle(0, documents), shuffled_order(documents, 7, "math", 2))
 
 
 def test_every_epoch_is_another_permutation() -> None:
-    epochs = [tuple(shuffled(50, 7, "math", epoch).tolist()) for epoch in range(20)]
+    epochs = [tuple(shuffled_order(50, 7, "math", epoch).tolist()) for epoch in range(20)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len(set(epochs)) == 20
-    assert shuffled(50, 8, "math", 0).tolist() != list(epochs[0])
-    assert shuffled(50, 7, "code", 0).tolist() != list(epochs[0])
+    assert shuffled_order(50, 8, "math", 0).tolist() != list(epochs[0])
+    assert shuffled_order(50, 7, "code", 0).tolist() != list(epochs[0])
 
 
 def test_shuffle_is_uniform() -> None:
     """Where document 0 of 10 lands over 5,000 epochs: chi-square with 9 degrees of freedom, p = 0.001 at 27.9."""
-    places = [int(np.argmin(shuffled(10, 0, "general", epoch))) for epoch in range(5000)]
+    places = [int(np.argmin(shuffled_order(10, 0, "general", epoch))) for epoch in range(5000)]
     assert ((np.bincount(places, minlength=10) - 500) ** 2 / 500).sum() < 27.9
 
 
@@ -128,5 +128,5 @@ def test_splitmix64_matches_the_published_sequence() -> None:
 
 def test_shuffled_order_is_pinned() -> None:
     """A resumed run must find the order it was started with: these values may never change."""
-    assert shuffled(8, 1, "general", 0).tolist() == [7, 0, 6, 3, 2, 1, 4, 5]
-    assert shuffled(8, 1, "general", 0, block=1).tolist() == [0, 6, 5, 7, 4, 2, 3, 1]
+    assert shuffled_order(8, 1, "general", 0).tolist() == [7, 0, 6, 3, 2, 1, 4, 5]
+    assert shuffled_order(8, 1, "general", 0, block=1).tolist() == [0, 6, 5, 7, 4, 2, 3, 1]

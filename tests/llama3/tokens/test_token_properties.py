@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schedule import Schedule
-from llama3.tokens import shuffle
+from llama3.tokens import source_stream
 from llama3.tokens.batch import Batches
-from llama3.tokens.shuffle import EpochOrder, shuffled
+from llama3.tokens.source_stream import EpochOrder, shuffled_order
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
-STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
+STAGES = [
+    stage("a", 200),
+    stage("b", 400, seq_len=16),
+    stage("c", 496, seq_len=16, mix="anneal"),
+    stage("d", 208, mix="base"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +44,17 @@ shapes = st.sampled_from([(4, 16), (8, 16), (4, 32), (8, 64), (16, 32), (16, 64)
 def test_no_ramp_and_no_number_of_ranks_changes_what_is_trained_on(
     shards: Path, tiles: list[tuple[int, tuple[int, int]]], unit: int, ranks: int
 ) -> None:
-    stages = [stage(f"s{n}", TILE * many, seq, batch) for n, (many, (seq, batch)) in enumerate(tiles)]
-    plain = recipe([stage("all", TILE * sum(many for many, _ in tiles), seq=8, batch=TILE)], unit=unit)
+    stages = [stage(f"s{n}", TILE * many, seq_len, batch) for n, (many, (seq_len, batch)) in enumerate(tiles)]
+    plain = recipe([stage("all", TILE * sum(many for many, _ in tiles), seq_len=8, batch=TILE)], unit=unit)
     expected = TokenStream(shards, plain).read(0, Schedule(plain).tokens)
     ramped = recipe(stages, unit=unit)
     batches, columns = Batches(TokenStream(shards, ramped)), []
     for segment in Schedule(ramped).segments:
         for start in range(segment.start, segment.end, segment.batch):
-            rows = segment.batch // segment.seq
+            rows = segment.batch // segment.seq_len
             for rank in range(ranks):
                 first, stop = rank * rows // ranks, (rank + 1) * rows // ranks
-                batch = batches.sequences(start, segment.seq, first, stop - first)
+                batch = batches.sequences(start, segment.seq_len, first, stop - first)
                 columns.append((batch.tokens_BS.numpy().ravel(), batch.domains_BS.numpy().ravel()))
     tokens, domains = (np.concatenate(column) for column in zip(*columns, strict=True))
     assert np.array_equal(tokens, expected.tokens)
@@ -58,13 +63,13 @@ def test_no_ramp_and_no_number_of_ranks_changes_what_is_trained_on(
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of six documents, so that small leaves have several."""
-    monkeypatch.setattr(shuffle, "CHUNK", 2)
-    monkeypatch.setattr(shuffle, "BLOCK", 3)
+    """Blocks of six documents, so that small datasets have several."""
+    monkeypatch.setattr(source_stream, "CHUNK", 2)
+    monkeypatch.setattr(source_stream, "BLOCK", 3)
 
 
 def slow_documents(count: int, seed: int, name: str, epochs: int) -> list[int]:
-    """Return the documents of a leaf's first epochs in their order, block after block."""
+    """Return the documents of a dataset's first epochs in their order, block after block."""
     found: list[int] = []
     for epoch in range(epochs):
         blocks = EpochOrder(count, seed, name, epoch)
@@ -82,11 +87,11 @@ def test_a_leaf_of_several_blocks_is_read_in_their_order(tmp_path: Path, cuts: i
     asked = recipe(STAGES, seed=2)
     run = TokenStream(write_shards(tmp_path, asked, lengths, cuts=cuts), asked)
     window = run.read(0, run.tokens)
-    for number, leaf in enumerate(run.leaves):
-        mine = window.tokens[window.domains == DOMAINS.index(leaf.domain)]
+    for number, dataset in enumerate(run.datasets):
+        mine = window.tokens[window.domains == DOMAINS.index(dataset.domain)]
         offsets = np.cumsum([0, *lengths[number]])
         expected: list[int] = []
-        for row in slow_documents(len(lengths[number]), 2, leaf.name, 1 + len(mine) // int(offsets[-1])):
+        for row in slow_documents(len(lengths[number]), 2, dataset.name, 1 + len(mine) // int(offsets[-1])):
             expected += range(number * 1_000_000 + offsets[row], number * 1_000_000 + offsets[row + 1])
         assert mine.tolist() == expected[: len(mine)]
     for start in range(0, run.tokens, 113):  # a stream that is opened there, as a resumed run does
@@ -106,13 +111,13 @@ def test_sources_are_counted_as_they_are_read(tmp_path: Path) -> None:
         uses = run.documents(start, stop)
         counted: Counter[str] = Counter()
         for use in uses:
-            counted[f"{use.leaf.split('-')[0]}/{use.source}"] += use.last - use.first + 1
+            counted[f"{use.dataset.split('-')[0]}/{use.source}"] += use.last - use.first + 1
         found = run.sources(start, stop)
         assert sum(found.values()) == stop - start
         assert {name: tokens for name, tokens in found.items() if tokens} == counted
         assert len(found) == 12
-        for domain, columns in run.tally(["language", "licence"], start, stop).items():
-            mine = [use for use in uses if use.leaf.split("-")[0] == domain]
+        for domain, columns in run.tally(["language", "license"], start, stop).items():
+            mine = [use for use in uses if use.dataset.split("-")[0] == domain]
             for column, values in columns.items():
                 for value, (tokens, documents) in values.items():
                     those = [use for use in mine if getattr(use, column) == value]
@@ -125,24 +130,24 @@ def test_a_weighted_source_is_counted_without_its_tables(shards: Path, tmp_path:
     run = TokenStream(write_shards(tmp_path, asked, LENGTHS), asked)
     for table in tmp_path.rglob("*.parquet"):
         table.unlink()
-    assert run.sources(0, 1304) == {f"{domain}/s": tokens for domain, tokens in run.realised(1304).items()}
+    assert run.sources(0, 1304) == {f"{domain}/s": tokens for domain, tokens in run.realized(1304).items()}
 
 
 def test_a_millionth_of_the_mix_is_drawn(shards: Path) -> None:
     rare = {"general": "99.9999%", "math": "0.0001%"}
     total = 24_000_000
-    run = TokenStream(shards, recipe([stage("a", total, seq=8, batch=64)], {"base": rare}))
-    assert run.realised(total)["math"] == 24
+    run = TokenStream(shards, recipe([stage("a", total, seq_len=8, batch=64)], {"base": rare}))
+    assert run.realized(total)["math"] == 24
     for position in range(0, total + 1, 1_000_000):
-        assert abs(run.realised(position)["math"] - position / 1e6) <= run.unit
+        assert abs(run.realized(position)["math"] - position / 1e6) <= run.unit
     low, high = 0, total
     while high - low > 1:  # the position of the first such token
         middle = (low + high) // 2
-        low, high = (low, middle) if run.realised(middle)["math"] else (middle, high)
+        low, high = (low, middle) if run.realized(middle)["math"] else (middle, high)
     window = run.read(low - 1, low + 2)
     assert window.domains.tolist()[:2] == [DOMAINS.index("general"), DOMAINS.index("math")]
     documents = np.cumsum([0, *LENGTHS[1]])[:-1] + 1_000_000
-    assert window.tokens[1] == documents[shuffled(len(documents), 0, "math", 0)[0]]
+    assert window.tokens[1] == documents[shuffled_order(len(documents), 0, "math", 0)[0]]
 
 
 def test_too_many_epochs_of_one_weighted_source_are_refused(tmp_path: Path) -> None:

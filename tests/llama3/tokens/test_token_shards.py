@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.tokens.kernels import frame
+from llama3.tokens.kernels import add_begin_end
 from llama3.tokens.megatron import open_pair
-from llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenise
+from llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenize
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
@@ -55,13 +55,13 @@ def parts(tmp_path: Path) -> Path:
     return write_documents(tmp_path / "parts", rows(), files=3)
 
 
-def tables(folder: Path, leaf: str) -> list[dict[str, Any]]:
-    return [row for file in sorted((folder / leaf).glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+def tables(folder: Path, dataset: str) -> list[dict[str, Any]]:
+    return [row for file in sorted((folder / dataset).glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
 
 
-def read_back(folder: Path, leaf: str) -> list[list[int]]:
+def read_back(folder: Path, dataset: str) -> list[list[int]]:
     found = []
-    for file in sorted((folder / leaf).glob("*.parquet")):
+    for file in sorted((folder / dataset).glob("*.parquet")):
         stem = file.with_name(file.stem.replace("documents", "tokens"))
         for row in pq.read_table(file).to_pylist():
             found.append(open_pair(stem).tokens[row["offset"] : row["offset"] + row["length"]].tolist())
@@ -75,7 +75,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_documents_come_back_whole_in_order_and_only_for_training(
     documents: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    tokenise(ASKED, documents, tokenizer, tmp_path / "tokens")
+    tokenize(ASKED, documents, tokenizer, tmp_path / "tokens")
     encoder = Tokenizer.load(tokenizer)
     for domain in TEXTS:
         table = pq.read_table(documents / "documents" / f"{domain}-00000.parquet").to_pylist()
@@ -94,7 +94,7 @@ def test_documents_come_back_whole_in_order_and_only_for_training(
 
 
 def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
-    facts = tokenise(ASKED, parts, tokenizer, tmp_path / "tokens")
+    facts = tokenize(ASKED, parts, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
     languages: Counter[str] = Counter()
     for domain, texts in TEXTS.items():
@@ -121,7 +121,7 @@ def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_p
 
 def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
     asked = recipe([stage("a", 80)], weights={"general": [3, 1], "code": [1, 1]})
-    facts = tokenise(asked, parts, tokenizer, tmp_path / "tokens")
+    facts = tokenize(asked, parts, tokenizer, tmp_path / "tokens")
     assert list(facts["leaves"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
     assert facts["tokens"]["general"] == sum(facts["leaves"][name]["tokens"] for name in ("general-0", "general-1"))
     encoder = Tokenizer.load(tokenizer)
@@ -135,7 +135,7 @@ def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, 
 def test_document_of_an_unknown_source_is_refused(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
     asked = recipe([stage("a", 80)], weights={"general": [3]})
     with pytest.raises(ValueError, match=r"sources\.general: document \w+ comes from source 1, the recipe has 1"):
-        tokenise(asked, documents, tokenizer, tmp_path / "tokens")
+        tokenize(asked, documents, tokenizer, tmp_path / "tokens")
 
 
 def backwards(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
@@ -150,17 +150,17 @@ def pooled(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Se
 
 def test_threads_runner_and_repetition_change_no_byte(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    tokenise(ASKED, parts, tokenizer, whole)
+    tokenize(ASKED, parts, tokenizer, whole)
     expected = contents(whole)
     assert len([name for name in expected if name.endswith("parquet")]) == 12
     for name, more in (("threads", {"threads": 3}), ("backwards", {"runner": backwards}), ("pool", {"runner": pooled})):
-        tokenise(ASKED, parts, tokenizer, tmp_path / name, **more)
+        tokenize(ASKED, parts, tokenizer, tmp_path / name, **more)
         assert contents(tmp_path / name) == expected
 
 
 def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    facts = tokenise(ASKED, parts, tokenizer, whole)
+    facts = tokenize(ASKED, parts, tokenizer, whole)
 
     def killed(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
         for item in items[:5]:
@@ -168,7 +168,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tm
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenise(ASKED, parts, tokenizer, cut, runner=killed)
+        tokenize(ASKED, parts, tokenizer, cut, runner=killed)
     assert not (cut / "tokens.json").exists()
     half_done = cut / "general" / "documents-00001.parquet"
     half_done.unlink()
@@ -179,7 +179,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tm
         seen.extend(items)
         backwards(job, step, work, items)
 
-    assert tokenise(ASKED, parts, tokenizer, cut, runner=counting) == facts
+    assert tokenize(ASKED, parts, tokenizer, cut, runner=counting) == facts
     assert seen == [1, *range(5, 12)]
     assert contents(cut) == contents(whole)
 
@@ -188,7 +188,7 @@ def test_shards_follow_the_number_of_their_file(parts: Path, tokenizer: Path, tm
     for file in sorted((parts / "documents").glob("math-*.parquet")):
         number = int(file.stem[-1])
         file.rename(file.with_name(f"math-{(99_999, 100_000, 7)[number]:05}.parquet"))
-    tokenise(ASKED, parts, tokenizer, tmp_path / "tokens")
+    tokenize(ASKED, parts, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
     assert index["leaves"]["math"]["shards"]["number"] == [7, 99_999, 100_000]
     assert (tmp_path / "tokens" / "math" / "tokens-100000.idx").exists()
@@ -207,8 +207,8 @@ def test_dtype_goes_by_the_vocabulary() -> None:
 
 
 def test_wide_ids_are_stored_as_asked(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    tokenise(ASKED, documents, tokenizer, tmp_path / "narrow")
-    tokenise(recipe([stage("a", 80)], tokens={"dtype": "uint32"}), documents, tokenizer, tmp_path / "wide")
+    tokenize(ASKED, documents, tokenizer, tmp_path / "narrow")
+    tokenize(recipe([stage("a", 80)], tokens={"dtype": "uint32"}), documents, tokenizer, tmp_path / "wide")
     assert read_back(tmp_path / "narrow", "math") == read_back(tmp_path / "wide", "math")
     narrow, wide = ((tmp_path / name / "math" / "tokens-00000.bin").stat().st_size for name in ("narrow", "wide"))
     assert wide == 2 * narrow
@@ -217,11 +217,11 @@ def test_wide_ids_are_stored_as_asked(documents: Path, tokenizer: Path, tmp_path
 def test_missing_domain_is_named(tokenizer: Path, tmp_path: Path) -> None:
     folder = write_documents(tmp_path / "few", {"general": [{"text": "only this"}]})
     with pytest.raises(ValueError, match=r"sources\.math: .*holds no math-\*\.parquet"):
-        tokenise(ASKED, folder, tokenizer, tmp_path / "tokens")
+        tokenize(ASKED, folder, tokenizer, tmp_path / "tokens")
 
 
 def test_frame_puts_chosen_texts_between_their_special_tokens() -> None:
     ids, offsets = np.arange(10, 20, dtype=np.uint32), np.array([0, 3, 3, 7, 10])
     out = np.empty(13, np.uint16)
-    frame(ids, offsets, np.array([1, 3, 2]), 1, 2, out)
+    add_begin_end(ids, offsets, np.array([1, 3, 2]), 1, 2, out)
     assert out.tolist() == [1, 2, 1, 17, 18, 19, 2, 1, 13, 14, 15, 16, 2]

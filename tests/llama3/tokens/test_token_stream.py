@@ -11,11 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.recipe.base import DOMAINS
-from llama3.tokens.shuffle import shuffled
+from llama3.tokens.source_stream import shuffled_order
 from llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import END, LENGTHS, recipe, stage, stream, write_shards
 
-STAGES = [stage("a", 200), stage("b", 400, seq=16), stage("c", 496, seq=16, mix="anneal"), stage("d", 208, mix="base")]
+STAGES = [
+    stage("a", 200),
+    stage("b", 400, seq_len=16),
+    stage("c", 496, seq_len=16, mix="anneal"),
+    stage("d", 208, mix="base"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,34 +28,34 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards"), recipe(STAGES), LENGTHS)
 
 
-def leaf_tokens(number: int, seed: int, name: str, count: int) -> list[tuple[int, bool]]:
-    """Return the first tokens of a leaf's stream the slow way: (token, whether it begins a document)."""
+def dataset_tokens(number: int, seed: int, name: str, count: int) -> list[tuple[int, bool]]:
+    """Return the first tokens of a dataset's stream the slow way: (token, whether it begins a document)."""
     lengths = LENGTHS[number % len(LENGTHS)]
     offsets = np.cumsum([0, *lengths]).tolist()
     tokens: list[tuple[int, bool]] = []
     epoch = 0
     while len(tokens) < count:
-        for row in shuffled(len(lengths), seed, name, epoch).tolist():
+        for row in shuffled_order(len(lengths), seed, name, epoch).tolist():
             tokens += [(number * 1_000_000 + offsets[row] + place, place == 0) for place in range(lengths[row])]
         epoch += 1
     return tokens[:count]
 
 
 def slow_read(run: TokenStream) -> tuple[list[int], list[int], list[int]]:
-    """Return tokens, segments and domains of the whole run, token by token, from the units and the slow leaves."""
+    """Return tokens, segments and domains of the whole run, token by token, from the units and the slow datasets."""
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     supplies = [
-        iter(leaf_tokens(number, run.recipe.seed, leaf.name, int(count)))
-        for number, (leaf, count) in enumerate(zip(run.leaves, run.consumed(run.tokens), strict=True))
+        iter(dataset_tokens(number, run.recipe.seed, dataset.name, int(count)))
+        for number, (dataset, count) in enumerate(zip(run.datasets, run.consumed(run.tokens), strict=True))
     ]
     for span in run.spans:
         units = span.deal.units(0, span.deal.tokens)
-        for leaf, size in zip(units.leaf.tolist(), units.size.tolist(), strict=True):
+        for dataset, size in zip(units.dataset.tolist(), units.size.tolist(), strict=True):
             for place in range(size):
-                token, begins = next(supplies[leaf])
+                token, begins = next(supplies[dataset])
                 segment = len(columns[0]) if begins or place == 0 else columns[1][-1]
                 for column, value in zip(
-                    columns, (token, segment, DOMAINS.index(run.leaves[leaf].domain)), strict=True
+                    columns, (token, segment, DOMAINS.index(run.datasets[dataset].domain)), strict=True
                 ):
                     column.append(value)
     assert all(next(supply, None) is None for supply in supplies)
@@ -82,9 +87,9 @@ def test_reads_agree_under_any_split(shards: Path, data: st.DataObject, unit: in
 
 
 ramps: list[list[dict[str, Any]]] = [
-    [stage("all", 1280, seq=16, batch=64)],
-    [stage("a", 320, seq=4, batch=8), stage("b", 320, seq=8, batch=32), stage("c", 640, seq=16, batch=128)],
-    [stage("a", 640, seq=8, batch=16), {**stage("b", 640, batch=32), "seq": [4, 8]}],
+    [stage("all", 1280, seq_len=16, batch=64)],
+    [stage("a", 320, seq_len=4, batch=8), stage("b", 320, seq_len=8, batch=32), stage("c", 640, seq_len=16, batch=128)],
+    [stage("a", 640, seq_len=8, batch=16), {**stage("b", 640, batch=32), "seq_len": [4, 8]}],
 ]
 
 
@@ -155,21 +160,21 @@ def test_leaves_are_consumed_in_order_and_spans_end_exact(
     stages = [stage("a", 8 * tokens), stage("b", 496, mix="other"), stage("c", 8 * tokens)]
     run = TokenStream(shards, recipe(stages, mixes, unit=unit))
     window = run.read(0, run.tokens)
-    for number, leaf in enumerate(run.leaves):
-        mine = window.tokens[window.domains == DOMAINS.index(leaf.domain)]
-        assert mine.tolist() == [token for token, _ in leaf_tokens(number, 0, leaf.name, len(mine))]
+    for number, dataset in enumerate(run.datasets):
+        mine = window.tokens[window.domains == DOMAINS.index(dataset.domain)]
+        assert mine.tolist() == [token for token, _ in dataset_tokens(number, 0, dataset.name, len(mine))]
     for span in run.spans:
         counts = np.bincount(window.domains[span.start : span.end], minlength=4)
-        for leaf, share in zip(run.leaves, span.deal.shares, strict=True):
-            assert abs(int(counts[DOMAINS.index(leaf.domain)]) - share * (span.end - span.start)) < 1
+        for dataset, share in zip(run.datasets, span.deal.shares, strict=True):
+            assert abs(int(counts[DOMAINS.index(dataset.domain)]) - share * (span.end - span.start)) < 1
 
 
-def test_planned_and_realised_are_counts_of_what_is_read(shards: Path) -> None:
+def test_planned_and_realized_are_counts_of_what_is_read(shards: Path) -> None:
     run = TokenStream(shards, recipe(STAGES))
     window = run.read(0, run.tokens)
     for position in range(0, run.tokens + 1, 37):
         counts = np.bincount(window.domains[:position], minlength=4).tolist()
-        assert run.realised(position) == dict(zip(DOMAINS, counts, strict=True))
+        assert run.realized(position) == dict(zip(DOMAINS, counts, strict=True))
     assert sum(run.planned(0, run.tokens).values()) == run.tokens
     assert run.planned(590, 610) == {
         "general": Fraction(5 + 3),
@@ -177,7 +182,7 @@ def test_planned_and_realised_are_counts_of_what_is_read(shards: Path) -> None:
         "code": Fraction(17, 10) + Fraction(22, 10),
         "multilingual": Fraction(16, 10),
     }
-    assert run.epochs(run.tokens)["code"] == run.realised(run.tokens)["code"] / 30
+    assert run.epochs(run.tokens)["code"] == run.realized(run.tokens)["code"] / 30
 
 
 def test_equal_mixes_in_a_row_form_one_span(shards: Path) -> None:
@@ -204,14 +209,14 @@ def test_documents_name_what_is_read(shards: Path) -> None:
     assert [use.position for use in uses] == sorted({start, *window.segments[window.segments > start].tolist()})
     position = start
     for use in uses:
-        leaf = [leaf.name for leaf in run.leaves].index(use.leaf)
-        offset = leaf * 1_000_000 + sum(LENGTHS[leaf][: int(use.document.split(":")[1])])
+        dataset = [dataset.name for dataset in run.datasets].index(use.dataset)
+        offset = dataset * 1_000_000 + sum(LENGTHS[dataset][: int(use.document.split(":")[1])])
         length = use.last - use.first + 1
         expected = list(range(offset + use.first, offset + use.last + 1))
         assert window.tokens[position - start : position - start + length].tolist() == expected
         position += length
     assert position == stop
-    assert {use.epoch for use in uses if use.leaf == "math"} > {1, 2, 3}
+    assert {use.epoch for use in uses if use.dataset == "math"} > {1, 2, 3}
 
 
 def test_too_many_epochs_are_refused_before_training(shards: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import Leaf, leaves_of
+from llama3.tokens.mix import MixDataset, mix_datasets
 from llama3.tokens.shards import write_index, write_shard
 from llama3.tokens.stream import TokenStream
 
@@ -22,8 +22,14 @@ ANNEAL = {"general": "30%", "math": "40%", "code": "22%", "multilingual": "8%"}
 BEGIN, END = 300_000_000, 300_000_001
 
 
-def stage(name: str, tokens: int, seq: int = 8, batch: int | None = None, mix: str = "base") -> dict[str, Any]:
-    return {"name": name, "for": f"{tokens} tokens", "seq": seq, "batch": f"{batch or seq} tokens", "mix": mix}
+def stage(name: str, tokens: int, seq_len: int = 8, batch: int | None = None, mix: str = "base") -> dict[str, Any]:
+    return {
+        "name": name,
+        "for": f"{tokens} tokens",
+        "seq_len": seq_len,
+        "batch": f"{batch or seq_len} tokens",
+        "mix": mix,
+    }
 
 
 def recipe(
@@ -37,7 +43,7 @@ def recipe(
         domain: [{"uri": "x", "weight": weight} for weight in (weights or {}).get(domain, [])] or [{"uri": "x"}]
         for domain in DOMAINS
     }
-    tokens = {"max_epochs": 1e6, **({"unit": f"{unit} tokens"} if unit else {}), **more.pop("tokens", {})}
+    tokens = {"max_epochs": 1e6, **({"chunk_tokens": f"{unit} tokens"} if unit else {}), **more.pop("tokens", {})}
     return Recipe.model_validate(
         {
             "name": "sample",
@@ -61,12 +67,12 @@ def write_shards(
     sources: Sequence[str] = ("s",),
     dtype: str = "int32",
 ) -> Path:
-    """Write shards whose token says where it comes from: leaf x 1,000,000 + place in the leaf's bins.
+    """Write shards whose token says where it comes from: dataset x 1,000,000 + place in the dataset's bins.
 
-    Leaf n has documents of `lengths[n % len(lengths)]` tokens, `cuts` of them in a shard; their sources, languages and
-    licences take turns.
+    Dataset n has documents of `lengths[n % len(lengths)]` tokens, `cuts` of them in a shard; sources, languages and
+    licenses take turns.
     """
-    for number, leaf in enumerate(leaves_of(asked)):
+    for number, dataset in enumerate(mix_datasets(asked)):
         sizes = np.array(lengths[number % len(lengths)], np.int64)
         tokens = (number * 1_000_000 + np.arange(sizes.sum())).astype(dtype)
         ends = np.cumsum(sizes)
@@ -74,7 +80,7 @@ def write_shards(
             rows = range(first, min(first + cuts, len(sizes)))
             part = tokens[ends[rows[0]] - sizes[rows[0]] : ends[rows[-1]]]
             write_shard(
-                folder / leaf.name, shard, [part], sizes[rows.start : rows.stop], documents(leaf, rows, sources)
+                folder / dataset.name, shard, [part], sizes[rows.start : rows.stop], documents(dataset, rows, sources)
             )
     return index(folder, asked, dtype)
 
@@ -82,22 +88,22 @@ def write_shards(
 def index(folder: Path, asked: Recipe, dtype: str = "int32") -> Path:
     """Write the index of the shards in `folder` and return it."""
     vocabulary = {"rows": END + 1, "begin": BEGIN, "end": END, "tokenizer": "none"}
-    write_index(folder, {leaf.name: leaf.domain for leaf in leaves_of(asked)}, dtype, vocabulary)
+    write_index(folder, {dataset.name: dataset.domain for dataset in mix_datasets(asked)}, dtype, vocabulary)
     return folder
 
 
-def documents(leaf: Leaf, rows: range, sources: Sequence[str] = ("s",)) -> pa.Table:
-    """Return the tables' rows of the documents `rows` of a leaf."""
+def documents(dataset: MixDataset, rows: range, sources: Sequence[str] = ("s",)) -> pa.Table:
+    """Return the tables' rows of the documents `rows` of a dataset."""
     numbers = np.array(rows)
     repeated = {
         "source": np.array(sources)[numbers % len(sources)],
         "language": np.array(["en", "de", "fr"])[numbers % 3],
-        "licence": np.array(["CC0", "MIT"])[numbers // 2 % 2],
+        "license": np.array(["CC0", "MIT"])[numbers // 2 % 2],
     }
     return pa.table(
         {
-            "id": [f"{leaf.name}:{row}" for row in rows],
-            "domain": [leaf.domain] * len(rows),
+            "id": [f"{dataset.name}:{row}" for row in rows],
+            "domain": [dataset.domain] * len(rows),
             **{name: pa.array(values.tolist()) for name, values in repeated.items()},
             "source_index": pa.array(numbers % len(sources), pa.int32()),
             "quality": np.zeros(len(rows)),
@@ -116,20 +122,20 @@ def synthetic_shards(
     hollow: bool = False,
     dtype: str = "int32",
 ) -> Path:
-    """Write shards of random tokens for measurements: `counts[n]` documents in leaf n, about `mean` tokens each.
+    """Write shards of random tokens for measurements: `counts[n]` documents in dataset n, about `mean` tokens each.
 
     Lengths are exponential, at least 2. With `hollow` the bins are holes of the right size: any number of documents
     without the disk, and all tokens are 0. 100 Mtok/s.
     """
     random = np.random.default_rng(0)
-    for leaf, count in zip(leaves_of(asked), counts, strict=True):
+    for dataset, count in zip(mix_datasets(asked), counts, strict=True):
         for shard in range(shards):
             rows = range(shard * count // shards, (shard + 1) * count // shards)
             sizes = 2 + random.exponential(mean - 2, len(rows)).astype(np.int64)
             tokens = [] if hollow else [random.integers(0, 2**15, sizes.sum(), dtype)]
-            write_shard(folder / leaf.name, shard, tokens, sizes, documents(leaf, rows, sources))
+            write_shard(folder / dataset.name, shard, tokens, sizes, documents(dataset, rows, sources))
             if hollow:
-                with (folder / leaf.name / f"tokens-{shard:05}.bin").open("r+b") as file:
+                with (folder / dataset.name / f"tokens-{shard:05}.bin").open("r+b") as file:
                     file.truncate(int(sizes.sum()) * np.dtype(dtype).itemsize)
     return index(folder, asked, dtype)
 
@@ -141,7 +147,7 @@ def stream(folder: Path, asked: Recipe, lengths: list[list[int]] | None = None) 
 
 
 LENGTHS = [[3, 11, 2, 40, 7, 5], [9, 2, 2, 13, 4, 4, 6], [30], [2] * 15]
-"""Documents of each leaf: short ones, one longer than a unit, a leaf of a single document."""
+"""Documents of each dataset: short ones, one longer than a unit, a dataset of a single document."""
 
 
 def write_documents(folder: Path, documents: dict[str, list[dict[str, Any]]], files: int = 1) -> Path:
@@ -156,7 +162,7 @@ def write_documents(folder: Path, documents: dict[str, list[dict[str, Any]]], fi
                 "source_index": 0,
                 "language": ("en", "de")[len(row["text"]) % 2],
                 "url": "",
-                "licence": "unknown",
+                "license": "unknown",
                 "quality": 0.5,
                 "split": "train",
                 **row,

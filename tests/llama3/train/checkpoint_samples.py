@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext, init_distributed, local, whole
+from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
 from llama3.recipe.sections import Keep, Model
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 
@@ -34,9 +34,9 @@ def value(name: str, position: int) -> Tensor:
 class State:
     """Tensors plain, or cut over `world`: all rows over all processes, or over half of them with replicas."""
 
-    def __init__(self, world: ParallelContext = ALONE, position: int = 0, spec: Model | None = None) -> None:
+    def __init__(self, world: ParallelContext = ALONE, position: int = 0, config: Model | None = None) -> None:
         self.world, self.position, self.averaged, self.rows = world, 0, 0, 12
-        self.spec = spec or Model(layers=1, dim=8, ffn=8, heads=1, kv_heads=1, max_seq=8)
+        self.config = config or Model(layers=1, dim=8, ffn=8, heads=1, kv_heads=1, max_seq_len=8)
         self.held = {name: self._cut(name, value(name, 0)) for name in [*SHAPES, "step"]}
         self.sum: dict[str, Tensor] = {}
         self.train_to(position)
@@ -44,9 +44,9 @@ class State:
     def train_to(self, position: int) -> None:
         """Change every tensor in place, as an optimizer does."""
         for name, tensor in self.held.items():
-            local(tensor).copy_(local(self._cut(name, value(name, position))))
+            to_local(tensor).copy_(to_local(self._cut(name, value(name, position))))
         for tensor in self.sum.values():
-            local(tensor).fill_(position)
+            to_local(tensor).fill_(position)
         self.position = position
 
     def tensors(self) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ class State:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return every tensor whole; all processes must call it."""
-        return {name: whole(tensor).to(torch.float64).numpy().copy() for name, tensor in self.tensors().items()}
+        return {name: full_tensor(tensor).to(torch.float64).numpy().copy() for name, tensor in self.tensors().items()}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
         if self.world.size == 1 or name == "step":
@@ -127,7 +127,7 @@ def fail_then_recover(folder: Path) -> dict[str, Any]:
     lines: list[str] = []
     result: dict[str, Any] = {"lines": lines}
     with init_distributed("cpu", 30) as world:
-        state, checkpoints = State(world, 5), opened(folder, world, say=lines.append)
+        state, checkpoints = State(world, 5), opened(folder, world, log=lines.append)
         checkpoints.save(state, "main")
         if world.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
@@ -138,15 +138,15 @@ def fail_then_recover(folder: Path) -> dict[str, Any]:
             except SaveFailed as error:
                 result |= {"given up": str(error), "given up at": position}
                 break
-            world.wait()
+            world.barrier()
         result["after failure"] = checkpoints.positions()
         if world.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        world.wait()
+        world.barrier()
         state.train_to(10)
         checkpoints.failures.clear()
         checkpoints.save(state, "main")
-        world.wait()
+        world.barrier()
         return {**result, "at the end": checkpoints.positions(), "hidden": [path.name for path in folder.glob(".*")]}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from llama3.recipe.schema import Recipe
 from llama3.train.journal import read_rewinds
-from storage.objects import children
+from storage.objects import list_children
 from tests.dist import run
 from tests.llama3.train.takeover_samples import killed_there, train_there
 from tests.llama3.train.test_bad_steps import ROLLBACK
@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked() -> Recipe:
-    return recipe(compute="bf16", stages=[stages(12)[0] | {"average": 4}])
+    return recipe(precision="bf16", stages=[stages(12)[0] | {"weight_averaging": 4}])
 
 
 def there(folder: Path, wanted: Recipe, name: str = "work") -> Path:
@@ -51,7 +51,7 @@ def there(folder: Path, wanted: Recipe, name: str = "work") -> Path:
 def metrics_of(path: Path) -> list[tuple[int, str, float]]:
     """Return what the result's table says of the training itself, without times and speeds."""
     rows = pq.read_table(work(path) / "result" / "metrics.parquet").to_pylist()
-    same = ("train/loss", "train/grad_norm", "lr", "train/skipped", "data/")
+    same = ("train/loss", "train/grad_norm", "lr", "train/skipped_steps", "data/")
     return [(row["position"], row["key"], row["value"]) for row in rows if row["key"].startswith(same)]
 
 
@@ -124,7 +124,7 @@ def test_a_machine_that_was_given_up_and_is_not_dead_ends(
         assert run(1, train_there, server, new) == [0], output(new)
         assert_same(new, undisturbed)
         uri = f"s3://{BUCKET}/{tmp_path.name}"
-        before = {position: children(f"{uri}/{position}") for position in children(uri)}
+        before = {position: list_children(f"{uri}/{position}") for position in list_children(uri)}
         process.send_signal(signal.SIGCONT)
         words = process.communicate(timeout=60)[1].decode()
     finally:
@@ -133,9 +133,9 @@ def test_a_machine_that_was_given_up_and_is_not_dead_ends(
     assert process.returncode == 2, words
     assert "trains this stage now" in words.splitlines()[-1]
     assert not (work(old) / "result").exists()
-    assert {position: children(f"{uri}/{position}") for position in children(uri) if position != "journal"} == {
-        position: found for position, found in before.items() if position != "journal"
-    }
+    assert {
+        position: list_children(f"{uri}/{position}") for position in list_children(uri) if position != "journal"
+    } == {position: found for position, found in before.items() if position != "journal"}
 
 
 def _saved(path: Path) -> bool:

@@ -16,8 +16,8 @@ from llama3.recipe.sections import Average
 from llama3.train import metrics
 from llama3.train.averaging import FILE, Choice, average_positions
 from llama3.train.journal import read_journal
-from llama3.train.trainer import weights_of
-from llama3.train.validation_rows import pack
+from llama3.train.trainer import final_weights
+from llama3.train.validation import pack_rows
 from tests.dist import run
 from tests.llama3.train.test_held_out import SEQ, Bytes, documents
 from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
@@ -27,14 +27,14 @@ STEPS = 5
 
 def asked(average: str, **more: Any) -> Recipe:
     saving = {"every": f"{STEP} tokens", "keep": {"last": 9}}
-    return recipe(stages=[stages(STEPS)[0] | {"average": average, **more}], checkpoint=saving)
+    return recipe(stages=[stages(STEPS)[0] | {"weight_averaging": average, **more}], checkpoint=saving)
 
 
 def trained(folder: Path, average: str, held: bool = True, name: str = "work", size: int = 1, **more: Any) -> Path:
     path = job(folder, asked(average, **more), name=name, micro_batch=4)
     if held:
         work(path).mkdir(exist_ok=True)
-        pack(documents(), Bytes(), SEQ).write(work(path))
+        pack_rows(documents(), Bytes(), SEQ).write(work(path))
     assert run(size, train, path) == [0] * size, output(path)
     return path
 
@@ -42,7 +42,7 @@ def trained(folder: Path, average: str, held: bool = True, name: str = "work", s
 def parts(path: Path) -> list[dict[str, torch.Tensor]]:
     """Return the weights after every step."""
     saved = [work(path) / "checkpoints" / f"{step * STEP:018}" for step in range(1, STEPS)]
-    return [dict(weights_of(state, averaged=0)) for state in [*saved, work(path) / "result" / "state"]]
+    return [dict(final_weights(state, averaged=0)) for state in [*saved, work(path) / "result" / "state"]]
 
 
 def model(path: Path) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     whole = trained(tmp_path, "ema 0.7")
     path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=4)
     work(path).mkdir()
-    pack(documents(), Bytes(), SEQ).write(work(path))
+    pack_rows(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
         run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.train_step:Engine.train_step", 4, False)
     assert not (work(path) / "result").exists()
@@ -116,7 +116,7 @@ def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
 
 def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
     """Early weights of a short stage are so bad that their mean is worse than the end."""
-    path = trained(tmp_path, "polyak", keep="better")
+    path = trained(tmp_path, "polyak", select="best")
     found = choice(path)
     assert found.average is not None
     assert found.last is not None
@@ -134,7 +134,7 @@ def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
     for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):
         path = job(tmp_path, asked("last 3"), name=name, micro_batch=4, layout=layout)
         work(path).mkdir()
-        pack(documents(), Bytes(), SEQ).write(work(path))
+        pack_rows(documents(), Bytes(), SEQ).write(work(path))
         assert run(size, train, path) == [0] * size, output(path)
         assert choice(path).average == pytest.approx(alone.average, rel=1e-9)
 

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from llama3.recipe.schema import Recipe
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.journal import read_rewinds
+from llama3.train.journal import SkippedRange, SkippedRanges, read_rewinds
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,
@@ -35,7 +34,7 @@ from tests.llama3.train.train_samples import (
 )
 
 NAN = float("nan")
-ROLLBACK = {"policy": "rollback", "window": 8, "sigma": 50, "around": 2}
+ROLLBACK = {"policy": "rollback", "window": 8, "sigma": 50, "skip_window_steps": 2}
 
 
 def asked(**changes: Any) -> Recipe:
@@ -65,14 +64,16 @@ def train_poisoned(path: Path, steps: list[int], factor: float) -> int:
     return train(path)
 
 
-def train_poisoned_until_signal(path: Path, steps: list[int], factor: float, target: str, after: bool) -> int:
+def train_poisoned_until_signal(
+    path: Path, steps: list[int], factor: float, target: str, after: bool, calls: int = 1
+) -> int:
     poison(steps, factor)
-    return train_until_signal(path, signal.SIGKILL, target, 1, after)
+    return train_until_signal(path, signal.SIGKILL, target, calls, after)
 
 
 def skipped(path: Path) -> list[int]:
     """Return the numbers of the steps that changed nothing."""
-    return [r.position // STEP - 1 for r in records(path) if "train/skipped" in r.metrics]
+    return [r.position // STEP - 1 for r in records(path) if "train/skipped_steps" in r.metrics]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_not_finite_is_skipped_and_the_run_goes_on(skipping: Path) -> None:
     path = skipping
     assert skipped(path) == [3, 9]
     assert [r.position for r in records(path)] == [STEP * (number + 1) for number in range(16)]
-    assert records(path)[9].metrics["skip/tokens"] == 2 * STEP
+    assert records(path)[9].metrics["train/skipped_tokens"] == 2 * STEP
     for number in (3, 9):
         incident = json.loads((work(path) / "result" / "incidents" / f"{number * STEP:018}.json").read_text())
         assert (incident["outcome"], incident["grad_norm"]) == ("skipped", "nan")
@@ -99,7 +100,7 @@ def test_a_skipped_step_changes_nothing(skipping: Path, tmp_path: Path) -> None:
     """The run is the one whose schedule and data go on, but whose weights never saw the batches."""
     plain = job(tmp_path, asked(non_finite="skip"))
     work(plain).mkdir()
-    skips = (Skip(start=n * STEP, end=(n + 1) * STEP, spike=n * STEP, reason="") for n in (3, 9))
+    skips = (SkippedRange(start=n * STEP, end=(n + 1) * STEP, spike=n * STEP, reason="") for n in (3, 9))
     SkippedRanges(tuple(skips)).write(work(plain))
     assert run(1, train, plain) == [0]
     assert weights(skipping) == weights(plain)
@@ -111,7 +112,7 @@ def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
     plain, path = job(tmp_path, asked(**settings), name="plain"), job(tmp_path, asked(**settings))
     assert run(1, train_poisoned, plain, [10, 13], 1e6) == [0]
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_poisoned_until_signal, path, [10, 13], 1e6, "llama3.train.trainer:commit_result", False)
+        run(1, train_poisoned_until_signal, path, [10, 13], 1e6, "llama3.train.trainer:Trainer.commit_result", False)
     assert run(1, train_poisoned, path, [10, 13], 1e6) == [0]
     assert skipped(path) == skipped(plain) == [10, 13]
     assert weights(path) == weights(plain)
@@ -123,7 +124,11 @@ def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
     [
         ({}, NAN, "not finite; non_finite is stop"),
         pytest.param({"spikes": {**ROLLBACK, "policy": "stop"}}, 1e6, "spikes.policy is stop", marks=pytest.mark.slow),
-        ({"spikes": {**ROLLBACK, "policy": "skip", "most": 1}}, 1e6, "bad step 1 of stage main, spikes.most is 1"),
+        (
+            {"spikes": {**ROLLBACK, "policy": "skip", "max_bad_steps": 1}},
+            1e6,
+            "bad step 1 of stage main, spikes.max_bad_steps is 1",
+        ),
     ],
 )
 def test_a_stop_names_the_documents(settings: dict[str, Any], factor: float, words: str, tmp_path: Path) -> None:
@@ -172,16 +177,16 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        ("llama3.train.incidents:SkippedRanges.write", True),
+        ("llama3.train.journal:SkippedRanges.write", True),
         *(
             pytest.param(*moment, marks=pytest.mark.slow)
             for moment in [
-                ("llama3.train.trainer:write_incident", True),
-                ("llama3.train.incidents:SkippedRanges.write", False),
+                ("llama3.train.loss_spikes:write_incident", True),
+                ("llama3.train.journal:SkippedRanges.write", False),
                 ("llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
                 ("llama3.train.metrics_log:Recorder.rewind", False),
-                ("llama3.train.metrics_log:Recorder.pass_over", True),
-                ("llama3.train.trainer:commit_result", False),
+                ("llama3.train.callbacks:StepResult.passed_over", False),
+                ("llama3.train.trainer:Trainer.commit_result", False),
             ]
         ),
     ],
@@ -190,8 +195,9 @@ def test_a_rollback_killed_at_any_moment_gives_the_same_weights(
     target: str, after: bool, rolled_back: Path, tmp_path: Path
 ) -> None:
     path = job(tmp_path, asked(spikes=ROLLBACK))
+    calls = 2 if target.endswith("passed_over") else 1  # the first one is in the journal
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_poisoned_until_signal, path, [10], 1e6, target, after)
+        run(1, train_poisoned_until_signal, path, [10], 1e6, target, after, calls)
     assert run(1, train_poisoned, path, [10], 1e6) == [0]
     assert weights(path) == weights(rolled_back)
     assert skipped(path) == [8, 9, 10, 11, 12]

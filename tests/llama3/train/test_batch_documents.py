@@ -11,9 +11,10 @@ import pytest
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.stream import TokenStream
+from llama3.train.callbacks import StepDecision, StepResult
 from llama3.train.data_loader import Step, steps_from
-from llama3.train.incidents import Skip
-from llama3.train.loss_spikes import StepDecision, StepResult, incident_line, write_incident
+from llama3.train.journal import SkippedRange
+from llama3.train.loss_spikes import incident_line, write_incident
 from tests.llama3.train.train_samples import STEP, recipe, write_tokens
 
 
@@ -70,7 +71,7 @@ def test_the_line_says_what_follows_and_names_the_file(asked: Recipe) -> None:
         incident_line(step, StepDecision("skipped", "why"), file),
         incident_line(step, StepDecision("stop", "why"), file),
     ]
-    skip = Skip(start=768, end=1536, spike=1024, reason="why")
+    skip = SkippedRange(start=768, end=1536, spike=1024, reason="why")
     lines.append(incident_line(step, StepDecision("roll back", "why", skip), file))
     assert lines == [
         "position 1024: why; its batch changed nothing. Documents of the batch: work/incidents/1.json",

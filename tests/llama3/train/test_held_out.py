@@ -21,8 +21,7 @@ from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.journal import read_journal
-from llama3.train.validation import interval
-from llama3.train.validation_rows import COLUMNS, HeldOut, pack
+from llama3.train.validation import COLUMNS, ValidationRows, pack_rows, validation_interval
 from tests.dist import run
 from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
 
@@ -30,12 +29,12 @@ SEQ = 16
 EVERY = 3 * STEP
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
-    "pp2": (2, {"pp": 2, "virtual": 2}),
+    "pp2": (2, {"pp": 2, "vpp": 2}),
     "dp2": (2, {}),
     "dp2-zero3": (2, {"zero": 3}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2}),
 }
-MODEL = {"layers": 4, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq": 64}
+MODEL = {"layers": 4, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq_len": 64}
 TEXTS = ("one", "a little more text", "ü" * 30, "x", "four and twenty blackbirds", "é1", "{}", "z" * 40)
 
 
@@ -54,25 +53,27 @@ def documents() -> list[ValidationDocument]:
 
 
 def asked(**evaluate: Any) -> Recipe:
-    return recipe(model=MODEL, stages=stages(7), evaluate={"every": f"{EVERY} tokens", **evaluate})
+    return recipe(model=MODEL, stages=stages(7), evaluate={"val_interval": f"{EVERY} tokens", **evaluate})
 
 
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 24))
-def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq: int) -> None:
-    held = pack([ValidationDocument(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq)
+def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq_len: int) -> None:
+    held = pack_rows(
+        [ValidationDocument(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq_len
+    )
     scored = [token for token in held.columns["targets_BS"].flatten().tolist() if token != NO_TARGET]
-    assert scored == [token for text in texts for token in list(text.encode())[:seq]]
+    assert scored == [token for text in texts for token in list(text.encode())[:seq_len]]
     assert sum(held.bytes.values()) == len(scored)
     tokens, ids = held.columns["tokens_BS"], held.columns["documents_BS"]
     for row in range(len(tokens)):
-        starts = [place for place in range(seq) if tokens[row, place] == BEGIN]
+        starts = [place for place in range(seq_len) if tokens[row, place] == BEGIN]
         assert [int(ids[row, place]) for place in starts] == list(range(len(starts)))
         assert all(int(a) <= int(b) for a, b in zip(ids[row], ids[row][1:], strict=False))
 
 
 def test_the_interval_costs_a_hundredth_by_default() -> None:
-    assert interval(asked(every="auto"), 3000) == 100_000
-    assert interval(asked(), 3000) == EVERY
+    assert validation_interval(asked(val_interval="auto"), 3000) == 100_000
+    assert validation_interval(asked(), 3000) == EVERY
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         path = job(folder, asked(), name=name, layout=layout, micro_batch=4)
         work(path).mkdir()
         if name != "without":
-            pack(documents(), Bytes(), SEQ).write(work(path))
+            pack_rows(documents(), Bytes(), SEQ).write(work(path))
         assert run(size, train, path) == [0] * size, output(path)
         return path
 
@@ -126,7 +127,7 @@ def test_the_evaluation_finds_the_same(trained: Callable[[str], Path]) -> None:
     for domain in DOMAINS:
         cut = [d.text.encode()[:SEQ].decode(errors="ignore") for d in documents() if d.domain == domain]
         found = score_requests(model, Bytes(), [Request("t", "d", 0, "", text, 0) for text in cut], 64)
-        bits = sum(likelihood.nats for likelihood in found) / math.log(2)
+        bits = sum(likelihood.nll for likelihood in found) / math.log(2)
         assert last[metrics.held_out(domain)] == pytest.approx(bits / sum(len(t.encode()) for t in cut), rel=1e-9)
     shares = {domain: float(share) for domain, share in asked().mix["base"].items()}
     mean = sum(shares[domain] * last[metrics.held_out(domain)] for domain in DOMAINS)
@@ -134,18 +135,18 @@ def test_the_evaluation_finds_the_same(trained: Callable[[str], Path]) -> None:
 
 
 def test_never_is_never(tmp_path: Path) -> None:
-    path = job(tmp_path, asked(every="never"))
+    path = job(tmp_path, asked(val_interval="never"))
     work(path).mkdir()
-    pack(documents(), Bytes(), SEQ).write(work(path))
+    pack_rows(documents(), Bytes(), SEQ).write(work(path))
     assert run(1, train, path) == [0], output(path)
     assert not scores(path)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    held = pack(documents(), Bytes(), SEQ)
+    held = pack_rows(documents(), Bytes(), SEQ)
     held.write(tmp_path)
-    again = HeldOut.read(tmp_path)
+    again = ValidationRows.read(tmp_path)
     assert again is not None
     assert again.bytes == held.bytes
     assert all((again.columns[name] == held.columns[name]).all() for name in COLUMNS)
-    assert HeldOut.read(tmp_path / "elsewhere") is None
+    assert ValidationRows.read(tmp_path / "elsewhere") is None

@@ -157,7 +157,7 @@ def test_replay_knows_old_steps_and_measures_them() -> None:
 
 
 def test_a_step_that_was_good_once_and_bad_once_is_a_difference() -> None:
-    bad = Record(1.0, 300, {"train/skipped": 1.0})
+    bad = Record(1.0, 300, {"train/skipped_steps": 1.0})
     for first, second in ((bad, record(3)), (record(3), bad)):
         replay = Replay([first], 200)
         assert replay.knows(second)

@@ -13,18 +13,18 @@ from llama3.recipe.schema import Recipe
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, output, recipe, stages, train, weights, work
 
-MODEL = {"layers": 4, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq": 64}
+MODEL = {"layers": 4, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq_len": 64}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "tp2": (2, {"tp": 2}),
     "cp2": (2, {"cp": 2}),
-    "pp2": (2, {"pp": 2, "virtual": 2}),
+    "pp2": (2, {"pp": 2, "vpp": 2}),
     "dp2-zero3": (2, {"zero": 3}),
     "dp4": (4, {}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
-    "dp2-pp2": (4, {"pp": 2, "virtual": 2}),
-    "cp2-replicas2": (4, {"cp": 2, "replicas": 2}),
+    "dp2-pp2": (4, {"pp": 2, "vpp": 2}),
+    "cp2-replicas2": (4, {"cp": 2, "dp_replicate": 2}),
     "dp2-cp2-pp2-tp2": (16, {"tp": 2, "cp": 2, "pp": 2}),
 }
 PAIRS = [("tp2", "pp2"), ("cp2", "dp2-zero3")]
@@ -38,7 +38,10 @@ MORE = [
 
 def asked(**changes: Any) -> Recipe:
     """Two stages, an average in each, nothing tied."""
-    both = [stages(3)[0] | {"average": 2}, stages(2)[0] | {"name": "anneal", "lr": "linear to 0", "average": 2}]
+    both = [
+        stages(3)[0] | {"weight_averaging": 2},
+        stages(2)[0] | {"name": "anneal", "lr": "linear to 0", "weight_averaging": 2},
+    ]
     return recipe(model=MODEL, stages=both, **changes)
 
 
@@ -84,7 +87,7 @@ def test_any_layout_goes_on_from_any(
 
 
 @pytest.mark.parametrize(
-    ("compute", "sizes"),
+    ("precision", "sizes"),
     [
         ("bf16", (1, 2)),
         pytest.param("bf16", (1, 4, 8), marks=pytest.mark.slow),
@@ -92,11 +95,11 @@ def test_any_layout_goes_on_from_any(
     ],
 )
 def test_deterministic_training_has_the_same_bits_for_any_data_parallel_size(
-    compute: str, sizes: tuple[int, ...], tmp_path: Path
+    precision: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     kept = {}
     for size in sizes:
-        path = job(tmp_path, recipe(compute=compute, stages=stages(5)), name=f"dp{size}", deterministic=True)
+        path = job(tmp_path, recipe(precision=precision, stages=stages(5)), name=f"dp{size}", deterministic=True)
         assert run(size, train, path) == [0] * size, output(path)
         kept[size] = path
     for path in kept.values():
@@ -110,7 +113,7 @@ def test_without_it_the_bits_differ(tmp_path: Path) -> None:
     """Else the test above would prove nothing."""
     kept = []
     for size in (1, 8):
-        path = job(tmp_path, recipe(compute="fp32", stages=stages(5)), name=f"dp{size}")
+        path = job(tmp_path, recipe(precision="fp32", stages=stages(5)), name=f"dp{size}")
         assert run(size, train, path) == [0] * size
         kept.append(weights(path))
     assert kept[0] != kept[1]
@@ -125,7 +128,7 @@ def test_without_it_the_bits_differ(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(layout: dict[str, Any], message: str, tmp_path: Path) -> None:
     """The other reasons are in tests/llama3/parallel/test_layout.py."""
-    short = stages(2)[0] | {"seq": 6, "batch": "48 tokens", "for": "96 tokens"}
+    short = stages(2)[0] | {"seq_len": 6, "batch": "48 tokens", "for": "96 tokens"}
     path = job(tmp_path, recipe(model=MODEL, stages=[short]), layout=layout)
     assert 2 in run(2, train, path)  # a peer may be cut off by the first that leaves
     assert message in output(path)

@@ -7,17 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.init import build
-from llama3.model.linear import GRID, used
+from llama3.model.init import build_model
+from llama3.model.linear import GRID, local_weight
 from llama3.recipe.sections import Model, Optimizer
-from llama3.train.optimizer import adamw, scale, squared_norm
+from llama3.train.state import adamw
+from llama3.train.train_step import scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 
 
 def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:
-    spec = {"layers": 1, "dim": 16, "ffn": 24, "heads": 2, "kv_heads": 1, "max_seq": 8, "tied_embeddings": tied}
-    model = build(Model.model_validate(spec), 32, 0, torch.float32, torch.device("cpu"))
+    config = {"layers": 1, "dim": 16, "ffn": 24, "heads": 2, "kv_heads": 1, "max_seq_len": 8, "tied_embeddings": tied}
+    model = build_model(Model.model_validate(config), 32, 0, torch.float32, torch.device("cpu"))
     return dict(model.named_parameters())
 
 
@@ -72,7 +73,7 @@ def test_gradients_on_the_grid_add_up_alike_in_any_order(values: list[float], ch
     gradients = []
     for value in values:
         weight = torch.zeros(1, requires_grad=True)
-        used(weight, exact=True).backward(torch.tensor([value]))
+        local_weight(weight, exact=True).backward(torch.tensor([value]))
         assert weight.grad is not None
         assert abs(weight.grad.item() - value) <= max(GRID / 2, abs(value) * 2**-24)
         gradients.append(weight.grad.double())

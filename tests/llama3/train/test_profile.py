@@ -14,35 +14,35 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from llama3.model.init import build
+from llama3.model.init import build_model
 from llama3.recipe.sections import Model
+from llama3.train.data_loader import Step
 from llama3.train.profiler import (
+    HangStacks,
     Profile,
     Profiler,
     dump_flight,
-    expect_nothing,
-    expect_step,
     flight_environment,
-    part,
     prepare,
+    record_function,
 )
 from tests.dist import run
 
 CPU = torch.device("cpu")
-SPEC = Model(layers=1, dim=32, ffn=64, heads=2, kv_heads=1, max_seq=64)
+STEP = Step(0, 16, 16)
+SPEC = Model(layers=1, dim=32, ffn=64, heads=2, kv_heads=1, max_seq_len=64)
 
 
-def traced(work: Path, profile: Profile | None, steps: int, rank: int = 0) -> list[str | None]:
-    """Train some steps under a profiler; return what it told."""
-    model = build(SPEC, 64, 0, torch.float32, CPU)
+def traced(work: Path, profile: Profile | None, steps: int, rank: int = 0) -> None:
+    """Train some steps under a profiler."""
+    model = build_model(SPEC, 64, 0, torch.float32, CPU)
     tokens = torch.arange(16).view(1, 16)
     profiler = Profiler(profile, work, rank, CPU)
-    told = []
-    for _ in range(steps):
-        told.append(profiler.step())
-        with part("gradients"):
+    for number in range(steps):
+        profiler.on_step_start(Step(16 * number, 16, 16), 0.0)
+        with record_function("gradients"):
             model(tokens, None, tokens).sum().backward()
-    return [*told, profiler.close()]
+    profiler.on_train_end()
 
 
 def events(file: Path) -> list[dict[str, Any]]:
@@ -51,19 +51,21 @@ def events(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_trace_of_the_steps_asked_for_names_our_operations(tmp_path: Path) -> None:
-    told = traced(tmp_path, Profile(steps=(2, 2)), 6)
+def test_a_trace_of_the_steps_asked_for_names_our_operations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traced(tmp_path, Profile(steps=(2, 2)), 6)
     file = tmp_path / "profile" / "rank-00000-step-000002.json.gz"
-    assert told == [None] * 4 + [f"profile: {file} (ui.perfetto.dev)", None, None]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f" profile: {file} (ui.perfetto.dev)")
     names = [event.get("name") for event in events(file)]
     assert [name for name in names if str(name).startswith("herd: step")] == ["herd: step 2", "herd: step 3"]
     assert names.count("herd: gradients") == 2
-    assert {"_TokenNats", "_TokenNatsBackward", "aten::mm"} <= set(names)
+    assert {"_TokenNLL", "_TokenNLLBackward", "aten::mm"} <= set(names)
 
 
 def test_a_trace_that_the_end_of_training_cuts_short_is_written_too(tmp_path: Path) -> None:
-    told = traced(tmp_path, Profile(steps=(1, 9), stacks=True), 3)
-    assert told[-1] is not None
+    traced(tmp_path, Profile(steps=(1, 9), stacks=True), 3)
     (file,) = (tmp_path / "profile").iterdir()
     names = [str(event.get("name")) for event in events(file)]
     assert {"herd: step 1", "herd: step 2"} <= set(names)
@@ -71,9 +73,9 @@ def test_a_trace_that_the_end_of_training_cuts_short_is_written_too(tmp_path: Pa
 
 
 def test_other_processes_and_other_steps_write_nothing(tmp_path: Path) -> None:
-    assert traced(tmp_path, Profile(steps=(0, 1)), 2, rank=1) == [None] * 3
-    assert traced(tmp_path, Profile(steps=(5, 1)), 2) == [None] * 3
-    assert traced(tmp_path, None, 2) == [None] * 3
+    traced(tmp_path, Profile(steps=(0, 1)), 2, rank=1)
+    traced(tmp_path, Profile(steps=(5, 1)), 2)
+    traced(tmp_path, None, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,7 +111,7 @@ def reduced(work: Path) -> str:
 
     asked = Profile(flight=10)
     prepare(asked, work)
-    with init_distributed("cpu", 60) as world:
+    with init_distributed("cpu", 240) as world:
         for size in (3, 5):
             world.sum(torch.ones(size))
         path = dump_flight(asked, work, world.rank)
@@ -130,14 +132,15 @@ def somewhere_deep(work: Path, by_signal: bool) -> str:
     log = work / "log"
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     prepare(None, work)
-    expect_step(600.0)
-    expect_step(600.0 if by_signal else 0.1)
+    HangStacks(600.0).on_step_start(STEP, 0.0)
+    stacks = HangStacks(600.0 if by_signal else 0.1)
+    stacks.on_step_start(STEP, 0.0)
     if by_signal:
         os.kill(os.getpid(), signal.SIGUSR1)
     until = time.monotonic() + 30
     while "somewhere_deep" not in log.read_text() and time.monotonic() < until:
         time.sleep(0.01)
-    expect_nothing()
+    stacks.on_train_end()
     return log.read_text()
 
 

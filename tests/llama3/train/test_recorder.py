@@ -1,4 +1,4 @@
-"""What is written down of steps: speed and utilisation, bad steps, restarts and rollbacks."""
+"""What is written down of steps: speed and utilization, bad steps, restarts and rollbacks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from llama3.parallel.mesh import ParallelContext
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
+from llama3.train.callbacks import StepResult, StepTiming
 from llama3.train.data_loader import Step, steps_from
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.journal import Journal, Rewind, read_journal, read_rewinds, to_parquet
-from llama3.train.loss_spikes import StepResult
-from llama3.train.metrics_log import Recorder, StepTiming
-from llama3.train.peak_flops import PEAKS, described, peak_of
+from llama3.train.journal import Journal, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds, to_parquet
+from llama3.train.metrics_log import DataShares, Recorder
+from llama3.train.peak_flops import PEAKS, describe_device, peak_flops
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")
-ASKED = recipe(stages=stages(12), compute="bf16")
+ASKED = recipe(stages=stages(12), precision="bf16")
 SPAN: StageSpan = Schedule(ASKED).span("main")
 STEPS: list[Step] = list(steps_from(SPAN, 0))
-SKIP = Skip(start=4 * STEP, end=7 * STEP, spike=5 * STEP, reason="why")
+SKIP = SkippedRange(start=4 * STEP, end=7 * STEP, spike=5 * STEP, reason="why")
 
 
 @dataclass(frozen=True)
@@ -48,28 +47,33 @@ def recorder(
     return Recorder(work, SPAN, stream, ROWS, ParallelContext(0, size, CPU), position, skips or SkippedRanges())
 
 
-def train(to: Recorder, first: int, last: int, **timing: Any) -> None:
+def train(to: Recorder, first: int, last: int, shares: DataShares | None = None, **timing: Any) -> None:
     """Record steps [first, last) as a trainer that gets the same losses each time."""
     for step in STEPS[first:last]:
+        times = StepTiming(**{"step": 0.5, "data_wait": 0.1, **timing})
+        result: StepResult = Found(10.0 - step.start / STEP, timing=times)
         if to.skips.covers(step.start):
-            to.pass_over(step)
-        else:
-            to.add(step, Found(10.0 - step.start / STEP), StepTiming(**{"step": 0.5, "data_wait": 0.1, **timing}))
+            result = StepResult.passed_over()
+        if shares is not None:
+            shares.on_step_end(step, result)
+        to.on_step_end(step, result)
 
 
 def metrics_of(work: Path) -> list[dict[str, float]]:
     return [dict(record.metrics) for record in read_journal(work / "journal.jsonl")]
 
 
-def test_speed_counts_all_devices_and_utilisation_names_its_peak(
+def test_speed_counts_all_devices_and_utilization_names_its_peak(
     stream: TokenStream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = recorder(tmp_path, stream, size=8)
     assert "8 x " in capsys.readouterr().out
     train(to, 0, 1)
     to.meter.device = "NVIDIA H200"
-    assert to.meter.described() == "8 x NVIDIA H200, MFU: 6N + causal attention over 989 TFLOP/s dense bf16"
-    train(to, 1, 2, checkpoint=0.2, checkpoint_write=1.5)
+    assert (
+        describe_device("NVIDIA H200", "bf16") == "NVIDIA H200, MFU: 6N + causal attention over 989 TFLOP/s dense bf16"
+    )
+    train(to, 1, 2, checkpoint=0.2)
     unknown, known = metrics_of(tmp_path)
     rate, flops = STEP / 0.5 / 8, flops_per_token(ASKED.model, ROWS, 16)
     assert known["throughput/tokens_per_s"] == STEP / 0.5
@@ -77,15 +81,15 @@ def test_speed_counts_all_devices_and_utilisation_names_its_peak(
     assert known["throughput/tflops_per_device"] == pytest.approx(rate * flops.causal / 1e12)
     assert known["throughput/mfu"] == pytest.approx(rate * flops.causal / 989e12)
     assert known["throughput/mfu_full_attention"] == pytest.approx(rate * flops.full / 989e12)
-    assert (known["time/checkpoint_s"], known["time/checkpoint_write_s"]) == (0.2, 1.5)
+    assert known["time/checkpoint_s"] == 0.2
     assert (known["time/step_s"], known["time/data_wait_s"]) == (0.5, 0.1)
     assert known["time/remaining_s"] == pytest.approx(10 * 0.5)
-    absent = ("throughput/mfu", "throughput/mfu_full_attention", "time/checkpoint_s", "time/checkpoint_write_s")
+    absent = ("throughput/mfu", "throughput/mfu_full_attention", "time/checkpoint_s")
     assert not unknown.keys() & set(absent)
 
 
 def test_a_peak_is_known_or_it_is_not_guessed() -> None:
-    fp8 = peak_of("NVIDIA H200", "fp8")
+    fp8 = peak_flops("NVIDIA H200", "fp8")
     assert fp8 is not None
     assert (fp8.flops, str(fp8)) == (1979e12, "1,979 TFLOP/s dense fp8")
     for device, compute in (
@@ -93,8 +97,8 @@ def test_a_peak_is_known_or_it_is_not_guessed() -> None:
         ("NVIDIA A100-SXM4-80GB", "fp8"),
         ("NVIDIA H200 MIG 1g.18gb", "bf16"),
     ):
-        assert peak_of(device, compute) is None
-    assert described("AMD EPYC", "bf16") == "AMD EPYC, bf16 peak unknown: no MFU"
+        assert peak_flops(device, compute) is None
+    assert describe_device("AMD EPYC", "bf16") == "AMD EPYC, bf16 peak unknown: no MFU"
     assert all(1.9 < peaks["fp8"] / peaks["bf16"] < 2.1 for peaks in PEAKS.values() if "fp8" in peaks)
 
 
@@ -115,18 +119,20 @@ def test_the_first_record_tells_the_time_since_the_launch(
 def test_a_bad_step_is_marked_and_its_numbers_are_left_out(stream: TokenStream, tmp_path: Path) -> None:
     to = recorder(tmp_path, stream)
     train(to, 0, 1)
-    bad = Found(float("nan"), float("inf"), score=0.0, skipped=True, domain_loss={"math": float("nan"), "code": 2.0})
+    times, domains = StepTiming(0.5, 0.1), {"math": float("nan"), "code": 2.0}
+    bad: Any = Found(float("nan"), float("inf"), domains, skipped=True, score=0.0, timing=times)
+    bad.metrics["time/slowest_rank_s"] = 0.3
     for step in STEPS[1:3]:
-        to.add(step, bad, StepTiming(0.5, 0.1), {"time/slowest_rank_s": 0.3})
+        to.on_step_end(step, bad)
     good, first, second = metrics_of(tmp_path)
-    assert not good.keys() & {"train/skipped", "skip/tokens"}
-    assert not first.keys() & {"train/loss", "train/grad_norm", "loss/math"}
-    assert (first["train/skipped"], first["loss/code"], first["time/slowest_rank_s"]) == (1.0, 2.0, 0.3)
-    assert [first["skip/tokens"], second["skip/tokens"]] == [STEP, 2 * STEP]
+    assert not good.keys() & {"train/skipped_steps", "train/skipped_tokens"}
+    assert not first.keys() & {"train/loss", "train/grad_norm", "train/loss/math"}
+    assert (first["train/skipped_steps"], first["train/loss/code"], first["time/slowest_rank_s"]) == (1.0, 2.0, 0.3)
+    assert [first["train/skipped_tokens"], second["train/skipped_tokens"]] == [STEP, 2 * STEP]
     assert to.useful_s == 0.5
     again = recorder(tmp_path, stream, STEP)
     for step in STEPS[1:4]:
-        again.add(step, bad if step in STEPS[1:3] else Found(7.0), StepTiming(0.5, 0.1))
+        again.on_step_end(step, bad if step in STEPS[1:3] else Found(7.0, timing=times))
     assert again.replay.largest == 0.0
     assert again.skipped_tokens == 2 * STEP
 
@@ -141,9 +147,15 @@ def test_a_rollback_replaces_what_came_after_and_replays_what_came_before(stream
     records = read_journal(tmp_path / "journal.jsonl")
     assert [record.position for record in records] == [STEP * (number + 1) for number in range(12)]
     for record in records[4:7]:
-        assert record.metrics["train/skipped"] == 1.0
+        assert record.metrics["train/skipped_steps"] == 1.0
         assert "train/loss" not in record.metrics
-    assert [record.metrics.get("skip/tokens") for record in records[3:8]] == [None, STEP, 2 * STEP, 3 * STEP, None]
+    assert [record.metrics.get("train/skipped_tokens") for record in records[3:8]] == [
+        None,
+        STEP,
+        2 * STEP,
+        3 * STEP,
+        None,
+    ]
     told = dict(records[4].metrics)
     assert (told["recovery/rollbacks"], told["recovery/lost_tokens"]) == (1.0, 5 * STEP)
     assert told["recovery/replay_max_abs_diff"] == 0.0  # the steps that were rolled back are no differences
@@ -180,18 +192,18 @@ def test_a_rollback_that_was_killed_before_the_journal_knew_is_made_good(stream:
     assert (rewind.position, rewind.until) == (SKIP.start, SKIP.end)
     train(again, 2, 12)
     assert again.replay.largest == 0.0
-    assert [values.get("train/skipped") for values in metrics_of(tmp_path)[3:8]] == [None, 1.0, 1.0, 1.0, None]
+    assert [values.get("train/skipped_steps") for values in metrics_of(tmp_path)[3:8]] == [None, 1.0, 1.0, 1.0, None]
 
 
 def test_shares_are_counted_anew_after_a_rollback(stream: TokenStream, tmp_path: Path) -> None:
     plain, back = tmp_path / "plain", tmp_path / "back"
     for folder in (plain, back):
         folder.mkdir()
-    train(recorder(plain, stream), 0, 8)
-    to = recorder(back, stream)
-    train(to, 0, 6)
+    train(recorder(plain, stream), 0, 8, DataShares(stream, SPAN.start))
+    to, shares = recorder(back, stream), DataShares(stream, SPAN.start)
+    train(to, 0, 6, shares)
     to.rewind(SKIP, 2 * STEP, trained_to=7 * STEP)
-    train(to, 2, 8)
+    train(to, 2, 8, shares)
     for one, other in zip(metrics_of(plain), metrics_of(back), strict=True):
         shares = {key: value for key, value in one.items() if key.startswith("data/")}
         assert shares == {key: value for key, value in other.items() if key.startswith("data/")}

@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def averaging() -> Recipe:
     """A stage that averages, so that the running sum must survive too."""
-    return recipe(compute="bf16", stages=[stages(12)[0] | {"average": 4}])
+    return recipe(precision="bf16", stages=[stages(12)[0] | {"weight_averaging": 4}])
 
 
 def assert_same(path: Path, undisturbed: Path) -> None:
@@ -201,7 +201,7 @@ def test_damaged_parent_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
-    asked = recipe(stages=[stages(8)[0] | {"average": 4}])
+    asked = recipe(stages=[stages(8)[0] | {"weight_averaging": 4}])
     plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="resharded")
     assert run(1, train, plain) == [0]
     with pytest.raises(RuntimeError):
@@ -218,7 +218,7 @@ def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_resume_bit_for_bit(tmp_path: Path) -> None:
-    asked = recipe(compute="bf16", stages=stages(8))
+    asked = recipe(precision="bf16", stages=stages(8))
     plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="killed")
     assert run(2, train, plain) == [0, 0]
     with pytest.raises(RuntimeError):
@@ -266,7 +266,7 @@ def test_not_a_number_stops_before_the_weights(tmp_path: Path) -> None:
     assert int(newest.name) <= bad
 
 
-SHORT, LONG = (recipe(compute="bf16", stages=stages(steps)) for steps in (8, 10))
+SHORT, LONG = (recipe(precision="bf16", stages=stages(steps)) for steps in (8, 10))
 
 
 @pytest.fixture(scope="module")
@@ -287,9 +287,9 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_past_may_not_change_and_the_first_differing_line_is_shown(died: Path) -> None:
     before = (work(died) / "journal.jsonl").read_bytes()
-    path = job(died.parent, recipe(compute="fp32", stages=stages(8)))
+    path = job(died.parent, recipe(precision="fp32", stages=stages(8)))
     assert run(1, train, path) == [2]
-    assert "- compute: bf16\n+ compute: fp32" in output(path)
+    assert "- precision: bf16\n+ precision: fp32" in output(path)
     assert (work(path) / "journal.jsonl").read_bytes() == before
 
 

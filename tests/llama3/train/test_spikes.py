@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.sections import Spikes
+from llama3.train.callbacks import StepDecision, StepResult
 from llama3.train.data_loader import Step, steps_from
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.journal import Record
-from llama3.train.loss_spikes import GO_ON, History, SpikeDetector, SpikeGuard, StepDecision, StepResult, history
+from llama3.train.journal import Record, SkippedRange, SkippedRanges
+from llama3.train.loss_spikes import History, SpikeDetector, SpikeGuard, history
 from tests.llama3.train.train_samples import STEP, recipe, stages
 
 CPU = torch.device("cpu")
@@ -71,8 +71,8 @@ def journal(series: list[tuple[float, float]], found: list[tuple[float, float]])
     """Return the records that a trainer writes of those steps: numbers that are not finite are left out."""
     records = []
     for number, ((loss, norm), (bad, score)) in enumerate(zip(series, found, strict=True)):
-        values = {"train/loss": loss, "train/grad_norm": norm, "spike/score": score}
-        values |= {"train/skipped": 1.0} if bad else {}
+        values = {"train/loss": loss, "train/grad_norm": norm, "train/spike_zscore": score}
+        values |= {"train/skipped_steps": 1.0} if bad else {}
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         records.append(Record(0.0, (number + 1) * 10, finite))
     return records
@@ -151,9 +151,11 @@ def test_plain_noise_is_judged_by_its_standard_deviation() -> None:
 
 def test_passed_over_steps_are_no_bad_steps() -> None:
     records = [
-        Record(0.0, 10, {"train/loss": 3.0, "train/grad_norm": 1.5, "spike/score": 0.0}),
-        Record(0.0, 20, {"train/skipped": 1.0}),
-        Record(0.0, 30, {"train/skipped": 1.0, "spike/score": 9.0, "train/loss": 30.0, "train/grad_norm": 1.0}),
+        Record(0.0, 10, {"train/loss": 3.0, "train/grad_norm": 1.5, "train/spike_zscore": 0.0}),
+        Record(0.0, 20, {"train/skipped_steps": 1.0}),
+        Record(
+            0.0, 30, {"train/skipped_steps": 1.0, "train/spike_zscore": 9.0, "train/loss": 30.0, "train/grad_norm": 1.0}
+        ),
     ]
     assert history(records, 30, 8) == History([3.0], [1.5], 1)
 
@@ -172,7 +174,7 @@ def judged(
 
 
 def test_what_follows_from_each_policy() -> None:
-    assert judged(Given(skipped=False)) == GO_ON
+    assert judged(Given(skipped=False)) == StepDecision("go on")
     spike = Given(loss=30.0)
     assert judged(spike, spikes={"policy": "skip"}).kind == "skipped"
     stopped = judged(spike, spikes={"policy": "stop"})
@@ -190,28 +192,28 @@ def test_what_follows_from_each_policy() -> None:
 
 @pytest.mark.parametrize(("step", "start", "end"), [(10, 8, 13), (1, 0, 4), (19, 17, 20)])
 def test_a_rollback_passes_over_the_batches_around(step: int, start: int, end: int) -> None:
-    verdict = judged(Given(loss=30.0), step=step, spikes={"policy": "rollback", "around": 2})
+    verdict = judged(Given(loss=30.0), step=step, spikes={"policy": "rollback", "skip_window_steps": 2})
     assert verdict.kind == "roll back"
     assert verdict.skip is not None
     assert (verdict.skip.start, verdict.skip.end, verdict.skip.spike) == (start * STEP, end * STEP, step * STEP)
 
 
 def test_too_many_bad_steps_end_the_run() -> None:
-    spikes = {"policy": "skip", "most": 3}
+    spikes = {"policy": "skip", "max_bad_steps": 3}
     assert judged(Given(), bad=1, spikes=spikes).kind == "skipped"
     last = judged(Given(), bad=2, spikes=spikes)
     assert last.kind == "stop"
-    assert "bad step 3 of stage main, spikes.most is 3" in last.reason
-    rolled_back = SkippedRanges((Skip(start=0, end=STEP, spike=0, reason=""),) * 2)
-    assert judged(Given(), skips=rolled_back, spikes={"policy": "rollback", "most": 3}).kind == "stop"
+    assert "bad step 3 of stage main, spikes.max_bad_steps is 3" in last.reason
+    rolled_back = SkippedRanges((SkippedRange(start=0, end=STEP, spike=0, reason=""),) * 2)
+    assert judged(Given(), skips=rolled_back, spikes={"policy": "rollback", "max_bad_steps": 3}).kind == "stop"
 
 
 def test_spans_are_kept_on_disk(tmp_path: Path) -> None:
     assert SkippedRanges.read(tmp_path) == SkippedRanges()
     skips = (
         SkippedRanges()
-        .plus(Skip(start=20, end=50, spike=30, reason="why"))
-        .plus(Skip(start=70, end=80, spike=70, reason=""))
+        .plus(SkippedRange(start=20, end=50, spike=30, reason="why"))
+        .plus(SkippedRange(start=70, end=80, spike=70, reason=""))
     )
     skips.write(tmp_path)
     assert SkippedRanges.read(tmp_path) == skips

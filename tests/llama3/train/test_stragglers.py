@@ -11,8 +11,11 @@ from torch import nn
 
 from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import ParallelContext
+from llama3.train.callbacks import StepResult
+from llama3.train.data_loader import Step
 from llama3.train.stragglers import Stopwatch, Stragglers
 from tests.dist import run
+from tests.llama3.parallel.layout_samples import build_parts
 
 SLEEP = 0.1
 CPU = torch.device("cpu")
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 def comparison(peers: list[int]) -> Stragglers:
     hosts = [f"node-{rank // 2}" for rank in range(len(peers))]
-    return Stragglers(Stopwatch([], CPU), ParallelContext(0, 1, CPU), peers, hosts, every=10)
+    return Stragglers(Stopwatch([], CPU), ParallelContext(0, 1, CPU), peers, hosts, int)
 
 
 def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely() -> None:
@@ -29,7 +32,7 @@ def test_a_rank_is_named_after_three_windows_in_a_row_and_then_ever_more_rarely(
     for _ in range(12):
         window = seen.compare([1.0, 1.02, 1.31, 0.98])
         assert window is not None
-        assert window.metrics() == {"time/slowest_rank_s": 1.31, "time/median_rank_s": pytest.approx(1.01)}
+        assert (window.slowest_s, window.median_s) == (1.31, pytest.approx(1.01))
         lines.append(window.named)
     assert [number for number, named in enumerate(lines, 1) if named] == [3, 6, 12]
     assert lines[2] == ["rank 2 (node-1): 1.30x the median step for 3 windows"]
@@ -52,47 +55,53 @@ def test_ranks_are_compared_with_those_that_hold_the_same_layers() -> None:
 
 def test_figures_come_with_the_next_window() -> None:
     layer = nn.Identity()
-    seen = Stragglers(Stopwatch([layer], CPU), ParallelContext(0, 1, CPU), [0], ["a"], every=4)
+    seen = Stragglers(Stopwatch([layer], CPU), ParallelContext(0, 1, CPU), [0], ["a"], int, every=4)
     found = {}
     for number in range(3, 13):
-        seen.begin(number, data_wait=float(number))
+        seen.on_step_start(Step(number, 1, 1), data_wait_s=float(number))
         layer(torch.zeros(1))
-        if (window := seen.window()) is not None:
-            found[number] = window.slowest_s
-        assert seen.window() is None
+        if measured := ended(seen, number):
+            found[number] = measured["time/slowest_rank_s"]
+        assert not ended(seen, number)
     assert list(found) == [8, 12]
     for number, own in found.items():
         assert number - 4 < own < number - 3  # the data wait of the step measured before, and a little work
 
 
+def ended(stragglers: Stragglers, number: int) -> dict[str, float]:
+    """Return the metrics that the comparison adds at the end of a step."""
+    result = StepResult(1.0, 1.0)
+    stragglers.on_step_end(Step(number, 1, 1), result)
+    return result.metrics
+
+
 def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[float]]:
     """Train a little on each rank, `slow` of which sleeps in its layers; return figures, lines and wall seconds."""
     from llama3.parallel.mesh import init_distributed
-    from llama3.parallel.parallelize import build_parts
     from llama3.recipe.sections import Model
 
-    spec = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq=64)
-    with init_distributed("cpu", 60, layout) as world:
-        parts = build_parts(spec, 64, 0, world, torch.float32, None)
+    config = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=64)
+    with init_distributed("cpu", 240, layout) as world:
+        parts = build_parts(config, 64, 0, world, torch.float32, None)
         model: Any = parts[0]
         if world.rank == slow:
             for layer in model.layers.values():
                 layer.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP))
-        seen = Stragglers.among(parts.values(), world, every=1)
-        assert seen is not None
-        named: list[str] = []
-        figures: list[float] = []
-        wall = []
+        seen: Any = Stragglers.among(parts.values(), world, int, every=1)
+        compare = seen.compare
+        wall: list[float] = []
+        windows: list[Any] = []
+        seen.compare = lambda seconds: windows.append(compare(seconds)) or windows[-1]
         tokens = torch.arange(16).view(1, 16)
         for number in range(5):
             began = time.perf_counter()
-            seen.begin(number, 0.0)
+            seen.on_step_start(Step(number, 1, 1), 0.0)
             model(tokens, None, tokens).sum().backward()
-            if (window := seen.window()) is not None:
-                named += window.named
-                figures = [float(window.slowest), window.slowest_s, window.median_s]
+            ended(seen, number)
             wall.append(time.perf_counter() - began)
-        return figures, named, wall[1:]
+        *_, last = windows = [window for window in windows if window is not None]
+        named = [line for window in windows for line in window.named]
+        return [float(last.slowest), last.slowest_s, last.median_s], named, wall[1:]
 
 
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,8 @@ from llama3.recipe.schedule import Schedule
 from llama3.tokens.batch import Batches
 from llama3.tokens.stream import TokenStream
 from llama3.train.averaging import average_positions
+from llama3.train.callbacks import Callback, StepResult
+from llama3.train.data_loader import Step
 from storage.artifact import ArtifactSpec, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (
@@ -70,8 +73,10 @@ def test_metrics_of_a_step(chain: tuple[Path, Path]) -> None:
         assert values["train/lr"] == rates.lr_at(record.position - STEP)
         assert values["train/step"] * STEP == record.position
         assert values["train/seq_len"] == (16 if record.position <= 16 * STEP else 32)
-        assert sum(values[f"data/share/{d}"] for d in ("general", "math", "code", "multilingual")) == pytest.approx(1)
-        assert values["data/planned_share/code"] == pytest.approx(0.17)
+        assert sum(values[f"data/fraction/{d}"] for d in ("general", "math", "code", "multilingual")) == pytest.approx(
+            1
+        )
+        assert values["data/target_fraction/code"] == pytest.approx(0.17)
         assert values["throughput/tokens_per_s"] == pytest.approx(STEP / values["time/step_s"])
         assert 0 < values["time/data_wait_s"] < values["time/step_s"]
         assert 0 < values["time/goodput"] <= 1
@@ -88,7 +93,7 @@ def test_loss_is_the_mean_over_targets_and_domains_add_up(chain: tuple[Path, Pat
     for record in records(chain[0]):
         batch = Batches(stream).sequences(record.position - STEP, 16, 0, 16)
         counts = torch.bincount(batch.domains_BS[batch.targets_BS != -100], minlength=4).double()
-        domains = [record.metrics.get(f"loss/{d}", 0.0) for d in ("general", "math", "code", "multilingual")]
+        domains = [record.metrics.get(f"train/loss/{d}", 0.0) for d in ("general", "math", "code", "multilingual")]
         mean = (torch.tensor(domains, dtype=torch.float64) * counts).sum() / counts.sum()
         assert record.metrics["train/loss"] == pytest.approx(mean.item(), rel=1e-12)
 
@@ -98,8 +103,8 @@ def test_the_next_stage_goes_on_from_the_same_weights(chain: tuple[Path, Path]) 
     stream = TokenStream(work(chain[0]).parent / "tokens", recipe())
     batch = Batches(stream).sequences(12 * STEP, 16, 0, 16)
     with torch.no_grad():
-        nats = load_model(work(chain[0]) / "result" / "model")(batch.tokens_BS, batch.documents_BS, batch.targets_BS)
-    mean = nats.sum() / (batch.targets_BS != -100).sum()
+        nll = load_model(work(chain[0]) / "result" / "model")(batch.tokens_BS, batch.documents_BS, batch.targets_BS)
+    mean = nll.sum() / (batch.targets_BS != -100).sum()
     assert losses(chain[1])[13 * STEP][0] == pytest.approx(mean.item(), rel=1e-12)
 
 
@@ -113,10 +118,49 @@ def test_metrics_table_equals_the_journal(chain: tuple[Path, Path]) -> None:
     assert rows == expected
 
 
+class Calls(Callback):
+    """Keeps what the loop calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def on_step_start(self, step: Step, data_wait_s: float) -> None:
+        self.calls.append(("start", step.start))
+
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        self.calls.append((result.decision.kind, step.end))
+
+    def on_save_start(self) -> None:
+        self.calls.append(("save", len(self.calls)))
+
+    def on_train_end(self) -> None:
+        self.calls.append(("train end", len(self.calls)))
+
+
+def train_with_calls(path: Path) -> list[tuple[str, int]]:
+    from llama3.train.trainer import Trainer
+
+    kept, setup = Calls(), Trainer.__init__
+
+    def with_calls(self: Trainer, *arguments: Any) -> None:
+        setup(self, *arguments)
+        self.callbacks.insert(0, kept)
+
+    Trainer.__init__ = with_calls  # type: ignore[method-assign]
+    assert train(path) == 0
+    return kept.calls
+
+
+def test_a_callback_sees_every_step_and_save(tmp_path: Path) -> None:
+    (calls,) = run(1, train_with_calls, job(tmp_path, recipe(stages=stages(4))))
+    steps = [call for n in range(4) for call in [("start", n * STEP), ("go on", (n + 1) * STEP)]]
+    assert calls == [*steps[:6], ("save", 6), *steps[6:], ("train end", 9), ("save", 10)]
+
+
 def test_average_positions_are_even_and_all_of_a_shorter_stage() -> None:
     span = Schedule(recipe()).span("anneal")
     assert average_positions(span) == [15 * STEP, 18 * STEP, 20 * STEP]
-    asked = recipe(stages=[stages(2)[0] | {"average": 8}])
+    asked = recipe(stages=[stages(2)[0] | {"weight_averaging": 8}])
     assert average_positions(Schedule(asked).span("main")) == [STEP, 2 * STEP]
 
 
@@ -128,15 +172,15 @@ def test_micro_batches_do_not_matter(chain: tuple[Path, Path], tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("compute", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
-def test_two_processes_equal_one(tmp_path: Path, compute: str, bound: float) -> None:
-    asked = recipe(compute=compute, stages=stages(6))
+@pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-12), ("fp32", 1e-6)])
+def test_two_processes_equal_one(tmp_path: Path, precision: str, bound: float) -> None:
+    asked = recipe(precision=precision, stages=stages(6))
     alone, pair = job(tmp_path, asked, name="alone"), job(tmp_path, asked, name="pair")
     assert run(1, train, alone) == [0]
     assert run(2, train, pair) == [0, 0]
     one, two = losses(alone), losses(pair)
     assert one.keys() == two.keys()
-    early = sorted(one)[:4] if compute == "fp32" else sorted(one)  # Adam amplifies rounding where gradients are tiny
+    early = sorted(one)[:4] if precision == "fp32" else sorted(one)  # Adam amplifies rounding where gradients are tiny
     for position in early:
         assert two[position][0] == pytest.approx(one[position][0], abs=bound), f"position {position}"
     assert list(load_file(work(pair) / "result" / "model" / "model.safetensors")) == list(
@@ -150,7 +194,7 @@ def test_initial_weights_do_not_depend_on_the_number_of_processes(tmp_path: Path
 
 
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
-    low, high = (job(tmp_path, recipe(compute=kind, stages=stages(4)), name=kind) for kind in ("bf16", "fp32"))
+    low, high = (job(tmp_path, recipe(precision=kind, stages=stages(4)), name=kind) for kind in ("bf16", "fp32"))
     assert run(1, train, low) == [0]
     assert run(1, train, high) == [0]
     assert losses(low) != losses(high)

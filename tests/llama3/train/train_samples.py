@@ -15,7 +15,7 @@ from safetensors import deserialize
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import load_recipe, to_yaml
 from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import leaves_of
+from llama3.tokens.mix import mix_datasets
 from llama3.tokens.shards import write_index, write_shard
 from llama3.train.job import TrainJob
 from llama3.train.journal import Record, read_journal
@@ -32,41 +32,49 @@ def recipe(**changes: Any) -> Recipe:
     data: dict[str, Any] = {
         "name": "tiny",
         "seed": 3,
-        "compute": "fp64",
+        "precision": "fp64",
         "sources": {domain: [{"uri": "x"}] for domain in DOMAINS},
         "tokenizer": {"train": {"vocab": ROWS - 256}},
         "tokens": {"max_epochs": 1e6},
         "mix": {"base": shares},
-        "model": {"layers": 2, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq": 64, "tied_embeddings": True},
+        "model": {
+            "layers": 2,
+            "dim": 32,
+            "ffn": 64,
+            "heads": 4,
+            "kv_heads": 2,
+            "max_seq_len": 64,
+            "tied_embeddings": True,
+        },
         "lr": {"peak": 1e-2, "warmup": "4 steps", "cosine": {"to": 1e-3, "over": "20 steps"}},
         "stages": [
-            {"name": "main", "for": f"{12 * STEP} tokens", "seq": 16, "batch": f"{STEP} tokens", "mix": "base"},
-            {"name": "anneal", "for": f"{8 * STEP} tokens", "seq": [16, 32], "mix": "base", "lr": "linear to 0"},
+            {"name": "main", "for": f"{12 * STEP} tokens", "seq_len": 16, "batch": f"{STEP} tokens", "mix": "base"},
+            {"name": "anneal", "for": f"{8 * STEP} tokens", "seq_len": [16, 32], "mix": "base", "lr": "linear to 0"},
         ],
         "optimizer": {"decay_embeddings": True},  # as when the golden losses were recorded
         "checkpoint": {"every": f"{3 * STEP} tokens", "keep": {"last": 2}},
     }
-    data["stages"][1]["average"] = "last 3"
+    data["stages"][1]["weight_averaging"] = "last 3"
     return Recipe.model_validate(data | changes)
 
 
 def stages(steps: int) -> list[dict[str, Any]]:
     """One stage of so many steps."""
-    return [{"name": "main", "for": f"{steps * STEP} tokens", "seq": 16, "batch": f"{STEP} tokens", "mix": "base"}]
+    return [{"name": "main", "for": f"{steps * STEP} tokens", "seq_len": 16, "batch": f"{STEP} tokens", "mix": "base"}]
 
 
 def write_tokens(folder: Path, asked: Recipe) -> Path:
     """Write shards of documents that count up in strides, so that there is something to learn."""
-    for number, leaf in enumerate(leaves_of(asked)):
+    for number, dataset in enumerate(mix_datasets(asked)):
         texts = []
         for row in range(40):
             length, stride = 5 + (row * 7 + number) % 33, 1 + (row + number) % 5
             text = [(row * 11 + number * 50 + stride * place) % 256 for place in range(length)]
             texts.append(np.array([BEGIN, *text, END], np.uint16))
         lengths = np.array([len(text) for text in texts])
-        write_shard(folder / leaf.name, 0, texts, lengths, documents(leaf, range(40)))
+        write_shard(folder / dataset.name, 0, texts, lengths, documents(dataset, range(40)))
     vocabulary = {"rows": ROWS, "begin": BEGIN, "end": END, "tokenizer": "none"}
-    write_index(folder, {leaf.name: leaf.domain for leaf in leaves_of(asked)}, "uint16", vocabulary)
+    write_index(folder, {dataset.name: dataset.domain for dataset in mix_datasets(asked)}, "uint16", vocabulary)
     return folder
 
 
@@ -98,15 +106,14 @@ def initial_digest(path: Path) -> str:
     """Return a digest of the weights that all processes together start with."""
     import torch
 
-    from llama3.parallel.mesh import init_distributed, whole
-    from llama3.train.precision import Precision
-    from llama3.train.state import TrainState
+    from llama3.parallel.mesh import full_tensor, init_distributed
+    from llama3.train.state import Precision, TrainState
 
     asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
     with init_distributed("cpu", 30) as world:
         state = TrainState(asked, ROWS, Precision(torch.float32), world, 0)
         state.reset(asked, 0, world)
-        weights = {name: whole(parameter.detach()) for name, parameter in state.parameters.items()}
+        weights = {name: full_tensor(parameter.detach()) for name, parameter in state.parameters.items()}
     return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -21,7 +22,8 @@ from kubeflow_trainer_api.models.io_k8s_api_core_v1_pod_template_spec import IoK
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
-from llama3.train.launch import _parsed
+from llama3.train import launch
+from llama3.train.job import AttemptResult
 from tasks.cluster import Cluster
 from tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
 
@@ -54,11 +56,16 @@ def agent(pod: dict[str, Any], **variables: str) -> Any:
     (container,) = pod["spec"]["containers"]
     shell, option, line = container["command"]
     variables |= {entry["name"]: entry["value"] for entry in container["env"]}
-    words = subprocess.run(
+    message = subprocess.run(
         [shell, option, line.replace("exec ", 'printf "%s\\0" ', 1)], env=variables, capture_output=True, text=True
     ).stdout.split("\0")
-    assert words[:3] == ["python", "-m", "llama3.train.launch"]
-    return _parsed(words[3:-1])
+    assert message[:3] == ["python", "-m", "llama3.train.launch"]
+    with (
+        patch.object(launch, "run_attempt", return_value=AttemptResult(status=0)) as run,
+        patch.object(launch, "preload"),
+    ):
+        assert launch.agent(message[3:-1]) == 0
+    return run.call_args.args[0]
 
 
 @pytest.mark.parametrize("processes", [1, 16])
@@ -210,7 +217,7 @@ def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "job.json").write_text(json.dumps(read | {"status": {"conditions": [FAILED]}}))
     over = found.poll()
     assert over is not None
-    assert (over.status, over.words) == (1, "JobSet herd-main-1a2b: Failed: FailedJobs a job failed")
+    assert (over.status, over.message) == (1, "JobSet herd-main-1a2b: Failed: FailedJobs a job failed")
     assert launcher.live(job) is None
     again = launcher.start(job, 1, second)  # in place of the one that has ended
     job.write_text("{ }")  # asked for something else since
@@ -218,7 +225,7 @@ def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     assert launcher.live(job) is None
     ended_by_us = again.poll()
     assert ended_by_us is not None
-    assert "it was deleted" in ended_by_us.words
+    assert "it was deleted" in ended_by_us.message
 
 
 FAILED = {"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "a job failed"}

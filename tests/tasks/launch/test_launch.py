@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
@@ -18,17 +19,17 @@ from hypothesis import strategies as st
 
 from benchmarks.restart import measure_restart
 from llama3.recipe.schedule import Schedule
-from llama3.train.job import GRACE_S, AttemptResult, Pace, first_failure
+from llama3.train.job import GRACE_S, AttemptResult, StopEstimate, first_failure
 from llama3.train.main import REFUSED
 from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import fitting, launch_key
-from tasks.launch.launchers import launcher_of
+from tasks.launch.launchers import LAUNCHERS, launcher_of
 from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
 WAIT_S = 240
-ASKED = recipe(compute="fp32", stages=stages(40))
+ASKED = recipe(precision="fp32", stages=stages(40))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     ended = launch.poll()
     assert ended is not None
     assert ended.status == -9
-    assert ended.words.startswith("rank 1 was killed by SIGKILL; the end of ")
+    assert ended.message.startswith("rank 1 was killed by SIGKILL; the end of ")
     assert "trainer: " in (tmp_path / "logs" / "1" / "rank-0.log").read_text()  # it complained of its peer, in vain
     assert outcome(launcher, path, 2, 2).status == 0
     assert "from checkpoint" in (tmp_path / "logs" / "2" / "rank-0.log").read_text()
@@ -107,7 +108,7 @@ def test_hung_rank_is_noticed_by_the_timeout(
     ended = launch.poll()
     assert ended is not None
     assert ended.status == 1
-    assert ended.words.startswith("ranks [1] did not end by themselves and were killed\nrank 0 ended with status 1")
+    assert ended.message.startswith("ranks [1] did not end by themselves and were killed\nrank 0 ended with status 1")
     assert not psutil.pid_exists(hung.pid)
     assert outcome(launcher, path, 2, 2).status == 0
     assert weights(path) == weights(undisturbed)
@@ -141,8 +142,8 @@ def test_a_process_that_was_promised_a_gpu_and_sees_none_is_refused(
     assert Cluster().trainer_device == "auto"
     ended = outcome(launcher, job(tmp_path, ASKED, device=promised.trainer_device), 2)
     assert ended.status == REFUSED
-    assert re.search(r"trainer: device: cuda, but process [01] of node \S+ sees 0 CUDA devices", ended.words)
-    assert "Traceback" not in ended.words
+    assert re.search(r"trainer: device: cuda, but process [01] of node \S+ sees 0 CUDA devices", ended.message)
+    assert "Traceback" not in ended.message
 
 
 @pytest.mark.slow
@@ -203,7 +204,12 @@ def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPat
     path = job(tmp_path, recipe(stages=stages(40_000)))
     with Agents(Path("/dev/null")) as agents:
         launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "1")
-        wait_for(lambda: Pace.read(work(path)).saving_since > 0 and bool(Pace.read(work(path)).save_s) == bool(saves))
+        wait_for(
+            lambda: (
+                StopEstimate.read(work(path)).saving_since > 0
+                and bool(StopEstimate.read(work(path)).save_s) == bool(saves)
+            )
+        )
         began = time.monotonic()
         launch.stop()
         assert time.monotonic() - began > GRACE_S
@@ -211,7 +217,7 @@ def test_a_save_on_a_slow_disk_may_end(saves: int, monkeypatch: pytest.MonkeyPat
     kept = {int(folder.name) for folder in (work(path) / "checkpoints").iterdir()}
     assert max(kept) == records(path)[-1].position
     if saves:
-        assert Pace.read(work(path)).save_s > GRACE_S
+        assert StopEstimate.read(work(path)).save_s > GRACE_S
 
 
 @pytest.mark.slow
@@ -221,7 +227,7 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         import time
         from pathlib import Path
         from tasks.cluster import Cluster
-        from tasks.launch.base import Agents, LocalLauncher
+        from tasks.launch.local import Agents, LocalLauncher
         launcher = LocalLauncher(Cluster(processes=2), Agents(Path("/dev/null")))
         launcher.start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
         time.sleep(600)
@@ -241,7 +247,7 @@ def test_words_of_a_rank_that_fails(launcher: LocalLauncher, tmp_path: Path) -> 
     path = job(tmp_path, ASKED, stage="middle")
     ended = outcome(launcher, path, 2)
     assert ended.status == 2
-    assert "trainer: stage: 'middle' is not in the recipe" in ended.words
+    assert "trainer: stage: 'middle' is not in the recipe" in ended.message
 
 
 @pytest.mark.slow
@@ -253,7 +259,7 @@ def test_killed_agent_takes_its_ranks_along(launcher: LocalLauncher, tmp_path: P
     wait_for(lambda: launch.poll() is not None)
     ended = launch.poll()
     assert ended is not None
-    assert "the agent ended with status -9" in ended.words
+    assert "the agent ended with status -9" in ended.message
     _, alive = psutil.wait_procs(ranks, 10)
     assert not alive
 
@@ -267,8 +273,8 @@ def test_restart_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_comes_before_earlier_complaints() -> None:
-    reset = AttemptResult(status=1, words="rank 0 ended with status 1: connection reset", time=10.0)
-    killed = AttemptResult(status=-9, words="rank 3 was killed by SIGKILL", time=10.5)
+    reset = AttemptResult(status=1, message="rank 0 ended with status 1: connection reset", time=10.0)
+    killed = AttemptResult(status=-9, message="rank 3 was killed by SIGKILL", time=10.5)
     asked = AttemptResult(status=143)
     assert first_failure([reset, asked, killed]) == killed
     assert first_failure([asked, reset]) == reset
@@ -325,6 +331,10 @@ def test_nothing_is_left_behind_on_this_machine(launcher: LocalLauncher, tmp_pat
     assert launcher.live(tmp_path) is None
 
 
+def test_every_launcher_of_a_cluster_is_registered() -> None:
+    assert set(LAUNCHERS) == set(get_args(Cluster.model_fields["launcher"].annotation))
+
+
 @pytest.mark.parametrize(("launcher", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
 def test_missing_commands_are_named(launcher: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -334,7 +344,7 @@ def test_missing_commands_are_named(launcher: str, command: str, monkeypatch: py
 
 
 def test_whole_replicas_are_started() -> None:
-    cluster = Cluster.model_validate({"processes": 4, "layout": {"replicas": 4}})
+    cluster = Cluster.model_validate({"processes": 4, "layout": {"dp_replicate": 4}})
     assert fitting(Schedule(ASKED).span("main"), cluster, 4) == 4
     with pytest.raises(TrainingFailed, match="3 of 4 processes are there, and the layout needs 4 "):
         fitting(Schedule(ASKED).span("main"), cluster, 3)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from llama3.recipe.schedule import Schedule
-from llama3.train.job import AttemptResult, outcomes_in
+from llama3.train.job import AttemptResult, read_outcomes
 from tasks.cluster import Cluster, load_cluster
 from tasks.launch.base import Launch, fitting
 from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
@@ -57,7 +57,7 @@ def test_script_is_the_golden_one() -> None:
 def test_what_would_become_a_command_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
     """But for `setup`, which is shell."""
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"launcher": "slurm", "slurm": {field: value}}))
-    with pytest.raises(ValueError, match=rf"(?s)cluster\.slurm\.{field}.*(write one line|no name of a variable)"):
+    with pytest.raises(ValueError, match=rf"(?s)cluster\.slurm\.{field}.*(write one line|invalid name of a variable)"):
         load_cluster(tmp_path / "cluster.yaml")
 
 
@@ -71,7 +71,7 @@ def test_values_of_variables_are_only_values(tmp_path: Path) -> None:
     value = "$(touch PWNED)\n'\"; touch PWNED"
     cluster = Cluster.model_validate({"launcher": "slurm", "slurm": {"environment": {"GIVEN": value}}})
     script = slurm_script(cluster, "herd-main", tmp_path / "job.json", 1, tmp_path)
-    head = script.split("# The first node")[0] + '\nprintf %s "$GIVEN"'
+    head = script.split("# The ranks meet")[0] + '\nprintf %s "$GIVEN"'
     done = subprocess.run(["bash"], input=head, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == value
     assert not (tmp_path / "PWNED").exists()
@@ -109,7 +109,7 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
     ended = launch.poll()
     assert ended is not None
     assert ended.status == -9
-    assert ended.words.startswith("rank 1 was killed by SIGKILL; the end of ")
+    assert ended.message.startswith("rank 1 was killed by SIGKILL; the end of ")
     with node_down("n2"):
         assert launcher.capacity() == 1
         left = fitting(Schedule(ASKED).span("main"), cluster, launcher.capacity())
@@ -138,7 +138,7 @@ def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undi
     assert not found.waits()
     found.stop()
     assert found.poll() is not None
-    assert [told.status for told in outcomes_in(launch.logs)] == [143]
+    assert [told.status for told in read_outcomes(launch.logs)] == [143]
     newest = max(int(folder.name) for folder in (work(path) / "checkpoints").iterdir())
     assert newest == records(path)[-1].position  # not a step is lost
     assert SlurmLauncher(cluster, "orphan").live(path) is None
@@ -158,8 +158,8 @@ def test_a_job_that_cannot_start_says_why(running: None, tmp_path: Path) -> None
     wait_for(lambda: launch.poll() is not None)
     ended = launch.poll()
     assert ended is not None
-    assert f"Slurm job {launch.job_id} ended (FAILED)" in ended.words
-    assert "no module cuda" in ended.words
+    assert f"Slurm job {launch.job_id} ended (FAILED)" in ended.message
+    assert "no module cuda" in ended.message
 
 
 SBATCH = """\
@@ -258,9 +258,9 @@ def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: 
     ended = launch.poll()
     assert ended is not None
     assert ended.status == -9
-    assert "ended (NODE_FAIL) and not every node said how" in ended.words
+    assert "ended (NODE_FAIL) and not every node said how" in ended.message
     (tmp_path / "node-1.json").write_text(done.model_dump_json())
     assert launch.poll() == done
     (tmp_path / "node-0.json").unlink()
-    (tmp_path / "node-1.json").write_text(AttemptResult(status=1, words="rank 1").model_dump_json())
-    assert launch.poll() == AttemptResult(status=1, words="rank 1")
+    (tmp_path / "node-1.json").write_text(AttemptResult(status=1, message="rank 1").model_dump_json())
+    assert launch.poll() == AttemptResult(status=1, message="rank 1")

@@ -26,12 +26,12 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from flows.local_server import await_answer
-from llama3.evaluate.gate import Unfinished
+from llama3.evaluate.gate import CheckUnfinished
 from llama3.evaluate.generate import generate
 from llama3.export.convert import convert
 from llama3.model.files import load_model
 from storage.processes import die_with_parent, free_port
-from tasks.models.serving import MODEL, SERVED, TRIES, smoke, write_served
+from tasks.models.export import MODEL, SERVED, TRIES, smoke_test, write_served
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 CODER = tokenizer()
@@ -86,7 +86,7 @@ def test_it_loads_without_pickles_and_writes_our_text(
 
 
 def test_a_smoke_test_passes(model: Path) -> None:
-    assert smoke(model) is None
+    assert smoke_test(model) is None
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_smoke_test_says_what_is_wrong(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "tokenizer.model").unlink()
-    assert "tokenizer.model cannot be read" in (smoke(broken) or "")
+    assert "tokenizer.model cannot be read" in (smoke_test(broken) or "")
 
 
 @contextmanager
@@ -124,10 +124,10 @@ def killer(times: int) -> Iterator[list[int]]:
 @pytest.mark.slow
 def test_a_process_that_is_killed_says_nothing_of_the_model(model: Path) -> None:
     with killer(1) as killed:
-        assert smoke(model) is None
+        assert smoke_test(model) is None
     assert len(killed) == 1
-    with killer(TRIES) as killed, pytest.raises(Unfinished, match="gave no answer; it was killed by SIGKILL"):
-        smoke(model)
+    with killer(TRIES) as killed, pytest.raises(CheckUnfinished, match="gave no answer; it was killed by SIGKILL"):
+        smoke_test(model)
     assert len(killed) == TRIES
 
 
@@ -135,8 +135,8 @@ def test_a_process_that_is_killed_says_nothing_of_the_model(model: Path) -> None
 def test_a_process_that_takes_too_long_or_has_no_memory_says_nothing_either(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Unfinished, match="it took longer than 0 s"):
-        smoke(model, 0.05)
+    with pytest.raises(CheckUnfinished, match="it took longer than 0 s"):
+        smoke_test(model, 0.05)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     own = subprocess.Popen
 
@@ -144,8 +144,8 @@ def test_a_process_that_takes_too_long_or_has_no_memory_says_nothing_either(
         return own(*words, **more, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 << 27, hard)))
 
     monkeypatch.setattr(subprocess, "Popen", poor)
-    with pytest.raises(Unfinished, match="gave no answer"):
-        smoke(model)
+    with pytest.raises(CheckUnfinished, match="gave no answer"):
+        smoke_test(model)
 
 
 @contextmanager

@@ -21,21 +21,21 @@ from tasks.plan.calibrate import (
     FILE,
     calibration_lines,
     calibration_table,
+    device_slug,
     load_calibration,
     measure_and_store,
     metric_points,
     newest_calibration,
     show_calibration,
-    slug,
     store_calibration,
 )
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, Calibration, Artifact, str]:
     """A root with a measurement of this machine, and what was said of it."""
-    root, text = Root.of(tmp_path_factory.mktemp("measured")), StringIO()
+    root, text = Root.parse(tmp_path_factory.mktemp("measured")), StringIO()
     found, artifact = measure_and_store(root, TerminalConsole(RichConsole(file=text, width=120)), "cpu", 0.01)
     return root, found, artifact, text.getvalue()
 
@@ -51,7 +51,7 @@ def on(found: Calibration, device: str, half: float) -> Calibration:
 
 
 def test_the_newest_of_a_device_counts(tmp_path: Path, found: Calibration) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     assert load_calibration(root, "a card") is None
     for half, device in ((1.0, "a card"), (2.0, "a card"), (3.0, "A-card")):  # two names with one slug
         store_calibration(root, on(found, device, half), 1.0, "abc")
@@ -63,15 +63,15 @@ def test_the_newest_of_a_device_counts(tmp_path: Path, found: Calibration) -> No
 
 
 def test_the_same_measurement_is_one_artifact(tmp_path: Path, found: Calibration) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     first, second = (store_calibration(root, found, 1.0, "abc") for _ in range(2))
     assert first.label == second.label
     assert len(open_store(root).all("calibration")) == 1
-    assert first.facts["points"] == len(found.points)
+    assert first.metadata["points"] == len(found.points)
 
 
 def test_a_damaged_one_gives_way_to_an_older_one(tmp_path: Path, found: Calibration) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     store_calibration(root, on(found, "a card", 1.0), 1.0, "abc")
     last = store_calibration(root, on(found, "a card", 2.0), 1.0, "abc")
     text = last.part(FILE).read_text()
@@ -85,9 +85,9 @@ def test_a_damaged_one_gives_way_to_an_older_one(tmp_path: Path, found: Calibrat
 def test_measuring_stores_and_shows(measured: tuple[Root, Calibration, Artifact, str]) -> None:
     root, found, artifact, text = measured
     assert load_calibration(root, found.curves.device) == found.curves
-    assert artifact.label.startswith(f"calibration/{slug(found.curves.device)}-")
+    assert artifact.label.startswith(f"calibration/{device_slug(found.curves.device)}-")
     assert text.split() == ["measures", "products", "measures", "attention", "measures", "elementwise"]
-    tracker = Tracker(root, "calibration")
+    tracker = MLflowTracker(root, "calibration")
     (run,) = tracker.client.search_runs([tracker.experiment])
     assert (run.info.status, run.data.params["artifact"]) == ("FINISHED", artifact.label)
     side = min(found.points[0].shape[1:])
@@ -129,13 +129,13 @@ def test_the_lines_state_the_range(found: Calibration) -> None:
 
 
 def test_names_of_devices_become_names_of_artifacts() -> None:
-    assert slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
-    assert slug("AMD EPYC 9B14 96-Core Processor (rev 1)") == "amd-epyc-9b14-96-core-processor-rev-1"
-    assert slug("???") == "device"
+    assert device_slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+    assert device_slug("AMD EPYC 9B14 96-Core Processor (rev 1)") == "amd-epyc-9b14-96-core-processor-rev-1"
+    assert device_slug("???") == "device"
 
 
 def test_what_is_stored_is_json_that_others_read(tmp_path: Path, found: Calibration) -> None:
-    artifact = store_calibration(Root.of(tmp_path), found, 1.0, "abc")
+    artifact = store_calibration(Root.parse(tmp_path), found, 1.0, "abc")
     data = json.loads(artifact.part(FILE).read_text())
     assert data["curves"]["gemm"]["half"] == found.curves.gemm.half
     assert len(data["points"]) == len(found.points)

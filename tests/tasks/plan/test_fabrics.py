@@ -8,8 +8,8 @@ from rich.console import Console
 
 from llama3.train import metrics
 from storage.root import Root
-from tasks.plan.compare_clusters import OnCluster, compare_fabrics, fabrics_table, part_metrics
-from tasks.tracking.mlflow import Tracker
+from tasks.plan.cluster import ClusterProjection, compare_fabrics, fabrics_table, part_metrics
+from tasks.tracking.mlflow import MLflowTracker
 from tests.llama3.planner.plan_samples import CLUSTER, recipe
 
 
@@ -24,17 +24,17 @@ def clusters(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    return Root.of(tmp_path_factory.mktemp("root"))
+    return Root.parse(tmp_path_factory.mktemp("root"))
 
 
 @pytest.fixture(scope="module")
-def found(root: Root, tmp_path_factory: pytest.TempPathFactory) -> list[OnCluster]:
+def found(root: Root, tmp_path_factory: pytest.TempPathFactory) -> list[ClusterProjection]:
     return compare_fabrics(root, recipe(), clusters(tmp_path_factory.mktemp("clusters")), ["64"])
 
 
 def history(root: Root, name: str) -> dict[str, list[tuple[int, float]]]:
     """Return the metrics of a plan's MLflow run."""
-    tracker = Tracker(root, f"{recipe().name}-plan")
+    tracker = MLflowTracker(root, f"{recipe().name}-plan")
     (run,) = [
         run
         for run in tracker.client.search_runs([tracker.experiment])
@@ -46,7 +46,7 @@ def history(root: Root, name: str) -> dict[str, list[tuple[int, float]]]:
     return {key: [(one.step, one.value) for one in series] for key, series in told.items()}
 
 
-def test_the_fastest_cluster_comes_first(found: list[OnCluster]) -> None:
+def test_the_fastest_cluster_comes_first(found: list[ClusterProjection]) -> None:
     assert {one.fabric.name for one in found} == {"spread", "hashed"}
     assert [one.days for one in found] == sorted(one.days for one in found)
     by = {one.fabric.name: one for one in found}
@@ -54,7 +54,7 @@ def test_the_fastest_cluster_comes_first(found: list[OnCluster]) -> None:
     assert by["spread"].days <= by["hashed"].days
 
 
-def test_the_table_fits_100_columns(found: list[OnCluster]) -> None:
+def test_the_table_fits_100_columns(found: list[ClusterProjection]) -> None:
     console = Console(width=100, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
     console.print(fabrics_table(found))
     lines = console.export_text().rstrip().splitlines()
@@ -64,7 +64,7 @@ def test_the_table_fits_100_columns(found: list[OnCluster]) -> None:
     assert lines[1].split()[-1] == "+0.0%"
 
 
-def test_json_has_what_the_table_shows(found: list[OnCluster]) -> None:
+def test_json_has_what_the_table_shows(found: list[ClusterProjection]) -> None:
     for one in found:
         told = one.as_json()
         assert told["gpu_hours"] == pytest.approx(told["days"] * 24 * 64)
@@ -72,7 +72,7 @@ def test_json_has_what_the_table_shows(found: list[OnCluster]) -> None:
         assert told["run"] == ""  # no MLflow server
 
 
-def test_each_is_an_mlflow_run_with_the_metrics_of_training(root: Root, found: list[OnCluster]) -> None:
+def test_each_is_an_mlflow_run_with_the_metrics_of_training(root: Root, found: list[ClusterProjection]) -> None:
     """Positions are tokens, from a part's first to its last; GPU-hours end at the total."""
     for one in found:
         told = history(root, one.fabric.name)
@@ -88,7 +88,7 @@ def test_each_is_an_mlflow_run_with_the_metrics_of_training(root: Root, found: l
         assert set(told) == {*part_metrics(main, 0.9), metrics.GPU_HOURS}
 
 
-def test_a_second_comparison_replaces_the_first(root: Root, found: list[OnCluster], tmp_path: Path) -> None:
+def test_a_second_comparison_replaces_the_first(root: Root, found: list[ClusterProjection], tmp_path: Path) -> None:
     (again,) = compare_fabrics(root, recipe(), clusters(tmp_path)[1:], ["32"])
     told = history(root, "spread")
     assert {value for _, value in told[metrics.STEP_S]} == {part.best.time.total for part in again.projection.parts}
@@ -96,7 +96,7 @@ def test_a_second_comparison_replaces_the_first(root: Root, found: list[OnCluste
 
 
 def test_nothing_is_recorded_before_all_clusters_are_known_to_do(tmp_path: Path) -> None:
-    root = Root.of(tmp_path / "root")
+    root = Root.parse(tmp_path / "root")
     cases = {
         "cluster: 'none-such' is unknown hardware": ([*clusters(tmp_path), "none-such"], ["64"]),
         "gpus: 128 are more than the 64": (["roce-24k", *clusters(tmp_path)], ["128"]),
@@ -109,7 +109,7 @@ def test_nothing_is_recorded_before_all_clusters_are_known_to_do(tmp_path: Path)
     assert not root.local.exists()
 
 
-def test_part_metrics_agree_with_each_other(found: list[OnCluster]) -> None:
+def test_part_metrics_agree_with_each_other(found: list[ClusterProjection]) -> None:
     part = found[0].projection.main
     told = part_metrics(part, 0.9)
     per_gpu = told[metrics.TOKENS_PER_S_PER_DEVICE]

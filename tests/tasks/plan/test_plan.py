@@ -13,7 +13,15 @@ from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan.recipe import make_plan, plan_markdown, shortage, stage_rows, stage_table, summary_lines, tokens_needed
+from tasks.plan.recipe import (
+    data_shortage,
+    make_plan,
+    plan_markdown,
+    stage_rows,
+    stage_table,
+    summary_lines,
+    tokens_needed,
+)
 from tasks.runs.preflight import check_place, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
@@ -40,7 +48,7 @@ def test_the_published_plan_in_numbers() -> None:
             "domain-adaptation",
             {
                 "<your-bucket>": ["sources.general.0.uri", "sources.general.1.uri", "sources.code.0.uri"],
-                "<folder of Llama-3.1-8B>": ["start.from", "tokenizer.use"],
+                "<folder of Llama-3.1-8B>": ["init_from.path", "tokenizer.use"],
             },
         ),
     ],
@@ -51,7 +59,7 @@ def test_a_placeholder_is_warned_of_in_a_plan_and_refused_in_a_run(
     recipe = load_recipe(Path(f"recipes/{name}.yaml"))
     warned = [line for line in make_plan(recipe, []).warnings if "is a placeholder" in line]
     with pytest.raises(RecipeError) as refused:
-        check_place(recipe, Cluster(), Root.of(tmp_path))
+        check_place(recipe, Cluster(), Root.parse(tmp_path))
     assert str(refused.value).splitlines() == warned
     told = {words.removesuffix(REMEDY): names.split(", ") for names, words in (line.split(": ") for line in warned)}
     assert told.keys() == fields.keys()
@@ -84,22 +92,26 @@ def test_tokens_needed_add_up_to_the_run() -> None:
 
 def test_a_stage_says_what_it_adds_and_needs_it_beside_its_domain() -> None:
     new = "sources.math=[{uri: installed}, {uri: installed, name: gsm}]"
-    plain, recipe = (load_recipe(QUICKSTART, [new, f"stages.anneal.add={add}"]) for add in ("{}", "{gsm: 30%}"))
+    plain, recipe = (
+        load_recipe(QUICKSTART, [new, f"stages.anneal.extra_sources={add}"]) for add in ("{}", "{gsm: 30%}")
+    )
     assert stage_rows(make_plan(plain, []))[-1][-1] == "30/40/22/8"
     assert stage_rows(make_plan(recipe, []))[-1][-1] == "21/58/15.4/5.6 with 30% gsm"
     anneal = Schedule(recipe).span("anneal").tokens
     assert tokens_needed(recipe, "math", "gsm") == round(anneal * 0.3)
     assert tokens_needed(plain, "math") - tokens_needed(recipe, "math") == pytest.approx(anneal * 0.4 * 0.3, abs=1)
-    fault = shortage(recipe, DomainSurvey("math", 3, 1000, 0, True, "gsm"), 1 / 4)
+    fault = data_shortage(recipe, DomainSurvey("math", 3, 1000, 0, True, "gsm"), 1 / 4)
     assert re.search(r"sources\.math \(gsm\): .* lower the share of math \(gsm\)", fault)
 
 
 def test_a_short_domain_is_told_with_what_to_do() -> None:
     recipe = load_recipe(QUICKSTART)
-    fault = shortage(recipe, DomainSurvey("code", 3, 1000, 0, True), 1 / 4)
+    fault = data_shortage(recipe, DomainSurvey("code", 3, 1000, 0, True), 1 / 4)
     assert re.search(r"sources\.code: .* about 250 tokens; .*max_epochs 4 allows; add text, lower the share", fault)
-    assert not shortage(recipe, DomainSurvey("code", 3, 10**9, 0, True), 1 / 4)
-    assert not shortage(recipe, DomainSurvey("code", 0, 0, 0, False), 1 / 4), "a remote source is not judged unseen"
+    assert not data_shortage(recipe, DomainSurvey("code", 3, 10**9, 0, True), 1 / 4)
+    assert not data_shortage(recipe, DomainSurvey("code", 0, 0, 0, False), 1 / 4), (
+        "a remote source is not judged unseen"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,19 +124,19 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
 )
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
-        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.of(tmp_path))
+        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.parse(tmp_path))
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
-        check_place(load_recipe(QUICKSTART), Cluster(), Root.of(tmp_path / "root"))
+        check_place(load_recipe(QUICKSTART), Cluster(), Root.parse(tmp_path / "root"))
 
 
 def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, words = Root.of(tmp_path / "root"), ["evaluate.suite=core", "evaluate.data=memory://none"]
+    root, words = Root.parse(tmp_path / "root"), ["evaluate.suite=core", "evaluate.data=memory://none"]
     remote = load_recipe(QUICKSTART, words)
     assert check_place(remote, Cluster(), root) == []
     with pytest.raises(RecipeError, match=r"hellaswag: memory://none/.* is not a file; put it there"):
@@ -132,7 +144,9 @@ def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
     looks: list[int | None] = []
     look = suite.check_rows
     monkeypatch.setattr(suite, "check_rows", lambda file, at, rows: (looks.append(rows), look(file, at, rows)))
-    left_out = check_place(load_recipe(QUICKSTART, [*words, "evaluate.missing=skip"]), Cluster(), root, thorough=True)
+    left_out = check_place(
+        load_recipe(QUICKSTART, [*words, "evaluate.on_missing_data=skip"]), Cluster(), root, thorough=True
+    )
     assert len(left_out) == 20
     assert looks == [None] * 20
     plan = make_plan(remote, [], left_out)
@@ -144,4 +158,4 @@ def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
     with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
-        preflight(recipe, Cluster(), Root.of(tmp_path / "root"))
+        preflight(recipe, Cluster(), Root.parse(tmp_path / "root"))

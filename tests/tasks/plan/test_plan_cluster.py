@@ -13,8 +13,16 @@ from llama3.planner.budget import Prices
 from llama3.planner.uptime import RECOVERY, uptime
 from llama3.recipe.load import load_recipe
 from tasks.cluster import load_cluster
-from tasks.plan.cluster import described_power, outlook, plan_on, save_interval, sent_bytes, show, stored
-from tasks.plan.options import places_of
+from tasks.plan.cluster import (
+    checkpoint_interval_s,
+    estimate_uptime_and_budget,
+    plan_on_cluster,
+    power_per_gpu,
+    print_cluster_plan,
+    sent_bytes,
+    storage_use,
+)
+from tasks.plan.options import stage_placements
 from tasks.plan.recipe import make_plan
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 from tests.tasks.plan_room import planned
@@ -30,21 +38,21 @@ def strict(text: str) -> Any:
 def test_the_plan_is_a_file_that_herd_run_takes(tmp_path: Path) -> None:
     """Round trip: what was searched for is the layout, micro-batch and number of processes of every trained part."""
     mine = str(cluster_file(tmp_path))
-    found = plan_on(make_plan(recipe(), []), mine, BOTH)
+    found = plan_on_cluster(make_plan(recipe(), []), mine, BOTH)
     found.write_cluster(tmp_path / "place.yaml")
     run = load_cluster(tmp_path / "place.yaml")
     assert Path(run.fabric) == Path(mine)
-    assert {name: vars(place) for name, place in places_of(recipe(), run).items()} == {
+    assert {name: vars(place) for name, place in stage_placements(recipe(), run).items()} == {
         part.stage: {"gpus": part.best.world, "layout": part.best.layout, "micro_batch": part.best.load.micro_batch}
         for part in found.projection.parts
     }
-    again = plan_on(make_plan(recipe(), []), str(tmp_path / "place.yaml"))
+    again = plan_on_cluster(make_plan(recipe(), []), str(tmp_path / "place.yaml"))
     assert [part.best for part in again.projection.parts] == [part.best for part in found.projection.parts]
     assert again.named == run.fabric
 
 
 def test_a_preset_keeps_its_name_in_that_file(tmp_path: Path) -> None:
-    found = plan_on(make_plan(recipe(), []), "roce-24k", ["16"])
+    found = plan_on_cluster(make_plan(recipe(), []), "roce-24k", ["16"])
     found.write_cluster(tmp_path / "place.yaml")
     assert yaml.safe_load((tmp_path / "place.yaml").read_text())["fabric"] == "roce-24k"
 
@@ -67,17 +75,17 @@ def test_only_stages_that_differ_have_lines_of_their_own(tmp_path: Path) -> None
 def test_a_runs_file_that_cannot_be_planned_is_refused(tmp_path: Path, lines: str, gpus: list[str], told: str) -> None:
     (tmp_path / "run.yaml").write_text(lines.replace("FABRIC", str(cluster_file(tmp_path))))
     with pytest.raises(ValueError, match=told):
-        plan_on(make_plan(recipe(), []), str(tmp_path / "run.yaml"), gpus)
+        plan_on_cluster(make_plan(recipe(), []), str(tmp_path / "run.yaml"), gpus)
 
 
 def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="gpus: warmup is not a stage of the recipe; write one of long, main"):
-        plan_on(make_plan(recipe(), []), "roce-24k", ["warmup=8"])
+        plan_on_cluster(make_plan(recipe(), []), "roce-24k", ["warmup=8"])
 
 
 def test_the_console_fits_100_columns_and_says_what_matters() -> None:
     console = Console(width=100, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
-    show(planned(*BOTH), console, top=3)
+    print_cluster_plan(planned(*BOTH), console, top=3)
     text = console.export_text()
     tables = [line.rstrip() for line in text.splitlines() if not line.startswith(("takes", "days", "gpu-", "money"))]
     assert max(map(len, tables)) <= 100
@@ -115,10 +123,10 @@ def test_days_follow_from_steps_and_what_failures_leave() -> None:
 
 
 def test_power_is_the_clusters_own_and_prices_are_the_users() -> None:
-    found = plan_on(make_plan(recipe(), []), "roce-24k", ["16"], {"gpu_hour": 5.0})
-    assert described_power(fabric()) == {"gpu_watts": 700, "server_watts": 300}
+    found = plan_on_cluster(make_plan(recipe(), []), "roce-24k", ["16"], {"gpu_hour": 5.0})
+    assert power_per_gpu(fabric()) == {"gpu_watts": 700, "server_watts": 300}
     assert (found.budget.prices.gpu_watts, found.budget.prices.server_watts) == (700, 300)
-    usual = plan_on(make_plan(recipe(), []), "roce-24k", ["16"], {"gpu_hour": 2.5}).budget
+    usual = plan_on_cluster(make_plan(recipe(), []), "roce-24k", ["16"], {"gpu_hour": 2.5}).budget
     assert found.budget.money - found.budget.storage_money == pytest.approx(2 * (usual.money - usual.storage_money))
 
 
@@ -126,7 +134,7 @@ def test_measured_costs_replace_the_published_ones() -> None:
     found = planned("64")
     published = uptime(64, 600.0)
     slow = replace(published.costs, block_s=60.0, save_s=60.0, source="measured in x-1")
-    uptimes, budget = outlook(found.plan, found.projection, Prices(), (slow, RECOVERY))
+    uptimes, budget = estimate_uptime_and_budget(found.plan, found.projection, Prices(), (slow, RECOVERY))
     assert uptimes[64].costs.source == "measured in x-1"
     assert uptimes[64].share < found.uptimes[64].share
     assert budget.days > found.budget.days
@@ -134,18 +142,18 @@ def test_measured_costs_replace_the_published_ones() -> None:
 
 def test_a_cadence_in_tokens_becomes_seconds() -> None:
     part = planned("64").main
-    assert save_interval(recipe("checkpoint.every=8Mi"), part) == pytest.approx(8 * part.best.time.total)
-    assert save_interval(recipe("checkpoint.every=2 min"), part) == 120
+    assert checkpoint_interval_s(recipe("checkpoint.every=8Mi"), part) == pytest.approx(8 * part.best.time.total)
+    assert checkpoint_interval_s(recipe("checkpoint.every=2 min"), part) == 120
 
 
 def test_storage_counts_tokens_checkpoints_and_only_text_that_was_surveyed() -> None:
     plan = make_plan(recipe("checkpoint.keep={last: 3, every: 20Mi}"), [])
-    kept = stored(plan)
+    kept = storage_use(plan)
     assert kept.text_bytes is None
     assert kept.token_bytes == 4 * 80 * 2**20
-    assert kept.checkpoints == 2 * 3 + 3 + 1  # the last ones of each stage, and milestones at 20, 40, 60 and 80
+    assert kept.checkpoints == (3 + 2) + (3 + 1)  # the last ones of each stage, two of them milestones too; 20, 40; 61
     small = make_plan(load_recipe(Path("recipes/quickstart.yaml")), [])
-    assert stored(small).token_bytes == 2 * small.schedule.tokens
+    assert storage_use(small).token_bytes == 2 * small.schedule.tokens
 
 
 def test_what_a_gpu_sends_is_that_of_the_layouts_axes() -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
-from llama3.planner.device_curves import priors
+from llama3.planner.device_curves import prior_curves
 from llama3.planner.projection import StagePlacement
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan.options import curves_of, known_stages, open_cluster, parse_gpus, places_of
+from tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 
 
@@ -32,9 +32,9 @@ def test_what_is_no_number_of_gpus_is_refused(text: str) -> None:
 
 
 def test_an_unknown_stage_is_refused_with_those_that_exist() -> None:
-    known_stages(recipe(), {"main": StagePlacement(8), "long": StagePlacement(8)})
+    check_stage_names(recipe(), {"main": StagePlacement(8), "long": StagePlacement(8)})
     with pytest.raises(ValueError, match=r"gpus: anneal is not a stage of the recipe; write one of long, main"):
-        known_stages(recipe(), {"anneal": StagePlacement(8)})
+        check_stage_names(recipe(), {"anneal": StagePlacement(8)})
 
 
 def test_a_preset_a_file_and_a_runs_file_open(tmp_path: Path) -> None:
@@ -65,17 +65,19 @@ def test_a_sparse_peak_needs_the_word(tmp_path: Path) -> None:
 
 
 def test_curves_are_priors_where_nobody_measured(tmp_path: Path) -> None:
-    assert curves_of(fabric(), Root.of(tmp_path)) == curves_of(fabric()) == priors(fabric().accelerator)
+    assert (
+        device_curves(fabric(), Root.parse(tmp_path)) == device_curves(fabric()) == prior_curves(fabric().accelerator)
+    )
     unknown = fabric().accelerator.model_copy(update={"name": "x1", "driver_name": "X1"})
-    assert "not validated" in curves_of(fabric().model_copy(update={"accelerator": unknown})).source
+    assert "not validated" in device_curves(fabric().model_copy(update={"accelerator": unknown})).source
 
 
 def test_places_of_a_run_are_those_of_its_stages_and_parts() -> None:
-    stage = "{name: long, for: 32Mi, seq: [8192, 16384], batch: 1Mi, mix: base, advance: [short-context]}"
-    gated = recipe(f"stages=[{{name: main, until: 64Mi, seq: 4096, batch: 1Mi, mix: base}}, {stage}]")
+    stage = "{name: long, for: 32Mi, seq_len: [8192, 16384], batch: 1Mi, mix: base, gates: [short-context]}"
+    gated = recipe(f"stages=[{{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}}, {stage}]")
     own = {"long": {"processes": 16, "layout": {"cp": 2}}, "long-16384": {"micro_batch": 1}}
     run = Cluster.model_validate({"processes": 8, "micro_batch": 4, "layout": {"tp": 2}, "stages": own})
-    assert places_of(gated, run) == {
+    assert stage_placements(gated, run) == {
         "main": StagePlacement(8, Layout(tp=2), 4),
         "long-8192": StagePlacement(16, Layout(cp=2), 4),
         "long-16384": StagePlacement(8, Layout(tp=2), 1),  # its own lines come first, and whole: none of the stage's
@@ -85,11 +87,11 @@ def test_places_of_a_run_are_those_of_its_stages_and_parts() -> None:
 def test_a_cluster_at_a_stage_takes_its_lines_and_leaves_the_rest() -> None:
     own = {"long": {"processes": 16}, "long-2": {"layout": {"pp": 2}}}
     run = Cluster.model_validate({"processes": 8, "micro_batch": 4, "timeout_s": 60, "stages": own})
-    assert run.at("main") is run
-    assert run.at("long") == run.model_copy(update={"processes": 16})
-    assert run.at("long", "long-1") == run.at("long")
-    assert run.at("long", "long-2") == run.model_copy(update={"layout": Layout(pp=2)})
-    assert run.at("main", "long-2").layout.pp == 2
+    assert run.for_stage("main") is run
+    assert run.for_stage("long") == run.model_copy(update={"processes": 16})
+    assert run.for_stage("long", "long-1") == run.for_stage("long")
+    assert run.for_stage("long", "long-2") == run.model_copy(update={"layout": Layout(pp=2)})
+    assert run.for_stage("main", "long-2").layout.pp == 2
 
 
 @pytest.mark.parametrize(

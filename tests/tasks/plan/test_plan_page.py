@@ -8,7 +8,7 @@ import pytest
 from llama3.parallel.memory import memory
 from llama3.planner.layout_search import memory_parts
 from tasks.plan import plots
-from tasks.plan.page import cost_points, page, write_page
+from tasks.plan.page import cost_points, render_plan_page, write_page
 from tests.tasks.plan_room import planned
 
 INSIDE = ("#", "data:")
@@ -45,7 +45,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return page(planned("64", "long=32"))
+    return render_plan_page(planned("64", "long=32"))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_name_is_text_and_no_markup() -> None:
     recipe = found.plan.recipe.model_copy(update={"name": "<b>x</b>"})
     object.__setattr__(found.plan, "recipe", recipe)
     try:
-        assert "<b>x</b>" not in page(found)
+        assert "<b>x</b>" not in render_plan_page(found)
     finally:
         object.__setattr__(found.plan, "recipe", found.projection.recipe)
 
@@ -115,8 +115,8 @@ def test_cost_against_days_goes_through_the_plan_itself() -> None:
 
 def test_memory_in_the_picture_is_all_of_it() -> None:
     found = planned("64")
-    best, spec = found.main.best, found.projection.recipe.model
-    for need in memory(spec, found.projection.rows, best.layout, best.world, best.load):
+    best, config = found.main.best, found.projection.recipe.model
+    for need in memory(config, found.projection.rows, best.layout, best.world, best.load):
         parts = memory_parts(need)
         assert sum(parts.values()) == need.total
         assert set(parts) == set(plots.MEMORY)

@@ -19,14 +19,21 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import predict as module
 from tasks.plan.calibrate import load_calibration, store_calibration
-from tasks.plan.options import curves_of, places_of
-from tasks.plan.predict import Device, device_of, memory_faults, needs, predict, remedy
+from tasks.plan.options import device_curves, stage_placements
+from tasks.plan.predict import (
+    DeviceMemory,
+    device_memory,
+    memory_faults,
+    memory_needs,
+    memory_remedy,
+    predict_step_times,
+)
 from tests.llama3.planner.plan_samples import ROWS, cluster_file, fabric, recipe
 from tests.llama3.planner.test_calibration import calibration, points
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""
-PLENTY = Device("plenty", 1e15, cuda=True)
+PLENTY = DeviceMemory("plenty", 1e15, cuda=True)
 
 
 def on(folder: Path, accelerator: Any = "h100", **fields: Any) -> Cluster:
@@ -35,12 +42,12 @@ def on(folder: Path, accelerator: Any = "h100", **fields: Any) -> Cluster:
 
 
 def test_a_described_cluster_has_its_memory_but_for_a_reserve(tmp_path: Path) -> None:
-    found = device_of(on(tmp_path, H8, processes=8))
-    assert found == Device("h8", 8e9 * (1 - RESERVE), cuda=True)
+    found = device_memory(on(tmp_path, H8, processes=8))
+    assert found == DeviceMemory("h8", 8e9 * (1 - RESERVE), cuda=True)
 
 
 def test_processes_share_this_machines_memory() -> None:
-    one, four = (device_of(Cluster(processes=count, device="cpu")) for count in (1, 4))
+    one, four = (device_memory(Cluster(processes=count, device="cpu")) for count in (1, 4))
     assert one is not None
     assert four is not None
     assert one.limit == pytest.approx(psutil.virtual_memory().total * (1 - RESERVE))
@@ -51,9 +58,9 @@ def test_processes_share_this_machines_memory() -> None:
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
 def test_devices_of_machines_elsewhere_are_unknown(launcher: Any, tmp_path: Path) -> None:
     place = Cluster(processes=8, launcher=launcher)
-    assert device_of(place) is None
+    assert device_memory(place) is None
     assert memory_faults(recipe(), place) == []
-    assert predict(Root.of(tmp_path), recipe(), place, Schedule(recipe()).trained[0]) is None
+    assert predict_step_times(Root.parse(tmp_path), recipe(), place, Schedule(recipe()).trained[0]) is None
 
 
 def test_what_fits_has_no_fault(tmp_path: Path) -> None:
@@ -87,7 +94,7 @@ def test_only_the_stage_that_does_not_fit_is_told(tmp_path: Path) -> None:
 def remedied(limit: float, **fields: Any) -> str:
     place = Cluster.model_validate({"processes": 16, "micro_batch": 8, **fields})
     segment = Schedule(recipe()).trained[0].segments[0]
-    return remedy(recipe(), place, segment, replace(PLENTY, limit=limit))
+    return memory_remedy(recipe(), place, segment, replace(PLENTY, limit=limit))
 
 
 def test_the_remedy_is_the_least_costly() -> None:
@@ -96,7 +103,7 @@ def test_the_remedy_is_the_least_costly() -> None:
 
     def total(size: int, **layout: Any) -> float:
         place = Cluster(processes=16, micro_batch=size, layout=Layout(**layout))
-        return float(needs(recipe(), place, segment, PLENTY).total)
+        return float(memory_needs(recipe(), place, segment, PLENTY).total)
 
     assert remedied(total(4)) == "write micro_batch: 4"
     assert remedied(total(1)) == "write micro_batch: 1"
@@ -110,7 +117,7 @@ def test_a_schedule_that_allows_neither_is_given_a_smaller_micro_batch_or_nothin
     layout = {"pp": 2, "schedule": "zero-bubble"}
     segment = Schedule(recipe()).trained[0].segments[0]
     place = Cluster.model_validate({"processes": 16, "micro_batch": 1, "layout": layout})
-    least = needs(recipe(), place, segment, PLENTY).total
+    least = memory_needs(recipe(), place, segment, PLENTY).total
     assert remedied(least, layout=layout) == "write micro_batch: 1"
     assert remedied(least - 1, layout=layout).startswith("no micro-batch")
 
@@ -121,7 +128,7 @@ def test_micro_batches_are_those_of_the_engine() -> None:
 
     def total(size: int, **layout: Any) -> int:
         gpus = 16 * Layout(**layout).pp
-        return needs(
+        return memory_needs(
             recipe(), Cluster(processes=gpus, micro_batch=size, layout=Layout(**layout)), segment, PLENTY
         ).total
 
@@ -132,30 +139,32 @@ def test_micro_batches_are_those_of_the_engine() -> None:
 
 def test_the_prediction_is_that_of_the_plan(tmp_path: Path) -> None:
     """What `herd plan` says of a run's file is what the run says of itself."""
-    place = on(tmp_path, processes=32, micro_batch=2, layout={"tp": 2, "pp": 2, "virtual": 2})
-    made = project(recipe(), ROWS, fabric(), curves_of(fabric()), places_of(recipe(), place))
+    place = on(tmp_path, processes=32, micro_batch=2, layout={"tp": 2, "pp": 2, "vpp": 2})
+    made = project(recipe(), ROWS, fabric(), device_curves(fabric()), stage_placements(recipe(), place))
     for part, span in zip(made.parts, Schedule(recipe()).trained, strict=True):
-        found = predict(Root.of(tmp_path), recipe(), place, span)
+        found = predict_step_times(Root.parse(tmp_path), recipe(), place, span)
         assert found is not None
         assert found.processes == 32
-        told = found.by_seq[part.segment.seq]
+        told = found.by_seq[part.segment.seq_len]
         assert told[metrics.PLANNED_STEP_S] == pytest.approx(part.best.time.total)
         assert told[metrics.PLANNED_TFLOPS] == pytest.approx(part.best.tflops)
         assert told[metrics.PLANNED_GIB] == pytest.approx(part.best.memory.total / 2**30)
 
 
 def test_every_length_of_a_stage_is_predicted(tmp_path: Path) -> None:
-    both = recipe("stages=[{name: main, until: 64Mi, seq: [4096, 16384], batch: 1Mi, mix: base}]")
-    found = predict(Root.of(tmp_path), both, on(tmp_path, processes=8, micro_batch=1), Schedule(both).trained[0])
+    both = recipe("stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]")
+    found = predict_step_times(
+        Root.parse(tmp_path), both, on(tmp_path, processes=8, micro_batch=1), Schedule(both).trained[0]
+    )
     assert found is not None
     assert set(found.by_seq) == {4096, 16384}
-    short, long = (found.by_seq[seq] for seq in (4096, 16384))
+    short, long = (found.by_seq[seq_len] for seq_len in (4096, 16384))
     assert long[metrics.PLANNED_STEP_S] > short[metrics.PLANNED_STEP_S]
     assert long[metrics.PLANNED_GIB] > short[metrics.PLANNED_GIB]
 
 
 def test_nobody_measured_this_machine_so_its_speed_is_absent(tmp_path: Path) -> None:
-    found = predict(Root.of(tmp_path), recipe(), Cluster(device="cpu"), Schedule(recipe()).trained[0])
+    found = predict_step_times(Root.parse(tmp_path), recipe(), Cluster(device="cpu"), Schedule(recipe()).trained[0])
     assert found is not None
     assert set(found.by_seq[4096]) == {metrics.PLANNED_GIB}
 
@@ -165,7 +174,7 @@ def test_one_process_of_a_measured_machine_is_predicted_and_several_are_not(
 ) -> None:
     """What messages between processes take here, nobody measured."""
     asked: list[str] = []
-    store_calibration(Root.of(tmp_path), calibration(points(1e11), device_name(torch.device("cpu"))), 1.0, "abc")
+    store_calibration(Root.parse(tmp_path), calibration(points(1e11), device_name(torch.device("cpu"))), 1.0, "abc")
 
     def load(root: Root, device: str) -> Curves | None:
         asked.append(device)
@@ -173,7 +182,9 @@ def test_one_process_of_a_measured_machine_is_predicted_and_several_are_not(
 
     monkeypatch.setattr(module, "load_calibration", load)
     span = Schedule(recipe()).trained[0]
-    alone, four = (predict(Root.of(tmp_path), recipe(), Cluster(processes=n, device="cpu"), span) for n in (1, 4))
+    alone, four = (
+        predict_step_times(Root.parse(tmp_path), recipe(), Cluster(processes=n, device="cpu"), span) for n in (1, 4)
+    )
     assert alone is not None
     assert four is not None
     assert alone.by_seq[4096][metrics.PLANNED_STEP_S] > 0

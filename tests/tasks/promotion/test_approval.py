@@ -11,11 +11,11 @@ from storage.lease import lease
 from storage.processes import free_port
 from storage.root import Root
 from tasks.promotion.approval import decide, question
-from tasks.promotion.log import CHALLENGER, PROMOTED, REFUSED, WAITS, Promotion, PromotionLog, read_log
+from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
 from tasks.promotion.promote import decided_before
 from tasks.runs.records import OPEN, Runs
 from tasks.runs.recovery import show_aliases
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, judged_record
 from tests.tasks.tracked_run import TrackedRun, models
@@ -24,7 +24,7 @@ from tests.tasks.tracked_run import TrackedRun, models
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     """A root with one run, whose model is the champion."""
-    root = Root.of(tmp_path_factory.mktemp("root"))
+    root = Root.parse(tmp_path_factory.mktemp("root"))
     TrackedRun(root).all()
     return root
 
@@ -32,24 +32,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
 def waiting(root: Root) -> Promotion:
     """Have the model of the run wait for a person, as a second look at it would."""
     champion = read_log(root, FAMILY)[0]
-    return add(root, 1, WAITS, artifact=champion.artifact, asked=True)
+    return add(root, 1, PENDING_APPROVAL, artifact=champion.artifact, asked=True)
 
 
 def test_an_approval_and_a_refusal_are_recorded_and_shown(root: Root) -> None:
     first = waiting(root)
     show_aliases(root, FAMILY)
-    assert models(Tracker(root, FAMILY))["aliases"][CHALLENGER] == first.artifact
-    assert "passed the gate. Shall it become the **champion**" in question(first)
+    assert models(MLflowTracker(root, FAMILY))["aliases"][CHALLENGER] == first.artifact
+    assert "passed the gate. Make it the **champion**" in question(first)
     made, shown = decide(root, "tiny-1", True, "Ada", "reads well")
     assert (made.kind, made.by, made.comment, shown) == (PROMOTED, "Ada", "reads well", True)
     assert Runs(root).find("tiny-1").verdict == "promoted"
-    found = models(Tracker(root, FAMILY))
+    found = models(MLflowTracker(root, FAMILY))
     assert CHALLENGER not in found["aliases"]
     assert "approved by Ada" in found["versions"][first.artifact]["gate.approval.person"]
     waiting(root)
     made, _ = decide(root, "tiny-1", False, "Ada")
-    assert (made.kind, Runs(root).find("tiny-1").verdict) == (REFUSED, "refused")
-    with pytest.raises(ValueError, match="tiny-1 does not wait for approval: it is refused"):
+    assert (made.kind, Runs(root).find("tiny-1").verdict) == (REJECTED, "rejected")
+    with pytest.raises(ValueError, match="tiny-1 does not wait for approval: it is rejected"):
         decide(root, "tiny-1", True, "Bob")
 
 
@@ -58,11 +58,11 @@ def test_a_crash_before_it_is_shown_is_made_good_by_the_next_command(
 ) -> None:
     waiting(root)
     with monkeypatch.context() as patch:
-        patch.setattr(tasks.promotion.approval, "settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(tasks.promotion.approval, "apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             decide(root, "tiny-1", True, "Ada")
     assert read_log(root, FAMILY)[-1].kind == PROMOTED
-    assert Runs(root).find("tiny-1").verdict == "refused", "as before"
+    assert Runs(root).find("tiny-1").verdict == "rejected", "as before"
     with pytest.raises(ValueError, match="it is promoted"):
         decide(root, "tiny-1", True, "Ada")
     assert Runs(root).find("tiny-1").verdict == "promoted"
@@ -76,7 +76,7 @@ def test_without_mlflow_it_is_decided_all_the_same_and_marked_for_later(
     with monkeypatch.context() as patch:
         use(patch, f"http://127.0.0.1:{free_port()}")
         made, shown = decide(root, "tiny-1", False, "Ada")
-    assert (made.kind, shown) == (REFUSED, False)
+    assert (made.kind, shown) == (REJECTED, False)
     assert Runs(root).find("tiny-1").mlflow_stale
     assert "tiny-1" in root.names(OPEN), "reconcile will look at it"
 
@@ -90,10 +90,10 @@ def test_a_run_that_is_worked_on_or_never_was_decided_on_is_refused(root: Root) 
 
 
 def test_an_approval_is_refused_once_the_champion_is_another(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     TrackedRun(root)
     add(root, 8)
-    challenger = add(root, 1, WAITS, asked=True)
+    challenger = add(root, 1, PENDING_APPROVAL, asked=True)
     other = add(root, 9)
     with pytest.raises(ValueError, match=f"the champion is {other.artifact} now, .*herd promote tiny-1"):
         decide(root, "tiny-1", True)
@@ -102,12 +102,12 @@ def test_an_approval_is_refused_once_the_champion_is_another(tmp_path: Path) -> 
 
 
 def test_a_run_that_died_after_it_was_decided_on_is_not_judged_again(tmp_path: Path) -> None:
-    log = PromotionLog(Root.of(tmp_path), FAMILY)
+    log = PromotionLog(Root.parse(tmp_path), FAMILY)
     assert decided_before(log.records, "tiny-1", judged_record(1).artifact) is None
-    first = log.append(lambda records: judged_record(1, log=records))
+    first = log.append(judged_record(1, log=log.records), log.head)
     assert decided_before(log.records, "tiny-1", first.artifact) == first
     assert decided_before(log.records, "tiny-2", first.artifact) is None, "another run asks anew"
-    second = log.append(lambda records: judged_record(2, WAITS, records))
+    second = log.append(judged_record(2, PENDING_APPROVAL, log.records), log.head)
     assert decided_before(log.records, "tiny-2", second.artifact) == second
-    log.append(lambda records: judged_record(3, log=records))
+    log.append(judged_record(3, log=log.records), log.head)
     assert decided_before(log.records, "tiny-2", second.artifact) is None, "what it was compared with is gone"

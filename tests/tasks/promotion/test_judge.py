@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,9 +15,10 @@ from llama3.model.files import WEIGHTS
 from llama3.tokens.tokenizer import train_tokenizer
 from storage.artifact import Artifact
 from storage.processes import free_port
-from tasks.promotion import gate
-from tasks.promotion.gate import CHAMPION, CandidateJudge, Override, vet
-from tasks.promotion.log import PROMOTED, REFUSED, WAITS, Log, Promotion, PromotionLog
+from tasks.promotion import gate, promote
+from tasks.promotion.gate import CHAMPION, ChampionModel, Override, decide, measure_candidate, measure_champion, vet
+from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Log, Promotion, PromotionLog
+from tasks.promotion.promote import append_decision
 from tasks.stages.evaluate import evaluate_model
 from tests.llama3.export.export_samples import TEXTS
 from tests.tasks.mlflow_server import use
@@ -33,7 +35,7 @@ def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(gate, "evaluate_model", evaluate_model.fn)
-    monkeypatch.setattr(gate, "smoke", lambda folder: None)
+    monkeypatch.setattr(gate, "smoke_test", lambda folder: None)
 
 
 @pytest.fixture
@@ -41,11 +43,38 @@ def room(tmp_path: Path) -> PromotionRoom:
     return PromotionRoom(tmp_path, "promote.when={eval/bpb: better}")
 
 
-def judge_of(room: PromotionRoom, checkpoint: Artifact, scored: Artifact | None = None, **said: str) -> CandidateJudge:
-    """Return the judge of `checkpoint`, with the scores of another model where its own cannot be had."""
-    return CandidateJudge(
-        room.context, checkpoint, room.evaluation(scored or checkpoint), room.curated, Override(**said)
-    )
+def judge_of(
+    room: PromotionRoom, checkpoint: Artifact, scored: Artifact | None = None, **said: str
+) -> Callable[[Log], Promotion]:
+    """Return the decision on `checkpoint` by a log, with the scores of another model where its own cannot be had."""
+    evaluation = room.evaluation(scored or checkpoint)
+    candidate = measure_candidate(room.context, checkpoint, evaluation, room.curated)
+
+    def judge(log: Log) -> Promotion:
+        champion = measure_champion(room.context, log, evaluation, room.curated)
+        return decide(candidate, champion, room.recipe.promote, Override(**said), "2026-11-25T10:00:00+00:00")
+
+    return judge
+
+
+class Rivals:
+    """Appends records of other promoters just before a promoter appends its own; tells what was measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *records: Promotion) -> None:
+        self.records, self.measured = list(records), list[str]()
+        self.append = PromotionLog.append
+        monkeypatch.setattr(PromotionLog, "append", lambda *args: self._append(*args))
+        monkeypatch.setattr(promote, "measure_champion", self._measure)
+
+    def _append(self, log: PromotionLog, record: Promotion, expected_head: str) -> Promotion:
+        if self.records:
+            self.append(PromotionLog(log.root, log.family), self.records.pop(), expected_head)
+        return self.append(log, record, expected_head)
+
+    def _measure(self, *args: Any) -> ChampionModel:
+        champion = measure_champion(*args)
+        self.measured.append(champion.artifact)
+        return champion
 
 
 def failed(record: Promotion) -> list[str]:
@@ -64,23 +93,17 @@ def test_a_whole_candidate_is_promoted_where_there_is_no_champion(room: Promotio
     assert record.tags["gate.contamination"] == "not checked: curate.decontaminate names no evaluation sets"
     assert record.evidence is not None
     assert Evidence.model_validate_json(record.evidence.model_dump_json()).decide() == record.gate
-    assert reasons["serving"] == "loads in a process of its own without pickle, and answers"
+    assert reasons["serving"] == "loads in a fresh process without pickle, and generates text"
 
 
-def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(room: PromotionRoom) -> None:
+def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(
+    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = room.checkpoint(1), room.checkpoint(2)
-    log, judges = PromotionLog(room.root, "quickstart"), [judge_of(room, one) for one in (first, second)]
-    met: list[str] = []
-
-    def late(records: Log) -> Promotion:
-        record = judges[1](records)
-        met.append(record.champion)
-        if len(met) == 1:  # before it is written another promoter wins
-            PromotionLog(room.root, "quickstart").append(judges[0])
-        return record
-
-    record = log.append(late)
-    assert met == ["", first.label]
+    rivals = Rivals(monkeypatch, judge_of(room, first)([]))
+    log, evaluation = PromotionLog(room.root, "quickstart"), room.evaluation(second)
+    record = append_decision(room.context, log, second, evaluation, room.curated, Override())
+    assert rivals.measured == ["", first.label]
     assert (record.n, record.against, record.champion) == (2, 1, first.label)
     assert record.evidence is not None
     assert record.evidence.champion is not None
@@ -90,13 +113,17 @@ def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(room: Pro
     assert record.evidence.used == 1, "the winner was judged on the same documents"
 
 
-def test_a_judgement_survives_records_that_change_no_champion(room: PromotionRoom) -> None:
+def test_a_judgement_survives_records_that_change_no_champion(
+    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = room.checkpoint(1), room.checkpoint(2)
-    log = [judge_of(room, first)([])]
-    judged = judge_of(room, second)
-    before = judged(log)
-    after = judged([*log, log[0].model_copy(update={"kind": REFUSED, "n": 2})])
-    assert (after.evidence, after.gate, after.against) == (before.evidence, before.gate, 1)
+    log, evaluation = PromotionLog(room.root, "quickstart"), room.evaluation(second)
+    champion = log.append(judge_of(room, first)([]), log.head)
+    before = judge_of(room, second)(log.records)
+    rivals = Rivals(monkeypatch, champion.model_copy(update={"kind": REJECTED}))
+    after = append_decision(room.context, log, second, evaluation, room.curated, Override())
+    assert rivals.measured == [first.label]
+    assert (after.n, after.against, after.evidence, after.gate) == (3, 1, before.evidence, before.gate)
 
 
 def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
@@ -112,7 +139,7 @@ def test_weights_that_are_not_finite_are_refused(room: PromotionRoom) -> None:
     whole = room.checkpoint(1)
     broken = room.checkpoint(2, rewritten(lambda state: state["norm.weight"][0].fill_(float("nan"))))
     record = judge_of(room, broken, whole)([])
-    assert record.kind == REFUSED
+    assert record.kind == REJECTED
     assert "integrity/reload" in failed(record)
 
 
@@ -123,7 +150,8 @@ def test_a_damaged_file_is_refused(room: PromotionRoom) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 0x01
     path.write_bytes(data)
-    record = CandidateJudge(room.context, checkpoint, scores, room.curated, Override())([])
+    candidate = measure_candidate(room.context, checkpoint, scores, room.curated)
+    record = decide(candidate, ChampionModel("", []), room.recipe.promote, Override(), "noon")
     assert failed(record) == ["integrity/files"]
     assert "model.safetensors changed since it was committed" in record.why
 
@@ -132,7 +160,7 @@ def test_another_tokenizer_is_refused(room: PromotionRoom) -> None:
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
     assert other.rows == room.coder.rows
     record = judge_of(room, room.checkpoint(change=other.save))([])
-    assert (record.kind, failed(record)) == (REFUSED, ["integrity/tokenizer"])
+    assert (record.kind, failed(record)) == (REJECTED, ["integrity/tokenizer"])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +179,7 @@ def test_examples_that_were_trained_on_are_refused(
 def test_a_model_that_cannot_be_served_is_refused_with_what_it_said(
     room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "smoke", lambda folder: "serving: no")
+    monkeypatch.setattr(gate, "smoke_test", lambda folder: "serving: no")
     found = {check.metric: check for check in vet(room.context, room.checkpoint(), room.curated)}
     assert (found["serving"].passed, found["serving"].reason) == (False, "serving: no")
 
@@ -164,7 +192,7 @@ def test_a_person_may_decide_against_the_gate_but_not_against_integrity(room: Pr
     assert record.gate is not None
     assert not record.gate.accepted
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
-    with pytest.raises(ValueError, match="nobody may decide against integrity/tokenizer"):
+    with pytest.raises(ValueError, match="integrity/tokenizer cannot be overridden"):
         judge_of(room, room.checkpoint(2, other.save), override="trust me")([])
 
 
@@ -173,17 +201,17 @@ def test_a_champion_that_was_deleted_is_refused_by_name_until_somebody_decides(r
     log = [judge_of(room, first)([])]
     room.store.delete(first.label)
     record = judge_of(room, second)(log)
-    assert (record.kind, failed(record)) == (REFUSED, [CHAMPION])
+    assert (record.kind, failed(record)) == (REJECTED, [CHAMPION])
     assert f"artifact '{first.label}': not found" in record.why
     assert "herd rollback quickstart --to" in record.why
     assert judge_of(room, second, override="it is lost")(log).kind == PROMOTED
 
 
 def test_what_passes_waits_where_a_person_is_asked(tmp_path: Path) -> None:
-    room = PromotionRoom(tmp_path, "promote.approval=person")
+    room = PromotionRoom(tmp_path, "promote.approval=manual")
     first = room.checkpoint(1)
     record = judge_of(room, first)([])
-    assert (record.kind, record.asked) == (WAITS, True)
+    assert (record.kind, record.asked) == (PENDING_APPROVAL, True)
     assert record.decision.refusals == ["waits for approval by a person"]
     insisted = judge_of(room, first, by="Ada", override="I read it")([])
     assert (insisted.kind, insisted.override, insisted.comment) == (PROMOTED, "", "I read it")

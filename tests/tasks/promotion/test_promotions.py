@@ -16,17 +16,17 @@ from tasks.promotion.log import (
     CHALLENGER,
     CHAMPION,
     OVERRIDE,
+    PENDING_APPROVAL,
     PREVIOUS,
     PROMOTED,
-    REFUSED,
+    REJECTED,
     ROLLED_BACK,
-    WAITS,
     Kind,
     Promotion,
-    holders,
-    judged,
-    reigning,
-    reigns,
+    alias_history,
+    current_aliases,
+    current_label,
+    gate_decisions,
     version_description,
     version_tags,
 )
@@ -43,24 +43,26 @@ def log_of(*events: tuple[int, Kind]) -> list[Promotion]:
 
 def held(log: list[Promotion]) -> dict[str, int]:
     """Return alias -> number of the model."""
-    return {alias: int(label[-8:], 16) for alias, label in holders(log).items()}
+    return {alias: int(label[-8:], 16) for alias, label in current_aliases(log).items()}
 
 
 def test_the_champion_before_is_the_previous_and_the_last_judged_the_candidate() -> None:
-    assert holders([]) == {}
+    assert current_aliases([]) == {}
     assert held(log_of((1, PROMOTED))) == {CHAMPION: 1, CANDIDATE: 1}
-    assert held(log_of((1, PROMOTED), (2, PROMOTED), (3, REFUSED))) == {CHAMPION: 2, PREVIOUS: 1, CANDIDATE: 3}
+    assert held(log_of((1, PROMOTED), (2, PROMOTED), (3, REJECTED))) == {CHAMPION: 2, PREVIOUS: 1, CANDIDATE: 3}
 
 
 def test_a_challenger_waits_until_it_is_decided_on() -> None:
-    log = log_of((1, PROMOTED), (2, WAITS))
+    log = log_of((1, PROMOTED), (2, PENDING_APPROVAL))
     assert held(log) == {CHAMPION: 1, CHALLENGER: 2, CANDIDATE: 2}
     for approved, after in ((True, {CHAMPION: 2, PREVIOUS: 1}), (False, {CHAMPION: 1})):
         answer = log[1].decided(approved, "Ada", "reads well", "later", len(log))
         assert held([*log, answer]) == {**after, CANDIDATE: 2}
         assert (answer.run, answer.against, answer.id != log[1].id) == ("tiny-2", 2, True)
-    assert held(log_of((1, WAITS), (2, WAITS)))[CHALLENGER] == 2
-    assert held([*log_of((1, WAITS), (2, WAITS)), judged_record(2, REFUSED, n=3)])[CHALLENGER] == 1
+    assert held(log_of((1, PENDING_APPROVAL), (2, PENDING_APPROVAL)))[CHALLENGER] == 2
+    assert (
+        held([*log_of((1, PENDING_APPROVAL), (2, PENDING_APPROVAL)), judged_record(2, REJECTED, n=3)])[CHALLENGER] == 1
+    )
 
 
 def test_a_rollback_takes_the_reigns_after_its_model_off_the_pile() -> None:
@@ -80,23 +82,27 @@ def test_other_aliases_are_held_besides_and_those_of_the_log_by_its_rules_alone(
     assert held(log) == {"staging": 1, CHAMPION: 2, CANDIDATE: 3}
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from([PROMOTED, REFUSED, WAITS, ROLLED_BACK])), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.sampled_from([PROMOTED, REJECTED, PENDING_APPROVAL, ROLLED_BACK])), max_size=12
+    )
+)
 def test_whatever_happened_the_last_change_names_the_champion_and_the_pile_ends_with_it(
     events: list[tuple[int, Kind]],
 ) -> None:
     log = log_of(*events)
-    pile = [record.artifact for record in reigns(log, CHAMPION)]
-    found = holders(log)
-    assert pile[-1:] == ([reigning(log, CHAMPION)] if pile else [])
-    assert found.get(CHAMPION, "") == reigning(log, CHAMPION)
+    pile = [record.artifact for record in alias_history(log, CHAMPION)]
+    found = current_aliases(log)
+    assert pile[-1:] == ([current_label(log, CHAMPION)] if pile else [])
+    assert found.get(CHAMPION, "") == current_label(log, CHAMPION)
     assert all(one != other for one, other in pairwise(pile)), "nobody follows itself"
     assert found.get(PREVIOUS, "") != found.get(CHAMPION, "") or not pile
     assert set(found) <= ALIASES
-    assert found.get(CANDIDATE) == (judged(log)[-1].artifact if judged(log) else None)
+    assert found.get(CANDIDATE) == (gate_decisions(log)[-1].artifact if gate_decisions(log) else None)
 
 
 def test_the_gates_decision_is_kept_beside_the_persons_and_replayed_from_its_evidence() -> None:
-    waiting = judged_record(2, WAITS, asked=True)
+    waiting = judged_record(2, PENDING_APPROVAL, asked=True)
     assert waiting.decision.refusals == ["waits for approval by a person"]
     assert not waiting.decision.accepted
     for record in (waiting, waiting.decided(False, "Ada", "not yet", "noon", 1)):
@@ -132,9 +138,9 @@ def test_a_later_judgement_leaves_the_evidence_that_promoted_a_version() -> None
     assert told.pop("judged_again").startswith("promoted for tiny-2 at 2026-11-22T10:00:00+00:00, against itself")
     assert told == promoted
     log.append(judged_record(2, log=log))
-    log.append(judged_record(1, REFUSED, log, run="tiny-3"))
+    log.append(judged_record(1, REJECTED, log, run="tiny-3"))
     told = version_tags(log, log[0].artifact)
-    assert told.pop("judged_again").startswith("refused for tiny-3 ")
+    assert told.pop("judged_again").startswith("rejected for tiny-3 ")
     assert told == promoted
     assert version_description(log, log[0].artifact) == said
     log.append(judged_record(1, log=log, run="tiny-4", gate=other.decide(), evidence=other))

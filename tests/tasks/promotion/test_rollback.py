@@ -23,23 +23,22 @@ from tasks.promotion import rollback
 from tasks.promotion.log import (
     CHAMPION,
     PREVIOUS,
-    REFUSED,
+    REJECTED,
     ROLLED_BACK,
     Promotion,
     PromotionLog,
-    Write,
+    alias_history,
+    current_aliases,
+    current_label,
     decided,
-    holders,
     read_log,
-    reigning,
-    reigns,
 )
 from tasks.promotion.rollback import RollbackRequest, roll_back
 from tasks.runs.recovery import reconcile, show_aliases
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.registry import Registry
 from tests.tasks.mlflow_server import use
-from tests.tasks.promotion_samples import FAMILY, add, champions, judged_record
+from tests.tasks.promotion_samples import FAMILY, add, append_to, champions, judged_record
 from tests.tasks.tracked_run import models, two_runs
 
 
@@ -47,7 +46,7 @@ from tests.tasks.tracked_run import models, two_runs
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
     """A root whose MLflow is away: nothing here may need it."""
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
-    return Root.of(tmp_path)
+    return Root.parse(tmp_path)
 
 
 def back(root: Root, to: str = "", **more: str) -> str:
@@ -80,7 +79,7 @@ def test_a_model_is_named_by_its_label_or_by_a_number_of_the_log(root: Root) -> 
     assert back(root, to=second.removeprefix("checkpoint/")) == second
     with pytest.raises(ValueError, match=f"{second} holds tiny@champion already"):
         back(root, to="2")
-    refused = add(root, 9, REFUSED)
+    refused = add(root, 9, REJECTED)
     for wrong in (refused.artifact, str(refused.n), "99", "checkpoint/tiny-main-12345678"):
         with pytest.raises(ValueError, match=f"'{wrong}' never held tiny@champion; choose .*3 {third}"):
             back(root, to=wrong)
@@ -97,7 +96,7 @@ def test_a_model_whose_artifact_is_not_there_is_refused_with_those_that_are(root
     with pytest.raises(ValueError, match=rf"{second.label}.*; choose --to {first.label}"):
         back(root)
     open_store(root).delete(first.label)
-    with pytest.raises(ValueError, match="no other model that held it is there"):
+    with pytest.raises(ValueError, match="no other model that held it exists"):
         back(root)
     assert read_log(root, FAMILY) == before
 
@@ -105,7 +104,7 @@ def test_a_model_whose_artifact_is_not_there_is_refused_with_those_that_are(root
 def test_where_nothing_was_promoted_there_is_nothing_to_go_back_to(root: Root) -> None:
     with pytest.raises(ValueError, match="no model of tiny was promoted to champion yet"):
         back(root)
-    add(root, 1, REFUSED)
+    add(root, 1, REJECTED)
     with pytest.raises(ValueError, match="no model of tiny was promoted to staging yet"):
         roll_back(root, RollbackRequest(FAMILY, "staging"))
 
@@ -115,10 +114,10 @@ def test_a_champion_that_changes_meanwhile_stops_it(root: Root, monkeypatch: pyt
     first, second, third = (artifact.label for artifact in champions(root, 3))
     append, others = PromotionLog.append, iter([third])
 
-    def late(log: PromotionLog, write: Write) -> Promotion:
+    def late(log: PromotionLog, record: Promotion, expected_head: str) -> Promotion:
         if next(others, ""):
             assert back(root) == second  # somebody else was faster
-        return append(log, write)
+        return append(log, record, expected_head)
 
     monkeypatch.setattr(PromotionLog, "append", late)
     with pytest.raises(ValueError, match=f"tiny@champion was {third} and is {second} by now"):
@@ -133,9 +132,9 @@ def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use(patch, f"http://127.0.0.1:{free_port()}")
-        root = Root.of(tmp_path_factory.mktemp("root"))
+        root = Root.parse(tmp_path_factory.mktemp("root"))
         made = {artifact.label for artifact in champions(root, 4)}
-        patch.setattr(rollback, "show", lambda *_: False)
+        patch.setattr(rollback, "move_aliases", lambda *_: False)
         for to in asked:
             log = read_log(root, FAMILY)
             try:
@@ -144,8 +143,8 @@ def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
                 assert read_log(root, FAMILY) == log
                 continue
             assert champion in made
-            assert champion != reigning(log, CHAMPION)
-            assert to or champion == reigns(log, CHAMPION)[-2].artifact
+            assert champion != current_label(log, CHAMPION)
+            assert to or champion == alias_history(log, CHAMPION)[-2].artifact
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +157,11 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
     runs: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = runs
-    tracker = Tracker(root, FAMILY)
+    tracker = MLflowTracker(root, FAMILY)
     first, second = (record.artifact for record in read_log(root, FAMILY))
     assert models(tracker)["aliases"] == {CHAMPION: second, PREVIOUS: first, "candidate": second}
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Registry, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             roll_back(root, RollbackRequest(FAMILY, by="Ada"))
     assert label_of_alias(root, FAMILY, CHAMPION) == first, "the log has it"
@@ -175,7 +174,7 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
     record, shown = roll_back(root, RollbackRequest(FAMILY, to=second, by="Ada", comment="it was not the model"))
     assert shown
     found = models(tracker)
-    assert found["aliases"] == holders(read_log(root, FAMILY))
+    assert found["aliases"] == current_aliases(read_log(root, FAMILY))
     for label in (first, second):
         assert found["versions"][label]["rollback"].endswith(f"by Ada at {record.time}: it was not the model")
 
@@ -186,16 +185,16 @@ def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> 
     def promoter(number: int) -> None:
         log = PromotionLog(root, FAMILY)
         for label in labels:
-            log.append(lambda records, label=label: judged_record(number, log=records, artifact=label))  # type: ignore[misc]
-            Registry(Tracker(root, FAMILY)).show(log, label)
+            append_to(log, lambda records, label=label: judged_record(number, log=records, artifact=label))  # type: ignore[misc]
+            Registry(MLflowTracker(root, FAMILY)).publish(log, label)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(promoter, range(4)))
-    assert models(Tracker(root, FAMILY))["aliases"] == holders(read_log(root, FAMILY))
+    assert models(MLflowTracker(root, FAMILY))["aliases"] == current_aliases(read_log(root, FAMILY))
 
 
 def test_the_command_loads_no_torch_and_tells_what_it_did(tmp_path: Path) -> None:
-    made: list[Artifact] = champions(Root.of(tmp_path), 2)
+    made: list[Artifact] = champions(Root.parse(tmp_path), 2)
     call = "app(sys.argv[1:], standalone_mode=False)"
     script = f"import sys; from flows.cli.main import app; {call}; print('torch' in sys.modules)"
     words = ["rollback", FAMILY, "--root", str(tmp_path), "--by", "Ada", "--comment", "loops"]
@@ -204,7 +203,7 @@ def test_the_command_loads_no_torch_and_tells_what_it_did(tmp_path: Path) -> Non
     said, torch = run.stdout.splitlines()
     assert said.startswith(f"tiny@champion: rolled back from {made[1].label} to {made[0].label}"), run.stderr
     assert torch == "False"
-    words = ["promotions", FAMILY, "--root", str(tmp_path)]
+    words = ["promotion-log", FAMILY, "--root", str(tmp_path)]
     shown = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
     last = next(line for line in shown.output.splitlines() if line.startswith("3 "))
     assert "rolled back" in last

@@ -10,7 +10,7 @@ import pytest
 from llama3.recipe.base import DOMAINS
 from llama3.tokens.inspect import inspect
 from tasks.models.export import export_model
-from tasks.report.card import card_of, data_mix_digest
+from tasks.report.card import data_mix_digest, make_card
 from tests.llama3.train.train_samples import recipe
 from tests.tasks.trained_run import SCORE, TrainedRun
 
@@ -21,16 +21,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 def test_the_card_counts_what_was_trained_on(run: TrainedRun, tmp_path: Path) -> None:
-    card = card_of(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
+    card = make_card(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
     training = card.training
     assert training is not None
     assert (training.run, training.tokens) == ("tiny-1", 20 * 256)
-    shards = run.store.at(run.record.steps["tokenise"].artifact).path
+    shards = run.store.load(run.record.steps["tokenize"].artifact).path
     seen = inspect(shards, run.recipe, 0, 20 * 256)
     assert {line.domain: line.tokens for line in training.mix} == {
         domain: count.tokens for domain, count in seen.domains.items()
     }
-    assert sum(line.tokens for line in training.mix) == sum(line.tokens for line in training.licences) == 20 * 256
+    assert sum(line.tokens for line in training.mix) == sum(line.tokens for line in training.licenses) == 20 * 256
     assert {line.domain: line.planned for line in training.mix} == pytest.approx(
         {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
     )
@@ -42,8 +42,8 @@ def test_the_card_counts_what_was_trained_on(run: TrainedRun, tmp_path: Path) ->
 
 
 def test_an_earlier_stage_is_described_up_to_its_end(run: TrainedRun, tmp_path: Path) -> None:
-    main = run.store.at(run.record.steps["main"].artifact)
-    card = card_of(run.root, str(main.part("model")), main.part("model"), tmp_path, "hf", "bf16", "")
+    main = run.store.load(run.record.steps["main"].artifact)
+    card = make_card(run.root, str(main.part("model")), main.part("model"), tmp_path, "hf", "bf16", "")
     assert card.training is not None
     assert (card.training.tokens, [line.name for line in card.training.stages]) == (12 * 256, ["main"])
     assert card.training.scores == {}
@@ -52,7 +52,7 @@ def test_an_earlier_stage_is_described_up_to_its_end(run: TrainedRun, tmp_path: 
 def test_a_card_does_without_scores_that_were_deleted(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "root")
     run.store.delete(run.record.steps["evaluate-anneal"].artifact)
-    card = card_of(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
+    card = make_card(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
     assert card.training is not None
     assert (card.training.tokens, card.training.scores) == (20 * 256, {})
 
@@ -62,7 +62,7 @@ def test_a_folder_that_is_not_of_the_root_has_no_history(run: TrainedRun, tmp_pa
     copy.mkdir()
     for path in run.model.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
-    card = card_of(run.root, str(copy), copy, tmp_path, "hf", "bf16", "mit")
+    card = make_card(run.root, str(copy), copy, tmp_path, "hf", "bf16", "mit")
     assert (card.name, card.training, dict(card.digests)) == ("copy", None, {})
 
 
@@ -82,7 +82,13 @@ def test_the_mix_digest_follows_what_decides_the_tokens() -> None:
     main, anneal = recipe().model_dump(mode="json", by_alias=True)["stages"]
     told = {
         data_mix_digest(recipe(sources=sources, stages=[main, {**anneal, **more}]), "k", end)
-        for more in ({}, {"draw": 1}, {"draw": 2}, {"add": {"new": "20%"}}, {"add": {"new": "30%"}})
+        for more in (
+            {},
+            {"data_offset": 1},
+            {"data_offset": 2},
+            {"extra_sources": {"new": "20%"}},
+            {"extra_sources": {"new": "30%"}},
+        )
     }
     assert len(told) == 5
     assert data_mix_digest(recipe(z_loss=1e-4), "k", end) == base
@@ -91,7 +97,7 @@ def test_the_mix_digest_follows_what_decides_the_tokens() -> None:
 @pytest.mark.parametrize("form", ["hf", "meta", "mlflow"])
 def test_a_run_is_exported_with_its_card(run: TrainedRun, tmp_path: Path, form: str) -> None:
     target = tmp_path / "out"
-    export_model(run.root, "tiny-1", target, form, licence="mit")  # type: ignore[arg-type]
+    export_model(run.root, "tiny-1", target, form, license="mit")  # type: ignore[arg-type]
     assert "license: mit" in (target / "README.md").read_text()
     manifest = json.loads((target / "manifest.json").read_text())
     assert (manifest["run"], manifest["format"], manifest["tokens"]) == ("tiny-1", form, 5120)
@@ -102,5 +108,5 @@ def test_a_run_is_exported_with_its_card(run: TrainedRun, tmp_path: Path, form: 
 
 
 def test_an_object_store_is_no_target(run: TrainedRun) -> None:
-    with pytest.raises(ValueError, match=r"s3:/bucket/x: is no folder of this machine; export to one"):
+    with pytest.raises(ValueError, match=r"s3:/bucket/x: is not a local folder; export to one"):
         export_model(run.root, "tiny-1", Path("s3://bucket/x"))

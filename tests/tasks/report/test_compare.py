@@ -17,7 +17,7 @@ from rich.console import Console
 from storage.processes import free_port
 from storage.root import Root
 from tasks.report import compare
-from tasks.report.compare import TAG, view_key, view_tag
+from tasks.report.compare import TAG, chart_view_key, chart_view_tag
 from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs
 
@@ -42,14 +42,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
 def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     console = Console(width=120, record=True)
-    made = compare.comparison(root, ["tiny-1", "tiny-2"])
+    made = compare.compare_runs(root, ["tiny-1", "tiny-2"])
     for table in compare.comparison_tables(made):
         console.print(table)
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["seed", "3", "4"] in lines
     assert ["eval/bpb", "1.5", "1"] in lines
     assert ["verdict", "promoted", "promoted"] in lines
-    assert not any(line[:1] == ["compute"] for line in lines), "the same in both"
+    assert not any(line[:1] == ["precision"] for line in lines), "the same in both"
     url = compare.comparison_url(root, made)
     page = root.file("comparisons", "tiny-1-tiny-2.html")
     assert url == page.as_uri()
@@ -62,26 +62,26 @@ def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, mon
 
 def test_a_mistake_is_named(root: Root) -> None:
     with pytest.raises(ValueError, match="1 run given; name at least two"):
-        compare.comparison(root, ["tiny-1"])
+        compare.compare_runs(root, ["tiny-1"])
     with pytest.raises(ValueError, match="'tiny-9' does not exist"):
-        compare.comparison(root, ["tiny-1", "tiny-9"])
+        compare.compare_runs(root, ["tiny-1", "tiny-9"])
 
 
 def test_the_prepared_view_says_what_is_shown() -> None:
     ids = [f"{number:032x}" for number in range(8)]
-    keys = {f"loss/{domain}" for domain in DOMAINS} | {"train/loss", "time/step_s", "eval/bpb"}
+    keys = {f"train/loss/{domain}" for domain in DOMAINS} | {"train/loss", "time/step_s", "eval/bpb"}
     keys |= {f"eval/suite/task-{number}" for number in range(60)}
-    tag = view_tag(["a-1", "a-2"], ids, keys, 1)
+    tag = chart_view_tag(["a-1", "a-2"], ids, keys, 1)
     assert len(tag) < 10_000, "MLflow takes 20,000"
     state = unpack(tag)
     assert state["searchFilter"].startswith("attributes.run_id IN ('00000000000000000000000000000000', '0")
     sections = {section["uuid"]: section["name"] for section in state["compareRunSections"]}
     shown = [(sections[chart["metricSectionId"]], chart["metricKey"]) for chart in state["compareRunCharts"]]
-    assert shown[:5] == [("Loss", "train/loss"), *(("Loss by domain", f"loss/{domain}") for domain in DOMAINS)]
+    assert shown[:5] == [("Loss", "train/loss"), *(("Loss by domain", f"train/loss/{domain}") for domain in DOMAINS)]
     assert shown[-1] == ("What differs", "")
     hidden = [section["name"] for section in state["compareRunSections"] if not section["display"]]
     assert hidden == ["time"]
-    assert view_key(ids) == view_key(ids) != view_key(ids[:2])
+    assert chart_view_key(ids) == chart_view_key(ids) != chart_view_key(ids[:2])
 
 
 def test_the_installed_mlflow_still_reads_such_a_view() -> None:
@@ -94,7 +94,7 @@ def test_the_installed_mlflow_still_reads_such_a_view() -> None:
 def two_compared(root: Root, name: str) -> tuple[list[TrackedRun], str]:
     """Return two runs of one family and the page that compares them."""
     runs = [TrackedRun(root, better=better, name=name).all() for better in (0.0, 0.5)]
-    return runs, compare.comparison_url(root, compare.comparison(root, [f"{name}-1", f"{name}-2"]))
+    return runs, compare.comparison_url(root, compare.compare_runs(root, [f"{name}-1", f"{name}-2"]))
 
 
 @pytest.mark.slow
@@ -102,15 +102,15 @@ def test_the_page_of_a_real_server_is_prepared(
     mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, mlflow_uri)
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     runs, url = two_compared(root, "compared")
     other = TrackedRun(root, name="compared-too").all()
     key = url.rpartition("viewStateShareKey=")[2]
     experiment = runs[0].context.tracker.client.get_experiment(runs[0].context.record.mlflow_experiment)
     assert url.startswith(f"{mlflow_uri}/#/experiments/{experiment.experiment_id}/runs?")
     assert unpack(experiment.tags[TAG + key])["compareRunCharts"]
-    assert compare.comparison_url(root, compare.comparison(root, ["compared-1", "compared-2"])) == url
-    several = compare.comparison(root, ["compared-1", other.context.record.name])
+    assert compare.comparison_url(root, compare.compare_runs(root, ["compared-1", "compared-2"])) == url
+    several = compare.compare_runs(root, ["compared-1", other.context.record.name])
     assert compare.comparison_url(root, several).startswith(f"{mlflow_uri}/#/compare-runs?runs=")
 
 
@@ -118,7 +118,7 @@ def test_the_page_of_a_real_server_is_prepared(
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_the_prepared_page(mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, mlflow_uri)
-    _, url = two_compared(Root.of(tmp_path / "root"), "looked-at")
+    _, url = two_compared(Root.parse(tmp_path / "root"), "looked-at")
     command = [str(CHROMIUM), *FLAGS.split(), f"--user-data-dir={tmp_path / 'browser'}", url]
     page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     for title in ("Loss by domain", "Schedule", "Throughput", "Evaluations", "What differs"):

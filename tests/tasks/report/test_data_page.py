@@ -10,7 +10,7 @@ import yaml
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
-from llama3.data.mapreduce import in_turn
+from llama3.data.mapreduce import run_serial
 from llama3.recipe.load import parse_recipe
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec, Store
@@ -26,7 +26,7 @@ def a_recipe(folder: Path, checkout: Path) -> Recipe:
     examples = [" ".join(rng.choices(vocabulary, k=30)) for _ in range(20)]
     texts += [f"{text} more" for text in texts[:6]] + [f"{texts[9]} {examples[3]}"]
     texts += [f"{text}\nHome | About | Contact us" for text in texts[20:40]] + ["short"] * 3
-    lines = [{"text": text, "url": f"https://h.org/{n}", "licence": "CC0-1.0"} for n, text in enumerate(texts)]
+    lines = [{"text": text, "url": f"https://h.org/{n}", "license": "CC0-1.0"} for n, text in enumerate(texts)]
     (folder / "web.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "no json\n")
     (folder / "exam.jsonl").write_text("".join(json.dumps({"question": one}) + "\n" for one in examples))
     share = {"general": "100%"}
@@ -47,7 +47,7 @@ def curated(folder: Path, recipe: Recipe) -> Artifact:
     for path in (collected, annotated, scratch):
         path.mkdir()
     collect(recipe, collected)
-    annotate(recipe, collected, annotated, in_turn)
+    annotate(recipe, collected, annotated, run_serial)
     store = Store(folder / "root")
     with store.staging() as staged:
         facts = curate(recipe, collected, annotated, staged, scratch)

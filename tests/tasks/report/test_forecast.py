@@ -21,8 +21,7 @@ from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.report.forecast import FURTHER, evaluated, forecast_section
-from tasks.report.run import _environment
+from tasks.report.run import FURTHER, _environment, evaluated_checkpoints, forecast_section
 from tasks.runs.records import Runs, StepRecord
 from tests.llama3.train.train_samples import ROWS, recipe
 
@@ -32,16 +31,16 @@ WIDTHS = (16, 32, 64, 128, 256)
 Law = Callable[[float], float]
 
 
-def nats_at(flops: float) -> float:
+def nll_at(flops: float) -> float:
     return 1.9 - 0.3 * (math.log10(flops) - 8)
 
 
-def accuracy_at(nats: float) -> float:
-    return CHANCE + (1 - CHANCE) / (1 + math.exp(6 * (nats - 1.2)))
+def accuracy_at(nll: float) -> float:
+    return CHANCE + (1 - CHANCE) / (1 + math.exp(6 * (nll - 1.2)))
 
 
 def sized(dim: int, **changes: Any) -> Recipe:
-    shape = {"layers": 2, "dim": dim, "ffn": 2 * dim, "heads": 4, "kv_heads": 2, "max_seq": 64}
+    shape = {"layers": 2, "dim": dim, "ffn": 2 * dim, "heads": 4, "kv_heads": 2, "max_seq_len": 64}
     return recipe(model=shape, **changes)
 
 
@@ -49,7 +48,7 @@ class Study:
     """Runs under one root, with the artifacts that a forecast reads."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = Root.of(folder)
+        self.root = Root.parse(folder)
         self.runs, self.store = Runs(self.root), open_store(self.root)
         self.dice = np.random.default_rng(5)
 
@@ -59,21 +58,21 @@ class Study:
         own = scatter * self.dice.standard_normal()
         for span, late in zip(Schedule(asked).spans, (0.03, 0.0), strict=True):
             position = span.end
-            nats = nats_at(trained_flops(asked, asked.model, ROWS, position)) + late + own
+            nll = nll_at(trained_flops(asked, asked.model, ROWS, position)) + late + own
             checkpoint = self.checkpoint(record.name, asked, span.name, position)
-            evaluation = self.evaluation(record.name, checkpoint, self.scores(nats, requests))
-            record.steps[span.name] = StepRecord(artifact=checkpoint.label, outcome="made")
-            record.steps[f"evaluate-{span.name}"] = StepRecord(artifact=evaluation.label, outcome="made")
+            evaluation = self.evaluation(record.name, checkpoint, self.scores(nll, requests))
+            record.steps[span.name] = StepRecord(artifact=checkpoint.label, outcome="created")
+            record.steps[f"evaluate-{span.name}"] = StepRecord(artifact=evaluation.label, outcome="created")
         self.runs.save(record)
         return record.name
 
-    def scores(self, nats: float, requests: str) -> dict[str, Score]:
-        right = proportion(int(self.dice.binomial(QUESTIONS, accuracy_at(nats))), QUESTIONS)
+    def scores(self, nll: float, requests: str) -> dict[str, Score]:
+        right = proportion(int(self.dice.binomial(QUESTIONS, accuracy_at(nll))), QUESTIONS)
         gold = gold_key(KEY)
         return {
-            KEY: Score.of(KEY, right, "accuracy", "higher", requests, CHANCE),
-            gold: Score.of(gold, normal(nats, 0.01, QUESTIONS), "nats per byte", "lower", requests, None),
-            "eval/bpb": Score.of("eval/bpb", normal(nats, 0.01, 9), "bits per byte", "lower", requests, None),
+            KEY: Score.from_estimate(KEY, right, "accuracy", "higher", requests, CHANCE),
+            gold: Score.from_estimate(gold, normal(nll, 0.01, QUESTIONS), "nats per byte", "lower", requests, None),
+            "eval/bpb": Score.from_estimate("eval/bpb", normal(nll, 0.01, 9), "bits per byte", "lower", requests, None),
         }
 
     def checkpoint(self, run: str, asked: Recipe, stage: str, position: int) -> Artifact:
@@ -98,9 +97,9 @@ def study(tmp_path: Path) -> Study:
 
 def test_operations_are_those_of_the_segments_up_to_the_position() -> None:
     asked = sized(32)
-    short, long = (flops_per_token(asked.model, ROWS, seq).causal for seq in (16, 32))
+    short, long = (flops_per_token(asked.model, ROWS, seq_len).causal for seq_len in (16, 32))
     first, second, third = Schedule(asked).segments
-    assert [part.seq for part in (first, second, third)] == [16, 16, 32]
+    assert [part.seq_len for part in (first, second, third)] == [16, 16, 32]
     assert trained_flops(asked, asked.model, ROWS, 0) == 0
     assert trained_flops(asked, asked.model, ROWS, first.end // 2) == first.end // 2 * short
     assert trained_flops(asked, asked.model, ROWS, third.end) == second.end * short + third.tokens * long
@@ -113,7 +112,7 @@ def test_the_section_forecasts_a_larger_run_and_checks_itself_on_this_one(study:
     further, check = section.rows
     assert (further.task, further.runs, further.points, further.measured) == ("animals", 5, 10, None)
     assert further.forecast.beyond == pytest.approx(FURTHER)
-    true = accuracy_at(nats_at(further.forecast.flops))
+    true = accuracy_at(nll_at(further.forecast.flops))
     assert further.forecast.accuracy.low <= true <= further.forecast.accuracy.high
     assert check.of == f"{last}, from smaller runs"
     assert (check.runs, check.points) == (4, 8)
@@ -141,11 +140,11 @@ def test_runs_that_were_asked_other_questions_or_began_elsewhere_are_no_points(s
     for dim in WIDTHS[:4]:
         last = study.add(sized(dim))
     study.add(sized(8), requests="others")
-    study.add(sized(512, start={"from": "somewhere"}, tokenizer={"use": "somewhere/tokenizer.model"}))
+    study.add(sized(512, init_from={"path": "somewhere"}, tokenizer={"use": "somewhere/tokenizer.model"}))
     section = forecast_section(study.root, last)
     assert section is not None
     assert section.rows[0].runs == 4
-    assert {one.run for one in evaluated(study.root)} == {f"tiny-{number}" for number in range(1, 6)}
+    assert {one.run for one in evaluated_checkpoints(study.root)} == {f"tiny-{number}" for number in range(1, 6)}
 
 
 def test_what_was_deleted_is_left_out_and_a_run_not_evaluated_has_none(study: Study) -> None:

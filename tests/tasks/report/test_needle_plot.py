@@ -6,24 +6,24 @@ import re
 
 from llama3.evaluate.scores import Score
 from llama3.evaluate.statistics import proportion
-from tasks.report.plots import needles
+from tasks.report.plots import needle_heatmap
 
 
 def test_every_cell_of_the_grid_is_drawn_and_a_missing_one_is_left_blank() -> None:
     found = {(512, 0): 1, (512, 50): 2, (4096, 0): 3}
     scores = {
-        key: Score.of(key, proportion(count, 4), "accuracy", "higher", "r", 0.25)
+        key: Score.from_estimate(key, proportion(count, 4), "accuracy", "higher", "r", 0.25)
         for (length, depth), count in found.items()
         for key in [f"eval/needle/length_{length:06}/depth_{depth:03}"]
     }
-    svg = needles(scores)
+    svg = needle_heatmap(scores)
     assert svg is not None
     words = re.findall(r">([^<>\n]+)</text>", svg)
     assert [word for word in words if word.endswith("%") and " " not in word] == ["25%", "50%", "75%"]
     assert {"512", "4,096", "0 %", "50 %", "depth", "tokens"} <= set(words)
-    assert needles(scores) == svg
+    assert needle_heatmap(scores) == svg
 
 
 def test_scores_without_a_grid_have_no_figure() -> None:
-    plain = Score.of("eval/needle", proportion(1, 4), "accuracy", "higher", "r", 0.25)
-    assert needles({"eval/needle": plain, "eval/needle/depth_050": plain}) is None
+    plain = Score.from_estimate("eval/needle", proportion(1, 4), "accuracy", "higher", "r", 0.25)
+    assert needle_heatmap({"eval/needle": plain, "eval/needle/depth_050": plain}) is None

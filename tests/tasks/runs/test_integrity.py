@@ -16,7 +16,7 @@ from storage.object_artifact import open_store
 from storage.objects import get_bytes, put_bytes
 from storage.root import Root
 from storage.signing import SIGNING
-from tasks.runs.gc import plan_retention
+from tasks.runs.gc import plan_gc
 from tasks.runs.integrity import verify
 from tasks.runs.records import DamagedRecord, Runs, now
 from tasks.study.records import RECORD, Studies, StudyRecord
@@ -41,7 +41,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Root:
     shutil.copytree(original, tmp_path / "root")
-    return Root.of(tmp_path / "root")
+    return Root.parse(tmp_path / "root")
 
 
 def flip(path: Path, random: Random) -> None:
@@ -84,7 +84,7 @@ def test_every_flipped_bit_in_any_file_is_named(root: Root) -> None:
 
 
 def test_what_is_set_aside_is_gone_for_readers_and_kept(root: Root) -> None:
-    label = Runs(root).all()[0].steps["tokenise"].artifact
+    label = Runs(root).all()[0].steps["tokenize"].artifact
     (root.local / label / "tokens.json").unlink()
     (root.local / label / "math" / "added.bin").write_bytes(b"x")
     done = verify(root, "tiny-1", set_aside=True)
@@ -94,7 +94,7 @@ def test_what_is_set_aside_is_gone_for_readers_and_kept(root: Root) -> None:
     }
     assert done.set_aside == [label]
     with pytest.raises(ValueError, match="not found under"):
-        open_store(root).at(label)
+        open_store(root).load(label)
     assert len(list((root.local / ".damaged").iterdir())) == 1
     assert verify(root, "tiny-1").damaged == []
 
@@ -104,10 +104,10 @@ def test_a_damaged_record_hides_no_other_run_and_stops_only_what_deletes(root: R
     second = runs.begin(runs.recipe("tiny-1"), "c0de")
     root.write('{"name": "tiny-1"', "runs", "tiny-1", "run.json")
     assert [record.name for record in runs.all()] == [second.name]
-    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/run.json is no record of a run"):
+    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/run.json is not a run record"):
         runs.find("tiny-1")
     with pytest.raises(DamagedRecord):
-        plan_retention(root, 1, 0, [])
+        plan_gc(root, 1, 0, [])
     assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("runs/tiny-1", "run.json")]
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_record_of_a_study_hides_no_other(root: Root) -> None:
     with pytest.raises(DamagedRecord, match=rf"study one: .*studies/one/{RECORD} is not a valid record"):
         studies.find("one")
     with pytest.raises(DamagedRecord):
-        plan_retention(root, 1, 0, [])
+        plan_gc(root, 1, 0, [])
     assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("studies/one", RECORD)]
 
 
@@ -139,7 +139,7 @@ def test_the_command_says_it_by_its_exit_status_and_as_json(root: Root) -> None:
     assert json.loads(text)["damaged"] == [
         {"artifact": label, "file": "model/model.safetensors", "problem": "has another SHA-256", "untrusted": False}
     ]
-    assert herd("tiny-1", "--set-aside")[0] == 1
+    assert herd("tiny-1", "--quarantine")[0] == 1
     assert herd("tiny-1")[0] == 0
     assert herd("nobody-1")[0] == 2
     assert CliRunner().invoke(app, ["verify", "--root", str(root.local / "nowhere")]).exit_code == 2
@@ -158,10 +158,10 @@ def test_what_is_not_signed_is_named_left_in_place_and_signed_on_request(
 
 
 def test_objects_and_copies_are_read_too(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/verify", scratch=str(tmp_path))
+    root = Root.parse(f"{bucket}/verify", scratch=str(tmp_path))
     record = begun(root, tiny())
     lost = commit(root, "evaluation", "tiny-main")
-    artifact = open_store(root).at(record.steps["tokenise"].artifact)
+    artifact = open_store(root).load(record.steps["tokenize"].artifact)
     copy = artifact.part("data.txt")
     copy.write_bytes(b"tokens tinY")
     assert verify(root).damaged == []
@@ -175,5 +175,5 @@ def test_objects_and_copies_are_read_too(bucket: str, tmp_path: Path) -> None:
         (lost.label, "manifest.json"),
     }
     with pytest.raises(ValueError, match="not found under"):
-        open_store(root).at(artifact.label)
+        open_store(root).load(artifact.label)
     assert verify(root).damaged == []

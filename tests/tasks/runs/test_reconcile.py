@@ -11,7 +11,7 @@ from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import AwaitingRetry, Cancelling, Completed, Failed, Pending, Running, Suspended
+from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running, Suspended
 from prefect.states import State as PrefectState
 
 from flows.crash_recovery import end_flow_run
@@ -19,9 +19,9 @@ from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
 from tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
-from tasks.runs.recovery import RunSettler, Settled, reconcile
+from tasks.runs.recovery import Reconciled, reconcile, reconcile_record
 from tasks.study.records import Studies, StudyRecord
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 
@@ -39,16 +39,16 @@ def client(prefect_server: dict[str, str]) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    return Root.of(tmp_path_factory.mktemp("root"))
+    return Root.parse(tmp_path_factory.mktemp("root"))
 
 
 @pytest.fixture(scope="module")
-def tracker(root: Root) -> Tracker:
-    return Tracker(root, RECIPE.name)
+def tracker(root: Root) -> MLflowTracker:
+    return MLflowTracker(root, RECIPE.name)
 
 
 @pytest.fixture
-def run(root: Root, tracker: Tracker) -> RunRecord:
+def run(root: Root, tracker: MLflowTracker) -> RunRecord:
     """A run whose process was killed: everything says running."""
     record = Runs(root).begin(RECIPE, "code")
     record.mlflow_run = tracker.open_run(record.name, {}, {})
@@ -62,7 +62,7 @@ def tags(record: RunRecord) -> dict[str, str]:
     return {"herd.run": record.name, "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
 
 
-def statuses(tracker: Tracker, run: RunRecord) -> list[str]:
+def statuses(tracker: MLflowTracker, run: RunRecord) -> list[str]:
     found = tracker.client.search_runs([tracker.experiment], f"tags.`herd.run` = '{run.name}'")
     return [each.info.status for each in found]
 
@@ -82,14 +82,14 @@ def state_of(client: SyncPrefectClient, made: FlowRun) -> str:
 
 
 def test_a_dead_run_is_settled_everywhere_and_once(
-    client: SyncPrefectClient, root: Root, tracker: Tracker, run: RunRecord
+    client: SyncPrefectClient, root: Root, tracker: MLflowTracker, run: RunRecord
 ) -> None:
     made = flow_run(client, root, run, Running())
     found = reconcile(root, client, grace_s=0)
     assert [line for line in found if line.run == run.name] == [
-        Settled(run.name, "record", "running", "interrupted"),
-        Settled(run.name, "MLflow", "RUNNING", "KILLED"),
-        Settled(run.name, "Prefect", "Running", "Crashed"),
+        Reconciled(run.name, "record", "running", "interrupted"),
+        Reconciled(run.name, "MLflow", "RUNNING", "KILLED"),
+        Reconciled(run.name, "Prefect", "Running", "Crashed"),
     ]
     record = Runs(root).find(run.name)
     assert (record.state, record.error) == ("interrupted", "its process is gone")
@@ -104,7 +104,7 @@ def test_a_dead_run_is_settled_everywhere_and_once(
 def study(root: Root) -> StudyRecord:
     """A study whose process was killed: everything says running."""
     record = StudyRecord(name="warm", digest="d" * 64, kind="compare", recipe="r.yaml", started=now(), code="abc")
-    record.mlflow_run = Tracker(root, "warm").open_study("warm", "d" * 16, {}, {})
+    record.mlflow_run = MLflowTracker(root, "warm").open_study("warm", "d" * 16, {}, {})
     Studies(root).save(record)
     return record
 
@@ -117,16 +117,18 @@ def test_a_dead_study_is_settled_everywhere_and_once(client: SyncPrefectClient, 
     with lease(root, "studies/warm", "warm"):
         assert reconcile(root, client, grace_s=0) == []
     assert reconcile(root, client, grace_s=0) == [
-        Settled("warm", "record", "running", "interrupted"),
-        Settled("warm", "MLflow", "RUNNING", "KILLED"),
-        Settled("warm", "Prefect", "Running", "Crashed"),
+        Reconciled("warm", "record", "running", "interrupted"),
+        Reconciled("warm", "MLflow", "RUNNING", "KILLED"),
+        Reconciled("warm", "Prefect", "Running", "Crashed"),
     ]
     assert Studies(root).find("warm").error == "its process is gone"
     assert state_of(client, made) == "Crashed"
     assert reconcile(root, client, grace_s=0) == []
 
 
-def test_a_live_run_is_left_alone(client: SyncPrefectClient, root: Root, tracker: Tracker, run: RunRecord) -> None:
+def test_a_live_run_is_left_alone(
+    client: SyncPrefectClient, root: Root, tracker: MLflowTracker, run: RunRecord
+) -> None:
     made = flow_run(client, root, run, Running())
     with lease(root, f"runs/{run.name}", run.name):
         assert reconcile(root, client, grace_s=0) == []
@@ -139,7 +141,7 @@ def test_a_live_run_is_left_alone(client: SyncPrefectClient, root: Root, tracker
 def test_a_flow_run_that_just_began_is_not_crashed(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
     """Between Prefect's Running and the lease lie seconds of imports."""
     made = flow_run(client, root, run, Pending())
-    RunSettler(root, client).settle(run.name)
+    reconcile_record(root, client, f"runs/{run.name}")
     assert state_of(client, made) == "Pending"
     assert Runs(root).find(run.name).state == "interrupted"
     assert run.name in root.names(OPEN)
@@ -149,7 +151,7 @@ def test_an_attempt_that_is_known_to_be_over_needs_no_grace(
     client: SyncPrefectClient, root: Root, run: RunRecord
 ) -> None:
     made = flow_run(client, root, run, Running())
-    RunSettler(root, client).settle(run.name, attempt=client.read_flow_run(made.id).run_count)
+    reconcile_record(root, client, f"runs/{run.name}", attempt=client.read_flow_run(made.id).run_count)
     assert state_of(client, made) == "Crashed"
 
 
@@ -159,36 +161,44 @@ def test_the_next_attempt_on_its_way_is_left_alone(client: SyncPrefectClient, ro
     attempt = client.read_flow_run(made.id).run_count
     client.set_flow_run_state(made.id, AwaitingRetry(), force=True)
     client.set_flow_run_state(made.id, Pending(), force=True)
-    RunSettler(root, client).settle(run.name, attempt=attempt)
+    reconcile_record(root, client, f"runs/{run.name}", attempt=attempt)
     assert client.read_flow_run(made.id).run_count == attempt
     assert state_of(client, made) == "Pending"
 
 
-@pytest.mark.parametrize(("state", "after"), [(Cancelling(), "Cancelled"), (AwaitingRetry(), "AwaitingRetry")])
+@pytest.mark.parametrize(
+    ("state", "after", "expected"),
+    [
+        (Cancelling(), "Cancelled", "cancelled"),
+        (AwaitingRetry(), "AwaitingRetry", "interrupted"),
+        (Crashed(), "Crashed", "interrupted"),
+        (Failed(), "Failed", "failed"),
+    ],
+)
 def test_prefect_knows_more(
-    client: SyncPrefectClient, root: Root, run: RunRecord, state: PrefectState, after: str
+    client: SyncPrefectClient, root: Root, run: RunRecord, state: PrefectState, after: str, expected: str
 ) -> None:
     made = flow_run(client, root, run, state)
-    RunSettler(root, client, grace_s=0).settle(run.name)
+    reconcile_record(root, client, f"runs/{run.name}", grace_s=0)
     assert state_of(client, made) == after
-    assert Runs(root).find(run.name).state == ("cancelled" if after == "Cancelled" else "interrupted")
+    assert Runs(root).find(run.name).state == expected
 
 
 def test_a_run_that_waits_for_a_person_is_left_alone(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
     made = flow_run(client, root, run, Suspended())
-    assert RunSettler(root, client, grace_s=0).settle(run.name) == []
+    assert reconcile_record(root, client, f"runs/{run.name}", grace_s=0) == []
     assert Runs(root).find(run.name).state == "running"
     assert state_of(client, made) == "Suspended"
 
 
 @pytest.mark.parametrize(("state", "status"), [("finished", "FINISHED"), ("failed", "FAILED")])
 def test_a_record_that_knows_the_end_decides(
-    client: SyncPrefectClient, root: Root, tracker: Tracker, run: RunRecord, state: str, status: str
+    client: SyncPrefectClient, root: Root, tracker: MLflowTracker, run: RunRecord, state: str, status: str
 ) -> None:
     """The process wrote its record and was killed, or its servers were away, before it could say so to them."""
     run.state = state  # type: ignore[assignment]
     made = flow_run(client, root, run, Running())
-    RunSettler(root, client, grace_s=0).settle(run.name)
+    reconcile_record(root, client, f"runs/{run.name}", grace_s=0)
     assert Runs(root).find(run.name).state == state
     assert statuses(tracker, run) == [status, status]
     assert state_of(client, made) == {"finished": "Completed", "failed": "Failed"}[state]
@@ -196,18 +206,18 @@ def test_a_record_that_knows_the_end_decides(
 
 def test_without_prefect_the_mark_stays(root: Root, run: RunRecord, client: SyncPrefectClient) -> None:
     flow_run(client, root, run, Running())
-    assert [line.where for line in RunSettler(root, None).settle(run.name)] == ["record", "MLflow"]
-    assert RunSettler(root, None).settle(run.name) == []
+    assert [line.where for line in reconcile_record(root, None, f"runs/{run.name}")] == ["record", "MLflow"]
+    assert reconcile_record(root, None, f"runs/{run.name}") == []
     assert run.name in root.names(OPEN)
 
 
-def test_a_cancelled_run_is_not_called_interrupted(root: Root, run: RunRecord) -> None:
-    """Its own process could only say that it was ended; the hook knows why."""
+def test_a_cancelled_run_is_not_called_interrupted(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
+    """Its own process could only say that it was ended; Prefect knows why."""
     run.state, run.error = "interrupted", "TerminationSignal"
-    Runs(root).save(run)
-    RunSettler(root, None).settle(run.name, "cancelled")
+    flow_run(client, root, run, Cancelled())
+    reconcile_record(root, client, f"runs/{run.name}")
     assert Runs(root).find(run.name).state == "cancelled"
-    RunSettler(root, None).settle(run.name, "interrupted")
+    reconcile_record(root, None, f"runs/{run.name}")
     assert Runs(root).find(run.name).state == "cancelled"
 
 
@@ -215,11 +225,11 @@ def test_a_run_that_mlflow_missed_is_noted(
     root: Root, run: RunRecord, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    RunSettler(root, None).settle(run.name)
+    reconcile_record(root, None, f"runs/{run.name}")
     assert Runs(root).find(run.name).mlflow_stale
     assert run.name in root.names(OPEN)
     monkeypatch.undo()
-    assert Settled(run.name, "MLflow", "stale", "complete") in RunSettler(root, None).settle(run.name)
+    assert Reconciled(run.name, "MLflow", "stale", "complete") in reconcile_record(root, None, f"runs/{run.name}")
     assert not Runs(root).find(run.name).mlflow_stale
 
 
@@ -240,7 +250,7 @@ def test_a_finished_run_is_no_failure_because_prefect_was_slow(
     made = flow_run(client, root, run, Failed(message=message))
     run.state, run.ended = "finished", now()
     Runs(root).save(run)
-    RunSettler(root, client).settle(run.name)
+    reconcile_record(root, client, f"runs/{run.name}")
     assert state_of(client, made) == state
 
 
@@ -259,13 +269,13 @@ def test_who_takes_a_run_over_ends_the_flow_run_of_the_dead_attempt(client: Sync
 
 def test_a_deleted_run_takes_its_mark_along(root: Root, client: SyncPrefectClient) -> None:
     mark_open(root, "quickstart-999")
-    assert RunSettler(root, client).settle("quickstart-999") == []
+    assert reconcile_record(root, client, "runs/quickstart-999") == []
     assert "quickstart-999" not in root.names(OPEN)
 
 
 def test_settled_runs_cost_one_listing(tmp_path: Path, client: SyncPrefectClient) -> None:
     """Records of settled runs are not opened: here they could not even be read."""
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     for number in range(300):
         root.write("no record", "runs", f"quickstart-{number}", "run.json")
     mark_open(root, "nobody-1")

@@ -19,11 +19,11 @@ from storage.artifact import Artifact, ArtifactSpec
 from storage.filesystem import write_atomic
 from storage.lease import lease
 from storage.object_artifact import open_store
-from storage.objects import files_below, put_bytes
+from storage.objects import list_objects, put_bytes
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.promotion.log import WAITS, Promotion, PromotionLog, labels_held, last_promotion
-from tasks.runs.gc import COPY, GcPlan, carry_out, closure, plan_retention, retention_rows
+from tasks.promotion.log import PENDING_APPROVAL, Promotion, PromotionLog, aliased_labels, last_promotion
+from tasks.runs.gc import COPY, GcPlan, delete_items, gc_rows, plan_gc, with_inputs
 from tasks.runs.records import RunRecord, Runs, StepRecord
 from tasks.study.records import Studies, StudyRecord
 from tests.tasks.standing_root import commit
@@ -34,7 +34,7 @@ LATER = 20 * 86400.0
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    return Root.of(tmp_path)
+    return Root.parse(tmp_path)
 
 
 def chain(root: Root, family: str, seed: int) -> list[Artifact]:
@@ -61,7 +61,7 @@ def ended(
         started=day(30 - number),
         code="abc",
         steps={
-            artifact.manifest.name + artifact.manifest.kind: StepRecord(artifact=artifact.label, outcome="made")
+            artifact.manifest.name + artifact.manifest.kind: StepRecord(artifact=artifact.label, outcome="created")
             for artifact in artifacts
         },
     )
@@ -81,7 +81,8 @@ def promoted(root: Root, run: str, artifact: Artifact, kind: str = "promoted", a
         alias="champion",
         gate=Decision(accepted=True, rows=()),
     )
-    return PromotionLog(root, "tiny").append(lambda log: promotion)
+    log = PromotionLog(root, "tiny")
+    return log.append(promotion, log.head)
 
 
 def doomed(plan: GcPlan) -> set[str]:
@@ -89,7 +90,7 @@ def doomed(plan: GcPlan) -> set[str]:
 
 
 def planned(root: Root, keep: int = 1, aliases: tuple[str, ...] = (), older: float = 86400.0) -> GcPlan:
-    return plan_retention(root, keep, older, aliases, time.time() + LATER)
+    return plan_gc(root, keep, older, aliases, time.time() + LATER)
 
 
 def test_the_artifacts_of_older_runs_go_and_those_of_the_newest_stay(root: Root) -> None:
@@ -106,7 +107,7 @@ def test_the_champion_the_one_before_a_challenger_and_what_they_stand_on_stay(ro
         ended(root, number, artifacts)
     for number in (1, 2, 3):  # each takes over from the one before
         promoted(root, f"tiny-{number}", chains[number - 1][-1], at=number)
-    promoted(root, "tiny-4", chains[3][-1], WAITS, at=4)
+    promoted(root, "tiny-4", chains[3][-1], PENDING_APPROVAL, at=4)
     gone = doomed(planned(root, aliases=(chains[4][-1].label,)))
     assert gone == {artifact.label for artifact in chains[0][1:]}
 
@@ -128,8 +129,10 @@ def test_what_the_report_of_a_study_is_made_from_stays_as_long_as_the_study_is_t
         record = ended(root, number, artifacts)
         record.recipe_digest = digest
         Runs(root).save(record)
-    arms = ["a", "b", "never run"]
-    study = StudyRecord(name="tiny", digest="0", kind="compare", recipe="r", started=day(9), code="abc", recipes=arms)
+    variants = ["a", "b", "never run"]
+    study = StudyRecord(
+        name="tiny", digest="0", kind="compare", recipe="r", started=day(9), code="abc", recipes=variants
+    )
     Studies(root).save(study)
     assert doomed(planned(root)) == {artifact.label for artifact in chains[2][1:]}
     root.remove("studies", "tiny")
@@ -144,7 +147,7 @@ def test_the_newest_calibration_of_each_device_stays(root: Root) -> None:
             (folder / "calibration.json").write_text(measured)
             design = ArtifactSpec("calibration", device, 1, parameters, {"measured": measured})
             made.append(store.commit(design, folder, {}, "a test", "abc", 1.0))
-    plan = plan_retention(root, 1, 0.0, (), now=made[-1].created + 1e6)
+    plan = plan_gc(root, 1, 0.0, (), now=made[-1].created + 1e6)
     assert doomed(plan) == {made[0].label}
 
 
@@ -176,9 +179,9 @@ def test_what_comes_into_use_between_plan_and_deletion_stays(root: Root) -> None
     plan = planned(root)
     ended(root, 3, lost[:2], "running")
     with lease(root, lost[2].label, "a maker"):
-        deleted = carry_out(root, plan)
+        deleted = delete_items(root, plan)
     assert {item.label for item in deleted} == {lost[3].label}
-    assert open_store(root).at(lost[2].label)
+    assert open_store(root).load(lost[2].label)
 
 
 def test_a_run_that_started_between_plan_and_deletion_keeps_its_family(root: Root) -> None:
@@ -186,36 +189,36 @@ def test_a_run_that_started_between_plan_and_deletion_keeps_its_family(root: Roo
     plan = planned(root)
     ended(root, 3, [], "running")
     with lease(root, "runs/tiny-3", "tiny-3"):
-        assert {item.label.split("/")[0] for item in carry_out(root, plan)} == {"collected"}
+        assert {item.label.split("/")[0] for item in delete_items(root, plan)} == {"collected"}
 
 
 def test_half_done_work_goes_after_a_month_unless_somebody_is_at_it(root: Root) -> None:
     for name in ("main-1a2b3c4d", "curate-5e6f7a8b"):
         write_atomic(root.local / "work" / name / "checkpoints" / "4096" / "weights.bin", b"0" * 4096)
-    early, late = (plan_retention(root, 1, 0, [], now=time.time() + days * 86400) for days in (29, 31))
+    early, late = (plan_gc(root, 1, 0, [], now=time.time() + days * 86400) for days in (29, 31))
     assert early.doomed == []
     assert {item.label for item in late.doomed} == {"work/main-1a2b3c4d", "work/curate-5e6f7a8b"}
     assert late.freed >= 2 * 4096
     with lease(root, "work/curate-5e6f7a8b", "tiny-2"):
-        assert [item.label for item in carry_out(root, late)] == ["work/main-1a2b3c4d"]
+        assert [item.label for item in delete_items(root, late)] == ["work/main-1a2b3c4d"]
     assert [path.name for path in (root.local / "work").iterdir()] == ["curate-5e6f7a8b"]
 
 
 def test_checkpoints_of_given_up_work_leave_the_object_store(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
+    root = Root.parse(f"{bucket}/herd", scratch=str(tmp_path / "scratch"))
     for name in ("main-1a2b3c4d", "anneal-5e6f7a8b"):
         put_bytes(root.join("in-progress", name, "4096", "weights.bin"), b"0" * 4096)
-    plan = plan_retention(root, 1, 0, [], now=time.time() + 31 * 86400)
+    plan = plan_gc(root, 1, 0, [], now=time.time() + 31 * 86400)
     assert {(item.label, item.bytes) for item in plan.doomed} == {
         ("work/main-1a2b3c4d", 4096),
         ("work/anneal-5e6f7a8b", 4096),
     }
-    assert len(carry_out(root, plan)) == 2
-    assert files_below(root.join("in-progress")) == {}
+    assert len(delete_items(root, plan)) == 2
+    assert list_objects(root.join("in-progress")) == {}
 
 
 def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_listed(bucket: str, tmp_path: Path) -> None:
-    root = Root.of(f"{bucket}/caches", scratch=str(tmp_path / "scratch"))
+    root = Root.parse(f"{bucket}/caches", scratch=str(tmp_path / "scratch"))
     used, lost = commit(root, "tokens", "tiny"), commit(root, "tokens", "other")
     ended(root, 7, [used], "running")
     caches = {artifact.label: root.file("lazy", artifact.label) for artifact in (used, lost)}
@@ -236,7 +239,7 @@ def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_liste
     }
     assert {item.label for item in plan.items if item.kind == COPY} == {used.label, lost.label}
     assert plan.freed < 2**20  # holes take no space
-    assert {item.label for item in carry_out(root, plan)} == {lost.label}
+    assert {item.label for item in delete_items(root, plan)} == {lost.label}
     assert {path for path in why if path and path.exists()} == {used.folder, caches[used.label]}
     assert all(path.exists() for path in others)
 
@@ -246,11 +249,11 @@ def test_bytes_are_reported_by_kind_and_a_dry_run_deletes_nothing(root: Root) ->
     ended(root, 1, old)
     ended(root, 2, new)
     plan = planned(root)
-    rows = {row["kind"]: row for row in retention_rows(plan, None)}
+    rows = {row["kind"]: row for row in gc_rows(plan, None)}
     assert rows["checkpoint"]["deleted"] == rows["checkpoint"]["kept"] == "2"
     assert rows["collected"]["deleted"] == "0"
     assert rows["all"]["deleted bytes"] == f"{sum(artifact.bytes for artifact in old[1:])} B"
-    assert all(open_store(root).at(artifact.label) for artifact in old)
+    assert all(open_store(root).load(artifact.label) for artifact in old)
 
 
 def test_the_flow_lists_and_then_deletes(root: Root) -> None:
@@ -262,7 +265,7 @@ def test_the_flow_lists_and_then_deletes(root: Root) -> None:
     assert printed.getvalue().count("would delete checkpoint/tiny-") == 2
     assert clean_up(root, 1, "0 s", False, console).startswith("deleted ")
     assert "dry run: 0 of 4" in clean_up(root, 1, "0 s", True, console)
-    assert all(open_store(root).at(step.artifact) for step in new.steps.values())
+    assert all(open_store(root).load(step.artifact) for step in new.steps.values())
 
 
 @pytest.mark.parametrize(
@@ -276,19 +279,19 @@ def test_wrong_words_are_refused(root: Root, keep: int, age: str, names: str) ->
 def test_the_log_names_what_must_stay(root: Root) -> None:
     first, second = chain(root, "tiny", 1)[-1], chain(root, "tiny", 2)[-1]
     promoted(root, "tiny-1", first, at=1)
-    assert set(labels_held(root)) == {first.label}
-    promoted(root, "tiny-2", second, WAITS, at=2)
-    assert set(labels_held(root)) == {first.label, second.label}
+    assert set(aliased_labels(root)) == {first.label}
+    promoted(root, "tiny-2", second, PENDING_APPROVAL, at=2)
+    assert set(aliased_labels(root)) == {first.label, second.label}
     last = last_promotion(root, "tiny-2")
     assert last is not None
-    assert last.kind == WAITS
+    assert last.kind == PENDING_APPROVAL
     assert last_promotion(root, "tiny-9") is None
 
 
 @given(st.data())
 def test_what_is_referenced_is_never_deleted(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A random graph of artifacts, runs and aliases: every path from what is kept leads to what is there."""
-    root = Root.of(tmp_path_factory.mktemp("graph"))
+    root = Root.parse(tmp_path_factory.mktemp("graph"))
     artifacts: list[Artifact] = []
     for number in range(data.draw(st.integers(1, 8))):
         parents = data.draw(st.lists(st.integers(0, number - 1), max_size=2)) if number else []
@@ -303,19 +306,19 @@ def test_what_is_referenced_is_never_deleted(tmp_path_factory: pytest.TempPathFa
     ]
     aliases = [artifacts[place].label for place in data.draw(places)]
     keep = data.draw(st.integers(1, 3))
-    gone = {item.label for item in carry_out(root, planned(root, keep, tuple(aliases)))}
+    gone = {item.label for item in delete_items(root, planned(root, keep, tuple(aliases)))}
 
     by_label = {artifact.label: artifact for artifact in artifacts}
     for family in ("tiny", "other"):
         newest = [record for record in records if record.family == family][-keep:]
         open_ones = [record for record in records if record.state != "finished"]  # all are younger than a month
         for record in [*newest, *open_ones]:
-            assert not closure([step.artifact for step in record.steps.values()], by_label) & gone
-    assert not closure(aliases, by_label) & gone
+            assert not with_inputs([step.artifact for step in record.steps.values()], by_label) & gone
+    assert not with_inputs(aliases, by_label) & gone
     left = {artifact.label for kind in ("tokens", "checkpoint") for artifact in open_store(root).all(kind)}
     assert left == set(by_label) - gone
     referenced = {step.artifact for record in records for step in record.steps.values()} | set(aliases)
-    assert gone >= set(by_label) - closure(referenced, by_label)  # and what nothing ever referred to does go
+    assert gone >= set(by_label) - with_inputs(referenced, by_label)  # and what nothing ever referred to does go
 
 
 STATES = ["finished", "finished", "failed", "running"]

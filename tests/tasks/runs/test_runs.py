@@ -14,14 +14,14 @@ QUICKSTART = Path("recipes/quickstart.yaml")
 
 
 def test_runs_are_numbered_within_their_family(tmp_path: Path) -> None:
-    runs, recipe = Runs(Root.of(tmp_path)), load_recipe(QUICKSTART)
+    runs, recipe = Runs(Root.parse(tmp_path)), load_recipe(QUICKSTART)
     assert [runs.begin(recipe, "abc").name for _ in range(3)] == ["quickstart-1", "quickstart-2", "quickstart-3"]
     assert runs.begin(load_recipe(QUICKSTART, ["name=other"]), "abc").name == "other-1"
     assert runs.recipe("quickstart-2") == recipe
 
 
 def test_only_the_newest_run_of_the_same_recipe_is_continued(tmp_path: Path) -> None:
-    runs, recipe = Runs(Root.of(tmp_path)), load_recipe(QUICKSTART)
+    runs, recipe = Runs(Root.parse(tmp_path)), load_recipe(QUICKSTART)
     first = runs.begin(recipe, "abc")
     assert runs.unfinished(load_recipe(QUICKSTART, ["seed=2"])) is None
     assert runs.unfinished(recipe) == first
@@ -37,25 +37,25 @@ def test_only_the_newest_run_of_the_same_recipe_is_continued(tmp_path: Path) -> 
 
 
 def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:
-    runs = Runs(Root.of(tmp_path))
+    runs = Runs(Root.parse(tmp_path))
     with pytest.raises(ValueError, match=r"run 'x-1' does not exist .* start one with: herd run"):
         runs.find("x-1")
     runs.begin(load_recipe(QUICKSTART), "abc")
     with pytest.raises(ValueError, match="runs: quickstart-1"):
         runs.find("quickstart-2")
     with pytest.raises(ValueError, match="has not finished a training stage"):
-        model_folder(Root.of(tmp_path), "quickstart-1")
+        model_folder(Root.parse(tmp_path), "quickstart-1")
 
 
 def test_two_machines_never_begin_the_same_run(tmp_path: Path) -> None:
     with forkserver().Pool(3) as pool:
         names = pool.map(_begin, [tmp_path] * 9)
     assert sorted(names) == sorted({f"quickstart-{number}" for number in range(1, 10)})
-    assert {record.name for record in Runs(Root.of(tmp_path)).all()} == set(names)
+    assert {record.name for record in Runs(Root.parse(tmp_path)).all()} == set(names)
 
 
 def test_a_retry_goes_on_with_the_run_of_its_flow_run(tmp_path: Path) -> None:
-    runs, recipe = Runs(Root.of(tmp_path)), load_recipe(QUICKSTART)
+    runs, recipe = Runs(Root.parse(tmp_path)), load_recipe(QUICKSTART)
     mine, other = runs.begin(recipe, "code"), runs.begin(recipe, "code")
     mine.prefect_run, other.prefect_run = "one", "two"
     runs.save(mine)
@@ -72,8 +72,8 @@ def test_a_retry_goes_on_with_the_run_of_its_flow_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "", "a/../../b"])
 def test_a_name_that_leaves_the_root_is_no_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"does not exist|not a name below a root"):
-        Runs(Root.of(tmp_path)).find(name)
+        Runs(Root.parse(tmp_path)).find(name)
 
 
 def _begin(folder: Path) -> str:
-    return Runs(Root.of(folder)).begin(load_recipe(QUICKSTART), "code").name
+    return Runs(Root.parse(folder)).begin(load_recipe(QUICKSTART), "code").name

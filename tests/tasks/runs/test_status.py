@@ -11,11 +11,11 @@ from rich.console import Console as RichConsole
 from storage.lease import lease
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.promotion.log import WAITS
-from tasks.runs.progress import standings
+from tasks.promotion.log import PENDING_APPROVAL
+from tasks.runs.progress import run_progress
 from tasks.runs.records import Runs
 from tasks.runs.status import status_tables
-from tasks.stages.alerts import Alert, tell
+from tasks.stages.alerts import Alert, emit_alert
 from tests.tasks.standing_root import begun, log_attempt, tiny, train
 
 
@@ -37,7 +37,7 @@ def row(text: str, name: str) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    return Root.of(tmp_path / "root")
+    return Root.parse(tmp_path / "root")
 
 
 def test_a_run_that_works_shows_position_loss_speed_checkpoint_and_time_left(root: Root) -> None:
@@ -71,7 +71,7 @@ def test_a_stage_without_its_journal_stands_at_its_newest_checkpoint(root: Root)
     record = begun(root, recipe)
     work = train(root, recipe, record, steps=10, saved=8)
     (work / "journal.jsonl").unlink()
-    found = standings(root, [record])[0]
+    found = run_progress(root, [record])[0]
     assert (found.step, found.position, found.loss) == ("main", 32_768, 6.01)
 
 
@@ -83,13 +83,13 @@ def test_only_the_end_of_a_journal_is_read(root: Root) -> None:
     text = (work / "journal.jsonl").read_bytes()
     first = text.splitlines(keepends=True)[0]
     (work / "journal.jsonl").write_bytes(b"broken\n" + first * 1000 + text)
-    assert standings(root, [record])[0].position == 36_864
+    assert run_progress(root, [record])[0].position == 36_864
 
 
 def test_finished_waiting_and_failed_runs(root: Root) -> None:
     runs = Runs(root)
     for number, (state, verdict, error) in enumerate(
-        [("finished", "promoted", ""), ("interrupted", WAITS, ""), ("failed", "", "ValueError: no text")]
+        [("finished", "promoted", ""), ("interrupted", PENDING_APPROVAL, ""), ("failed", "", "ValueError: no text")]
     ):
         record = begun(root, tiny(f"seed={number}"))
         record.state, record.verdict, record.error = state, verdict, error  # type: ignore[assignment]
@@ -100,7 +100,7 @@ def test_finished_waiting_and_failed_runs(root: Root) -> None:
     waiting = next(line for line in text.splitlines() if line.startswith("tiny-2"))
     assert waiting.split()[1] == "waiting"
     assert waiting.rstrip().endswith("challenger")
-    assert "waits for approval" in shown(root, "tiny-2")
+    assert "pending_approval" in shown(root, "tiny-2")
     assert "failed" in row(text, "tiny-3")
     assert "ValueError: no text" in shown(root, "tiny-3")
 
@@ -112,7 +112,7 @@ def test_restarts_and_alerts_are_in_the_detail(root: Root) -> None:
     log_attempt(root, record.name, "main", 2, 0, "")
     console = TerminalConsole(RichConsole(file=io.StringIO()))
     alert = Alert(time=0.0, kind="disk", run=record.name, stage="main", text="1.0 GB free [in] /x", position=5)
-    tell(root, console, alert)
+    emit_alert(root, console, alert)
     text = shown(root, record.name)
     assert "rank 1 was killed by SIGKILL" in text
     assert next(line for line in text.splitlines() if "rank 1 was" in line).split()[:3] == ["main", "1", "SIGKILL"]

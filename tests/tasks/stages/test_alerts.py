@@ -16,14 +16,14 @@ from llama3.train import metrics
 from llama3.train.journal import Record, Rewind
 from storage.root import Root
 from tasks.console import TerminalConsole
-from tasks.stages.alerts import CALM_STEPS, FILE, STALL_S, START_S, Alerts, gate_failed, read_alerts
+from tasks.stages.alerts import CALM_STEPS, FILE, STALL_S, START_S, Alerts, alert_gate_failed, read_alerts
 
 
 class Watched:
     """Alerts of one stage on a root of their own, and what they said."""
 
     def __init__(self, folder: Path, now: float = 0.0) -> None:
-        self.root, self.now = Root.of(folder), now
+        self.root, self.now = Root.parse(folder), now
         self.printed = io.StringIO()
         console = TerminalConsole(RichConsole(file=self.printed, width=200))
         work = folder / "work" / "main-1"
@@ -37,7 +37,7 @@ class Watched:
             named |= {"slow": metrics.SLOWEST_RANK_S, "median": metrics.MEDIAN_RANK_S, "seconds": metrics.STEP_S}
             given = {"loss": 5.0, "score": 0.1, "seconds": 0.5, **values}
             record = {named[name]: value for name, value in given.items() if value >= 0}
-            self.alerts.see(Record(0.0, self.position, record))
+            self.alerts.observe(Record(0.0, self.position, record))
 
     @property
     def kinds(self) -> list[str]:
@@ -67,7 +67,7 @@ def test_a_spike_is_one_alert_until_it_has_been_calm_for_a_while(watched: Watche
 def test_a_loss_that_is_not_finite_and_a_rollback_are_spikes(tmp_path: Path) -> None:
     one, other = Watched(tmp_path / "a"), Watched(tmp_path / "b")
     one.step(1, loss=-1, skipped=1.0)  # a number that is not finite is left out of the record
-    other.alerts.see(Rewind(0.0, 5000, 9000))
+    other.alerts.observe(Rewind(0.0, 5000, 9000))
     assert one.kinds == other.kinds == ["loss-spike"]
 
 
@@ -77,29 +77,29 @@ def test_batches_that_are_passed_over_after_a_rollback_are_no_spikes(watched: Wa
 
 
 def test_silence_is_told_of_once_and_again_only_after_progress(watched: Watched) -> None:
-    watched.alerts.idle(START_S - 1)
+    watched.alerts.observe_silence(START_S - 1)
     watched.step(5)
-    watched.alerts.idle(STALL_S - 1)
+    watched.alerts.observe_silence(STALL_S - 1)
     assert watched.kinds == []
     for seconds in (STALL_S + 1, STALL_S + 2):
-        watched.alerts.idle(seconds)
+        watched.alerts.observe_silence(seconds)
     assert watched.kinds == ["no-progress"]
     watched.step(1)
-    watched.alerts.idle(STALL_S + 1)
+    watched.alerts.observe_silence(STALL_S + 1)
     assert watched.kinds == ["no-progress"] * 2
     assert "no step for 2:01 min, after 6K" in read_alerts(watched.root, "tiny-1")[-1].text
 
 
 def test_slow_steps_may_take_longer(watched: Watched) -> None:
     watched.step(5, seconds=60.0)
-    watched.alerts.idle(1000)
+    watched.alerts.observe_silence(1000)
     assert watched.kinds == []
 
 
 def test_a_start_that_never_comes_to_a_step_is_told_of(watched: Watched) -> None:
-    watched.alerts.idle(START_S + 1)
+    watched.alerts.observe_silence(START_S + 1)
     watched.alerts.restarted()
-    watched.alerts.idle(START_S + 1)
+    watched.alerts.observe_silence(START_S + 1)
     assert watched.kinds == ["no-progress"] * 2
 
 
@@ -123,10 +123,10 @@ def test_a_disk_that_fills_is_told_of_once(watched: Watched, monkeypatch: pytest
     counts = []
     for _ in range(7):
         watched.now += 31
-        watched.alerts.idle(0)
+        watched.alerts.observe_silence(0)
         counts.append(len(watched.kinds))
     assert counts == [0, 1, 1, 1, 1, 1, 2]
-    watched.alerts.idle(0)  # too early to look again: the iterator would end
+    watched.alerts.observe_silence(0)  # too early to look again: the iterator would end
 
 
 def test_a_journal_that_is_read_again_tells_nothing_twice(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_journal_that_is_read_again_tells_nothing_twice(tmp_path: Path) -> Non
 
 
 def test_a_failed_gate_is_an_alert(watched: Watched) -> None:
-    gate_failed(watched.root, watched.alerts.console, "tiny-1", "promote", "eval/bpb is worse", 98_304)
+    alert_gate_failed(watched.root, watched.alerts.console, "tiny-1", "promote", "eval/bpb is worse", 98_304)
     assert watched.kinds == ["gate"]
 
 

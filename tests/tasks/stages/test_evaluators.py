@@ -9,7 +9,7 @@ import pytest
 
 from llama3.recipe.schema import Recipe
 from tasks.cluster import Cluster
-from tasks.stages.evaluate import score
+from tasks.stages.evaluate import run_evaluation
 from tests.agents import shared_agents
 from tests.llama3.evaluate.suite_samples import make
 
@@ -31,7 +31,8 @@ def cluster(evaluators: int) -> Cluster:
 
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
     one, two = (
-        score(recipe, room / "model", room / "curated", room / str(n), cluster(n), shared_agents()) for n in (1, 2)
+        run_evaluation(recipe, room / "model", room / "curated", room / str(n), cluster(n), shared_agents())
+        for n in (1, 2)
     )
     assert one == two
     names = sorted(path.name for path in (room / "1").iterdir())
@@ -46,6 +47,8 @@ def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_pat
     shutil.copytree(room / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json: is not a model configuration") as caught:
-        score(recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators), shared_agents())
+        run_evaluation(
+            recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators), shared_agents()
+        )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()

@@ -22,10 +22,10 @@ from tasks.errors import TrainingFailed
 from tasks.launch import base as launch_base
 from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tasks.runs.records import Runs
-from tasks.stages.follow import HUNG, Follower
+from tasks.stages.follow import HUNG, JournalTailer
 from tasks.stages.train import StageAttempts, _resumes
 from tasks.step import Context
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 
 ASKED = recipe(stages=stages(4000))
@@ -41,9 +41,9 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
-    runs, cluster = Runs(Root.of(tmp_path)), Cluster(processes=2, attempts=2)
+    runs, cluster = Runs(Root.parse(tmp_path)), Cluster(processes=2, attempts=2)
     record = runs.begin(ASKED, "code")
-    tracker = Tracker(Root.of(tmp_path), "tiny")
+    tracker = MLflowTracker(Root.parse(tmp_path), "tiny")
     record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
     return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), ["main"])
 
@@ -64,9 +64,9 @@ def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: Loca
     hung = rank_process(0)
     hung.suspend()
     with context.console.progress("main", SPAN.tokens) as line:
-        follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, line)
+        follower = JournalTailer(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, line)
         ended = follower.follow(launch, 0, 2.0)
-    assert ended == AttemptResult(status=HUNG, words="no step for 2 s; it was stopped")
+    assert ended == AttemptResult(status=HUNG, message="no step for 2 s; it was stopped")
     assert follower.position >= 3 * STEP
     await_end(hung)
 
@@ -86,7 +86,7 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
         def update(self, position: int, *values: float | None) -> None:
             shown.append((position, *values))
 
-    follower = Follower(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
     follower._take(0)
     assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
 
@@ -100,9 +100,9 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
     while not (hung := agent_children()):
         time.sleep(0.001)
     hung[0].suspend()
-    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    follower = JournalTailer(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
     ended = follower.follow(launch, 0, 3.0, 600.0)
-    assert ended == AttemptResult(status=HUNG, words="it did nothing for 3 s before its first step; it was stopped")
+    assert ended == AttemptResult(status=HUNG, message="it did nothing for 3 s before its first step; it was stopped")
     assert records(path) == []
     await_end(hung[0])
 
@@ -110,11 +110,11 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
 @pytest.mark.slow
 def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tmp_path: Path) -> None:
     path = job(tmp_path, ASKED, timeout_s=1)
-    follower = Follower(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
+    follower = JournalTailer(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
     with Agents(Path("/dev/null")) as agents:  # an agent that begins now
         launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "attempt-1")
         ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
-    assert ended == AttemptResult(status=HUNG, words="no step and no line of log for 0 s; it was stopped")
+    assert ended == AttemptResult(status=HUNG, message="no step and no line of log for 0 s; it was stopped")
 
 
 def agent_children() -> list[psutil.Process]:
@@ -156,7 +156,7 @@ def test_attempts_end_when_none_gets_further(
 ) -> None:
     path = job(tmp_path, ASKED)
     attempts = StageAttempts(context, SPAN, launcher)
-    killed = AttemptResult(status=-9, words="rank 1 was killed by SIGKILL; the end of [x].log:\nlast line")
+    killed = AttemptResult(status=-9, message="rank 1 was killed by SIGKILL; the end of [x].log:\nlast line")
     for number in (1, 2, 3):
         attempts.start(path).stop()
         assert attempts.folder == context.folder / "logs" / "main" / f"attempt-{number}"
@@ -169,6 +169,6 @@ def test_attempts_end_when_none_gets_further(
     assert "main: rank 1 was killed by SIGKILL; the end of [x].log:" in printed
     with pytest.raises(TrainingFailed, match=r"2 time\(s\) in a row .*attempt-3\):\nrank 1 was (.|\n)*last"):
         attempts.ended(killed, progress=False)
-    full = AttemptResult(status=1, words="trainer: OSError: [Errno 28] No space left on device")
+    full = AttemptResult(status=1, message="trainer: OSError: [Errno 28] No space left on device")
     with pytest.raises(OSError, match=r"No space left on device: .*attempt-3"):
         attempts.ended(full, progress=True)

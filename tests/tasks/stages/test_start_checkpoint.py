@@ -16,17 +16,17 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.models.start import start_faults
+from tasks.models.start import init_from_faults
 from tasks.pipeline_steps import next_step, step_names
 from tasks.plan.recipe import make_plan, stage_rows, summary_lines
-from tasks.report.card import card_of
+from tasks.report.card import make_card
 from tasks.runs.preflight import check_place
-from tasks.runs.progress import work_name
+from tasks.runs.progress import run_work_dir_name
 from tasks.runs.records import Runs, StepRecord
-from tasks.stages.init_weights import import_start
+from tasks.stages.init_weights import init_weights
 from tasks.stages.train import train_stage
 from tasks.step import Context
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, write_tokens
 
@@ -39,7 +39,7 @@ class Room:
     """A root with token shards and a tokenizer, on which runs train for real."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = Root.of(folder)
+        self.root = Root.parse(folder)
         self.store, self.runs = open_store(self.root), Runs(self.root)
         self.tokens = self._commit(ArtifactSpec("tokens", "tiny", 1, {}, {}), lambda at: write_tokens(at, asked()))
         self.tokenizer = self._commit(ArtifactSpec("tokenizer", "tiny", 1, {}, {}), CODER.save)
@@ -52,10 +52,10 @@ class Room:
     def begin(self, recipe_: Recipe) -> Context:
         """Return a new run that has its tokens."""
         record = self.runs.begin(recipe_, "c0de")
-        for step, artifact in {"tokenizer": self.tokenizer, "tokenise": self.tokens}.items():
+        for step, artifact in {"tokenizer": self.tokenizer, "tokenize": self.tokens}.items():
             record.steps[step] = StepRecord(artifact=artifact.label, outcome="reused")
         self.runs.save(record)
-        tracker = Tracker(self.root, recipe_.name)
+        tracker = MLflowTracker(self.root, recipe_.name)
         place, console = Cluster(threads=1), TerminalConsole()
         return Context(recipe_, place, self.store, self.runs, record, tracker, console, [], agents=shared_agents())
 
@@ -63,16 +63,16 @@ class Room:
         return train_stage.fn(context, stage, self.tokens, self.tokenizer, parent, self.tokens)
 
     def faults(self, recipe_: Recipe) -> list[str]:
-        return start_faults(self.store, self.runs, recipe_)
+        return init_from_faults(self.store, self.runs, recipe_)
 
 
 def asked(**changes: Any) -> Recipe:
-    return recipe(**{"evaluate": {"every": "never"}, **changes})
+    return recipe(**{"evaluate": {"val_interval": "never"}, **changes})
 
 
 def going_on(origin: str, **changes: Any) -> Recipe:
     """Return the recipe that goes on behind `main`, under a name of its own so that nothing is found ready."""
-    return asked(**{"name": "on", "start": {"from": origin, "format": "checkpoint", "after": "main"}, **changes})
+    return asked(**{"name": "on", "init_from": {"path": origin, "format": "checkpoint", "after": "main"}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def went_on(trained: Trained) -> tuple[Context, Artifact]:
     """A run that goes on from the end of `main`."""
     room, _, _ = trained
     context = room.begin(going_on("tiny-1/main"))
-    start = import_start.fn(context, room.tokenizer)
+    start = init_weights.fn(context, room.tokenizer)
     assert next_step(context.recipe, context.record.steps, False) == "collect"
     return context, room.train(context, "anneal", start)
 
@@ -103,9 +103,9 @@ def test_it_comes_to_the_very_model_of_the_uninterrupted_run(
     _, main, anneal = trained
     context, again = went_on
     assert again.label != anneal.label
-    assert context.record.steps["anneal"].outcome == "made"
-    assert again.facts["model_sha256"] == anneal.facts["model_sha256"] != main.facts["model_sha256"]
-    assert (again.facts["start"], again.facts["end"]) == (MAIN, 20 * STEP)
+    assert context.record.steps["anneal"].outcome == "created"
+    assert again.metadata["model_sha256"] == anneal.metadata["model_sha256"] != main.metadata["model_sha256"]
+    assert (again.metadata["start"], again.metadata["end"]) == (MAIN, 20 * STEP)
     assert [span.name for span in Schedule(context.recipe).trained] == ["anneal"]
     assert Schedule(context.recipe).names == {"main", "anneal"}
 
@@ -113,11 +113,11 @@ def test_it_comes_to_the_very_model_of_the_uninterrupted_run(
 def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Artifact], tmp_path: Path) -> None:
     room, main, _ = trained
     context, again = went_on
-    assert context.record.steps["start"].artifact == main.label
+    assert context.record.steps["init-weights"].artifact == main.label
     assert again.manifest.inputs["parent"] == main.key
     parts = context.store, context.recipe, context.record
-    assert not work_name(*parts, Schedule(context.recipe).trained[0]).endswith("unknown")
-    card = card_of(room.root, "on-1", again.part("model"), tmp_path, "hf", "bf16", "")
+    assert not run_work_dir_name(*parts, Schedule(context.recipe).trained[0]).endswith("unknown")
+    card = make_card(room.root, "on-1", again.part("model"), tmp_path, "hf", "bf16", "")
     assert card.digests["started from"] == "tiny-1/main"
     assert card.digests["started from, as an artifact"] == main.label
     assert card.training is not None
@@ -130,20 +130,20 @@ def test_a_label_names_it_as_well(trained: Trained) -> None:
     room, main, _ = trained
     assert room.faults(going_on(main.label)) == []
     check_place(going_on(main.label), Cluster(threads=1), room.root)
-    assert import_start.fn(room.begin(going_on(main.label)), room.tokenizer).key == main.key
+    assert init_weights.fn(room.begin(going_on(main.label)), room.tokenizer).key == main.key
 
 
 def test_with_the_same_name_nothing_is_trained_again(trained: Trained) -> None:
     room, _, anneal = trained
     context = room.begin(going_on("tiny-1/main", name="tiny"))
-    again = room.train(context, "anneal", import_start.fn(context, room.tokenizer))
+    again = room.train(context, "anneal", init_weights.fn(context, room.tokenizer))
     assert (again.label, context.record.steps["anneal"].outcome) == (anneal.label, "reused")
 
 
 def test_the_steps_are_those_that_are_taken() -> None:
     steps = step_names(going_on("tiny-1/main"))
-    assert steps == ["collect", "annotate", "curate", "tokenizer", "tokenise", "anneal", "evaluate-anneal", "promote"]
-    assert "start" in step_names(asked(start={"from": "x"}, tokenizer={"use": "tokenizer.model"}))
+    assert steps == ["collect", "annotate", "curate", "tokenizer", "tokenize", "anneal", "evaluate-anneal", "promote"]
+    assert "init-weights" in step_names(asked(init_from={"path": "x"}, tokenizer={"use": "tokenizer.model"}))
 
 
 def test_the_plan_says_what_is_not_trained() -> None:
@@ -158,13 +158,13 @@ def test_the_plan_says_what_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("origin", "changes", "fault"),
     [
-        ("checkpoint/tiny-main-00000000", {}, r"start\.from: .*not found under"),
-        ("tiny-9/main", {}, r"start\.from: 'tiny-9/main': run 'tiny-9' does not exist"),
-        ("tiny-1/late", {}, r"start\.from: .*has not finished such a stage; it has tiny-1/main, tiny-1/anneal"),
-        ("tiny-1/tokenise", {}, "has not finished such a stage"),
-        ("tiny-1/anneal", {}, r"start\.after: 'main' ends at token 3,072, checkpoint/tiny-anneal-.* at 5,120; write "
-         r"until: 5120 tokens there.*stages end: main at 3,072, anneal at 6,144"),
-        ("tiny-1/main", {"model": {"layers": 3}}, r"start\.from: tiny-1/main has layers 2, model\.layers is 3"),
+        ("checkpoint/tiny-main-00000000", {}, r"init_from\.path: .*not found under"),
+        ("tiny-9/main", {}, r"init_from\.path: 'tiny-9/main': run 'tiny-9' does not exist"),
+        ("tiny-1/late", {}, r"init_from\.path: .*has not finished such a stage; it has tiny-1/main, tiny-1/anneal"),
+        ("tiny-1/tokenize", {}, "has not finished such a stage"),
+        ("tiny-1/anneal", {}, r"init_from\.after: 'main' ends at token 3,072, checkpoint/tiny-anneal-.* at 5,120; "
+         r"write until: 5120 tokens there.*stages end: main at 3,072, anneal at 6,144"),
+        ("tiny-1/main", {"model": {"layers": 3}}, r"init_from\.path: tiny-1/main has layers 2, model\.layers is 3"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_work(
@@ -182,8 +182,8 @@ def test_the_stage_that_ends_there_is_named(trained: Trained) -> None:
     room, _, _ = trained
     stages = resolved(asked())["stages"]
     parts = [{**stages[0], "name": "first", "for": f"{6 * STEP} tokens"}, {**stages[0], "for": f"{6 * STEP} tokens"}]
-    start = {"from": "tiny-1/main", "format": "checkpoint", "after": "first"}
-    (fault,) = room.faults(asked(name="on", stages=[*parts, stages[1]], start=start))
+    start = {"path": "tiny-1/main", "format": "checkpoint", "after": "first"}
+    (fault,) = room.faults(asked(name="on", stages=[*parts, stages[1]], init_from=start))
     assert "at 3,072; write after: main (stages end: first at 1,536, main at 3,072" in fault
 
 
@@ -201,24 +201,27 @@ def test_another_tokenizer_is_refused(trained: Trained, tmp_path: Path) -> None:
         other.save(folder)
         made = room.store.commit(ArtifactSpec("tokenizer", "other", 1, {}, {}), folder, {}, "a test", "c0de", 1.0)
     with pytest.raises(RecipeError, match=r"tokenizer\.train: gives a tokenizer with digest"):
-        import_start.fn(room.begin(going_on("tiny-1/main")), made)
+        init_weights.fn(room.begin(going_on("tiny-1/main")), made)
 
 
 @pytest.mark.parametrize(
     ("start", "fault"),
     [
-        ({"from": "x-1/main", "format": "checkpoint"}, "after is missing: write the stage of this recipe"),
-        ({"from": "x", "after": "main"}, "only a checkpoint has a position; write format: checkpoint"),
+        ({"path": "x-1/main", "format": "checkpoint"}, "after is missing: write the stage of this recipe"),
+        ({"path": "x", "after": "main"}, "only a checkpoint has a position; write format: checkpoint"),
         (
-            {"from": "x-1/main", "format": "checkpoint", "after": "late"},
-            r"start\.after: 'late' is not a stage; .* main, anneal",
+            {"path": "x-1/main", "format": "checkpoint", "after": "late"},
+            r"init_from\.after: 'late' is not a stage; .* main, anneal",
         ),
-        ({"from": "x-1/main", "format": "checkpoint", "after": "anneal"}, "is the last stage, so nothing is left"),
+        (
+            {"path": "x-1/main", "format": "checkpoint", "after": "anneal"},
+            "is the last stage, so there is nothing to train",
+        ),
     ],
 )
 def test_a_start_that_says_too_little_is_refused(start: dict[str, str], fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
-        parse_recipe(resolved(asked()) | {"start": start}, "on.yaml")
+        parse_recipe(resolved(asked()) | {"init_from": start}, "on.yaml")
 
 
 def test_rows_are_those_of_the_shards() -> None:

@@ -9,8 +9,8 @@ import pytest
 from llama3.model.files import save_model
 from llama3.model.flops import trained_flops
 from llama3.recipe.schedule import Schedule
-from llama3.studies.expand import ArmRun, load_study
-from llama3.studies.results import once
+from llama3.studies.expand import VariantRun, load_study
+from llama3.studies.results import distinct_stages
 from storage.artifact import ArtifactSpec
 from storage.lease import LeaseHeld, lease
 from storage.object_artifact import open_store
@@ -24,18 +24,18 @@ STUDY = load_study(Path("recipes/experiments/judge-cpu.yaml"))
 ROWS, SECONDS = 640, 90.0
 
 
-def stage(root: Root, run: ArmRun, name: str, made_by: str, **parameters: str) -> StepRecord:
+def stage(root: Root, run: VariantRun, name: str, made_by: str, **parameters: str) -> StepRecord:
     store = open_store(root)
     with store.staging() as folder:
         (folder / "model").mkdir()
         save_model(folder / "model", run.recipe.model, ROWS, {})
         design = ArtifactSpec("checkpoint", name, 1, dict(parameters), {})
         artifact = store.commit(design, folder, {}, made_by, "abc", SECONDS)
-    return StepRecord(artifact=artifact.label, outcome="made")
+    return StepRecord(artifact=artifact.label, outcome="created")
 
 
 def answers(root: Root, half_by: str) -> dict[str, RunRecord]:
-    """Return a run for each arm: all stand on one first stage, made by `half_by`."""
+    """Return a run for each variant: all stand on one first stage, made by `half_by`."""
     found = {}
     half = stage(root, STUDY.runs[0], "half", half_by)
     for run in STUDY.runs:
@@ -46,7 +46,7 @@ def answers(root: Root, half_by: str) -> dict[str, RunRecord]:
 
 
 def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"), lambda name: 2)
     first, *others = (found[run.name] for run in STUDY.runs)
     assert first.reused == ()
@@ -62,17 +62,17 @@ def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("maker", "payer"), [("judge-cpu-3", 2), ("judge-cpu-99", 0)])
 def test_the_run_that_made_it_pays_else_the_first_that_stands_on_it(tmp_path: Path, maker: str, payer: int) -> None:
-    """Runs side by side: any of them may make what they share; and the one that did may answer for no arm."""
-    root = Root.of(tmp_path)
+    """Runs side by side: any of them may make what they share; and the one that did may answer for no variant."""
+    root = Root.parse(tmp_path)
     found = [*spent(STUDY, open_store(root), answers(root, maker), lambda name: 1).values()]
     assert [place for place, one in enumerate(found) if one.reused == ()] == [payer]
 
 
 def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
     """The plan counts the embedding rows of the recipe, the cost those of the trained model."""
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"), lambda name: 1)
-    planned = sum(work.flops for work in once(STUDY.runs).values())
+    planned = sum(work.flops for work in distinct_stages(STUDY.runs).values())
     whole = sum(run.flops for run in STUDY.runs)
     assert sum(one.flops for one in found.values()) / planned == pytest.approx(
         sum(trained_flops(run.recipe, run.recipe.model, ROWS, run.tokens) for run in STUDY.runs) / whole, rel=1e-6
@@ -80,14 +80,14 @@ def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
 
 
 def test_a_stage_from_outside_costs_nothing(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     found = spent(STUDY, open_store(root), answers(root, "another-7"), lambda name: 1)
     assert {one.reused for one in found.values()} == {("half",)}
     assert sum(one.device_hours for one in found.values()) == pytest.approx(len(STUDY.runs) * SECONDS / 3600)
 
 
 def test_no_report_is_written_beside_a_study_at_work(tmp_path: Path) -> None:
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     studies = Studies(root)
     studies.ask(STUDY)
     name = STUDY.study.name

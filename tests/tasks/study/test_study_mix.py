@@ -1,4 +1,4 @@
-"""The analysis of a mix search: mixes without a domain, and arms that change something else than shares."""
+"""The analysis of a mix search: mixes without a domain, and variants that change something else than shares."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def posed(folder: Path, text: str) -> ExpandedStudy:
 
 
 def ran(study: ExpandedStudy, **effects: dict[str, float]) -> list[RunResult]:
-    """Return made-up runs of all arms; those not named in `effects` have none."""
-    arms = dict.fromkeys(run.arm.name for run in study.runs)
-    truth = simulated_studies.PlantedEffects(DOCUMENTS, {}, {arm: effects.get(arm, {}) for arm in arms})
+    """Return made-up runs of all variants; those not named in `effects` have none."""
+    variants = dict.fromkeys(run.variant.name for run in study.runs)
+    truth = simulated_studies.PlantedEffects(DOCUMENTS, {}, {variant: effects.get(variant, {}) for variant in variants})
     return simulated_studies.outcomes(truth, seed=1)
 
 
@@ -32,15 +32,15 @@ def test_arms_that_change_something_else_alone_are_compared(tmp_path: Path) -> N
     made = mix_analysis(study, ran(study, strict=math, loose={key: -value for key, value in math.items()}))
     assert made.verdict.headline[0].startswith("take strict: helps +0.")
     assert made.verdict.change == ["curate.dedup.jaccard=0.7"]
-    assert {one.says for one in made.verdict.findings if one.arm == "loose"} == {HURTS}
+    assert {one.says for one in made.verdict.findings if one.variant == "loose"} == {HURTS}
 
 
 def test_an_arm_may_leave_out_a_domain(tmp_path: Path) -> None:
-    arms = "{no-code: {general: 60%, math: 30%, multilingual: 10%}}"
-    study = posed(tmp_path, f"mix: {{design: {{kind: around}}, arms: {arms}}}")
+    variants = "{no-code: {general: 60%, math: 30%, multilingual: 10%}}"
+    study = posed(tmp_path, f"mix: {{design: {{kind: around}}, variants: {variants}}}")
     made = mix_analysis(study, ran(study))
     table = next(table for table in made.tables if table.title == "Mixes")
     (row,) = [row for row in table.rows if row[0] == "no-code"]
     assert row[table.columns.index("code")] == "0.0%"
     assert made.verdict.change == []
-    assert {one.arm for one in made.verdict.findings} == {run.arm.name for run in study.runs} - {"base"}
+    assert {one.variant for one in made.verdict.findings} == {run.variant.name for run in study.runs} - {"base"}

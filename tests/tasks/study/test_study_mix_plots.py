@@ -1,4 +1,4 @@
-"""The pictures of a mix search: every domain has its panel, every arm its point."""
+"""The pictures of a mix search: every domain has its panel, every variant its point."""
 
 from __future__ import annotations
 

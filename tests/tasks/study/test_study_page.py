@@ -44,9 +44,9 @@ def words(shown: StudyView) -> str:
     return " ".join(" ".join(read(shown).words).split())
 
 
-@pytest.mark.parametrize("arms", [3, 40])
-def test_the_page_needs_nothing_from_outside(arms: int) -> None:
-    text, reader = large() if arms == 40 else study_html(view(arms)), Reader()
+@pytest.mark.parametrize("variants", [3, 40])
+def test_the_page_needs_nothing_from_outside(variants: int) -> None:
+    text, reader = large() if variants == 40 else study_html(view(variants)), Reader()
     reader.feed(text)
     assert reader.fetched == []
     assert reader.scripts == 0
@@ -60,8 +60,8 @@ def test_the_verdict_comes_first_with_flags_change_and_command() -> None:
     text = words(shown)
     places = [text.index(part) for part in (
         shown.verdict.headline[0], shown.verdict.flags[0], "- general: 50%", "herd study apply sample",
-        "Findings in numbers", "Arms Mean", "Shared 2 artifacts", "Cost", "12 runs as they were planned", shown.command,
-        shown.digest,
+        "Findings in numbers", "Variants Mean", "Shared 2 artifacts", "Cost", "12 runs as they were planned",
+        shown.command, shown.digest,
     )]  # fmt: skip
     assert places == sorted(places)
 
@@ -79,12 +79,12 @@ def test_findings_are_there_as_given_and_coloured_by_what_they_say() -> None:
 
 def test_many_runs_fold_behind_the_means_of_their_arms() -> None:
     few, many = view(3, repeats=3), view(40, repeats=3)
-    assert len(few.arms) == RUNS
+    assert len(few.variants) == RUNS
     assert "<summary>12 runs</summary>" not in study_html(few)
     assert "<summary>123 runs</summary>" in large()
     assert "sample-123" in large()
     assert "sample-123" not in study_markdown(many)
-    values = [row.scores["eval/bpb/math"] for row in few.arms if row.arm == "arm-1"]
+    values = [row.scores["eval/bpb/math"] for row in few.variants if row.variant == "variant-1"]
     assert f"{sum(values) / 3:.4g} ± " in study_html(few)
 
 
@@ -92,7 +92,7 @@ def test_arms_of_one_run_have_one_table_and_are_never_folded_away() -> None:
     shown = view(40, repeats=1, scores=1)
     text = study_html(shown)
     assert '<h2 id="runs">Runs</h2>' in text
-    assert "<h2>Arms</h2>" not in text
+    assert "<h2>Variants</h2>" not in text
     assert "<summary>41 runs</summary>" not in text
     assert "sample-41" in study_markdown(shown)
 
@@ -132,14 +132,14 @@ def test_what_was_shared_is_counted() -> None:
 
 
 def test_a_study_that_has_not_begun_has_a_page() -> None:
-    shown = view(arms=[], lineage=[], plan=[], ended="", started="", verdict=StudyVerdict(headline=[]))
+    shown = view(variants=[], lineage=[], plan=[], ended="", started="", verdict=StudyVerdict(headline=[]))
     assert "sample" in read(shown).headings
     assert study_markdown(shown)
 
 
 def test_names_are_text_and_no_markup() -> None:
     evil = "<b>x</b>|y"
-    table = ViewTable(evil, evil, ["arm", evil], [[evil, evil]])
+    table = ViewTable(evil, evil, ["variant", evil], [[evil, evil]])
     shown = view(
         name=evil, question=evil, command=evil, tables=[table], verdict=StudyVerdict(headline=[evil], flags=[evil])
     )
@@ -159,14 +159,16 @@ def test_markdown_tables_are_whole() -> None:
 
 def test_operations_of_a_shared_stage_are_counted_once() -> None:
     """Rows show the whole training of each run; the sum is of what was trained."""
-    rows = [dataclasses.replace(row, trained=1e12 if place else 4e12) for place, row in enumerate(view().arms)]
-    page = study_markdown(view(arms=rows))
-    assert f"{3e12 + 1e12 * len(rows):.3g}" in study_html(view(arms=rows))
+    rows = [dataclasses.replace(row, trained=1e12 if place else 4e12) for place, row in enumerate(view().variants)]
+    page = study_markdown(view(variants=rows))
+    assert f"{3e12 + 1e12 * len(rows):.3g}" in study_html(view(variants=rows))
     assert page.count("| 4e+12 |") == len(rows)
 
 
 def test_numbers_are_set_to_the_right_and_words_to_the_left() -> None:
-    table = ViewTable("", "", ["arm", "gain", "interval", "says", "none"], [["a", "+0.1", "0.1 to 0.3", "helps", ""]])
+    table = ViewTable(
+        "", "", ["variant", "gain", "interval", "says", "none"], [["a", "+0.1", "0.1 to 0.3", "helps", ""]]
+    )
     assert table.text_columns() == [True, False, False, True, False]
 
 
@@ -203,5 +205,5 @@ def test_a_back_test_is_a_table_of_what_was_said_and_what_came() -> None:
     first = test.rows[0]
     assert f"{first.forecast.beyond:.3g} x" in table.rows[0]
     assert f"{first.accuracy:.4f}" in table.rows[0]
-    assert len(table.tones) == sum((not row.inside) + (not row.nats_inside) for row in test.rows) > 0
+    assert len(table.tones) == sum((not row.in_interval) + (not row.nll_in_interval) for row in test.rows) > 0
     assert all(table.rows[place][column] == "no" for place, column in table.tones)

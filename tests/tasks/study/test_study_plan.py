@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama3.studies.expand import ArmRun, ExpandedStudy, load_study
-from llama3.studies.results import once
+from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
+from llama3.studies.results import distinct_stages
 from llama3.studies.study import Variant
 from storage.root import Root
 from tasks.cluster import Cluster
@@ -20,7 +20,7 @@ STUDIES = Path("recipes/experiments")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    return Root.of(tmp_path / "root")
+    return Root.parse(tmp_path / "root")
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def judge() -> ExpandedStudy:
     return load_study(STUDIES / "judge-cpu.yaml")
 
 
-def finished(root: Root, run: ArmRun, seconds: float) -> RunRecord:
+def finished(root: Root, run: VariantRun, seconds: float) -> RunRecord:
     """Write the record of a run that trained every stage for `seconds` and was scored."""
     runs = Runs(root)
     record = runs.begin(run.recipe, "abc")
-    record.study = StudyPart(study=run.recipe.name, arm=run.arm.name, repeat=run.repeat)
+    record.study = StudyPart(study=run.recipe.name, variant=run.variant.name, repeat=run.repeat)
     for stage in run.recipe.stages:
-        record.steps[stage.name] = StepRecord(artifact=f"checkpoint/{stage.name}", outcome="made", seconds=seconds)
-    record.steps[f"evaluate-{run.recipe.stages[-1].name}"] = StepRecord(artifact="evaluation/x", outcome="made")
+        record.steps[stage.name] = StepRecord(artifact=f"checkpoint/{stage.name}", outcome="created", seconds=seconds)
+    record.steps[f"evaluate-{run.recipe.stages[-1].name}"] = StepRecord(artifact="evaluation/x", outcome="created")
     record.state = "finished"
     runs.save(record)
     return record
@@ -51,7 +51,7 @@ def test_nothing_is_known_of_time_where_nothing_was_measured(root: Root, judge: 
 
 def test_a_shared_stage_is_counted_once(root: Root, judge: ExpandedStudy) -> None:
     plan = plan_study(root, judge, Cluster())
-    assert plan.flops == pytest.approx(sum(work.flops for work in once(judge.runs).values()))
+    assert plan.flops == pytest.approx(sum(work.flops for work in distinct_stages(judge.runs).values()))
     assert plan.flops < 0.7 * sum(run.flops for run in judge.runs)
     assert [planned.stands for planned in plan.runs] == ["new", *["shares half"] * (len(judge.runs) - 1)]
     assert plan.data == 1
@@ -72,7 +72,7 @@ def test_a_finished_run_answers_and_says_how_fast_the_rest_is(root: Root, judge:
 
 def test_a_run_of_another_size_says_nothing_of_the_time(root: Root, judge: ExpandedStudy) -> None:
     large = judge.recipe(["model.dim=512", "model.ffn=1536", "name=large", "data_seed=1"])
-    finished(root, ArmRun(Variant("large"), 1, large), seconds=60)
+    finished(root, VariantRun(Variant("large"), 1, large), seconds=60)
     plan = plan_study(root, judge, Cluster())
     assert plan.seconds is None
     assert "of other sizes" in plan_lines(plan)[-1]
@@ -98,11 +98,11 @@ def test_more_device_hours_than_the_limit_are_refused(root: Root, tmp_path: Path
     base = str((STUDIES / "base-cpu.yaml").absolute())
     text = (STUDIES / "judge-cpu.yaml").read_text().replace("base-cpu.yaml", base)
     path.write_text(f"{text}\nlimits: {{device_hours: 0.01}}\n")
-    posed = load_study(path)
-    check_hours(plan_study(root, posed, Cluster()))  # nothing is known yet
-    finished(root, posed.runs[0], seconds=100)
+    expanded = load_study(path)
+    check_hours(plan_study(root, expanded, Cluster()))  # nothing is known yet
+    finished(root, expanded.runs[0], seconds=100)
     with pytest.raises(ValueError, match=r"limits\.device_hours"):
-        check_hours(plan_study(root, posed, Cluster()))
+        check_hours(plan_study(root, expanded, Cluster()))
 
 
 def test_a_question_is_written_down_whole(root: Root, judge: ExpandedStudy) -> None:
@@ -110,6 +110,6 @@ def test_a_question_is_written_down_whole(root: Root, judge: ExpandedStudy) -> N
     with pytest.raises(ValueError, match="studies: none yet"):
         studies.find("judge-cpu")
     studies.ask(judge)
-    again = load_study(studies.place("judge-cpu") / "study.yaml")
+    again = load_study(studies.folder("judge-cpu") / "study.yaml")
     assert again.digest == judge.digest
     assert [run.digest for run in again.runs] == [run.digest for run in judge.runs]

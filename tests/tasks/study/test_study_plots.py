@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama3.studies.isoflop import NoLaw, fit_ladder
+from llama3.studies.isoflop import NoLawError, fit_ladder
 from llama3.studies.results import NOTHING, Finding
 from tasks.study.plots import TINTS, forest, isoflop, ladder_figures, law
 from tests.tasks.study_samples import findings, ladder, trials
@@ -22,12 +22,12 @@ def strokes(svg: str, colour: str) -> int:
     return len(re.findall(rf"stroke: {colour}; stroke-width: 1.8", svg))
 
 
-@pytest.mark.parametrize("arms", [1, 3, 40])
-def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(arms: int) -> None:
-    found = findings(arms, scores=6)
+@pytest.mark.parametrize("variants", [1, 3, 40])
+def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(variants: int) -> None:
+    found = findings(variants, scores=6)
     svg = forest(found)
     shown = texts(svg)
-    assert {f"arm-{arm}" for arm in range(arms)} <= set(shown)
+    assert {f"variant-{variant}" for variant in range(variants)} <= set(shown)
     assert {"general", "math", "code", "multilingual", "task-4", "task-5"} <= set(shown)
     assert (shown.count("bpb"), shown.count("accuracy")) == (4, 2)
     for says, colour in TINTS.items():
@@ -37,7 +37,7 @@ def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(arms: int)
 def test_a_finding_without_an_interval_is_a_point_alone() -> None:
     one = findings(1, scores=1)[0]
     endless = Finding(**{**one.model_dump(), "low": float("nan"), "high": float("nan"), "says": NOTHING})
-    svg = forest([one, Finding(**{**endless.model_dump(), "arm": "short"})])
+    svg = forest([one, endless.model_copy(update={"variant": "short"})])
     assert "short" in texts(svg)
     assert strokes(svg, TINTS[NOTHING]) == 0
 
@@ -63,7 +63,7 @@ def _drawn(made: object) -> str:
 
 def test_the_law_says_how_far_beyond_the_range_it_is_asked() -> None:
     made = ladder()
-    best = made.law.at(1e14)
+    best = made.law.optimum(1e14)
     svg = law(made.law, made.parabolas, 1e14)
     words = " ".join(texts(svg))
     assert f"{best.beyond:.3g} x the largest fitted" in words
@@ -82,6 +82,6 @@ def test_both_pictures_have_title_and_note_and_are_the_same_each_time() -> None:
 
 def test_a_ladder_without_a_law_can_still_be_drawn(tmp_path: Path) -> None:
     made = [one for one in trials() if one.flops in (2e11, 4e11)]
-    with pytest.raises(NoLaw) as caught:
+    with pytest.raises(NoLawError) as caught:
         fit_ladder(made, [2e11, 4e11])
     assert {"2e+11", "4e+11"} <= set(texts(isoflop(caught.value.parabolas)))

@@ -18,8 +18,8 @@ from flows.local_server import await_answer, child, prefect_command
 from llama3.train import metrics
 from llama3.train.journal import Record
 from storage.processes import free_port
-from tasks.format import clock
-from tasks.tracking.prefect_artifacts import Outbox, StagePage, page_key
+from tasks.format import format_duration
+from tasks.tracking.prefect_artifacts import Outbox, StagePage, artifact_key
 from tests.tasks.page_flow import RUN, pages_of_run, shown
 
 
@@ -110,8 +110,8 @@ def test_what_failed_is_tried_again_and_flush_does_not_wait_for_the_pause() -> N
 
 def test_pages_outside_of_a_flow_are_no_error() -> None:
     page = StagePage("tiny-1", "main", 0, 10)
-    page.see(Record(0.0, 10, {metrics.LOSS: 1.0}))
-    assert page.described(Record(0.0, 5, {})) == "stage **main**: 5 of 10 tokens"
+    page.update(Record(0.0, 10, {metrics.LOSS: 1.0}))
+    assert page.describe(Record(0.0, 5, {})) == "stage **main**: 5 of 10 tokens"
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_pages_outside_of_a_flow_are_no_error() -> None:
     [(3.2, "3 s"), (187, "3:07 min"), (18_720, "5:12 h"), (273_600, "3 d 4 h"), (-1, "0 s")],
 )
 def test_times_are_readable(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_keys_are_what_prefect_takes() -> None:
-    assert page_key("Tiny.x-1", "long_2") == "tiny-x-1-long-2"
+    assert artifact_key("Tiny.x-1", "long_2") == "tiny-x-1-long-2"

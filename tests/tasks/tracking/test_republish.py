@@ -14,9 +14,9 @@ from storage.processes import free_port
 from storage.root import Root
 from tasks.console import TerminalConsole
 from tasks.runs.records import Runs, StepRecord
-from tasks.stages.follow import Follower
-from tasks.tracking.backfill import catch_up, republish, watch
-from tasks.tracking.mlflow import Tracker
+from tasks.stages.follow import JournalTailer
+from tasks.tracking.backfill import backfill_run, catch_up, watch_outages
+from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
@@ -32,29 +32,29 @@ def test_an_empty_database_shows_the_same_as_the_live_one(
     root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["tiny-1", "tiny-2"]
-    live = Tracker(root, "tiny")
+    live = MLflowTracker(root, "tiny")
     expected, expected_models = seen(live, names), models(live)
     assert set(expected) == {
-        *(f"{run} {step}" for run in names for step in ("tokenise", "main", "anneal", "evaluate-anneal", "promote")),
+        *(f"{run} {step}" for run in names for step in ("tokenize", "main", "anneal", "evaluate-anneal", "promote")),
         *names,
     }
     use(monkeypatch, empty_database(tmp_path / "empty"))
     for name in reversed(names):  # in any order
-        done = republish(root, name)
+        done = backfill_run(root, name)
         assert (done.runs, done.versions, done.gone, done.complete) == (6, 1, 0, True)
-    rebuilt = Tracker(root, "tiny")
+    rebuilt = MLflowTracker(root, "tiny")
     assert expected_models["aliases"]["champion"].startswith("checkpoint/tiny-anneal")
     for _ in range(2):
         assert seen(rebuilt, names) == expected
         assert models(rebuilt) == expected_models
         for name in names:
-            republish(root, name)
-    assert Runs(root).find("tiny-1").mlflow_run == Tracker(root, "tiny").open_run("tiny-1", {}, {})
+            backfill_run(root, name)
+    assert Runs(root).find("tiny-1").mlflow_run == MLflowTracker(root, "tiny").open_run("tiny-1", {}, {})
 
 
 def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """What MLflow showed as ended stays so, also while it is sent once more or if the sending breaks off."""
-    tracker = Tracker(root, "tiny")
+    tracker = MLflowTracker(root, "tiny")
     before, during = seen(tracker, ["tiny-1"]), []
     log_batch = tracker.client.log_batch
 
@@ -64,7 +64,7 @@ def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pyte
         log_batch(*words, **more)
 
     monkeypatch.setattr(tracker.client, "log_batch", watched)
-    assert republish(root, "tiny-1", tracker).complete
+    assert backfill_run(root, "tiny-1", tracker).complete
     assert set(during) == {"FINISHED"}
     assert seen(tracker, ["tiny-1"]) == before
 
@@ -73,17 +73,17 @@ def test_a_decision_is_shown_though_another_evaluation_was_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention keeps the champion's own evaluation of an old run, and no other."""
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     record = TrackedRun(root).all().context.record
-    record.steps = {"evaluate-main": StepRecord(artifact="evaluation/tiny-main-0", outcome="made"), **record.steps}
+    record.steps = {"evaluate-main": StepRecord(artifact="evaluation/tiny-main-0", outcome="created"), **record.steps}
     Runs(root).save(record)
     use(monkeypatch, empty_database(tmp_path / "empty"))
-    done = republish(root, record.name)
+    done = backfill_run(root, record.name)
     assert (done.versions, done.gone) == (1, 1)
 
 
 def test_a_stage_shows_what_it_went_on_from_and_its_metrics_once(root: Root) -> None:
-    tracker = Tracker(root, "tiny")
+    tracker = MLflowTracker(root, "tiny")
     shown = seen(tracker, ["tiny-1"])
     steps = Runs(root).find("tiny-1").steps
     assert shown["tiny-1 anneal"]["tags"]["parent.checkpoint"] == steps["main"].artifact
@@ -91,17 +91,17 @@ def test_a_stage_shows_what_it_went_on_from_and_its_metrics_once(root: Root) -> 
     assert [position for position, _, _ in shown["tiny-1 main"]["points"][metrics.LOSS]] == list(range(256, 3073, 256))
     assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 12 + 8
     assert shown["tiny-1"]["points"]["eval/bpb"][0][0] == 20 * 256
-    assert shown["tiny-1 tokenise"]["points"]["odd_key"], "a name that MLflow would refuse"
+    assert shown["tiny-1 tokenize"]["points"]["odd_key"], "a name that MLflow would refuse"
 
 
 def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
-    root = Root.of(tmp_path / "root")
+    root = Root.parse(tmp_path / "root")
     run = TrackedRun(root)
     context = run.context
-    watch(context)
+    watch_outages(context)
     tokens, parent = run.tokens(), None
     for span in Schedule(context.recipe).trained:
         parent = run.stage(span, tokens, parent)
@@ -112,17 +112,17 @@ def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
     run.end()
     assert "mlflow_stale=True" in repr(Runs(root).find("tiny-1"))
     use(monkeypatch, empty_database(tmp_path / "late"))
-    republish(root, "tiny-1")
+    backfill_run(root, "tiny-1")
     record = Runs(root).find("tiny-1")
     assert not record.mlflow_stale
-    shown = seen(Tracker(root, "tiny"), ["tiny-1"])
+    shown = seen(MLflowTracker(root, "tiny"), ["tiny-1"])
     assert {run["status"] for run in shown.values()} == {"FINISHED"}
     assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 20
-    assert Tracker(root, "tiny").client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
+    assert MLflowTracker(root, "tiny").client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
 
 
 def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path: Path) -> None:
-    run = TrackedRun(Root.of(tmp_path))
+    run = TrackedRun(Root.parse(tmp_path))
     context = run.context
     span = Schedule(context.recipe).span("main")
     tags = {**context.tags(), "kind": "checkpoint", "stage": "main", "artifact.key": "k" * 16}
@@ -130,15 +130,15 @@ def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path:
     work = tmp_path / "work" / "main-0123"
     with TerminalConsole().progress("main", span.tokens) as line:
         runs = [context.record.mlflow_run, child]
-        Follower(context, runs, work / "journal.jsonl", span.steps, line, span.end)
+        JournalTailer(context, runs, work / "journal.jsonl", span.steps, line, span.end)
     with Journal(work / "journal.jsonl") as journal:
         for record in records(span, Schedule(context.recipe))[:5]:
             journal.add(record)
     context.record.state, context.record.ended = "interrupted", "2026-11-22T00:00:00+00:00"
     context.runs.save(context.record)
     for _ in range(2):
-        republish(Root.of(tmp_path), "tiny-1")
-    shown = seen(Tracker(Root.of(tmp_path), "tiny"), ["tiny-1"])
+        backfill_run(Root.parse(tmp_path), "tiny-1")
+    shown = seen(MLflowTracker(Root.parse(tmp_path), "tiny"), ["tiny-1"])
     assert set(shown) == {"tiny-1", "tiny-1 main"}
     assert shown["tiny-1 main"]["status"] == "KILLED"
     assert len(shown["tiny-1 main"]["points"][metrics.LOSS]) == 5
@@ -158,4 +158,4 @@ def test_thinning_keeps_the_last_point_and_what_is_rare() -> None:
 def test_a_server_that_is_away_is_a_plain_error(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match="does not answer; start it"):
-        republish(root, "tiny-1")
+        backfill_run(root, "tiny-1")

@@ -14,17 +14,18 @@ from llama3.recipe.load import load_recipe
 from storage.filesystem import cache_folder
 from storage.root import Root
 from tasks.runs.records import Runs
-from tasks.tracking.mlflow import MetricPoint, Tracker
+from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.mlflow_store import prepare_database
+from tasks.tracking.tracker import MetricPoint
 from tests.dist import forkserver
 
 
 @pytest.fixture(scope="module")
-def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
-    return Tracker(Root.of(tmp_path_factory.mktemp("root")), "family")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> MLflowTracker:
+    return MLflowTracker(Root.parse(tmp_path_factory.mktemp("root")), "family")
 
 
-def test_points_sent_twice_count_once(tracker: Tracker) -> None:
+def test_points_sent_twice_count_once(tracker: MLflowTracker) -> None:
     run = tracker.open_run("family-1", {"herd.run": "family-1"}, {})
     points = [MetricPoint("train/loss", 8.0 - i / 100, 1_700_000_000.5 + i, i * 4096) for i in range(1500)]
     tracker.log_points([run], points[:900])
@@ -32,7 +33,7 @@ def test_points_sent_twice_count_once(tracker: Tracker) -> None:
     assert tracker.series(run, "train/loss") == [(point.position, point.value) for point in points]
 
 
-def test_a_run_and_its_children_are_found_again(tracker: Tracker) -> None:
+def test_a_run_and_its_children_are_found_again(tracker: MLflowTracker) -> None:
     first = tracker.open_run("family-2", {"herd.run": "family-2"}, {"model.dim": 64, "stages": [{"name": "main"}]})
     tags = {"herd.run": "family-2", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
     child = tracker.open_child(first, "family-2", tags)
@@ -45,7 +46,7 @@ def test_a_run_and_its_children_are_found_again(tracker: Tracker) -> None:
     assert tracker.client.get_run(first).data.params == {"model.dim": "64", "stages": '[{"name": "main"}]'}
 
 
-def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: Tracker) -> None:
+def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: MLflowTracker) -> None:
     run = tracker.open_run("family-3", {"herd.run": "family-3"}, {})
     other = tracker.open_run("family-4", {"herd.run": "family-4"}, {})
     models = {
@@ -60,13 +61,13 @@ def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: Tracker) -
 
 def test_a_root_does_not_decide_where_the_next_one_records(tmp_path: Path) -> None:
     for name in ("first", "second"):
-        made = Tracker(Root.of(tmp_path / name), "family")
+        made = MLflowTracker(Root.parse(tmp_path / name), "family")
         assert made.uri == f"sqlite:///{tmp_path / name}/mlflow.db"
     assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
-def test_everything_stays_under_the_root(tracker: Tracker, tmp_path: Path) -> None:
-    own = Tracker(Root.of(tmp_path), "elsewhere")
+def test_everything_stays_under_the_root(tracker: MLflowTracker, tmp_path: Path) -> None:
+    own = MLflowTracker(Root.parse(tmp_path), "elsewhere")
     run = own.open_run("elsewhere-1", {"herd.run": "elsewhere-1"}, {})
     (tmp_path / "note.txt").write_text("x")
     own.log_file(run, tmp_path / "note.txt")
@@ -92,7 +93,7 @@ def die_at_statement(folder: Path, number: int, plain: bool) -> None:
         MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
     else:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # without the empty database that others made
-        Tracker(Root.of(folder), "family").experiment  # noqa: B018
+        MLflowTracker(Root.parse(folder), "family").experiment  # noqa: B018
 
 
 def killed(folder: Path, number: int, plain: bool) -> None:
@@ -112,9 +113,9 @@ def test_killed_while_the_database_is_first_made_the_next_process_records(
     monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
     killed(tmp_path, number, plain)
     assert not (tmp_path / "cache").exists()
-    again = Tracker(Root.of(tmp_path), "family")
+    again = MLflowTracker(Root.parse(tmp_path), "family")
     run = again.open_run("family-1", {"herd.run": "family-1"}, {})
-    assert again.available()
+    assert again.reach.available()
     assert again.run_id(run) == run
     assert again.client.get_run(run).info.status == "RUNNING"
 
@@ -123,12 +124,12 @@ def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
-    root = Root.of(tmp_path)
+    root = Root.parse(tmp_path)
     record = Runs(root).begin(load_recipe(Path("tests/e2e/tiny.yaml")), "c0de")
     record.state = "finished"
     Runs(root).save(record)
     (tmp_path / "mlflow.db").write_bytes(b"no database at all, " * 1000)
-    tracker = Tracker(root, "tiny")
+    tracker = MLflowTracker(root, "tiny")
     assert tracker.experiment
     assert tracker.stale
     assert Runs(root).find(record.name).mlflow_stale
@@ -142,7 +143,7 @@ def test_a_new_database_is_a_copy_of_one_that_is_whole(
     spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = cache_folder() / f"mlflow-{version('mlflow')}.db"
-    prepare_database(Root.of(tmp_path / "first"))
+    prepare_database(Root.parse(tmp_path / "first"))
     mine = tmp_path / "cache" / "herd" / kept.name
     mine.parent.mkdir(parents=True)
     whole = kept.read_bytes()
@@ -155,8 +156,8 @@ def test_a_new_database_is_a_copy_of_one_that_is_whole(
             connection.execute("update alembic_version set version_num = 'gone'")
             connection.commit()
     before = mine.stat().st_ino
-    prepare_database(Root.of(tmp_path / "second"))
-    assert Tracker(Root.of(tmp_path / "second"), "family").experiment
+    prepare_database(Root.parse(tmp_path / "second"))
+    assert MLflowTracker(Root.parse(tmp_path / "second"), "family").experiment
     assert (mine.stat().st_ino == before) == (not spoil)  # made again only if it was spoiled
     for path in (mine, tmp_path / "second" / "mlflow.db"):
         with closing(sqlite3.connect(path)) as connection:
@@ -179,14 +180,14 @@ def test_a_database_of_an_earlier_mlflow_is_migrated_and_kept(tmp_path: Path) ->
         earlier = utils.ScriptDirectory.from_config(config).get_revision("heads").down_revision
         command.downgrade(config, earlier)
     engine.dispose()
-    assert Tracker(Root.of(tmp_path), "family").experiment
+    assert MLflowTracker(Root.parse(tmp_path), "family").experiment
     with closing(sqlite3.connect(tmp_path / f"mlflow-{earlier}.db")) as kept:
         assert kept.execute("select version_num from alembic_version").fetchall() == [(earlier,)]
 
 
 def test_a_database_that_cannot_be_used_never_stops_a_run(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").mkdir()
-    tracker = Tracker(Root.of(tmp_path), "family")
+    tracker = MLflowTracker(Root.parse(tmp_path), "family")
     run = tracker.open_run("family-1", {"herd.run": "family-1"}, {})
     tracker.close(run, "FINISHED")
-    assert (tracker.run_id(run), tracker.experiment, tracker.stale, tracker.available()) == ("", "", True, False)
+    assert (tracker.run_id(run), tracker.experiment, tracker.stale, tracker.reach.available()) == ("", "", True, False)

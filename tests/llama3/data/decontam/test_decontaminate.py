@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.decontam.decontaminate import Overlap, decontaminate, overlap
+from llama3.data.decontam.decontaminate import Decontaminate, Overlap, overlap
 from llama3.data.decontam.ngrams import check_benchmarks
-from llama3.data.mapreduce import CurationJob, in_turn
-from llama3.data.text.words import words
+from llama3.data.mapreduce import CurationJob, run_serial
+from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Benchmark, Curate
 from tests.llama3.data.shard_samples import dropped_rows, ids, make_job
 
@@ -47,7 +47,7 @@ def decontaminated(
 ) -> CurationJob:
     recipe = SimpleNamespace(curate=Curate(decontaminate=list(benchmarks)))
     job = make_job(folder, [{"text": text} for text in texts], shards, parts, recipe)
-    decontaminate(in_turn, job)
+    Decontaminate().run(run_serial, job)
     return job
 
 
@@ -107,7 +107,7 @@ def test_dropped_documents_are_not_looked_at(tmp_path: Path) -> None:
     job = make_job(tmp_path, [{"text": EXAMPLE}], recipe=recipe)
     (job.folder / "near/drop").mkdir(parents=True)
     pq.write_table(pa.table({"row": [0], "outcome": ["near_duplicate"], "kept": ["x"]}), job.file("near/drop", 0))
-    decontaminate(in_turn, job)
+    Decontaminate().run(run_serial, job)
     assert dropped(job) == set()
     assert table(job, "examples") == []
 
@@ -187,7 +187,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
 
 def plain_overlap(example: str, document: str) -> Overlap:
     """The plain definition: every run of 8 words of the example that stands in the document."""
-    one, other = words(example), words(document)
+    one, other = split_words(example), split_words(document)
     width = min(8, len(one))
     grams = {tuple(other[i : i + width]) for i in range(len(other) - width + 1)}
     starts = [i for i in range(len(one) - width + 1) if tuple(one[i : i + width]) in grams] if width else []
@@ -207,8 +207,8 @@ def test_overlap_equals_the_plain_definition(example: str, document: str, start:
     document = " ".join([document, *example.split()[start : start + count], document])
     found = overlap(example, [True] * 30, document)
     assert found._replace(excerpt="") == plain_overlap(example, document)
-    assert words(found.excerpt) == [] or " ".join(words(found.excerpt)) in example
-    assert len(words(found.excerpt)) == found.run
+    assert split_words(found.excerpt) == [] or " ".join(split_words(found.excerpt)) in example
+    assert len(split_words(found.excerpt)) == found.run
 
 
 @settings(max_examples=8)  # each one runs all sub-steps
@@ -220,7 +220,7 @@ def test_kernel_equals_the_plain_definition(
     job = decontaminated(folder, documents, [benchmark(folder, examples, threshold=f"{percent}%")], shards=2)
     best = [max(plain_overlap(example, text).words for text in documents) for example in examples]
     grams = [plain_overlap(example, f" {'x ' * 8}".join(documents)).words for example in examples]
-    lengths = [len(words(example)) for example in examples]
+    lengths = [len(split_words(example)) for example in examples]
     expected = {
         text
         for text in documents

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llama3.data.dedup.exact import map_exact, map_url, reduce_exact, reduce_url
-from llama3.data.mapreduce import CurationJob, in_turn, run
+from llama3.data.dedup.exact import Exact, NewestVersion
+from llama3.data.mapreduce import CurationJob, run_serial
 from tests.llama3.data.shard_samples import attributes, dropped_rows, make_job
 
 PAGE = "https://example.org/page"
@@ -32,9 +32,8 @@ CASES = st.lists(
 
 def outcomes(job: CurationJob) -> list[tuple[Any, ...]]:
     """Run both steps and return every document with its outcome and the one kept, in an order without rows."""
-    for step, mapper, reducer in (("url", map_url, reduce_url), ("exact", map_exact, reduce_exact)):
-        run(in_turn, job, f"{step}/map", mapper, range(len(job.shards)))
-        run(in_turn, job, f"{step}/drop", reducer, range(job.parts))
+    for stage in (NewestVersion(), Exact()):
+        stage.run(run_serial, job)
     dropped = dropped_rows(job, "url") | dropped_rows(job, "exact")
     return sorted(
         (*(document[name] for name in ("id", "url", "date", "rank", "language", "source_index")), *dropped.get(row, ()))
@@ -51,7 +50,7 @@ def kept(documents: list[Document]) -> list[tuple[Any, ...]]:
             document["id"],
             document["url"],
             document["source_index"],
-            document["licence"],
+            document["license"],
             document["language"],
         )
         return -document["rank"], newest, *identity
@@ -86,22 +85,22 @@ def test_kept_as_in_plain_python_and_for_any_shards(
 
 
 def drops(folder: Path, documents: list[Document]) -> dict[str, tuple[str, str]]:
-    """Return licence (here the name of a document) -> (outcome, licence of the one kept)."""
+    """Return license (here the name of a document) -> (outcome, license of the one kept)."""
     job = make_job(folder, documents)
     outcomes(job)
     rows = attributes(job)
-    names = {document["id"]: document["licence"] for document in rows.values()}
+    names = {document["id"]: document["license"] for document in rows.values()}
     dropped = dropped_rows(job, "url") | dropped_rows(job, "exact")
-    return {rows[row]["licence"]: (outcome, names[str(one)]) for row, (outcome, one) in dropped.items()}
+    return {rows[row]["license"]: (outcome, names[str(one)]) for row, (outcome, one) in dropped.items()}
 
 
 def test_the_newest_version_of_a_url_stays(tmp_path: Path) -> None:
     documents = [
-        {"licence": "old", "text": "first draft", "url": PAGE, "date": "2022-05-01", "rank": 0.9},
-        {"licence": "new", "text": "final", "url": PAGE, "date": "2024-05-01", "rank": 0.1},
-        {"licence": "undated", "text": "who knows", "url": PAGE, "date": "", "rank": 1.0},
-        {"licence": "german", "text": "erster", "url": PAGE, "date": "2020-01-01", "language": "de"},
-        {"licence": "math", "text": "1 + 1", "url": PAGE, "date": "2020-01-01", "domain": "math"},
+        {"license": "old", "text": "first draft", "url": PAGE, "date": "2022-05-01", "rank": 0.9},
+        {"license": "new", "text": "final", "url": PAGE, "date": "2024-05-01", "rank": 0.1},
+        {"license": "undated", "text": "who knows", "url": PAGE, "date": "", "rank": 1.0},
+        {"license": "german", "text": "erster", "url": PAGE, "date": "2020-01-01", "language": "de"},
+        {"license": "math", "text": "1 + 1", "url": PAGE, "date": "2020-01-01", "domain": "math"},
     ]
     assert drops(tmp_path, documents) == {"old": ("old_version", "new")}
 
@@ -109,30 +108,30 @@ def test_the_newest_version_of_a_url_stays(tmp_path: Path) -> None:
 def test_sections_of_a_page_stay(tmp_path: Path) -> None:
     """Nothing says that one is newer: they have no date, or that of the page, or it and its time."""
     parts = [("1", ""), ("2", ""), ("3", "2024-05-01"), ("4", "2024-05-01"), ("5", "2024-05-01T10:00:00Z")]
-    documents = [{"licence": name, "text": f"section {name}", "url": PAGE, "date": date} for name, date in parts]
-    copy = {"licence": "6", "text": "section 1", "url": PAGE, "rank": -1.0}
+    documents = [{"license": name, "text": f"section {name}", "url": PAGE, "date": date} for name, date in parts]
+    copy = {"license": "6", "text": "section 1", "url": PAGE, "rank": -1.0}
     assert drops(tmp_path, [*documents, copy]) == {"6": ("exact_duplicate", "6")}, "one of 1 and 6 goes"
 
 
 def test_a_path_is_no_url(tmp_path: Path) -> None:
-    documents = [{"licence": name, "text": name, "url": "doc/readme.txt"} for name in "ab"]
+    documents = [{"license": name, "text": name, "url": "doc/readme.txt"} for name in "ab"]
     assert drops(tmp_path, documents) == {}
 
 
 def test_a_dropped_version_is_no_exact_copy_any_more(tmp_path: Path) -> None:
     documents = [
-        {"licence": "old", "text": "same", "url": PAGE, "date": "2022-05-01", "rank": 1.0},
-        {"licence": "new", "text": "other", "url": PAGE, "date": "2024-05-01"},
-        {"licence": "copy", "text": "same", "url": "shelf/copy.txt"},
+        {"license": "old", "text": "same", "url": PAGE, "date": "2022-05-01", "rank": 1.0},
+        {"license": "new", "text": "other", "url": PAGE, "date": "2024-05-01"},
+        {"license": "copy", "text": "same", "url": "shelf/copy.txt"},
     ]
     assert drops(tmp_path, documents) == {"old": ("old_version", "new")}
 
 
 def test_exact_copies_whatever_their_language_but_in_one_domain(tmp_path: Path) -> None:
     documents = [
-        {"licence": "b", "text": "same", "url": "shelf/b", "rank": 0.5},
-        {"licence": "a", "text": "same", "url": "shelf/a", "rank": 0.5, "language": "de"},
-        {"licence": "math", "text": "same", "url": "shelf/a", "domain": "math"},
+        {"license": "b", "text": "same", "url": "shelf/b", "rank": 0.5},
+        {"license": "a", "text": "same", "url": "shelf/a", "rank": 0.5, "language": "de"},
+        {"license": "math", "text": "same", "url": "shelf/a", "domain": "math"},
     ]
     job = make_job(tmp_path, documents)
     assert [one for one in outcomes(job) if len(one) > 6] == [

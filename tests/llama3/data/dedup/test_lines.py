@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.dedup.lines import Stripped, count_lines, line_hashes, strip_lines
-from llama3.data.mapreduce import CurationJob, in_turn
-from llama3.data.text.words import words
+from llama3.data.dedup.lines import LineDedup, StrippedTexts, line_hashes, strip_lines
+from llama3.data.mapreduce import CurationJob, run_serial
+from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Curate, Lines
 from tests.llama3.data.shard_samples import make_job
 
@@ -29,7 +29,7 @@ def compared(line: str) -> str:
 
 def repeats(line: str, gram: int, share: Fraction) -> bool:
     """The plain definition of the rule against lines that repeat themselves."""
-    found = words(line)
+    found = split_words(line)
     grams = [tuple(found[i : i + gram]) for i in range(len(found) - gram + 1)]
     often = Counter(grams)
     inside = {i + k for i, one in enumerate(grams) if often[one] > 1 for k in range(gram)}
@@ -62,11 +62,11 @@ def prepared(
         lines = line_hashes(pq.read_table(shard.text)["text"], rule.min_chars)
         attributes = pq.read_table(shard.attributes).drop_columns(["lines"])
         pq.write_table(attributes.append_column("lines", lines), shard.attributes)
-    count_lines(in_turn, job)
+    LineDedup().run(run_serial, job)
     return job
 
 
-def stripped(job: CurationJob) -> Stripped:
+def stripped(job: CurationJob) -> StrippedTexts:
     """Strip all documents of `job`, ordered by domain and id."""
     tables = pa.concat_tables([pq.read_table(shard.text) for shard in job.shards])
     tables = tables.sort_by([("domain", "ascending"), ("id", "ascending")])
@@ -133,7 +133,7 @@ def test_each_bucket_counts_for_itself(tmp_path: Path) -> None:
     documents = with_menu(40)
     one = stripped(prepared(tmp_path / "one", documents, Lines(max_copies=30)))
     assert one.lines.sum() == 40
-    four = stripped(prepared(tmp_path / "four", documents, Lines(max_copies=30, bucket=10), shards=3))
+    four = stripped(prepared(tmp_path / "four", documents, Lines(max_copies=30, bucket_documents=10), shards=3))
     assert four.lines.sum() == 0
 
 
@@ -154,10 +154,10 @@ def test_dropped_documents_do_not_count(tmp_path: Path) -> None:
     job = prepared(tmp_path / "all", with_menu(8), Lines())
     drops = pa.table({"row": [0, 1], "outcome": ["near_duplicate"] * 2, "kept": [None, "x"]})
     fewer = make_job(tmp_path / "fewer", [], recipe=job.recipe)
-    fewer = CurationJob(job.recipe, job.shards, fewer.folder)
+    fewer = CurationJob(job.recipe, job.shards, fewer.folder, stages=fewer.stages)
     (fewer.folder / "near/drop").mkdir(parents=True)
     pq.write_table(drops, fewer.file("near/drop", 0))
-    count_lines(in_turn, fewer)
+    LineDedup().run(run_serial, fewer)
     assert stripped(job).lines.sum() == 8
     assert stripped(fewer).lines.sum() == 0
 
@@ -188,7 +188,7 @@ LOG = "warning: disk sda1 is full, "
 
 @pytest.mark.parametrize(("line", "goes"), [(LOG * 3, True), (LOG + "x", False), (LOG * 2 + "and " * 30, True)])
 def test_a_line_that_repeats_itself_goes(tmp_path: Path, line: str, goes: bool) -> None:
-    rule = Lines.model_validate({"max_copies": None, "max_repeated_grams": "60%"})
+    rule = Lines.model_validate({"max_copies": None, "max_repeated_ngrams": "60%"})
     job = prepared(tmp_path, [{"text": f"before\n{line}\nafter"}], rule)
     assert stripped(job).texts.to_pylist() == ["before\nafter" if goes else f"before\n{line}\nafter"]
 
@@ -208,7 +208,7 @@ def test_strip_equals_the_plain_definition(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], copies: int, share: str | None, data: Any
 ) -> None:
     gram, min_chars = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4))
-    fields = {"max_copies": copies, "min_chars": min_chars, "gram": gram, "max_repeated_grams": share}
+    fields = {"max_copies": copies, "min_chars": min_chars, "ngram": gram, "max_repeated_ngrams": share}
     rule = Lines.model_validate(fields)
     documents = [{"text": text, "url": str(number)} for number, text in enumerate(texts)]
     job = prepared(tmp_path_factory.mktemp("strip"), documents, rule, shards=2)
@@ -217,7 +217,7 @@ def test_strip_equals_the_plain_definition(
     result = stripped(job)
     for number, text in enumerate(table["text"].to_pylist()):
         lines = text.split("\n")
-        limit = rule.max_repeated_grams
+        limit = rule.max_repeated_ngrams
         gone = {
             place
             for place, line in enumerate(lines)
@@ -242,7 +242,7 @@ def generated(count: int) -> list[dict[str, Any]]:
 
 
 def test_result_does_not_depend_on_shards_parts_or_order(tmp_path: Path) -> None:
-    documents, rule = generated(120), Lines(bucket=25)
+    documents, rule = generated(120), Lines(bucket_documents=25)
     first = prepared(tmp_path / "first", documents, rule)
     result, common = stripped(first), pq.read_table(first.file("lines/common", 0))
     assert 100 < result.lines.sum() < 1000

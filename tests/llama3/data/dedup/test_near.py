@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from llama3.data.dedup import minhash
-from llama3.data.dedup.minhash import ROUNDS, near_duplicates, verdict_files
-from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, in_turn, write_table
-from llama3.data.text.words import words
+from llama3.data.dedup.minhash import ROUNDS, MinHash, verdict_files
+from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, run_serial, write_table
+from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Curate, Dedup
 from tests.llama3.data.shard_samples import attributes, drops, make_job
 
@@ -47,7 +47,7 @@ def planted(seed: int, families: int) -> list[Document]:
 
 def ran(folder: Path, documents: list[Document], shards: int = 1, parts: int = 1, **dedup: Any) -> CurationJob:
     job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(dedup=Dedup(**dedup))))
-    near_duplicates(in_turn, job)
+    MinHash().run(run_serial, job)
     return job
 
 
@@ -69,7 +69,7 @@ def true_pairs(job: CurationJob) -> dict[frozenset[str], float]:
     language = {one["id"]: one["language"] for one in attributes(job).values()}
     sets = {}
     for name, text in texts_of(job).items():
-        found = words(text)
+        found = split_words(text)
         sets[name] = {tuple(found[i : i + 5]) for i in range(max(1, len(found) - 4))}
     pairs = [(a, b) for a, b in combinations(sets, 2) if language[a] == language[b] and sets[a] & sets[b]]
     return {frozenset(pair): len(sets[pair[0]] & sets[pair[1]]) / len(sets[pair[0]] | sets[pair[1]]) for pair in pairs}
@@ -164,7 +164,7 @@ def test_rounds_are_cut_finer_where_there_is_much(
 ) -> None:
     monkeypatch.setattr(minhash, "PART_BYTES", 50_000)
     job = make_job(tmp_path, planted(1, 120), shards=3, parts=2)
-    near_duplicates(two_threads, job)
+    MinHash().run(two_threads, job)
     assert len(job.files("near/00/verdicts")) > 5
     assert len(job.files("near/drop")) == 2
     assert clusters(job) == clusters(planted_job)
@@ -248,7 +248,7 @@ def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     job = make_job(tmp_path, documents, recipe=recipe)
     gone = next(row for row, one in attributes(job).items() if one["rank"] == 1)
     write_table(pa.table({"row": [gone], "outcome": ["x"], "kept": [None]}, DROP_SCHEMA), job.file("filter/drop", 0))
-    near_duplicates(in_turn, job)
+    MinHash().run(run_serial, job)
     assert drops(job, "near") == {}
 
 
@@ -266,8 +266,8 @@ def test_a_killed_job_goes_on(tmp_path: Path) -> None:
     for stop in range(3, count, 17):
         job = make_job(tmp_path / str(stop), documents, shards=2, parts=2)
         with pytest.raises(KeyboardInterrupt):
-            near_duplicates(stopping(stop), job)
-        near_duplicates(in_turn, job)
+            MinHash().run(stopping(stop), job)
+        MinHash().run(run_serial, job)
         assert {file.name: file.read_bytes() for file in (job.folder / "near/drop").iterdir()} == {
             file.name: file.read_bytes() for file in (whole.folder / "near/drop").iterdir()
         }

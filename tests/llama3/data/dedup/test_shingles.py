@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.kernels.arrow import list_buffers
-from llama3.data.kernels.shingles import band_hashes, jaccard_pairs, shingle_sets, spread
-from llama3.data.text.words import words
+from llama3.data.kernels.shingles import band_hashes, jaccard_pairs, mix_hashes, shingle_sets
+from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Dedup
 
 VOCABULARY = [f"w{i}" for i in range(3000)]
@@ -19,7 +19,7 @@ TEXTS = st.lists(st.text("ab B,.\né中文ภ 日1_Я🙂", max_size=40), max_si
 
 def word_tuples(text: str, width: int) -> set[tuple[str, ...]]:
     """Return the shingles of `text` in plain Python; a text without words is its own only one."""
-    found = words(text) or [f"no words: {text}"]
+    found = split_words(text) or [f"no words: {text}"]
     width = min(width, len(found))
     return {tuple(found[i : i + width]) for i in range(len(found) - width + 1)}
 
@@ -118,7 +118,7 @@ def test_empty_columns() -> None:
 
 
 def test_spread_is_a_bijection_that_fills_the_range() -> None:
-    found = spread(np.arange(4096, dtype=np.uint64))
+    found = mix_hashes(np.arange(4096, dtype=np.uint64))
     assert len(np.unique(found)) == 4096
     counts = np.bincount((found >> np.uint64(60)).astype(np.int64), minlength=16)
     assert counts.min() > 190

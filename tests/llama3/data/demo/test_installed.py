@@ -12,15 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from llama3.data.demo.installed import InstalledFile, distributions, installed_documents, package_files, spread
-from llama3.data.demo.manual_pages import arguments, manual_text, unescape
-from llama3.data.demo.translations import (
-    catalogue_documents,
-    catalogue_language,
+from llama3.data.demo.installed import (
+    InstalledFile,
+    arguments,
+    catalog_documents,
+    catalog_language,
     description,
+    distributions,
     docstrings,
+    installed_documents,
+    manual_text,
+    package_files,
     read_mo,
     read_po,
+    spread,
+    unescape,
 )
 from llama3.recipe.base import DOMAINS
 
@@ -126,7 +132,7 @@ def test_compiled_catalogues_agree_with_gettext(tmp_path: Path) -> None:
     assert agreed > len(found)
     with pytest.raises(ValueError, match="magic number"):
         list(read_mo(b"something else" * 10))
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         list(read_mo(made.read_bytes()[:40]))
 
 
@@ -138,7 +144,7 @@ def test_source_catalogues_are_read() -> None:
 def test_catalogue_documents_have_a_sensible_length_and_no_originals() -> None:
     messages = [(f"message {i}", f"die Übersetzung Nummer {i} der Meldung") for i in range(400)]
     documents = list(
-        catalogue_documents(iter([("", "header"), ("same text here", "same text here"), *messages, *messages]))
+        catalog_documents(iter([("", "header"), ("same text here", "same text here"), *messages, *messages]))
     )
     assert "\n".join(documents).split("\n") == [text for _, text in messages]
     assert all(3500 < len(document) < 5000 for document in documents[:-1])
@@ -149,7 +155,7 @@ def test_catalogue_languages() -> None:
         ("locale/pt_BR/LC_MESSAGES/x.mo", "pt"), ("packages/a/locale/sr@latin/LC_MESSAGES/a.mo", "sr"),
         ("packages/a/po/de.po", "de"), ("packages/a/models.mo", None),
     ]:  # fmt: skip
-        assert catalogue_language(name) == language
+        assert catalog_language(name) == language
 
 
 def test_docstrings_are_those_that_the_parser_finds() -> None:

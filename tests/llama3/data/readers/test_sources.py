@@ -63,8 +63,8 @@ def test_fields_of_a_record_are_taken_over_and_the_recipe_wins(tmp_path: Path) -
     path.write_text(json.dumps(record))
     [document] = open_source(Source(uri=str(path), text="body"), "general", 0, "mine")
     assert document == ("x", "https://a", "fr", "MIT", "mine", "html", "2024-02-03")
-    [document] = open_source(Source(uri=str(path), text="body", language="de", licence="CC0-1.0"), "general", 0)
-    assert (document.language, document.licence, document.source) == ("de", "CC0-1.0", f"{tmp_path.name}/a")
+    [document] = open_source(Source(uri=str(path), text="body", language="de", license="CC0-1.0"), "general", 0)
+    assert (document.language, document.license, document.source) == ("de", "CC0-1.0", f"{tmp_path.name}/a")
 
 
 def test_a_limit_passes_over_what_does_not_fit(write_jsonl: Write) -> None:

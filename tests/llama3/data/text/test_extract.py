@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama3.data.readers.files import Fault
 from llama3.data.text import extract
-from llama3.data.text.extract import html_text, plain_text, strip_markdown, too_deep
+from llama3.data.text.extract import exceeds_limits, html_text, plain_text, strip_markdown
 
 PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p {color: red}</style></head><body>
 <nav><ul><li><a href="/">Home of the site</a></li><li><a href="/x">Another menu entry</a></li></ul></nav>
@@ -191,7 +191,7 @@ def test_pages_as_people_write_them_are_not_deep() -> None:
         f"<div data-state='{'{a: 1}, ' * 5_000}'>text</div>",
         "<div><span>x</span></div>" * 20_000,
     ]:
-        assert not too_deep(page)
+        assert not exceeds_limits(page)
 
 
 def test_markdown_takes_time_by_its_length() -> None:
@@ -205,6 +205,10 @@ def test_markdown_takes_time_by_its_length() -> None:
         began = time.process_time()
         strip_markdown(text)
         assert time.process_time() - began < 5
+
+
+def test_code_in_the_target_of_a_link_goes_with_it() -> None:
+    assert strip_markdown('`x` [a `b`](`c` "`d`") ![`e`](`f`) `g`') == "x a b e g"
 
 
 def test_closing_signs_of_headings() -> None:
@@ -235,7 +239,7 @@ def test_a_long_document_is_read_by_a_child_and_one_that_takes_too_long_is_count
     slow = "*a " * 1_000_000
     fault = plain_text(slow, "md", "resiliparse")
     assert isinstance(fault, Fault)
-    assert (fault.reason, fault.said.startswith("took more than 1 s")) == ("too_slow", True)
+    assert (fault.reason, fault.message.startswith("took more than 1 s")) == ("too_slow", True)
     assert plain_text(page, "html", "resiliparse") == html_text(page)  # by another child
     assert extract._local.child.pid != first
 

@@ -2,22 +2,35 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from llama3.data.text.language import detect, primary
-from llama3.data.text.words import words
+from llama3.data.text.language import detect_language, primary_subtag
+from llama3.data.text.words import split_words
 
 
 def test_languages_are_told_and_tags_reduced() -> None:
-    assert detect("Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald hinein.") == "de"
     assert (
-        detect("これは日本語の文章です。\n```\ngit commit --amend --no-edit\n```\n言語を判定するために十分な長さです。")
+        detect_language("Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald hinein.") == "de"
+    )
+    assert (
+        detect_language(
+            "これは日本語の文章です。\n```\ngit commit --amend --no-edit\n```\n言語を判定するために十分な長さです。"
+        )
         == "ja"
     )
-    assert detect("在 Git 中整合来自不同分支的修改主要有两种方法：`merge` 以及 `rebase`。") == "zh"
-    assert detect("Если вы хотите начать работать с Git, прочитав всего одну главу, то эта глава для вас.") == "ru"
-    assert detect("# gwhich\n\n> यह आदेश which का उपनाम है। मूल आदेश के लिए दस्तावेज़ देखें") == "hi"
-    assert detect("The Greek letters α and β name the angles, and γ names the third one of them all.") == "en"
-    assert detect("") == detect("12 + 3") == "und"
-    assert [primary(tag) for tag in ("pt_BR.UTF-8", "zh-TW", "nb", "sr@latin", "")] == ["pt", "zh", "no", "sr", "und"]
+    assert detect_language("在 Git 中整合来自不同分支的修改主要有两种方法：`merge` 以及 `rebase`。") == "zh"
+    assert (
+        detect_language("Если вы хотите начать работать с Git, прочитав всего одну главу, то эта глава для вас.")
+        == "ru"
+    )
+    assert detect_language("# gwhich\n\n> यह आदेश which का उपनाम है। मूल आदेश के लिए दस्तावेज़ देखें") == "hi"
+    assert detect_language("The Greek letters α and β name the angles, and γ names the third one of them all.") == "en"
+    assert detect_language("") == detect_language("12 + 3") == "und"
+    assert [primary_subtag(tag) for tag in ("pt_BR.UTF-8", "zh-TW", "nb", "sr@latin", "")] == [
+        "pt",
+        "zh",
+        "no",
+        "sr",
+        "und",
+    ]
 
 
 FILES = "\n".join(
@@ -46,24 +59,24 @@ def test_code_and_digests_hide_no_language() -> None:
         ("fa", "این فرمان محتوای پرونده را نشان می‌دهد. گزینهٔ -n سطرها را شماره‌گذاری می‌کند."),
         ("hy", "Հայերենը հնդեվրոպական լեզվաընտանիքի առանձին ճյուղ հանդիսացող լեզու է։"),
     ]:  # fmt: skip
-        assert detect(text) == language
+        assert detect_language(text) == language
 
 
 def test_threads_share_one_model() -> None:
     texts = ["Der schnelle braune Fuchs springt über den Hund.", "Le renard brun saute par-dessus le chien."] * 50
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(detect, texts)) == ["de", "fr"] * 50
+        assert list(pool.map(detect_language, texts)) == ["de", "fr"] * 50
 
 
 def test_a_long_text_is_told_by_its_inside() -> None:
-    licence = "Permission is hereby granted, free of charge, to any person obtaining a copy of this software. " * 8
+    license = "Permission is hereby granted, free of charge, to any person obtaining a copy of this software. " * 8
     german = "Der schnelle braune Fuchs springt über den faulen Hund und läuft weit in den dunklen Wald hinein. " * 90
-    assert detect(licence + german) == "de"
-    assert detect("これは日本語の文章です。" * 900 + licence) == "ja"
+    assert detect_language(license + german) == "de"
+    assert detect_language("これは日本語の文章です。" * 900 + license) == "ja"
 
 
 def test_words_of_every_script() -> None:
-    assert words("Don't x_1, Straße!") == ["don", "t", "x_1", "straße"]
-    assert words("Привет, мир") == ["Привет", "мир"]
-    assert words("模型abc") == ["模", "型", "abc"]
-    assert words("हिन्दी") == ["हिन्दी"]
+    assert split_words("Don't x_1, Straße!") == ["don", "t", "x_1", "straße"]
+    assert split_words("Привет, мир") == ["Привет", "мир"]
+    assert split_words("模型abc") == ["模", "型", "abc"]
+    assert split_words("हिन्दी") == ["हिन्दी"]

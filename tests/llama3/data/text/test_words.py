@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.data.kernels.words import find_words, word_hash
-from llama3.data.text.words import ALONE, JOINED, words
+from llama3.data.text.words import ALONE, JOINED, split_words
 
 EDGES = [
     chr(point)
@@ -38,8 +38,8 @@ def found(text: str, before: str = "", after: str = "") -> tuple[list[str], list
 @given(HOSTILE)
 def test_kernel_finds_the_words_of_the_plain_definition(text: str) -> None:
     spelled, hashes = found(text)
-    assert [word.translate({upper: upper + 32 for upper in range(65, 91)}) for word in spelled] == words(text)
-    assert hashes == [word_hash(word) for word in words(text)]
+    assert [word.translate({upper: upper + 32 for upper in range(65, 91)}) for word in spelled] == split_words(text)
+    assert hashes == [word_hash(word) for word in split_words(text)]
 
 
 @given(HOSTILE, HOSTILE, HOSTILE)
@@ -49,7 +49,7 @@ def test_text_around_a_document_changes_nothing(text: str, before: str, after: s
 
 def test_as_many_words_as_there_is_room_for() -> None:
     for text in ["a b c", "a", "aé", "a中a中", "中文", "x y ", "_ _"]:
-        assert found(text)[0] == words(text)
+        assert found(text)[0] == split_words(text)
 
 
 def test_hashes_never_change() -> None:

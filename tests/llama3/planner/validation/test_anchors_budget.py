@@ -6,9 +6,9 @@ from time import process_time
 
 import pytest
 
-from llama3.parallel.check_layout import TABLE_4
+from llama3.parallel.layout import TABLE_4
 from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.run import SCHEDULE, budget_anchors, gpu_hours, modelled, steps, table_4
+from llama3.planner.validation.run import SCHEDULE, budget_anchors, gpu_hours, modeled_tflops, steps, table_4
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_operations_are_6n_and_causal_attention(rows: list[Anchor]) -> None:
 def test_the_schedule_is_the_published_one() -> None:
     assert [part.until for part in SCHEDULE] == [252e6, 2.87e12, 14.8e12, 15.6e12]
     assert [part.batch for part in SCHEDULE] == [4, 8, 16, 16]
-    assert [part.seq for part in SCHEDULE] == [4_096, 8_192, 8_192, 131_072]
+    assert [part.seq_len for part in SCHEDULE] == [4_096, 8_192, 8_192, 131_072]
     assert [table_4(part) for part in SCHEDULE] == [430, 430, 400, 380]
 
 
@@ -61,6 +61,6 @@ def test_gpu_hours_go_inversely_with_goodput_and_throughput() -> None:
 
 def test_smaller_batches_are_slower_than_the_published_ones() -> None:
     """Half of the micro-batches leave the bubble twice its share: the model says so, the table cannot."""
-    small, half, whole, _ = (modelled(part) for part in SCHEDULE)
+    small, half, whole, _ = (modeled_tflops(part) for part in SCHEDULE)
     assert small < half < TABLE_4[0].tflops
     assert whole == pytest.approx(TABLE_4[1].tflops, rel=0.03)

@@ -49,7 +49,7 @@ def test_steps_shrink_but_by_less_than_the_number_of_gpus_grows() -> None:
 def test_hidden_gradients_and_more_stages_shorten_a_step() -> None:
     rate = megascale_fitted("MegaScale")
     assert megascale_seconds(12_288, rate, 6) < megascale_seconds(12_288, rate, 1)
-    assert megascale_seconds(12_288, rate, 6, virtual=6) < megascale_seconds(12_288, rate, 6, virtual=1)
+    assert megascale_seconds(12_288, rate, 6, vpp=6) < megascale_seconds(12_288, rate, 6, vpp=1)
 
 
 def test_a_wrong_published_figure_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama3.parallel.check_layout import TABLE_4
+from llama3.parallel.layout import TABLE_4
 from llama3.planner.validation.network import job, placement_anchors, recommendations
 
 
@@ -27,7 +27,7 @@ def test_every_row_of_table_4_and_some_of_them_strictly_better() -> None:
 
 def test_bytes_of_table_4_follow_from_the_model() -> None:
     layout, world, sent = job(TABLE_4[1])
-    assert (layout.dp(world), layout.virtual) == (128, 8)
+    assert (layout.dp(world), layout.vpp) == (128, 8)
     assert sent.pp == 2 * 16 * 8 * 8192 * 16384 * 2 / 8  # both ways, 16 micro-batches, 8 stages, BF16 over TP 8
     weights = 405.8e9 / (8 * 16)  # bf16 gathered once, fp32 reduced once
     assert sent.dp == pytest.approx(weights * (2 + 4), rel=0.02)

@@ -8,7 +8,7 @@ import pytest
 
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
-from llama3.planner.published import fitted, step_model, wanted
+from llama3.planner.published import fitted_h100_curves, step_model, table4_query
 from llama3.planner.step_time import StepModel, StepTime
 from llama3.planner.validation import step
 from llama3.planner.validation.anchor import Anchor
@@ -39,8 +39,8 @@ def test_terms_that_nothing_pins_are_said_to_be_not_caught(rows: list[Anchor]) -
 
 
 def test_a_term_is_one_of_the_step_s_and_makes_it_shorter() -> None:
-    layout = Layout(tp=8, pp=16, virtual=8, contiguous=16)
-    step = step_model(fitted()).predict(layout, 8192, Load(wanted(0).seq, 1, 32))
+    layout = Layout(tp=8, pp=16, vpp=8, microbatch_group_size=16)
+    step = step_model(fitted_h100_curves()).predict(layout, 8192, Load(table4_query(0).seq_len, 1, 32))
     for name, (seconds, _) in TERMS.items():
         assert seconds(step) in vars(step).values(), name
         assert name.startswith("messages of context") or seconds(step) > 0, name

@@ -140,7 +140,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_no_space_left_on_the_device(small_disk: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    state, checkpoints = State(position=1), opened(small_disk / "checkpoints", say=lines.append)
+    state, checkpoints = State(position=1), opened(small_disk / "checkpoints", log=lines.append)
     checkpoints.save(state, "main")
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space"):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from llama3.recipe.sections import Keep, Optimizer
 from llama3.recipe.units import Cadence, Tokens
-from llama3.train.checkpoint.storage import kept
-from llama3.train.optimizer import adamw, scale, squared_norm
-from llama3.train.trainer import Due
+from llama3.train.state import adamw
+from llama3.train.train_step import scale, squared_norm
+from llama3.train.trainer import SaveSchedule
 
 
 def keep(last: int, every: int | None = None) -> Keep:
@@ -22,9 +22,10 @@ def keep(last: int, every: int | None = None) -> Keep:
 
 def test_the_newest_and_the_milestones_are_kept() -> None:
     positions = [30, 60, 90, 120, 150, 180, 210, 240]
-    assert kept(positions, keep(2)) == {210, 240}
-    assert kept(positions, keep(1, 100)) == {120, 210, 240}
-    assert kept([], keep(3, 100)) == set()
+    assert keep(2).kept(positions) == {210, 240}
+    assert keep(1, 100).kept(positions) == {120, 210, 240}
+    assert keep(1).kept(positions, pinned=[30]) == {30, 240}
+    assert keep(3, 100).kept([]) == set()
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 4), st.integers(20, 200))
@@ -34,7 +35,7 @@ def test_milestones_survive_deletion_as_they_come(gaps: list[int], last: int, ev
     reached: list[int] = []
     for gap in gaps:
         reached.append((reached[-1] if reached else 0) + gap)
-        present = sorted(kept([*present, reached[-1]], keep(last, every)))
+        present = sorted(keep(last, every).kept([*present, reached[-1]]))
     milestones = {position // every for position in reached} - {0}
     assert {position // every for position in present} >= milestones
     assert set(present) >= set(reached[-last:])
@@ -42,7 +43,7 @@ def test_milestones_survive_deletion_as_they_come(gaps: list[int], last: int, ev
 
 
 def test_due_by_tokens_counts_crossed_multiples() -> None:
-    due = Due(Cadence.parse("100 tokens"), 250)
+    due = SaveSchedule(Cadence.parse("100 tokens"), 250)
     assert [due.passed(position) for position in (260, 299, 300, 399)] == [False, False, True, True]
     due.saved(310)
     assert [due.passed(position) for position in (390, 400)] == [False, True]
@@ -52,7 +53,7 @@ def test_due_by_tokens_counts_crossed_multiples() -> None:
 def test_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    due = Due(Cadence.parse("10 s"), 0)
+    due = SaveSchedule(Cadence.parse("10 s"), 0)
     now = 59.0
     assert not due.late()
     now = 60.0

@@ -17,8 +17,8 @@ from torch import Tensor
 from llama3.recipe.sections import Keep, Model
 from llama3.recipe.units import Tokens
 from llama3.train.checkpoint.dcp import save_state
-from llama3.train.checkpoint.manager import Checkpoints, NoneGood, load_state
-from llama3.train.checkpoint.manifest import CheckpointManifest, Damaged, verified
+from llama3.train.checkpoint.manager import Checkpoints, NoGoodCheckpoint, load_state
+from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, verify_files
 from llama3.train.checkpoint.storage import Pins
 from storage.digests import digest_file
 from tests.dist import run
@@ -118,9 +118,9 @@ def test_where_none_is_good_nothing_is_begun_until_it_is_asked_for(tmp_path: Pat
         flip(file)
     state = State(position=1)
     for _ in range(2):  # what was refused once is refused again
-        with pytest.raises(NoneGood, match=f"(?s){6:018}/.*{3:018}/.*restart-damaged"):
+        with pytest.raises(NoGoodCheckpoint, match=f"(?s){6:018}/.*{3:018}/.*restart-damaged"):
             opened(tmp_path).resume(state)
-    found = checkpoints.resume(state, anew=True)
+    found = checkpoints.resume(state, restart=True)
     assert (found.path, found.manifest, len(found.skipped)) == (None, None, 2)
     assert state.position == 1
     assert opened(tmp_path).resume(state).skipped == ()  # they are set aside
@@ -129,7 +129,7 @@ def test_where_none_is_good_nothing_is_begun_until_it_is_asked_for(tmp_path: Pat
 
 def test_where_one_is_good_nothing_begins_anew(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6)
-    assert opened(tmp_path).resume(State(), anew=True).path == tmp_path / f"{6:018}"
+    assert opened(tmp_path).resume(State(), restart=True).path == tmp_path / f"{6:018}"
 
 
 def test_what_one_of_four_finds_wrong_all_refuse(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_pickle_that_the_manifest_vouches_for_is_still_not_opened(tmp_path: Pa
     files = {**manifest.files, pickled.name: digest_file(pickled)}
     manifest.model_copy(update={"files": files}).write(tmp_path / "state")
     state = State()
-    load_state(tmp_path / "state", verified(tmp_path / "state", ALONE), state, ALONE)
+    load_state(tmp_path / "state", verify_files(tmp_path / "state", ALONE), state, ALONE)
     assert_holds(state.arrays(), 4)
     assert not (tmp_path / "canary").exists()
 
@@ -160,13 +160,13 @@ def test_a_manifest_names_nothing_outside_its_folder(name: str, tmp_path: Path) 
     manifest = CheckpointManifest.read(tmp_path / "state")
     digest = next(iter(manifest.files.values()))
     manifest.model_copy(update={"files": {name: digest}}).write(tmp_path / "state")
-    with pytest.raises(Damaged, match="is not a manifest"):
-        verified(tmp_path / "state", ALONE)
+    with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
+        verify_files(tmp_path / "state", ALONE)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 3)
-    other = State(spec=Model(layers=1, dim=16, ffn=8, heads=1, kv_heads=1, max_seq=8))
+    other = State(config=Model(layers=1, dim=16, ffn=8, heads=1, kv_heads=1, max_seq_len=8))
     with pytest.raises(ValueError, match="holds a model of shape"):
         opened(tmp_path).resume(other)
 
@@ -187,7 +187,7 @@ def test_a_parent_without_its_average(tmp_path: Path) -> None:
     before.make_average(3)
     save_state(tmp_path / "state", before, "main", ALONE)
     state = State()
-    load_state(tmp_path / "state", verified(tmp_path / "state", ALONE), state, ALONE, average=False)
+    load_state(tmp_path / "state", verify_files(tmp_path / "state", ALONE), state, ALONE, average=False)
     assert (state.averaged, state.position) == (0, 2)
     assert_holds(state.arrays(), 2)
 
@@ -234,7 +234,7 @@ def test_a_pin_with_an_end_lapses(tmp_path: Path) -> None:
     pins.add(7, "alias")
     assert pins.all() == {5: ["a reader"], 7: ["alias"]}
     assert len(list((tmp_path / "pins").iterdir())) == 2
-    with pins.held(9, "copying"):
+    with pins.pinned(9, "copying"):
         assert pins.all()[9] == ["copying"]
     assert 9 not in pins.all()
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama3.train.checkpoint.journal_upload as journal_upload
-from llama3.train.checkpoint.journal_upload import JournalUpload
-from llama3.train.checkpoint.manifest import Damaged, JournalChunk
-from llama3.train.incidents import Skip, SkippedRanges
-from llama3.train.journal import Journal, Record, Rewind, abandon, read_journal
+import llama3.train.checkpoint.storage as checkpoint_storage
+from llama3.train.checkpoint.manifest import DamagedCheckpoint, JournalChunk
+from llama3.train.checkpoint.storage import JournalUpload
+from llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, discard_after, read_journal
 from storage.digests import digest_bytes
 
 
@@ -36,7 +35,7 @@ class Machine:
 
     def rewind(self, position: int) -> None:
         skips = SkippedRanges.read(self.work).plus(
-            Skip(start=position, end=position + 1, spike=position, reason="spike")
+            SkippedRange(start=position, end=position + 1, spike=position, reason="spike")
         )
         skips.write(self.work)
         with Journal(self.work / "journal.jsonl") as journal:
@@ -79,7 +78,7 @@ def test_every_checkpoint_has_its_past(
     machine, saved, attempt = machines[0], list[tuple[JournalChunk, int, dict[str, bytes]]](), 0
     machine.start(None, "attempt-0")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_upload, "CHUNK_BYTES", piece)
+        patch.setattr(checkpoint_storage, "CHUNK_BYTES", piece)
         for what, number in operations:
             if what == "train":
                 machine.train(machine.position + 1, number, attempt)
@@ -101,7 +100,7 @@ def test_every_checkpoint_has_its_past(
                 assert held == sorted(held)
                 assert position == 0 or position in held
             elif what == "abandon" and saved and machine.position > saved[-1][1]:
-                abandon(machine.work / "journal.jsonl", saved[-1][1])
+                discard_after(machine.work / "journal.jsonl", saved[-1][1])
                 machine.start(saved[-1][0], f"attempt-{attempt}b")
         for number, (segment, _, state) in enumerate(saved):
             fresh = Machine(folder / "store", folder / f"fresh-{number}")
@@ -160,10 +159,10 @@ def test_a_segment_that_is_lost_is_named_and_may_be_given_up(machine: Machine, t
     data = place.read_bytes()
     fresh = Machine(machine.store, tmp_path / "b")
     place.write_bytes(data[:-2] + b" \n")
-    with pytest.raises(Damaged, match=f"{first.name}: has changed since it was written"):
+    with pytest.raises(DamagedCheckpoint, match=f"{first.name}: has changed since it was written"):
         fresh.start(segment, "two")
     place.unlink()
-    with pytest.raises(Damaged, match=f"{first.name}: is missing, .* or an empty one"):
+    with pytest.raises(DamagedCheckpoint, match=f"{first.name}: is missing, .* or an empty one"):
         fresh.start(segment, "two")
     assert list(fresh.work.iterdir()) == []
     place.touch()
@@ -180,7 +179,7 @@ def test_a_segment_that_is_lost_is_named_and_may_be_given_up(machine: Machine, t
 def test_a_segment_cannot_write_elsewhere(machine: Machine, tmp_path: Path) -> None:
     name, head = "000-x.jsonl", b'{"before": null, "start": 0, "files": {"../evil.json": "x"}}\n'
     (machine.store / "journal" / name).write_bytes(head)
-    with pytest.raises(Damaged, match=r"holds a file '../evil.json'"):
+    with pytest.raises(DamagedCheckpoint, match=r"holds a file '../evil.json'"):
         machine.start(JournalChunk(name=name, sha256=digest_bytes(head).sha256), "two")
     with pytest.raises(ValueError, match="name"):
         JournalChunk(name="../x", sha256="")

@@ -13,8 +13,8 @@ from rich.console import Console as RichConsole
 
 from llama3.evaluate.gate import Decision
 from llama3.model.files import save_model
-from llama3.model.init import build
-from llama3.recipe.frozen import check_past
+from llama3.model.init import build_model
+from llama3.recipe.frozen import check_frozen_fields
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -23,21 +23,21 @@ from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.errors import HeldBack
+from tasks.errors import GateFailed
 from tasks.runs.records import Runs
-from tasks.stages.long_context_gate import advance
+from tasks.stages.evaluate import check_long_context_gates
 from tasks.step import Context
-from tasks.tracking.mlflow import Tracker
+from tasks.tracking.mlflow import MLflowTracker
 
 TEXTS = [
     f"Page {page}. The tide came at {page % 24}, and the boats with it. Nobody had asked them." for page in range(80)
 ]
-LONG = "{name: long, for: 60Ki, seq: [512, 1024, 768], mix: base, batch: 6Ki, advance: %s}"
+LONG = "{name: long, for: 60Ki, seq_len: [512, 1024, 768], mix: base, batch: 6Ki, gates: %s}"
 
 
 def asked(advance_: str) -> Recipe:
     """The quickstart with a small model and a stage of three longer sequences instead of its annealing."""
-    shape = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq: 2048, tied_embeddings: true}"
+    shape = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq_len: 2048, tied_embeddings: true}"
     words = [f"stages.anneal={LONG % advance_}", "evaluate={documents: 4, needles: 11}", shape]
     return load_recipe(Path("recipes/quickstart.yaml"), words)
 
@@ -49,7 +49,7 @@ class Room:
         self.root, self.store = root, Store(root)
         self.tokenizer = train_tokenizer(TEXTS, 300)
         self.curated = self.commit("curated", "documents", {})
-        self.tracker = Tracker(Root.of(root), "quickstart")
+        self.tracker = MLflowTracker(Root.parse(root), "quickstart")
 
     def commit(self, kind: str, name: str, facts: dict[str, int], uniform: bool = False) -> Artifact:
         design = ArtifactSpec(kind, name, 1, {}, {"made from": name})
@@ -61,15 +61,15 @@ class Room:
             return self.store.commit(design, folder, facts, "test", "none", 0.0)
 
     def write_model(self, folder: Path, uniform: bool) -> None:
-        spec = asked("[needle]").model
-        model = build(spec, self.tokenizer.rows, 5, torch.float32, torch.device("cpu"))
+        config = asked("[needle]").model
+        model = build_model(config, self.tokenizer.rows, 5, torch.float32, torch.device("cpu"))
         if uniform:
             torch.nn.init.zeros_(model.get_parameter("embedding.weight"))
-        save_model(folder, spec, self.tokenizer.rows, model.state_dict())
+        save_model(folder, config, self.tokenizer.rows, model.state_dict())
         self.tokenizer.save(folder)
 
     def context(self, recipe: Recipe) -> Context:
-        runs = Runs(Root.of(self.root))
+        runs = Runs(Root.parse(self.root))
         record = runs.begin(recipe, "none")
         record.mlflow_run = self.tracker.open_run(record.name, {"herd.run": record.name}, {})
         console = TerminalConsole(RichConsole(width=200, record=True, file=(self.root / "console").open("w")))
@@ -92,34 +92,34 @@ def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(room:
     context = room.context(asked("{short-context: no worse than 0%, needle: at least 0}"))
     began = room.commit("checkpoint", "main", {"end": 840_000})
     checkpoint = room.commit("checkpoint", "long-512", {"end": 860_000})
-    decision = advance.fn(context, "long-512", checkpoint, began, room.curated)
+    decision = check_long_context_gates.fn(context, "long-512", checkpoint, began, room.curated)
     assert [row.metric for row in decision.rows] == ["integrity/finite", "eval/short-context", "eval/needle"]
     assert decision.accepted
     assert decision.rows[1].candidate == decision.rows[1].champion, "the same weights"
-    written = (context.folder / "advance-long-512.json").read_text()
+    written = (context.folder / "gate-long-512.json").read_text()
     assert Decision.model_validate_json(written) == decision
-    found = context.made["advance-long-512"]
-    assert found.facts["eval/needle"] == decision.rows[2].candidate
+    found = context.made["gate-long-512"]
+    assert found.metadata["eval/needle"] == decision.rows[2].candidate
     assert room.tracker.series(context.record.mlflow_run, "eval/short-context") == [
         (end, decision.rows[1].candidate) for end in (840_000, 860_000)
     ]
-    assert advance.fn(context, "long-512", checkpoint, began, room.curated) == decision
+    assert check_long_context_gates.fn(context, "long-512", checkpoint, began, room.curated) == decision
     assert {entry.outcome for entry in context.record.steps.values()} == {"reused"}
 
 
 def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(room: Room) -> None:
     recipe = asked("[needle]")
     context, uniform = room.context(recipe), room.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
-    with pytest.raises(HeldBack) as caught:
-        advance.fn(context, "long-1024", uniform, None, room.curated)
+    with pytest.raises(GateFailed) as caught:
+        check_long_context_gates.fn(context, "long-1024", uniform, None, room.curated)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        "stages.long.advance: long-1024 does not pass at sequence 1024; the run stops at position 642,048"
+        "stages.long.gates: long-1024 does not pass at sequence 1024; the run stops at position 642,048"
     )
-    assert lines[1] == "  needle failed: 0.0% of the sentences found; the gate asks for at least 0.9"
+    assert lines[1] == "  needle failed: 0.0% of the sentences found; the gate requires at least 0.9"
     assert lines[2].startswith("  needle by depth: 0 %: 0%, 10 %: 0%")
     assert lines[4].startswith("  stages.long.for: [18Ki, 48Ki, 18Ki]  # trains twice as long")
-    assert lines[5].startswith("  stages.long.advance: {needle: at least 0}  #")
+    assert lines[5].startswith("  stages.long.gates: {needle: at least 0}  #")
 
 
 def test_the_remedy_is_legal_and_keeps_the_past(room: Room) -> None:
@@ -131,7 +131,7 @@ def test_the_remedy_is_legal_and_keeps_the_past(room: Room) -> None:
     data = before.model_dump(mode="json", by_alias=True)
     data["stages"][-1]["for"] = [f"{size} tokens" for size in sizes]
     after = Recipe.model_validate(data)
-    check_past(before, after, parts[1].end)
+    check_frozen_fields(before, after, parts[1].end)
     assert Schedule(after).span("long-1024").tokens == 2 * parts[1].tokens
 
 
@@ -140,13 +140,15 @@ def test_worse_short_context_stops_the_run(room: Room) -> None:
     began = room.commit("checkpoint", "main", {"end": 840_000})
     worse = room.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
     better, other = (began, worse) if _bits(room, context, began) < _bits(room, context, worse) else (worse, began)
-    advance.fn(context, "long-512", better, other, room.curated)
+    check_long_context_gates.fn(context, "long-512", better, other, room.curated)
     recipe = asked("{short-context: no worse than 0%}")
-    with pytest.raises(HeldBack, match=r"short-context failed: .* bits per byte, .* before the stage; the gate allows"):
-        advance.fn(room.context(recipe), "long-512", other, better, room.curated)
+    with pytest.raises(
+        GateFailed, match=r"short-context failed: .* bits per byte, .* before the stage; the gate allows"
+    ):
+        check_long_context_gates.fn(room.context(recipe), "long-512", other, better, room.curated)
 
 
 def _bits(room: Room, context: Context, checkpoint: Artifact) -> float:
-    decision = advance.fn(context, "long-512", checkpoint, checkpoint, room.curated)
+    decision = check_long_context_gates.fn(context, "long-512", checkpoint, checkpoint, room.curated)
     assert decision.rows[1].candidate is not None
     return decision.rows[1].candidate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama3.data.kernels.arrow import text_buffers
 from llama3.data.kernels.text import GARBLED, UNCOMPOSED, scan
-from llama3.data.text.normalize import SIGNS, normalise, normalise_texts, repair
+from llama3.data.text.normalize import SIGNS, fix_mojibake, normalize, normalize_texts
 
 TRICKY = st.text(
     "a \t\n\r\x00\x0b\x0c\x1f\x7f\x85\x9f\xa0\u0301\u2028\u2029\ufeff\uffff\ufffeé漢か\u3099가ᄀ\u1161😀", max_size=40
@@ -31,30 +31,30 @@ def flags_of(texts: list[str]) -> list[int]:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_normalising_twice_changes_nothing(text: str) -> None:
-    once = normalise(text)
-    assert normalise(once) == once
+def test_normalizing_twice_changes_nothing(text: str) -> None:
+    once = normalize(text)
+    assert normalize(once) == once
     assert once.encode().decode() == once  # no lone surrogate is left
     assert unicodedata.is_normalized("NFC", once)
     assert not any(c != "\n" and c != "\t" and unicodedata.category(c) == "Cc" for c in once)
 
 
-def test_normalising_keeps_what_means_something() -> None:
-    assert normalise("\ufeffa\r\n\tb  \rc\x00\n\n\n\n\n\nx²\n") == "a\n\tb\nc\n\n\nx²"
-    assert normalise("e\u0301") == "é"
+def test_normalizing_keeps_what_means_something() -> None:
+    assert normalize("\ufeffa\r\n\tb  \rc\x00\n\n\n\n\n\nx²\n") == "a\n\tb\nc\n\n\nx²"
+    assert normalize("e\u0301") == "é"
 
 
 @given(st.lists(VALID, max_size=6))
-def test_a_column_is_normalised_as_its_texts_are(texts: list[str]) -> None:
-    result = normalise_texts(column(texts))
+def test_a_column_is_normalized_as_its_texts_are(texts: list[str]) -> None:
+    result = normalize_texts(column(texts))
     result.validate(full=True)
-    assert result.to_pylist() == [normalise(text) for text in texts]
-    assert normalise_texts(result).to_pylist() == result.to_pylist()
+    assert result.to_pylist() == [normalize(text) for text in texts]
+    assert normalize_texts(result).to_pylist() == result.to_pylist()
 
 
-def test_a_slice_of_a_column_is_normalised_alone() -> None:
-    assert normalise_texts(column(["x\r", "a \n", "\nb", "y "])[1:3]).to_pylist() == ["a", "b"]
-    assert normalise_texts(column([])).to_pylist() == []
+def test_a_slice_of_a_column_is_normalized_alone() -> None:
+    assert normalize_texts(column(["x\r", "a \n", "\nb", "y "])[1:3]).to_pylist() == ["a", "b"]
+    assert normalize_texts(column([])).to_pylist() == []
 
 
 def test_only_characters_that_stand_alone_under_composition_are_passed_without_a_look() -> None:
@@ -85,10 +85,10 @@ def test_wrongly_decoded_text_is_set_right() -> None:
                 garbled = text.encode().decode(code)
             except UnicodeDecodeError:
                 garbled = text.encode().decode("latin-1")
-            assert repair(garbled) == text
-            assert repair(f"right: é\n{garbled}") == f"right: é\n{text}"
-            assert normalise_texts(column([garbled]), repairing=True).to_pylist() == [text]
-            assert normalise_texts(column([garbled])).to_pylist() == [normalise(garbled)]
+            assert fix_mojibake(garbled) == text
+            assert fix_mojibake(f"right: é\n{garbled}") == f"right: é\n{text}"
+            assert normalize_texts(column([garbled]), repairing=True).to_pylist() == [text]
+            assert normalize_texts(column([garbled])).to_pylist() == [normalize(garbled)]
 
 
 def test_right_text_is_not_repaired() -> None:
@@ -101,13 +101,13 @@ def test_right_text_is_not_repaired() -> None:
         "2 × 3 ± 1",
         "Ø 5 mm",
     ]
-    assert [repair(text) for text in right] == right
+    assert [fix_mojibake(text) for text in right] == right
 
 
 @given(st.one_of(VALID, st.text("ÂÃâãé\x80\x99\xa0\xa9€™œ…a", max_size=12)))
 def test_repair_looks_only_where_the_scan_saw_something(text: str) -> None:
     if not SIGNS.search(text):
-        assert repair(text) == text
+        assert fix_mojibake(text) == text
     else:
         assert flags_of([text])[0] & GARBLED or SIGNS.search(text.strip("\n\t ")) is None
 
@@ -115,8 +115,8 @@ def test_repair_looks_only_where_the_scan_saw_something(text: str) -> None:
 def test_endless_marks_on_one_letter_take_time_by_their_number() -> None:
     text = "a" + "\u0301\u0316" * 100_000
     began = time.process_time()
-    [found] = normalise_texts(pa.array([text, "e\u0301" * 10], pa.large_string())).to_pylist()[:1]
+    [found] = normalize_texts(pa.array([text, "e\u0301" * 10], pa.large_string())).to_pylist()[:1]
     assert time.process_time() - began < 10
-    assert found == normalise(text)
+    assert found == normalize(text)
     assert found.replace("\u034f", "").count("\u0316") == 100_000
-    assert normalise("e" + "\u0301" * 40) == "é" + "\u0301" * 39  # as ever
+    assert normalize("e" + "\u0301" * 40) == "é" + "\u0301" * 39  # as ever

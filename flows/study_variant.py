@@ -1,8 +1,7 @@
-"""Run one arm of a study in its own process: `python -m flows.study_arm JOB.json`.
+"""Run one variant of a study in its own process: `python -m flows.study_variant JOB.json`.
 
-Its lines go to a log beside the study's record. It works in the folder of the study's process, so that paths of sources
-mean the same. What this gives up: six seconds of imports for each run, and the place below the study's flow run in
-Prefect; in exchange every run has its own signals, leases and watchdog.
+The process has its own signals, leases and watchdog. It works in the folder of the study's process, so that relative
+paths of sources mean the same. Its output goes to a log beside the study's record.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ from tasks.cluster import Cluster
 from tasks.runs.records import StudyPart
 
 
-class ArmJob(BaseModel):
-    """What one run of an arm is."""
+class VariantJob(BaseModel):
+    """One run of a variant; `recipe` is the YAML file of its resolved recipe."""
 
     recipe: str
-    """Its resolved recipe, a YAML file."""
     part: StudyPart
     root: str
     cluster: Cluster
 
     def parameters(self) -> PipelineParameters:
-        """Return the parameters of its pipeline: up to the evaluation, since the gate has no say about an arm."""
-        plain = {"recipe": self.recipe, "root": self.root, "cluster": self.cluster, "study": self.part}
-        return PipelineParameters(**plain, until="evaluate")
+        """Return the parameters of its pipeline, up to the evaluation: no gate judges a variant."""
+        return PipelineParameters(
+            recipe=self.recipe, root=self.root, cluster=self.cluster, study=self.part, until="evaluate"
+        )
 
 
 class Apart:
-    """Runs in processes of their own, which end with this one."""
+    """Runs in their own processes, which end with this one."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
     def run(self, job: Path, log: Path) -> int:
-        """Run a job to its end and return its exit status; several threads may."""
+        """Run a job to its end and return its exit status; threads may call it concurrently."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as lines:
             process = subprocess.Popen(
-                [sys.executable, "-m", "flows.study_arm", str(job)],
+                [sys.executable, "-m", "flows.study_variant", str(job)],
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=lines,
@@ -55,7 +54,7 @@ class Apart:
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),
             )
         self._running.add(process)
-        if self._stopped:  # told between the start and this line
+        if self._stopped:  # `stop` was called between the start and this line
             process.terminate()
         try:
             return process.wait()
@@ -63,19 +62,19 @@ class Apart:
             self._running.discard(process)
 
     def stop(self) -> None:
-        """Tell all to end, those too that are just starting; each saves a checkpoint first."""
+        """Terminate all, also those that are just starting; each saves a checkpoint first."""
         self._stopped = True
         for process in list(self._running):
             process.terminate()
 
 
 def main(words: list[str]) -> int:
-    """Run the job that `words` names; return 0 if it came to its end."""
+    """Run the job of the file `words[0]`; return 0 if it finished."""
     from flows.local_server import quiet_prefect
     from flows.pipeline import pipeline
 
     quiet_prefect()
-    job = ArmJob.model_validate_json(Path(words[0]).read_text())
+    job = VariantJob.model_validate_json(Path(words[0]).read_text())
     try:
         print(pipeline(job.parameters()))
     except Exception as error:

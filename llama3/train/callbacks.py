@@ -1,0 +1,89 @@
+"""The interface between the training loop and what observes it: metrics, profiler, validation, incidents.
+
+The trainer calls the callbacks of one list in order, on every process. To add one (for W&B, a debugger), write a class
+and add a line to `Trainer.callbacks`. No torch: a job file is checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from llama3.recipe.base import Domain
+from llama3.train.journal import SkippedRange
+
+if TYPE_CHECKING:
+    from llama3.train.data_loader import Step
+
+
+def log(line: str) -> None:
+    """Print one line of the trainer's log, now."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What follows from a step."""
+
+    kind: Literal["go on", "skipped", "stop", "roll back", "passed over"]
+    """`skipped`: a bad step changed nothing; `passed over`: not trained on, because of an earlier rollback."""
+    reason: str = ""
+    skip: SkippedRange | None = None
+    """`roll back` only: what to skip from now on. Go back to the newest checkpoint at or before its start."""
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Seconds of one step on this process."""
+
+    step: float
+    data_wait: float
+    checkpoint: float | None = None
+    """That training stopped for the checkpoint begun since the step before, if any."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished step: its numbers, the same on every process, and what the trainer adds to them."""
+
+    loss: float
+    """Nats per target."""
+    grad_norm: float
+    """Of the mean loss, before clipping."""
+    domain_loss: Mapping[Domain, float] = field(default_factory=dict)
+    stop: bool = False
+    """Whether any process has asked to stop."""
+    save: bool = False
+    """Whether any process has asked for a checkpoint."""
+    skipped: bool = False
+    """Whether the weights were left unchanged because the step was bad."""
+    score: float = 0.0
+    """Spreads above the mean of the good steps before."""
+    decision: StepDecision = StepDecision("go on")
+    timing: StepTiming = StepTiming(0.0, 0.0)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What callbacks add to the record of the step in the journal."""
+
+    @classmethod
+    def passed_over(cls) -> StepResult:
+        """Return the result of a batch that is not trained on, because of a rollback: it has no numbers."""
+        return cls(math.nan, math.nan, skipped=True, score=math.nan, decision=StepDecision("passed over"))
+
+
+class Callback:
+    """Observes the training loop. Override the methods that you need; by default they do nothing."""
+
+    def on_step_start(self, step: Step, data_wait_s: float) -> None:
+        """`step` is about to be enqueued; training waited `data_wait_s` for its batch."""
+
+    def on_step_end(self, step: Step, result: StepResult) -> None:
+        """The host has read `result`, or the batch was passed over. On a GPU the next step may be running already."""
+
+    def on_save_start(self) -> None:
+        """The training state is about to be saved."""
+
+    def on_train_end(self) -> None:
+        """Training has ended, or was asked to stop; no step is running."""

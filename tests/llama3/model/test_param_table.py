@@ -1,0 +1,56 @@
+"""The parameter table against the module: names, order and shapes, of whole models, of stages and of shards."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama3.model.flops import parameter_count
+from llama3.model.init import empty_model
+from llama3.model.param_table import param_row, param_table
+from llama3.model.transformer import Transformer
+from llama3.recipe.sections import Model
+from tests.dist import run
+from tests.llama3.parallel.scale_samples import ROWS, names_and_shapes, shape
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Model, int]:
+    """A model and its embedding rows."""
+    kv_heads, layers, ffn = draw(st.integers(1, 4)), draw(st.integers(1, 12)), draw(st.integers(8, 99))
+    heads = kv_heads * draw(st.integers(1, 4))
+    config = {"layers": layers, "dim": 8 * heads, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "max_seq_len": 64}
+    return Model(**config, tied_embeddings=draw(st.booleans())), draw(st.integers(1, 300))  # type: ignore[arg-type]
+
+
+@given(models())
+def test_the_table_is_the_module_s_parameters(case: tuple[Model, int]) -> None:
+    named = {name: tuple(parameter.shape) for name, parameter in empty_model(*case).named_parameters()}
+    table = param_table(*case)
+    assert [(param.name, param.shape) for param in table] == list(named.items())
+    assert all(param.row is param_row(param.name) for param in table)
+    assert parameter_count(*case) == sum(map(prod, named.values()))
+    for names in ([param.hf for param in table], [param.meta for param in table], [param.gguf for param in table]):
+        assert len(set(names)) == len(named)
+
+
+@given(models(), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
+def test_a_stage_has_its_part_of_the_table(
+    case: tuple[Model, int], start: int, count: int, first: bool, last: bool
+) -> None:
+    layers = range(start, start + count)
+    with torch.device("meta"):
+        stage = Transformer(*case, layers, first, last)
+    named = [(name, tuple(parameter.shape)) for name, parameter in stage.named_parameters()]
+    assert [(param.name, param.shape) for param in param_table(*case, layers, first, last)] == named
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_tensor_parallel_ranks_have_the_local_shapes(tp: int) -> None:
+    (ranks,) = run(1, names_and_shapes, {"tp": tp}, tp)
+    expected = {param.name: (param.shape, param.local_shape(tp)) for param in param_table(shape(), ROWS)}
+    assert ranks == [expected] * tp
