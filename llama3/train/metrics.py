@@ -66,7 +66,7 @@ REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 """Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
 
 STUDY_RUNS = "study/runs"  # Runs that the verdict of a study is based on
-STUDY_FLOPS = "study/flops"  # Training FLOP of its runs; shared stages count in each
+STUDY_FLOPS = "study/flops"  # Training FLOP of its runs; shared stages count once
 STUDY_GPU_HOURS = "cost/gpu_hours"  # Device-hours of training of its runs; shared stages count once
 
 

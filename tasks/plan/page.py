@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from llama3.parallel.memory import RankCoords, memory
 from llama3.planner.goodput import effective_time
@@ -14,6 +13,7 @@ from llama3.planner.layout_search import LayoutQuery, search_layouts
 from llama3.planner.projection import fabric_step_model
 from llama3.planner.uptime import uptime
 from storage.filesystem import write_atomic
+from tasks.format import templates
 from tasks.plan import plots
 from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, placement_lines, uptime_lines
 from tasks.plan.recipe import stage_rows
@@ -32,31 +32,28 @@ def write_page(planned: ClusterPlan, path: Path) -> None:
 
 def render_plan_page(planned: ClusterPlan) -> str:
     """Return the page of a plan as HTML text."""
-    environment = Environment(
-        loader=PackageLoader("tasks"),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     main = planned.main
-    return environment.get_template("plan.html").render(
-        planned=planned,
-        main=main,
-        best=main.best,
-        stages=stage_rows(planned.plan),
-        fabric=list(fabric_lines(planned.projection.fabric, planned.projection.curves.source)),
-        money=[line for line in (*placement_lines(planned), *budget_lines(planned)) if line],
-        failures=list(uptime_lines(planned)),
-        seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
-        names=NAMES,
-        words=format_memory(main.best, main.best.memory.total + main.best.margin),
-        found=main.found.fitting[:LAYOUTS] if main.found else [],
-        reasons=rejection_reasons(main.found) if main.found else [],
-        degrees=format_degrees,
-        inner=format_pipeline,
-        layout_words=format_layout,
-        figures=plan_figures(planned),
+    return (
+        templates("plan.html")
+        .get_template("plan.html")
+        .render(
+            planned=planned,
+            main=main,
+            best=main.best,
+            stages=stage_rows(planned.plan),
+            fabric=list(fabric_lines(planned.projection.fabric, planned.projection.curves.source)),
+            money=[line for line in (*placement_lines(planned), *budget_lines(planned)) if line],
+            failures=list(uptime_lines(planned)),
+            seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
+            names=NAMES,
+            words=format_memory(main.best, main.best.memory.total + main.best.margin),
+            found=main.found.fitting[:LAYOUTS] if main.found else [],
+            reasons=rejection_reasons(main.found) if main.found else [],
+            degrees=format_degrees,
+            inner=format_pipeline,
+            layout_words=format_layout,
+            figures=plan_figures(planned),
+        )
     )
 
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import fmean, stdev
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from llama3.recipe.units import tokens
 from llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
-from tasks.format import format_duration
+from tasks.format import format_duration, templates
 from tasks.study.plots import FOREST, forest
 
 Line = tuple[str, str]
@@ -157,13 +155,7 @@ def change_lines(change: Sequence[str], before: Mapping[str, str]) -> list[Line]
 
 def _render(name: str, view: StudyView, pictures: str = "") -> str:
     page = name.endswith(".html")
-    environment = Environment(
-        loader=PackageLoader("tasks"),
-        undefined=StrictUndefined,
-        autoescape=page,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates(name)
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")  # of a markdown table
     environment.filters["picture"] = picture_name
     environment.filters["when"] = lambda text: text[:16].replace("T", " ")
