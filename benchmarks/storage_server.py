@@ -54,7 +54,7 @@ def object_store(folder: Path, endpoint: str, bucket: str) -> Iterator[str]:
 def _prefix(bucket: str, endpoint: str) -> Iterator[str]:
     uri = f"s3://{bucket}/herd-bench-{uuid.uuid4().hex[:8]}"
     try:
-        filesystem_of(uri).call_s3("head_bucket", Bucket=bucket)
+        filesystem_of(uri).server_time(uri)
     except OSError as error:
         keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         raise ValueError(f"--bucket: {bucket} cannot be used at {endpoint} ({error}); make it, set {keys}") from error

@@ -11,10 +11,8 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from storage.artifact import LABEL, MANIFEST, DamagedArtifact
 from storage.filesystem import filesystem_of
@@ -62,10 +60,8 @@ def clean_up_root(root: Root, older_than_s: float) -> CleanupResult:
         return CleanupResult(0, 0, staging, 0, freed)
     kinds = [kind for kind in list_children(root.uri) if kind not in NO_KINDS and not kind.startswith(".")]
     filesystem = filesystem_of(root.uri)
-    answer = filesystem.call_s3("head_bucket", Bucket=filesystem.split_path(root.uri)[0])
-    server_time = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
-    before = server_time - older_than_s
-    uploads, upload_bytes = _remove_uploads(root, before)
+    before = filesystem.server_time(root.uri) - older_than_s
+    uploads, upload_bytes = filesystem.abort_uploads(root.uri, before)
     attempts, attempt_bytes = 0, 0
     for kind in kinds:
         count, removed = _remove_attempts(root, kind, before)
@@ -119,40 +115,6 @@ def _is_named(root: Root, label: str, attempt: str) -> bool:
     except ValueError:
         return False
     return artifact.manifest.attempt == attempt
-
-
-def _remove_uploads(root: Root, before: float) -> tuple[int, int]:
-    """Abort the multipart uploads below the root that received no part since `before`."""
-    filesystem, count, freed = filesystem_of(root.uri), 0, 0
-    bucket, prefix, _ = filesystem.split_path(f"{root.uri}/")
-    uploads: list[dict[str, Any]] = []
-    query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
-    while True:
-        answer = filesystem.call_s3("list_multipart_uploads", **query)
-        uploads += answer.get("Uploads", [])
-        if not answer.get("IsTruncated"):
-            break
-        query |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
-    for upload in uploads:
-        if not upload["Key"].startswith(prefix):  # some servers ignore the prefix
-            continue
-        address = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-        with suppress(FileNotFoundError):  # completed in the meantime
-            parts = _parts(filesystem, address)
-            newest_part = max(time.timestamp() for time in [upload["Initiated"], *(p["LastModified"] for p in parts)])
-            if newest_part < before:
-                filesystem.call_s3("abort_multipart_upload", **address)
-                count, freed = count + 1, freed + sum(int(part["Size"]) for part in parts)
-    return count, freed
-
-
-def _parts(filesystem: Any, address: dict[str, str]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    while True:
-        answer = filesystem.call_s3("list_parts", **address, PartNumberMarker=parts[-1]["PartNumber"] if parts else 0)
-        parts += answer.get("Parts", [])
-        if not answer.get("IsTruncated"):
-            return parts
 
 
 def _remove_copies(root: Root, older_than_s: float) -> tuple[int, int]:

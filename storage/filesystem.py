@@ -1,7 +1,7 @@
 """Local and remote files by URI (fsspec), and atomic local writes.
 
 File systems are created once per process (an s3fs object does not work after a fork) and never cache listings: a stale
-listing once hid a finished file from a second process. Calls of an object store have a deadline (storage/s3.py).
+listing once hid a finished file from a second process. Calls of an object store have a deadline (`OBJECT_STORES`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,45 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
 Answer = TypeVar("Answer")
+OBJECT_STORES = {"s3": "storage.s3:BoundedS3", "s3a": "storage.s3:BoundedS3"}
+"""Scheme of a URI -> module and class of the client of an object store.
+
+A client is an fsspec file system whose calls end by `call_deadline`. `pipe_file(..., mode="create")` never replaces an
+object, `find` tells `LastModified`, and `server_time(uri)` and `abort_uploads(uri, before)` are as in `BoundedS3`.
+"""
+DEADLINE_S = 300.0
+"""Default of HERD_S3_DEADLINE_S: seconds after which a call of an object store fails."""
+HUB_ANSWER_S = 20
+"""Default time limit in seconds without a byte for requests of the Hugging Face Hub client."""
 _MAGIC = re.compile(r"[*?\[]")
 _QUERY = re.compile(r"\?[^\s'\"<>]*[=&][^\s'\"<>]*")
 
 
 class StoreError(OSError):
     """A store did not answer, or refused; says nothing about what it contains."""
+
+
+class StoreTimeout(OSError):
+    """An object store did not answer in time. Not a TimeoutError, because s3fs retries those."""
+
+
+def call_deadline() -> float:
+    """Return the deadline of a call in seconds. Raises ValueError if HERD_S3_DEADLINE_S is not a positive number."""
+    text = os.environ.get("HERD_S3_DEADLINE_S", str(DEADLINE_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"HERD_S3_DEADLINE_S: {text!r} is not a number of seconds above 0; the default is 300")
+    return seconds
 
 
 def cache_folder() -> Path:
@@ -44,6 +71,11 @@ def local_path(uri: str) -> Path:
     return Path(uri.removeprefix("file://")).expanduser()
 
 
+def is_object_store(uri: str) -> bool:
+    """Return whether `uri` is in a store that a root can be in: its client has deadlines (see `OBJECT_STORES`)."""
+    return uri.partition("://")[0] in OBJECT_STORES
+
+
 def filesystem_of(uri: str) -> Any:
     """Return the fsspec file system for `uri`, created once per process."""
     protocol = "file" if is_local(uri) else uri.split("://", 1)[0]
@@ -54,15 +86,33 @@ def filesystem_of(uri: str) -> Any:
 def _filesystem(protocol: str, pid: int) -> Any:
     import fsspec
 
-    if protocol in ("s3", "s3a"):
-        from storage.s3 import BoundedS3, s3fs_options  # half a second to import, rarely needed
-
-        return BoundedS3(**s3fs_options(), skip_instance_cache=True)
     if protocol == "hf":
-        from storage.s3 import bound_hub_requests
-
-        bound_hub_requests()
+        _bound_hub_requests()
+    if protocol in OBJECT_STORES:
+        module, _, name = OBJECT_STORES[protocol].partition(":")
+        return getattr(import_module(module), name)()  # half a second to import, rarely needed
     return fsspec.filesystem(protocol)
+
+
+def _bound_hub_requests() -> None:
+    """Set a time limit on all requests of the Hub client in this process; by default listings have none."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def bound(request: Any) -> None:
+        given = request.extensions.get("timeout") or {}
+        names = ("connect", "read", "write", "pool")
+        request.extensions["timeout"] = {name: given.get(name) or HUB_ANSWER_S for name in names}
+
+    def client() -> Any:
+        http_client = default_client_factory()
+        http_client.event_hooks = {
+            **http_client.event_hooks,
+            "request": [*http_client.event_hooks["request"], bound],
+        }
+        return http_client
+
+    set_client_factory(client)
 
 
 def glob(uri: str) -> list[str]:
@@ -98,8 +148,6 @@ def with_retries(uri: str, call: Callable[[], Answer]) -> Answer:
         except Exception as error:
             if _is_not_found(error):
                 raise FileNotFoundError(errno.ENOENT, "not found", uri) from error
-            from storage.s3 import call_deadline  # half a second to import
-
             if attempt == TRIES or time.monotonic() - began >= call_deadline():
                 message = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses contain a key
                 raise StoreError(f"{uri}: {type(error).__name__}: {message} ({attempt} tries)") from error
@@ -137,7 +185,7 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
     if not _MAGIC.search(uri):
         return {}
     try:
-        if uri.startswith(("s3://", "s3a://")):  # fsspec's own glob skips folders that the store refuses to list
+        if is_object_store(uri):  # fsspec's own glob skips folders that the store refuses to list
             root, pattern, depth = _glob(str(filesystem._strip_protocol(uri)))
             strict = {"maxdepth": depth, "on_error": "raise"} if depth else {}
             files = filesystem.find(root, detail=True, **strict)

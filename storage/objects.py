@@ -17,7 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage.filesystem import StoreError, filesystem_of, is_local, local_path, temporary_file_beside, with_retries
+from storage.filesystem import (
+    StoreError,
+    filesystem_of,
+    is_local,
+    is_object_store,
+    local_path,
+    temporary_file_beside,
+    with_retries,
+)
 
 CONFLICTS = 5
 """Tries of an exclusive write that is refused although no object exists."""
@@ -252,7 +260,7 @@ class RemoteFile(io.RawIOBase):
 
     def _fetch_range(self, start: int, stop: int) -> bytes:
         filesystem = filesystem_of(self.uri)
-        if self.uri.startswith(("s3://", "s3a://")):  # with the deadline of storage/s3.py
+        if is_object_store(self.uri):  # its client reads a range by one call, which has a deadline
             data = bytes(filesystem.cat_file(self.uri, start=start, end=stop))
         else:
             with filesystem.open(self.uri, "rb", cache_type="none") as file:

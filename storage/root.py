@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.filesystem import is_local, local_path, write_atomic
+from storage.filesystem import OBJECT_STORES, is_local, is_object_store, local_path, write_atomic
 from storage.objects import create_bytes, get_bytes, list_children, put_bytes, remove_all
 from storage.secrets import refuse_secrets
 
@@ -31,12 +31,18 @@ class Root:
 
     @classmethod
     def parse(cls, text: str | Path, scratch: str = "") -> Root:
-        """Parse `text`; `scratch` (or HERD_SCRATCH) is the working folder of a remote root."""
+        """Parse `text`; `scratch` (or HERD_SCRATCH) is the working folder of a remote root.
+
+        Raises ValueError for an address with a password, and for a scheme that no client of an object store has.
+        """
         refuse_secrets(str(text), "root")
         if is_local(str(text)):
             folder = local_path(str(text)).absolute()
             return cls(str(folder), folder)
         uri = str(text).rstrip("/")
+        if not is_object_store(uri):
+            schemes = ", ".join(f"{scheme}://" for scheme in OBJECT_STORES)
+            raise ValueError(f"root: {uri!r} is neither a folder nor in an object store that herd knows ({schemes})")
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", uri)
         folder = Path(scratch or os.environ.get("HERD_SCRATCH", "") or Path("~/.cache/herd") / slug)
         return cls(uri, folder.expanduser().absolute())

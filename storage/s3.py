@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, FlexibleChecksumError  # type: ignore[import-untyped]
@@ -18,10 +19,9 @@ from botocore.exceptions import ConnectionError as NoConnection
 from fsspec.asyn import sync_wrapper
 from s3fs.core import S3_RETRYABLE_ERRORS, S3FileSystem, set_custom_error_handler
 
+from storage.filesystem import StoreTimeout, call_deadline
 from storage.secrets import refuse_secrets
 
-DEADLINE_S = 300.0
-"""Default of HERD_S3_DEADLINE_S: seconds after which a call fails."""
 SLOWEST = 2**20
 """Minimum speed of a file transfer in bytes per second."""
 CONNECT_S, READ_S = 5, 20
@@ -32,24 +32,6 @@ STREAMS = 4
 """Concurrent parts of one file transfer; each takes 50 MiB of memory."""
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses worth a retry."""
-ANSWER_S = 20
-"""Default time limit in seconds without a byte for requests of the Hugging Face Hub client."""
-
-
-class StoreTimeout(OSError):
-    """An object store did not answer in time. Not a TimeoutError, because s3fs retries those."""
-
-
-def call_deadline() -> float:
-    """Return the deadline of a call in seconds. Raises ValueError if HERD_S3_DEADLINE_S is not a positive number."""
-    text = os.environ.get("HERD_S3_DEADLINE_S", str(DEADLINE_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise ValueError(f"HERD_S3_DEADLINE_S: {text!r} is not a number of seconds above 0; the default is 300")
-    return seconds
 
 
 def s3fs_options() -> dict[str, Any]:
@@ -70,11 +52,52 @@ def s3fs_options() -> dict[str, Any]:
 class BoundedS3(S3FileSystem):  # type: ignore[misc]
     """S3FileSystem whose calls end by the deadline; errors are OSErrors that name the object."""
 
+    cachable = False  # the caller keeps one per process; fsspec's cache outlives a change of the environment
     retries = ROUNDS
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+        super().__init__(**{**s3fs_options(), **given})
         self.deadline = call_deadline()
+
+    def server_time(self, uri: str) -> float:
+        """Return the time in seconds since 1970 by the server's clock, which dates the objects."""
+        answer = self.call_s3("head_bucket", Bucket=self.split_path(uri)[0])
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def abort_uploads(self, uri: str, before: float) -> tuple[int, int]:
+        """Abort the multipart uploads below `uri` that received no part since `before`; return their count and bytes.
+
+        Such an upload is invisible in listings, but paid for.
+        """
+        count, freed = 0, 0
+        bucket, prefix, _ = self.split_path(f"{uri}/")
+        uploads: list[dict[str, Any]] = []
+        query: dict[str, str] = {"Bucket": bucket, "Prefix": prefix}
+        while True:
+            answer = self.call_s3("list_multipart_uploads", **query)
+            uploads += answer.get("Uploads", [])
+            if not answer.get("IsTruncated"):
+                break
+            query |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+        for upload in uploads:
+            if not upload["Key"].startswith(prefix):  # some servers ignore the prefix
+                continue
+            address = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            with suppress(FileNotFoundError):  # completed in the meantime
+                parts = self._parts(address)
+                times = [upload["Initiated"], *(part["LastModified"] for part in parts)]
+                if max(time.timestamp() for time in times) < before:
+                    self.call_s3("abort_multipart_upload", **address)
+                    count, freed = count + 1, freed + sum(int(part["Size"]) for part in parts)
+        return count, freed
+
+    def _parts(self, address: dict[str, str]) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        while True:
+            answer = self.call_s3("list_parts", **address, PartNumberMarker=parts[-1]["PartNumber"] if parts else 0)
+            parts += answer.get("Parts", [])
+            if not answer.get("IsTruncated"):
+                return parts
 
     async def _call_s3(self, method: str, *args: Any, **given: Any) -> Any:
         uri = f"s3://{given.get('Bucket', '')}/{given.get('Key', given.get('Prefix', ''))}"
@@ -139,24 +162,3 @@ def _is_transient(error: BaseException) -> bool:
 
 
 set_custom_error_handler(_is_transient)
-
-
-def bound_hub_requests() -> None:
-    """Set a time limit on all requests of the Hub client in this process; by default listings have none."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils._http import default_client_factory
-
-    def bound(request: Any) -> None:
-        given = request.extensions.get("timeout") or {}
-        names = ("connect", "read", "write", "pool")
-        request.extensions["timeout"] = {name: given.get(name) or ANSWER_S for name in names}
-
-    def client() -> Any:
-        http_client = default_client_factory()
-        http_client.event_hooks = {
-            **http_client.event_hooks,
-            "request": [*http_client.event_hooks["request"], bound],
-        }
-        return http_client
-
-    set_client_factory(client)

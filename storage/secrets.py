@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 _PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@\s?#]*:[^/@\s?#]+@")
 _SIGNED = re.compile(
-    r"://[^\s]*[?&](x-amz-signature|x-amz-security-token|signature|sig|token|access_token|api_?key|password)=", re.I
+    r"://[^\s]*[?&](x-[a-z]+-(signature|security-token)|signature|sig|token|access_token|api_?key|password)=", re.I
 )
 
 LOGINS = {

@@ -8,7 +8,6 @@ never counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -54,14 +53,6 @@ def flops_per_token(config: Model, rows: int, seq_len: int) -> TokenFlops:
     return TokenFlops(six_n, six_n + 6.0 * config.layers * seq_len * config.dim)
 
 
-def document_flops(config: Model, rows: int, lengths: Iterable[int]) -> float:
-    """Return the operations of training on separate documents of `lengths` tokens, with causal attention.
-
-    For documents shorter than the sequence this is less than `flops_per_token` of the sequence.
-    """
-    return float(sum(length * flops_per_token(config, rows, length).causal for length in lengths))
-
-
 def vocab_rows(recipe: Recipe) -> int:
     """Return the embedding rows: base vocabulary (Llama 3's if the tokenizer is a file) plus special tokens."""
     return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
@@ -76,7 +67,7 @@ def trained_flops(recipe: Recipe, config: Model, rows: int, position: int) -> fl
     )
 
 
-@lru_cache(maxsize=256)  # `document_flops` reads it once per document
+@lru_cache(maxsize=256)  # read again for each segment and each candidate of a layout
 def _layer_matrices(config: Model) -> int:
     """Return the number of weights in the matrices of one layer."""
     sizes = axis_sizes(config, rows=0)

@@ -8,7 +8,6 @@ all-reduce.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 from llama3.parallel.layout import Layout
@@ -69,15 +68,6 @@ class RankTrace:
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
-
-    def step_bytes(self, micro_batches: int) -> dict[str, int]:
-        """Return bytes of whole tensors per axis in a step of `micro_batches`."""
-        total: Counter[str] = Counter()
-        for stage in self.stages:
-            for collective in stage.collectives:
-                times = micro_batches if collective.when == "each" else 1
-                total[collective.axis] += collective.bytes * int(collective.count) * times
-        return dict(total)
 
     @classmethod
     def from_json(cls, text: str) -> RankTrace:

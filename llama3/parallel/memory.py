@@ -81,20 +81,6 @@ def shards(layout: Layout, world: int) -> int:
     return layout.dp(world) // layout.dp_replicate * layout.cp
 
 
-def local_parameters(config: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
-    """Return the number of parameters on `rank`; what tensor parallelism does not cut counts on each of its ranks."""
-    place, pieces = RankCoords.from_rank(rank, layout), shards(layout, world)
-    within = place.dp % (layout.dp(world) // layout.dp_replicate)
-    mine = within * layout.cp + place.cp
-    parts = stages(config, layout, place.pp)
-    shapes = [param.local_shape(layout.tp) for stage in parts for param in stage.params(config, rows)]
-    total = 0
-    for first, *rest in shapes:  # FSDP shards the first axis; the last shards may be short or empty
-        size = -(-first // pieces)
-        total += min(size, max(0, first - mine * size)) * prod(rest)
-    return total
-
-
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
 CHUNK = {"cpu": 2**21, "cuda": 2**29}

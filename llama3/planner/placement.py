@@ -98,11 +98,6 @@ def free_slots(layout: Layout, world: int, fabric: Fabric, available: Ints | Non
     return slots
 
 
-def contiguous_placement(layout: Layout, world: int, fabric: Fabric, available: Ints | None = None) -> Placement:
-    """Return rank i on the i-th free GPU. Raises ValueError as `free_slots`."""
-    return fill_slots(free_slots(layout, world, fabric, available), world)
-
-
 def shuffled_placement(
     layout: Layout, world: int, fabric: Fabric, available: Ints | None = None, seed: int = 0
 ) -> Placement:

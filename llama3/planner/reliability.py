@@ -6,9 +6,8 @@ fleet's early life are not modeled: no data is published.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -189,25 +188,6 @@ def failures_by_cause(trace: Iterable[Failure]) -> Counter[str]:
     return Counter(failure.cause for failure in trace)
 
 
-def repeat_offenders(trace: Iterable[Failure], times: int = 2) -> dict[int, int]:
-    """Return the hosts that broke at least `times` times, and how often: candidates for removal."""
-    broken = Counter(failure.host for failure in trace if failure.spare)
-    return {host: count for host, count in broken.most_common() if count >= times}
-
-
-def trace_to_json(trace: Sequence[Failure]) -> str:
-    """Return `trace` as JSON text."""
-    return json.dumps([asdict(failure) for failure in trace], indent=1)
-
-
-def trace_from_json(text: str) -> Trace:
-    """Return the trace that `trace_to_json` wrote. Raises ValueError for another text."""
-    try:
-        return tuple(sorted(Failure(**fields) for fields in json.loads(text)))
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"trace: is not a list of failures ({error}); write one with --trace") from None
-
-
 def mttf_by_node_rate(gpus: int, per_node_day: float = NODE_DAY_FAILURES, gpus_per_host: int = 8) -> float:
     """Return hours to the first failure of a job whose servers fail independently: 24 / (servers x rate).
 
@@ -246,22 +226,6 @@ def spare_hosts(model: FailureModel, fleet: Fleet, repair_s: float, sure: float 
     while pdtr(spares, mean) < sure:
         spares += 1
     return spares
-
-
-def spares_suffice_share(trace: Iterable[Failure], span_s: float, repair_s: float, spares: int) -> float:
-    """Return the share of `span_s` in which at most `spares` hosts of a trace are in repair.
-
-    The first repair time is left out, as no host is in repair when a trace begins. Raises ValueError if none is left.
-    """
-    if span_s <= repair_s:
-        raise ValueError(f"span_s: {span_s:g} s is not longer than a repair, {repair_s:g} s; simulate for longer")
-    broken = np.array([failure.time_s for failure in trace if failure.spare and failure.time_s < span_s])
-    times = np.concatenate([broken, broken + repair_s])
-    changes = np.concatenate([np.ones(len(broken)), -np.ones(len(broken))])
-    order = np.argsort(times, kind="stable")
-    away = np.concatenate([[0.0], np.cumsum(changes[order])])
-    edges = np.clip(np.concatenate([[0.0], times[order], [np.inf]]), repair_s, span_s)
-    return float(np.diff(edges)[away <= spares].sum() / (span_s - repair_s))
 
 
 # Slow hosts: synchronous training waits for the slowest

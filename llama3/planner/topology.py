@@ -99,12 +99,6 @@ class Fabric(SourcedFigures):
             layers.append(Layer(tier.name, tier.gpus, rate, tier.latency_us * 1e-6))
         return layers
 
-    def layer_of(self, gpus: list[int]) -> int:
-        """Return the number of the innermost layer (of `layers`) that joins these GPUs."""
-        sizes = [self.server.gpus, *(tier.gpus for tier in self.tiers)]
-        low, high = min(gpus), max(gpus)
-        return next(number for number, size in enumerate(sizes) if low // size == high // size)
-
 
 @dataclass(frozen=True)
 class Layer:

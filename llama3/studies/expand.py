@@ -61,8 +61,7 @@ PEAK_LR = (4e-4, 2e-4)
 BATCH_TOKENS = (250e3, 4e6)
 """Tokens per step at the smallest and the largest budget."""
 FLAGSHIP_FLOPS = 3.8e25
-FLAGSHIP_TOKENS = 16.55e12
-"""The answer of the law at `FLAGSHIP_FLOPS` according to the text."""
+"""Operations of the 405B's training."""
 
 
 @dataclass(frozen=True)
@@ -81,37 +80,6 @@ FIGURE = PowerLaw(0.537, 0.299)
 """Figure 3: 16.3T tokens at 3.8e25."""
 TEXT = PowerLaw(0.53, 0.29)
 """The same constants, rounded, in the text: 10.5T tokens at 3.8e25."""
-
-
-@dataclass(frozen=True)
-class RoundingEffect:
-    """The factors by which rounding each constant multiplies the tokens at a budget."""
-
-    flops: float
-    alpha: float
-    coefficient: float
-    exact: float
-    """Tokens before rounding."""
-    rounded: float
-    """Tokens after rounding."""
-
-    def __str__(self) -> str:
-        return (
-            f"at {self.flops:.3g} FLOPs {self.exact:.3g} tokens become {self.rounded:.3g}: rounding alpha multiplies "
-            f"by {self.alpha:.3f}, since it counts for each of {math.log10(self.flops):.1f} decades, and rounding A by "
-            f"{self.coefficient:.3f}"
-        )
-
-
-def rounding_effect(
-    flops: float = FLAGSHIP_FLOPS, exact: PowerLaw = FIGURE, rounded: PowerLaw = TEXT
-) -> RoundingEffect:
-    """Return the effect of rounding a law's constants on its answer at `flops` operations.
-
-    A change of alpha by d multiplies by C^d: at 3.8e25 the third digit of alpha, 0.007, is worth a third of the tokens.
-    """
-    alpha, coefficient = flops ** (rounded.alpha - exact.alpha), rounded.coefficient / exact.coefficient
-    return RoundingEffect(flops, alpha, coefficient, exact.tokens(flops), rounded.tokens(flops))
 
 
 def peak_lr(parameters: float, sizes: tuple[float, float] = SIZES, peaks: tuple[float, float] = PEAK_LR) -> float:

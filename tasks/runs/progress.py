@@ -19,10 +19,10 @@ from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.journal import Record, read_journal
 from storage.artifact import Artifact, Store
-from storage.filesystem import filesystem_of, is_local
+from storage.filesystem import is_local
 from storage.lease import lease_holders
 from storage.object_artifact import open_store
-from storage.objects import get_bytes, list_children
+from storage.objects import get_bytes, list_children, list_objects
 from storage.root import Root
 from tasks.pipeline_steps import next_step
 from tasks.promotion.log import PENDING_APPROVAL
@@ -188,6 +188,5 @@ def _manifest_times(folder: str) -> list[float]:
     """Return when the manifests of a checkpoint were written, newest first; a remote one has a folder per attempt."""
     if is_local(folder):
         return [path.stat().st_mtime for path in Path(folder).glob("manifest.json")]
-    files = filesystem_of(folder)
-    infos = [files.info(name) for name in files.glob(f"{folder}/*/manifest.json")]
-    return sorted((info["LastModified"].timestamp() for info in infos), reverse=True)
+    objects = list_objects(folder).items()
+    return sorted((stored.modified for name, stored in objects if name.endswith("/manifest.json")), reverse=True)

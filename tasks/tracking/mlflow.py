@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from storage.filesystem import is_local
 from storage.root import Root
 from tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
 from tasks.tracking.tracker import MetricPoint
@@ -281,7 +282,7 @@ class MLflowTracker:
 
         inputs = []
         for data in datasets:
-            kind = "s3" if data["uri"].startswith("s3:") else "local"
+            kind = "local" if is_local(data["uri"]) else data["uri"].partition("://")[0]
             source, profile = json.dumps({"uri": data["uri"]}), json.dumps(data["profile"])
             dataset = Dataset(data["name"], data["digest"][:DIGEST_CHARACTERS], kind, source, profile=profile)
             inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", "training")]))

@@ -73,7 +73,7 @@ def stand_in_hub() -> Iterator[Hub]:
             "huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 1000))
         )
         patch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
-        patch.setattr("storage.s3.ANSWER_S", 0.5)
+        patch.setattr("storage.filesystem.HUB_ANSWER_S", 0.5)
         patch.setattr("storage.filesystem.FIRST_WAIT_S", 0.001)
         fsspec.config.conf["hf"] = {"endpoint": hub.endpoint, "token": TOKEN, "skip_instance_cache": True}
         filesystem._filesystem.cache_clear()

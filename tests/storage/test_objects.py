@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from storage.digests import parallel_map
-from storage.filesystem import filesystem_of
+from storage.filesystem import StoreTimeout, filesystem_of
 from storage.objects import (
     create_bytes,
     get_bytes,
@@ -26,7 +26,6 @@ from storage.objects import (
     remove_all,
     size_of,
 )
-from storage.s3 import StoreTimeout
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import PAGE, environment, pointed_at
 

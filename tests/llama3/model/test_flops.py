@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from llama3.model.flops import document_flops, flops_per_token, parameter_count
+from llama3.model.flops import flops_per_token, parameter_count
 from llama3.model.init import build_model
 from llama3.recipe.sections import Model
 
@@ -43,15 +43,6 @@ def test_full_counts_twice_the_attention_of_causal(seq_len: int) -> None:
     flops = flops_per_token(TINY, ROWS, seq_len)
     assert flops.full - flops.six_n == pytest.approx(2 * (flops.causal - flops.six_n))
     assert flops.full - flops.six_n == 12.0 * TINY.layers * seq_len * TINY.dim
-
-
-@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=20))
-def test_documents_cost_at_most_what_one_sequence_of_them_does(lengths: list[int]) -> None:
-    whole = sum(lengths) * flops_per_token(TINY, ROWS, sum(lengths)).causal
-    apart = document_flops(TINY, ROWS, lengths)
-    assert apart <= whole * (1 + 1e-12)
-    assert apart >= sum(lengths) * flops_per_token(TINY, ROWS, 0).six_n
-    assert document_flops(TINY, ROWS, [sum(lengths)]) == pytest.approx(whole)
 
 
 def test_parameters_are_those_of_the_model() -> None:

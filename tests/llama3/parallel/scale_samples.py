@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from llama3.model.transformer import Transformer
 from llama3.parallel.check_layout import check_layout
 from llama3.parallel.comm_trace import TYPES, fake_process_group, trace
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
+from llama3.parallel.memory import Load, RankCoords, shards, stages
 from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.parallel.parallelize import empty_parts, last_micro_batch
 from llama3.parallel.pipeline import give_up_data
@@ -28,6 +29,20 @@ def shape(**changes: Any) -> Model:
     """Three layers, uneven on purpose: no two dimensions are equal."""
     numbers = {"layers": 3, "dim": 64, "ffn": 224, "heads": 8, "kv_heads": 4, "max_seq_len": 512}
     return Model.model_validate({**numbers, **changes})
+
+
+def local_parameters(config: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
+    """Return the number of parameters on `rank`; what tensor parallelism does not cut counts on each of its ranks."""
+    place, pieces = RankCoords.from_rank(rank, layout), shards(layout, world)
+    within = place.dp % (layout.dp(world) // layout.dp_replicate)
+    mine = within * layout.cp + place.cp
+    parts = stages(config, layout, place.pp)
+    shapes = [param.local_shape(layout.tp) for stage in parts for param in stage.params(config, rows)]
+    total = 0
+    for first, *rest in shapes:  # FSDP shards the first axis; the last shards may be short or empty
+        size = -(-first // pieces)
+        total += min(size, max(0, first - mine * size)) * prod(rest)
+    return total
 
 
 def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, int]:

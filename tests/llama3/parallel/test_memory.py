@@ -16,7 +16,6 @@ from llama3.parallel.memory import (
     RankCoords,
     RankMemory,
     layer_activations,
-    local_parameters,
     memory,
     stage_activations,
     stages,
@@ -24,7 +23,7 @@ from llama3.parallel.memory import (
 from llama3.parallel.pipeline_schedule import actions, in_flight
 from llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import ROWS, all_held, names_and_shapes, shape
+from tests.llama3.parallel.scale_samples import ROWS, all_held, local_parameters, names_and_shapes, shape
 
 PAPER = Model.model_validate({"preset": "405b"})
 GIB = 2**30

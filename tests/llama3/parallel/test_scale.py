@@ -8,10 +8,10 @@ import pytest
 
 from llama3.parallel.check_layout import LayoutCheck, measure_layout
 from llama3.parallel.layout import ROWS, TABLE_4
-from llama3.parallel.memory import Load, RankCoords, local_parameters, memory_line
+from llama3.parallel.memory import Load, RankCoords, memory_line
 from llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import checked
+from tests.llama3.parallel.scale_samples import checked, local_parameters
 
 PAPER = Model.model_validate({"preset": "405b"})
 

@@ -198,12 +198,6 @@ def test_only_an_axis_of_several_processes_sends() -> None:
     assert {c.axis for c in only(EXACT).collectives} == {"fsdp"}
 
 
-def test_bytes_of_a_step_count_each_micro_batch() -> None:
-    found = tiny_trace(PLAIN)
-    assert found.step_bytes(5)["tp"] == 5 * found.step_bytes(1)["tp"]
-    assert found.step_bytes(5)["fsdp"] == found.step_bytes(1)["fsdp"]
-
-
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"tp: 3 does not divide"):
         several(SPEC, ROWS, [case(3, tp=3)])

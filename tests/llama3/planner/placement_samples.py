@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from llama3.parallel.layout import Layout
-from llama3.planner.placement import AxisBytes, Ints, fragmented_gpus
+from llama3.planner.placement import AxisBytes, Ints, Placement, fill_slots, fragmented_gpus, free_slots
 from llama3.planner.topology import Fabric, make_fabric
 
 
@@ -33,6 +33,11 @@ def small_fabric(
             "tiers": tiers,
         }
     )
+
+
+def contiguous_placement(layout: Layout, world: int, fabric: Fabric, available: Ints | None = None) -> Placement:
+    """Return rank i on the i-th free GPU. Raises ValueError as `free_slots`."""
+    return fill_slots(free_slots(layout, world, fabric, available), world)
 
 
 class Job(NamedTuple):

@@ -14,13 +14,12 @@ from llama3.planner.placement import (
     axis_sizes,
     axis_traffic,
     bytes_above_server,
-    contiguous_placement,
     joining_layers,
     ring_numbers,
     shuffled_placement,
 )
 from llama3.planner.topology import load_fabric
-from tests.llama3.planner.placement_samples import Job, jobs, small_fabric
+from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 AXES = ("tp", "cp", "pp", "dp", "replica")
 ONE = AxisBytes(1.0, 1.0, 1.0, 1.0, 1.0)

@@ -14,7 +14,6 @@ from llama3.planner.placement import (
     Placement,
     axis_traffic,
     bytes_above_server,
-    contiguous_placement,
     free_slots,
     minimum_cut,
     shuffled_placement,
@@ -22,7 +21,7 @@ from llama3.planner.placement import (
     slot_traffic,
 )
 from llama3.planner.topology import load_fabric
-from tests.llama3.planner.placement_samples import Job, jobs, small_fabric
+from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 
 @given(jobs(), st.integers(0, 3))

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llama3.planner.hardware import preset_text
 from llama3.planner.topology import Fabric, fabric_names, load_fabric, make_fabric
@@ -64,11 +62,3 @@ def test_a_users_file_may_name_presets_and_files_beside_it(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def fabric() -> Fabric:
     return load_fabric("roce-24k")
-
-
-@given(st.lists(st.integers(0, 24_575), min_size=2, max_size=6))
-def test_the_layer_that_joins_gpus_is_the_innermost(fabric: Fabric, gpus: list[int]) -> None:
-    layers = fabric.layers()
-    found = fabric.layer_of(gpus)
-    assert len({gpu // layers[found].gpus for gpu in gpus}) == 1
-    assert found == 0 or len({gpu // layers[found - 1].gpus for gpu in gpus}) > 1
