@@ -9,7 +9,10 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: run test test-all mutate mutate-pure check install install-dev lock clean
+HERD_SHARED ?= ../shared
+NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
+
+.PHONY: run test test-all test-cuda mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -20,6 +23,22 @@ test: .venv/dev check
 test-all: .venv/dev check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
 	    --cov --cov-report=term:skip-covered
+	@if [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
+
+# What only GPUs run, on a CUDA device that computes nothing: torch's CUDA build (5 GB) in an environment of its own.
+test-cuda: .venv/cuda/null/libnullcuda.so
+	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
+	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
+
+.venv/cuda/null/libnullcuda.so: .venv/dev
+	@test -d $(NULLCUDA_SOURCE) || { echo "no null CUDA device at $(NULLCUDA_SOURCE); set HERD_SHARED"; exit 1; }
+	@test -x .venv/cuda/bin/python || $(PYTHON) -m venv .venv/cuda
+	@echo "installing torch's CUDA build into .venv/cuda (three minutes, 5 GB)"
+	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(subst ==,===,$(TORCH))'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    $$(.venv/cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
+	@bash $(NULLCUDA_SOURCE)/build.sh .venv/cuda/bin/python $(abspath .venv/cuda/null) > /dev/null
+	@g++ -O1 -fPIC -shared tests/cuda/comm_split.cpp -o .venv/cuda/null/libsplit.so
 
 # Plants faults one at a time, in copies of the checkout: which of them no test notices?
 mutate: .venv/dev

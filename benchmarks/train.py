@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import train_gpu, train_state
+from benchmarks import null_cuda, train_gpu, train_state
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import TRAIN_TARGETS, Row, measured, rows_of
 from benchmarks.train_gemm import FLOPS
@@ -92,6 +92,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     "loader/wait": train_state.loader,
     "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
+    **{name: null_cuda.null_row for name in TRAIN_TARGETS if name.startswith("null-cuda/")},
     **{name: train_gpu.utilization for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }
 

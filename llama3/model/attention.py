@@ -2,7 +2,7 @@
 
 All ways equal the masked one. CPU: one causal call per document. CUDA: cuDNN or flash attention for whole sequences,
 the packed flash kernel for documents, FlexAttention for keys in another order (context parallelism). The CUDA ways
-follow the documented signatures of torch 2.11 and 2.13 and were not run on a GPU.
+are executed on a null device (tests/cuda), and were never run on a GPU.
 
 Shapes: B batch, S sequence, Q queries and T keys of this process, D model, H query heads, K key/value heads,
 E features of a head, L tokens of a document.
@@ -34,8 +34,6 @@ PRIORITY = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-TOLD_OF_GROUPS = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Whether varlen_attn has the argument `enable_gqa`: 2.13 needs it for grouped heads, 2.11 does not have it."""
 
 
 class AttentionMask(NamedTuple):
@@ -65,7 +63,7 @@ def attention_mask(
     """Return which of the keys at positions `keys_T` the queries at `queries_Q` may read; both on the model's device.
 
     `documents_BS` is the document number of each token of the whole sequences; None: each sequence is one document.
-    Keep it on the CPU: lengths are counted on the host, and a device tensor would cost a synchronization per batch.
+    Keep it on the CPU: lengths are counted on the host, and a device tensor would cost a synchronization.
     `dtype` is that of queries and keys. `compiled` layers get no lengths, which differ between batches.
     """
     in_order = queries_Q is keys_T
@@ -73,7 +71,8 @@ def attention_mask(
         return AttentionMask()
     if queries_Q.device.type == "cuda":
         if documents_BS is not None and in_order and dtype in PACKED:
-            return AttentionMask(starts=_starts(document_lengths(documents_BS)).to(queries_Q.device, non_blocking=True))
+            starts = _starts(document_lengths(documents_BS)).pin_memory()  # else the copy may wait for the device
+            return AttentionMask(starts=starts.to(queries_Q.device, non_blocking=True))
         return AttentionMask(blocks=_blocks(documents_BS, queries_Q, keys_T))
     if documents_BS is not None and in_order and not compiled:
         lengths = document_lengths(documents_BS)
@@ -107,9 +106,7 @@ def _starts(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _blocks(documents_BS: Tensor | None, queries_Q: Tensor, keys_T: Tensor) -> Any:
-    """Return the BlockMask of 128 x 128 blocks; compiled, because otherwise all Q x T values would be in memory."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
+    """Return the BlockMask of 128 x 128 blocks."""
     on_device_BS = None if documents_BS is None else documents_BS.to(queries_Q.device, non_blocking=True)
 
     def may_read(b: Tensor, h: Tensor, q: Tensor, t: Tensor) -> Tensor:
@@ -118,9 +115,7 @@ def _blocks(documents_BS: Tensor | None, queries_Q: Tensor, keys_T: Tensor) -> A
         return causal if on_device_BS is None else causal & (on_device_BS[b, query] == on_device_BS[b, key])
 
     batch = None if on_device_BS is None else len(on_device_BS)
-    return create_block_mask(
-        may_read, batch, None, len(queries_Q), len(keys_T), device=queries_Q.device, _compile=queries_Q.is_cuda
-    )
+    return _create_block_mask()(may_read, batch, None, len(queries_Q), len(keys_T), device=queries_Q.device)
 
 
 def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: AttentionMask) -> Tensor:
@@ -148,7 +143,7 @@ def _sdpa(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -
         # once per head; half the time or less from a thousand keys on.
         grouped_BKGE = q_BHSE.view(len(q_BHSE), k_BKTE.shape[1], -1, q_BHSE.shape[-1])
         out_BKGE = F.scaled_dot_product_attention(grouped_BKGE, k_BKTE, v_BKTE, attn_mask=mask)
-        return out_BKGE.view_as(q_BHSE).transpose(1, 2)
+        return out_BKGE.reshape(q_BHSE.shape).transpose(1, 2)  # kernels of GPUs return other strides
     out_BHSE = F.scaled_dot_product_attention(
         q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
@@ -160,9 +155,8 @@ def _packed(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts: Tensor) -> T
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, 1 s or more
 
     longest = q_BSHE.shape[1]  # an upper bound: the true maximum would be a new shape in each batch
-    more: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_GROUPS else {}
     q, k, v = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
-    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **more)
+    out: Any = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=True)
     packed: Tensor = out.view_as(q_BSHE)
     return packed
 
@@ -175,6 +169,14 @@ def _flex(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, blocks: Any) -> Tensor
     kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     out_BHSE: Tensor = kernel(q_BHSE, k_BKTE, v_BKTE, block_mask=blocks, enable_gqa=True)
     return out_BHSE.transpose(1, 2)
+
+
+@cache
+def _create_block_mask() -> Any:
+    """Return torch's function, compiled on CUDA: without compilation all Q x T values would be in memory."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
 
 
 @cache

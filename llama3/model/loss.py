@@ -57,7 +57,7 @@ def token_nll(
     nll_T: Tensor = apply(
         hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), z_loss, comms or NoComms(), gradients
     )
-    return nll_T.view_as(targets_BS)
+    return nll_T.view_as(targets_BS).clone()  # FSDP2 warns of an output that is a view
 
 
 class _TokenNLL(torch.autograd.Function):
@@ -76,7 +76,7 @@ class _TokenNLL(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T)
         ctx.settings = z_loss, comms
         sweep = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, z_loss, comms), None, gradients)
-        ctx.sweeps = [sweep]
+        ctx.gradients = [(sweep.d_hidden_TD, sweep.d_weight_VD)]
         return sweep.nll_T
 
     @staticmethod
@@ -86,12 +86,11 @@ class _TokenNLL(torch.autograd.Function):
         # The gradient of a sum is one number for all tokens, expanded without a copy.
         uniform = len(scale_T) > 0 and (len(scale_T) == 1 or scale_T.stride() == (0,))
         factor = None
-        if ctx.sweeps and uniform:
-            sweep, factor = ctx.sweeps.pop(), scale_T[0]  # once only: its gradients are scaled in place
+        if ctx.gradients and uniform:
+            (d_hidden, d_weight), factor = ctx.gradients.pop(), scale_T[0]  # once only: they are scaled in place
         else:
-            ctx.sweeps.clear()
-            sweep = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
-        d_hidden, d_weight = sweep.d_hidden_TD, sweep.d_weight_VD
+            ctx.gradients.clear()
+            _, d_hidden, d_weight = _sweep(LossInputs(hidden_TD, weight_VD, targets_T, *ctx.settings), scale_T, True)
         assert d_hidden is not None
         assert d_weight is not None
         # On the CPU, where reading the factor needs no synchronization, a multiplication by 1 is skipped.

@@ -131,9 +131,9 @@ class Transformer(nn.Module):
         """Return logits [B, S, V] or, with targets, nats per token [B, S] (fp32, 0 where the target is -100).
 
         `x` is token ids [B, S], or the output of the previous pipeline stage. `documents` is the document number of
-        each token [B, S] of the whole sequences, best on the CPU; tokens read within their document only. None: each
-        sequence is one document (a faster kernel). An `AttentionMask` is used as it is. With `head` the result is that
-        of `head`, for callers that need few logits. A stage that is not the last returns its residual stream.
+        each token [B, S] of the whole sequences; tokens read within their document only. None: each sequence is one
+        document (a faster kernel). An `AttentionMask` (see `mask`) is used as it is. With `head` the result is that of
+        `head`, for callers that need few logits. A stage that is not the last returns its residual stream.
         """
         config, grad = self.config, torch.is_grad_enabled()
         seq_len = self.comms.sequence(x.shape[1], whole=self.embedding is not None)
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         x_BSD = x if self.embedding is None else self._embed(x)
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         table = rotation(queries, config.head_dim, config.rope_theta, config.rope_scaling, wide)
-        compiled = any(block._compiled_call_impl is not None for block in self.layers.values())
+        compiled = self.is_compiled
         if isinstance(documents, AttentionMask):
             mask = documents
         else:
@@ -163,6 +163,22 @@ class Transformer(nn.Module):
         if targets_BS is None:
             return F.linear(hidden_BSD, weight_VD.to(hidden_BSD.dtype))
         return token_nll(hidden_BSD, weight_VD, targets_BS, self.z_loss, self.comms)
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(block._compiled_call_impl is not None for block in self.layers.values())
+
+    def mask(self, documents_BS: Tensor | None, device: torch.device) -> AttentionMask | None:
+        """Return the mask of a batch on `device` from its document numbers [B, S] on the host; None for None.
+
+        For callers of a model that FSDP2 shards: it moves every tensor argument to the device before `forward`, where
+        counting the lengths of documents would make the host wait.
+        """
+        if documents_BS is None:
+            return None
+        queries, keys = self.comms.positions(documents_BS.shape[1], device)
+        dtype = self.compute or next(self.parameters()).dtype
+        return attention_mask(documents_BS, queries, keys, dtype, self.is_compiled)
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embedding is not None

@@ -105,7 +105,7 @@ def _micro_batch(part: Transformer, context: ParallelContext, load: Load, axes: 
     if part.embedding is None:
         shape = load.micro_batch, tokens // layout.tp, part.config.dim
         x = torch.zeros(shape, dtype=TYPES[load.precision], requires_grad=True)
-    last_micro_batch(part, last, layout.zero)
+    last_micro_batch(part, last, layout)
     pieces = shards(layout, context.size)
     share = layer_elements(part.config, layout.tp, pieces)
     with _Log(part, axes, (share * pieces, share)) as log:

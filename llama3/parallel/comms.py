@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llama3.parallel.mesh import ParallelContext
 
-# Functional collectives: the operators have the same names in torch 2.11 and 2.13, while torch's wrappers changed, and
-# torch.compile traces them.
+# Functional collectives: torch.compile traces them, and the operators' names are stable, while torch's wrappers change.
 
 
 def all_gather(part: Tensor, dim: int, group: Any) -> Tensor:
@@ -82,22 +81,22 @@ class MeshComms:
         if self.context.size == 1:
             positions = torch.arange(seq_len, device=device)
             return positions, positions
-        parts = [cp_positions(seq_len, rank, self.context.size).to(device) for rank in range(self.context.size)]
-        return parts[self.context.rank], torch.cat(parts)
+        positions = cp_positions(seq_len, self.context.size, device)
+        return positions[self.context.rank], positions.flatten()
 
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens * self.context.size * (1 if whole else self.tensor.size)
 
 
-def cp_positions(seq_len: int, rank: int, size: int) -> Tensor:
-    """Return the positions of a sequence of `seq_len` tokens of context-parallel process `rank` of `size` (int64).
+def cp_positions(seq_len: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the positions that each of `size` context-parallel processes holds of a sequence, int64 [size, S / size].
 
-    Head and tail chunk pairs: process 0 of 2 holds chunks 0 and 3 of four.
+    Head and tail chunk pairs: process 0 of 2 holds chunks 0 and 3 of four. Made on `device`, without a copy.
     """
     if size == 1:
-        return torch.arange(seq_len)
-    chunks = torch.arange(seq_len).chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+        return torch.arange(seq_len, device=device).unsqueeze(0)
+    chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
+    return torch.cat([chunks[:size], chunks[size:].flip(0)], dim=1)
 
 
 def _call(function: Any, *arguments: Any) -> Tensor:

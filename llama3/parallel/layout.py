@@ -35,7 +35,8 @@ class Layout(BaseModel):
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the sharded state (HSDP): FSDP shards over dp / dp_replicate processes."""
     zero: Literal[2, 3] = 2
-    """2: weights stay gathered from forward to backward; 3: gathered again, less memory."""
+    """2: weights stay gathered from forward to backward; 3: gathered again, and gradients reduced after each
+    micro-batch, less memory."""
     vpp: int = Field(default=1, ge=1)
     """Pipeline stages per process (V); more of them shrink the bubble and send more."""
     microbatch_group_size: int = Field(default=0, ge=0)
@@ -58,6 +59,14 @@ class Layout(BaseModel):
     def stages(self) -> int:
         """Pipeline stages over all processes."""
         return self.pp * self.vpp
+
+    def reduces_each(self, exact: bool) -> bool:
+        """Return whether gradients are reduced after each micro-batch, so that no process holds whole ones.
+
+        Not with `exact` sums, which a shard in the type of the weights would round, and not in a pipeline, whose
+        schedule reduces after the last action of a stage.
+        """
+        return self.zero == 3 and self.pp == 1 and not exact
 
     def dp(self, world: int) -> int:
         """Return the data-parallel size of `world` processes. Raises ValueError if they do not divide."""

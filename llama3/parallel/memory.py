@@ -138,7 +138,9 @@ class RankMemory:
     gathered: int
     """Gathered weights of the layers in the compute type; embedding, last norm and output in the master's."""
     gradients: int
-    """Accumulated over micro-batches, before they are reduced."""
+    """Whole, accumulated over micro-batches, before they are reduced; 0 if each micro-batch reduces its own."""
+    accumulated: int
+    """Gradients of earlier micro-batches, whole or sharded, when the last one begins."""
     reduction: int
     """Input of the reduction of the largest group (a layer, or the ends)."""
     activations: int
@@ -154,9 +156,13 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment of a step."""
-        kept = self.master + self.moments + max(self.sharded_gradients, self.gradients) + self.gathered
-        return kept + self.activations + self.passing
+        """Bytes at the fullest moment of a step: the loss of the last micro-batch, or the end of its backward pass.
+
+        Between the two, activations go layer by layer, and gradients come.
+        """
+        begin = self.accumulated + self.activations + self.passing
+        end = max(self.gradients, self.sharded_gradients) + self.temporaries + self.reduction
+        return self.master + self.moments + self.gathered + max(begin, end)
 
     @property
     def passing(self) -> int:
@@ -168,15 +174,23 @@ class RankMemory:
 
 
 def memory(
-    config: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] | None = None
+    config: Model,
+    rows: int,
+    layout: Layout,
+    world: int,
+    load: Load,
+    ranks: Sequence[int] | None = None,
+    meshed: bool = False,
 ) -> list[RankMemory]:
     """Return the memory of the fullest process of each of `ranks` of the pipeline, or of all.
 
-    Raises ValueError if the layout does not fit `config`, `world` or the sequence.
+    `meshed`: FSDP even on one process. Raises ValueError if the layout does not fit `config`, `world` or the sequence.
     """
     layout.check(config, rows, world)
     layout.check_sequence(load.seq_len)
-    return [_rank(config, rows, layout, world, load, rank) for rank in (range(layout.pp) if ranks is None else ranks)]
+    sharded = meshed or world > 1
+    numbers = range(layout.pp) if ranks is None else ranks
+    return [_rank(config, rows, layout, world, load, number, sharded) for number in numbers]
 
 
 def memory_line(need: RankMemory) -> str:
@@ -184,31 +198,34 @@ def memory_line(need: RankMemory) -> str:
     parts = [
         f"{name.replace('_', ' ')} {size / 2**30:.1f}"
         for name, size in need.as_dict().items()
-        if name not in ("pipeline_rank", "in_flight", "total") and size
+        if name not in ("pipeline_rank", "in_flight", "accumulated", "total") and size
     ]
     return f"{need.total / 2**30:.0f} GiB on pipeline rank {need.pipeline_rank}: {', '.join(parts)}"
 
 
-def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int) -> RankMemory:
+def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, sharded: bool) -> RankMemory:
     parts, pieces = stages(config, layout, rank), shards(layout, world)
     # FSDP gathers and reduces in groups: the ends of each stage, and each layer.
     ends = [shard_elements(part.ends(config, rows), layout.tp, pieces) for part in parts]
     layers = [layer_elements(config, layout.tp, pieces)] * sum(len(part.layers) for part in parts)
     local = sum(ends) + sum(layers)
-    if world > 1:
+    if sharded:
         at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
         gathered = pieces * (sum(ends) * load.master + sum(at_once) * load.narrow)
     else:  # without FSDP, copies of the layers in the compute type
         gathered = sum(layers) * load.narrow if load.narrow != load.master else 0
     most, flying = _peak(config, rows, layout, load, parts, rank)
+    whole = pieces * local * load.reduced
+    gradients = whole if sharded and load.micro_batches > 1 and not layout.reduces_each(load.exact) else 0
     return RankMemory(
         pipeline_rank=rank,
         master=local * load.master,
         moments=2 * local * load.master,
         sharded_gradients=local * load.master,
         gathered=gathered,
-        gradients=pieces * local * load.reduced if world > 1 and load.micro_batches > 1 else 0,
-        reduction=pieces * max(ends + layers) * load.reduced if world > 1 else 0,
+        gradients=gradients,
+        accumulated=(gradients or local * load.master) if load.micro_batches > 1 else 0,
+        reduction=pieces * max(ends + layers) * load.reduced if sharded else 0,
         activations=most,
         recomputed=_recomputed(config, layout, load),
         temporaries=_temporaries(config, layout, load),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ class ParallelContext:
     mesh: Any = None
     shards: Any = None
     """The FSDP mesh: dp and cp together, with replicas outside if there are any."""
+    host_group: Any = None
+    """A gloo group of all processes, for objects, so that the host does not wait for the device; None: the default."""
 
     @property
     def is_rank0(self) -> bool:
@@ -74,7 +77,7 @@ class ParallelContext:
         if self.size == 1:
             return value
         box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        torch.distributed.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -82,7 +85,7 @@ class ParallelContext:
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
+        torch.distributed.all_gather_object(values, value, group=self.host_group)
         return [value for value in values if value is not None]
 
     def barrier(self) -> None:
@@ -114,6 +117,10 @@ def init_distributed(
             )
         local_device = torch.device("cuda", index)
         torch.cuda.set_device(local_device)
+        card: Any = torch.cuda.get_device_properties(local_device)
+        address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+        if cpus := numa_cpus(address) & os.sched_getaffinity(0):  # torch.numa does this if numactl is installed
+            os.sched_setaffinity(0, cpus)
     if size == 1 and not meshed:
         yield ParallelContext(0, 1, local_device, layout)
         return
@@ -121,14 +128,30 @@ def init_distributed(
 
     backend = "nccl" if local_device.type == "cuda" else "gloo"
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    if backend == "nccl" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
+        own["device_id"] = local_device
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
         meshes = make_meshes(local_device.type, layout, size)
         for group in distributed_c10d._world.pg_map:  # a mesh creates its groups with torch's default, 30 min on gloo
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-        yield ParallelContext(rank, size, local_device, layout, *meshes)
+        host_group = None
+        if backend == "nccl" and size > 1:
+            host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        yield ParallelContext(rank, size, local_device, layout, *meshes, host_group)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def numa_cpus(address: str, sysfs: Path = Path("/sys")) -> set[int]:
+    """Return the processors of the NUMA node of a PCI device such as 0000:dc:00.0; empty if the machine names none."""
+    try:
+        node = max(0, int((sysfs / "bus/pci/devices" / address / "numa_node").read_text()))  # -1: there is one node
+        ranges = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().split(",")
+    except OSError:
+        return set()
+    bounds = [[int(number) for number in part.split("-")] for part in ranges]
+    return {cpu for part in bounds for cpu in range(part[0], part[-1] + 1)}
 
 
 def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:

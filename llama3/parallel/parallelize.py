@@ -18,6 +18,7 @@ from llama3.model.linear import Linear, RMSNorm, use_float8
 from llama3.model.param_table import param_row
 from llama3.model.transformer import Transformer
 from llama3.parallel.comms import MeshComms
+from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
@@ -44,17 +45,20 @@ def shard(model: Transformer, world: ParallelContext, compute: torch.dtype | Non
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def last_micro_batch(model: Transformer, last: bool, zero: int) -> None:
-    """Make a sharded model reduce its gradients only after the last micro-batch; no-op for a plain model.
+def last_micro_batch(model: Transformer, last: bool, layout: Layout) -> None:
+    """Set when a sharded model reduces gradients and frees gathered weights; no-op for a plain model.
 
-    With ZeRO-3 the layers free their gathered weights after every micro-batch.
+    ZeRO-2 does both after the last micro-batch. With ZeRO-3 the layers free their weights after every one, and
+    gradients are reduced there too (see `Layout.reduces_each`), over replicas after the last.
     """
     if not isinstance(model, FSDPModule):
         return
-    model.set_requires_gradient_sync(last)
+    reduces = last or layout.reduces_each(model.exact)
+    model.set_requires_gradient_sync(reduces)
+    model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last)
-    model.set_is_last_backward(last)
-    for block in model.layers.values() if zero == 3 else ():
+    model.set_is_last_backward(reduces)
+    for block in model.layers.values() if layout.zero == 3 else ():
         assert isinstance(block, FSDPModule)
         block.set_reshard_after_backward(True)
 
@@ -116,7 +120,7 @@ def empty_parts(
             cut(model, world.mesh["tp"])
         if float8:
             use_float8(model.layers)
-        if layout.compile and layout.async_tp:  # not run: no GPU was at hand
+        if layout.compile and layout.async_tp:
             from torch._inductor import config as inductor
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -1,6 +1,6 @@
 """Run pipeline schedules: this rank's stages on its part of the batch, gradients left in the weights.
 
-`pipeline_schedule` gives the order; torch's private pipeline runtime (the same in 2.11 and 2.13) executes it. We change
+`pipeline_schedule` gives the order; torch's private pipeline runtime executes it. We change
 four things: receive buffers, sent outputs, gathered weights and the precision of split weight gradients; see the
 comments. Zero-bubble runs the backward pass of the loss twice, because torch cannot split a custom function.
 Shapes: B sequences, S local tokens of each, D model.
@@ -194,11 +194,16 @@ class _Stage(PipelineStage):
             give_up_data(returned)
         return operations
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **more: Any) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        if kwargs and "documents" in kwargs:  # before FSDP moves it to the device
+            model: Any = self.submod
+            kwargs = {**kwargs, "documents": model.mask(kwargs["documents"], self.device)}
         infos = self.args_recv_info[fwd_chunk_id]
         for info in _received(infos):
             info.buffer.requires_grad_(self.has_backward)
-        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **more)  # type: ignore[no-untyped-call]
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         _drop(infos)
         if self.is_last:
             self.nll.append(output.detach())
@@ -234,4 +239,4 @@ def _received(infos: Iterable[Any]) -> list[Any]:
 
 def _drop(infos: Iterable[Any]) -> None:
     for info in _received(infos):
-        info.buffer = torch.empty(0)  # torch 2.11 sets its .grad, so not None
+        info.buffer = torch.empty(0)  # torch reads its attributes, so not None

@@ -113,8 +113,9 @@ def _weights(
             if again:
                 yield Collective("all-gather", "fsdp", "backward", "each", place, size, kind, pieces, count)
             reduced = elements * load.reduced
+            when = "each" if layout.reduces_each(load.exact) else "last"
             yield Collective(
-                "reduce-scatter", "fsdp", "backward", "last", place, reduced, WIDE[load.reduced], pieces, count
+                "reduce-scatter", "fsdp", "backward", when, place, reduced, WIDE[load.reduced], pieces, count
             )
         if layout.dp_replicate > 1:
             shard = elements // pieces * load.reduced

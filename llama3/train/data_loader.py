@@ -84,9 +84,10 @@ def local_batch(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
     if context.size > 1:
         from llama3.parallel.comms import cp_positions
 
-        positions = cp_positions(batch.tokens_BS.shape[1], context.rank, context.size)
+        positions = cp_positions(batch.tokens_BS.shape[1], context.size)[context.rank]
         columns = [column[:, positions] for column in columns]
     if device.type != "cpu":  # pinned memory is copied to the device without waiting
         columns = [column.pin_memory().to(device, non_blocking=True) for column in columns]
+        documents = None if documents is None else documents.pin_memory()  # some masks need them on the device
     tokens, targets, domains = columns
     return LocalBatch(tokens, targets, domains, documents)

@@ -59,7 +59,7 @@ class Profile(BaseModel):
 
 
 def flight_environment(profile: Profile | None, work: Path) -> dict[str, str]:
-    """Return environment variables to set before the process group is made, under the names of torch 2.11 and 2.13."""
+    """Return environment variables to set before the process group is made."""
     if profile is None or not profile.flight:
         return {}
     prefix = work / FOLDER / "flight-rank-"  # torch appends the rank

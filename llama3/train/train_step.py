@@ -98,10 +98,9 @@ class Engine:
                 model, nll = state.parts[0], []
                 for first in range(0, sequences, self.micro_batch):
                     chunk = slice(first, first + self.micro_batch)
-                    # Gradients are reduced over processes in the last micro-batch only.
-                    last_micro_batch(model, first + self.micro_batch >= sequences, world.layout.zero)
-                    documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
-                    chunk_nll_BS = model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk])
+                    last_micro_batch(model, first + self.micro_batch >= sequences, world.layout)
+                    mask = model.mask(None if batch.documents_BS is None else batch.documents_BS[chunk], world.device)
+                    chunk_nll_BS = model(batch.tokens_BS[chunk], mask, batch.targets_BS[chunk])
                     chunk_nll_BS.sum().backward()
                     nll.append(chunk_nll_BS.detach())
                 nll_BS = torch.cat(nll)
@@ -147,8 +146,8 @@ class Engine:
         model, nll = self.state.parts[0], []
         for first in range(0, sequences, self.micro_batch):
             chunk = slice(first, first + self.micro_batch)
-            documents_BS = None if batch.documents_BS is None else batch.documents_BS[chunk]
-            nll.append(model(batch.tokens_BS[chunk], documents_BS, batch.targets_BS[chunk]))
+            mask = model.mask(None if batch.documents_BS is None else batch.documents_BS[chunk], self.world.device)
+            nll.append(model(batch.tokens_BS[chunk], mask, batch.targets_BS[chunk]))
         release(model)
         return torch.cat(nll)
 

@@ -115,6 +115,8 @@ def trainer_environment(threads: int) -> dict[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would start in the agent, before the fork
         "PYTHONUNBUFFERED": "1",
+        # GPUs: sequences and batches grow within a run, and segments of fixed size would leave holes in the memory
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
 
 

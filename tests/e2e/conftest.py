@@ -90,7 +90,7 @@ class Herd:
     def __call__(self, *words: str, status: int = 0, server: bool = True, forked: bool = True) -> str:
         """Run `herd words...` to its end, check its exit status and return what it printed."""
         process = self.start(*words, server=server, forked=forked)
-        printed, _ = process.communicate(timeout=280)
+        printed, _ = process.communicate(timeout=560)
         assert process.returncode == status, printed
         return printed
 

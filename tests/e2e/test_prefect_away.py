@@ -34,7 +34,7 @@ def test_a_run_is_made_to_its_end_without_its_prefect_server(
                 os.killpg(server.pid, signal.SIGKILL)
                 break
         printed = process.stdout.read()
-        process.wait(timeout=280)
+        process.wait(timeout=500)
     ended = record(made, "tiny-1")
     assert (ended.state, ended.verdict) == ("finished", "promoted"), printed
     assert "champion" in printed

@@ -71,7 +71,7 @@ def test_job_outlives_its_engine_is_adopted_and_cancelled(
     wait_for(lambda: last_position(again.root) > reached, "a step that is followed")
 
     second.send_signal(signal.SIGTERM)  # as Prefect does when a run is cancelled
-    printed, _ = second.communicate(timeout=120)
+    printed, _ = second.communicate(timeout=400)
     assert second.returncode in (143, -15), printed
     assert queue() == []
     (logs,) = (again.root / "runs" / "tiny-1" / "logs" / "main").glob("attempt-*")

@@ -142,7 +142,7 @@ def test_side_by_side_the_same_models_come_out(asked: Herd, new_herd: NewHerd, t
     copy_artifacts(asked, other.root)
     words = [sys.executable, "-c", DEPLOYED, str(asked.root.parent / "warm.yaml")]
     variables = {**other.environment, "PREFECT_API_URL": other.api}
-    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["root"]
     models, alone = models_of(other), models_of(asked)
@@ -157,7 +157,7 @@ def test_stopped_by_hand_side_by_side_all_runs_stop(asked: Herd, new_herd: NewHe
     wait_for(lambda: journal_lines(other.root, "main") >= 4, "training")
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=400)
     assert process.returncode == 130, printed
     assert "the same command continues" in printed
     _, alive = psutil.wait_procs([child for child in children if "flows.watchdog" not in words_of(child)], 60)

@@ -171,7 +171,7 @@ def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> I
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
         words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
         process = Forked("prefect", "--no-prompt", *words, environment=environment)
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=400)
         assert process.returncode == 0, printed
     with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as made:
         yield made

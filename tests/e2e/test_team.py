@@ -101,11 +101,11 @@ def test_up_run_down(team: Path, tmp_path: Path) -> None:
     surroundings = {**os.environ, **client, "PREFECT_HOME": str(tmp_path / "home")}
     watched = subprocess.run(
         [sys.executable, "-m", "prefect", "deployment", "run", "reconcile/reconcile", "--watch"],
-        env=surroundings, capture_output=True, text=True, timeout=200,
+        env=surroundings, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert watched.returncode == 0, watched.stdout + watched.stderr
     script = "import mlflow; mlflow.set_experiment('e'); mlflow.start_run(); mlflow.log_text('hello', 'a.txt')"
-    subprocess.run([sys.executable, "-c", script], env=surroundings, check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], env=surroundings, check=True, capture_output=True, timeout=400)
 
     ids = [int(file.read_text().split()[0]) for file in (Team(settings(team)).folder / "run").glob("*.pid")]
     everything = [

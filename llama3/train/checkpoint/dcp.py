@@ -138,7 +138,13 @@ def write(planner: WritePlanner, writer: Writer, world: ParallelContext, group: 
 
     try:
         with unwrap_dcp_errors(f"{writer.folder}: cannot be written"):
-            save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=world.size == 1)
+            save(
+                {},
+                storage_writer=writer,
+                planner=planner,
+                process_group=group or world.host_group,
+                no_dist=world.size == 1,
+            )
     except BaseException:
         planner.final_plan = None  # make a new plan at the next save
         raise
@@ -340,7 +346,7 @@ def load(
     # One process reads all headers: each opening every file would be the square of their number on the file system.
     reader.known = run_on_rank0_and_broadcast(world, reader.headers)
     raise_on_all_ranks(world, lambda: reader.compare(tensors))
-    torch_load(dict(tensors), storage_reader=reader, no_dist=world.size == 1)
+    torch_load(dict(tensors), storage_reader=reader, process_group=world.host_group, no_dist=world.size == 1)
     problems = {name: problem for rank in world.all_gather_object(reader.problems) for name, problem in rank.items()}
     for _, problem in sorted(problems.items()):
         if problem:

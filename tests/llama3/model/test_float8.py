@@ -68,7 +68,7 @@ def test_a_model_learns_in_float8() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"compute: fp8 needs a GPU .*, this is cpu; take bf16"):
+    with pytest.raises(ValueError, match=r"precision: fp8 needs a GPU .*, this is cpu; take bf16"):
         check_device(torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"compute: fp8 needs axes of multiples of 16, 0 is 24 x 32; take bf16"):
+    with pytest.raises(ValueError, match=r"precision: fp8 needs axes of multiples of 16, 0 is 24 x 32; take bf16"):
         use_float8(torch.nn.Sequential(Linear(32, 24)))

@@ -80,7 +80,7 @@ def cut(
             nll_BS = Pipeline(parts, world).run(*share, micro_batch)
             nll = 0.0 if nll_BS is None else float(nll_BS.sum())
         else:
-            nll = _train(list(parts.values()), share, micro_batch, world.layout.zero)
+            nll = _train(list(parts.values()), share, micro_batch, world.layout)
         counted = torch.tensor(nll if world.is_tp_rank0 else 0.0, dtype=torch.float64)
         gradients = {
             name: full_tensor(p.grad).numpy()
@@ -96,18 +96,18 @@ def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | No
     tokens, documents, targets = data
     dp, cp = world.axis("dp"), world.axis("cp")
     rows = slice(dp.rank * SEQUENCES // dp.size, (dp.rank + 1) * SEQUENCES // dp.size)
-    here = cp_positions(SEQ, cp.rank, cp.size)
+    here = cp_positions(SEQ, cp.size)[cp.rank]
     return tokens[rows][:, here], None if documents is None else documents[rows], targets[rows][:, here]
 
 
-def _train(models: list[Transformer], data: Any, micro_batch: int, zero: int = 2) -> float:
+def _train(models: list[Transformer], data: Any, micro_batch: int, layout: Layout | None = None) -> float:
     from llama3.parallel.parallelize import last_micro_batch
 
     (model,), (tokens, documents, targets) = models, data
     total = 0.0
     for first in range(0, len(tokens), micro_batch):
         part = slice(first, first + micro_batch)
-        last_micro_batch(model, first + micro_batch >= len(tokens), zero)
+        last_micro_batch(model, first + micro_batch >= len(tokens), layout or Layout())
         nll = model(tokens[part], None if documents is None else documents[part], targets[part])
         nll.sum().backward()
         total += float(nll.detach().sum())

@@ -75,7 +75,7 @@ def _run(part: Transformer, place: ParallelContext, load: Load, last: bool) -> d
     tokens = load.seq_len // place.layout.cp
     here_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     documents_BS = torch.zeros(load.micro_batch, load.seq_len, dtype=torch.int64) if place.layout.cp > 1 else None
-    last_micro_batch(part, last, place.layout.zero)
+    last_micro_batch(part, last, place.layout)
     with Alive(watch=last) as alive:
         x = here_BS
         if part.embedding is None:  # what the stage before sent belongs to this one

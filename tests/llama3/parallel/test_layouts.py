@@ -79,6 +79,8 @@ def test_axes_together(world: int, layout: dict[str, Any]) -> None:
                 (4, {"pp": 4}),
                 (8, {"dp_replicate": 2, "tp": 2}),
                 (4, {"zero": 3, "tp": 2}),
+                (4, {"zero": 3, "dp_replicate": 2}),
+                (2, {"tp": 2, "compile": True}),
                 (4, {"pp": 2, "vpp": 2, "zero": 3}),
             ]
         ),

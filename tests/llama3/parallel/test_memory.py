@@ -217,6 +217,8 @@ def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
     (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=1))
     count = 4 * parameter_count(shape(), ROWS)
     assert (need.master, need.moments, need.sharded_gradients, need.gathered) == (count, 2 * count, count, 0)
+    assert need.total == 3 * count + max(need.activations + need.passing, count + need.temporaries)
+    (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=2))
     assert need.total == 4 * count + need.activations + need.passing
 
 

@@ -142,10 +142,11 @@ def test_replicas_reduce_a_share_of_the_gradients_once_more() -> None:
     assert sent(only(REPLICAS), "replica") == {("last", "backward", "all-reduce", share, "float32"): 1}
 
 
-def test_zero_3_gathers_weights_for_the_backward_pass_of_every_micro_batch() -> None:
+def test_zero_3_gathers_weights_and_reduces_gradients_in_the_backward_pass_of_every_micro_batch() -> None:
     whole = layer_elements(SPEC, 1) * 2
     assert sent(only(ZERO_3), "fsdp", when="each", phase="backward") == {
-        ("each", "backward", "all-gather", whole, "bfloat16"): 1
+        ("each", "backward", "all-gather", whole, "bfloat16"): 1,
+        ("each", "backward", "reduce-scatter", whole * 2, "float32"): 1,
     }
 
 

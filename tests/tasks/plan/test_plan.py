@@ -120,6 +120,7 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
         ([], 3, r"stages.ramp-1.batch: 512 tokens is not a multiple of sequence 128 x data-parallel size 3; write"),
         (["evaluate.tasks=[none.jsonl]"], 1, r"none: .*none.jsonl: is not a file; put it there"),
         (["tokenizer={use: none.model}"], 1, r"tokenizer.use: 'none.model' is not a file; give a tiktoken"),
+        (["precision=fp8"], 1, r"cluster.layout.compile: false makes precision: fp8 slower than bf16; write compile"),
     ],
 )
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:

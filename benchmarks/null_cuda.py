@@ -1,0 +1,181 @@
+"""Rows of `python -m benchmarks train --only null-cuda`: what a step costs the host of a GPU, on a null CUDA device.
+
+The null device is a library in place of CUDA's that counts calls and computes nothing, with 79 GiB: host waits, kernel
+launches, retries and bytes of torch's own allocator are those of a GPU. `make test-cuda` runs these rows.
+Shapes: B sequences, S tokens of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import NotMeasured
+from benchmarks.rows import Row, measured
+from benchmarks.train_session import TrainSession
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load, memory
+from llama3.parallel.mesh import init_distributed
+from llama3.planner.device_curves import prior_curves
+from llama3.planner.step_time import compute_seconds, layer_work
+from llama3.planner.topology import load_fabric
+from llama3.recipe.base import DOMAINS
+from llama3.recipe.schema import Recipe
+from llama3.recipe.sections import Model
+from llama3.tokens.batch import TokenBatch
+from llama3.train.data_loader import Step, local_batch
+from llama3.train.job import TrainJob
+from llama3.train.loss_spikes import SpikeGuard
+from llama3.train.state import Precision, TrainState
+from llama3.train.train_step import Engine
+
+ROWS, SEQ = 128_256, 8_192
+FABRIC = "roce-24k"
+"""Preset whose H100 the GPU time of a layer is predicted for."""
+DOCUMENT = 512
+"""Tokens of a document."""
+
+
+def reset() -> None:
+    """Count from here on."""
+    library: Any = ctypes.CDLL(None)
+    library.nullcuda_reset()
+
+
+def counts() -> Counter[str]:
+    """Return how often each kernel, product, copy and synchronization was called since `reset`."""
+    library: Any = ctypes.CDLL(None)
+    with tempfile.NamedTemporaryFile() as file:
+        library.nullcuda_dump(file.name.encode())
+        lines = Path(file.name).read_text().splitlines()
+    return Counter({name.strip(): int(count) for count, name in (line.split("\t", 1) for line in lines)})
+
+
+MEMORY: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("8b", 2, 1, {}),
+    ("8b", 4, 2, {}),
+    ("8b", 4, 1, {"zero": 3}),
+    ("8b", 4, 2, {"zero": 3}),
+    ("8b", 4, 2, {"recompute": "selective"}),
+    ("8b", 4, 2, {"recompute": "full"}),
+    ("1b", 16, 1, {}),
+    ("70b", 1, 2, {}),
+]
+"""Preset, layers, micro-batches and layout of the row on memory."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one step after the first two."""
+
+    waits: dict[str, int]
+    """Calls in which the host waits for the device; a large copy from pageable memory is one."""
+    launches: int
+    """Kernels, library products included."""
+    retries: int
+    """Times that the allocator gave all of its memory back to find room."""
+    allocated: int
+    """Peak bytes."""
+    reserved: int
+    """Peak bytes with the allocator's gaps."""
+    predicted: int
+    """Bytes by `llama3.parallel.memory`."""
+    host_s: float
+    """CPU seconds of the least of the steps after the first two."""
+
+
+@cache
+def step_cost(
+    preset: str, layers: int, documents: bool = False, micro_batches: int = 2, layout: Layout | None = None
+) -> StepCost:
+    """Take six steps of FSDP2 on one process, sequences of 8,192 tokens, in bf16; return the cost of the last."""
+    layout = layout or Layout()
+    recipe = Recipe.model_validate(
+        {
+            "name": "null",
+            "sources": {domain: [{"uri": "x"}] for domain in DOMAINS},
+            "tokenizer": {"train": {"vocab": 1024}},
+            "mix": {"base": {"general": "100%"}},
+            "model": {"preset": preset, "layers": layers, "max_seq_len": SEQ},
+            "lr": {"peak": 1e-4, "warmup": "1 steps", "cosine": {"to": 1e-5, "over": "9 steps"}},
+            "stages": [{"name": "main", "for": "1Mi", "seq_len": SEQ, "batch": "64Ki", "mix": "base"}],
+            "precision": "bf16",
+        }
+    )
+    job = TrainJob(recipe=Path("-"), stage="main", tokens=Path("-"), work=Path("-"), micro_batch=1, device="cuda")
+    tokens_BS = torch.zeros(micro_batches, SEQ, dtype=torch.int64)
+    documents_BS = torch.arange(SEQ).expand(micro_batches, -1).contiguous() // DOCUMENT if documents else tokens_BS
+    gc.collect()
+    torch.cuda.empty_cache()
+    with init_distributed("cuda", 60, layout, meshed=True) as world:
+        state = TrainState(recipe, ROWS, Precision.from_recipe(recipe, world.device), world, 0)
+        engine = Engine(state, recipe, job, world, SpikeGuard(recipe.spikes, world.device))
+        host_s = float("inf")
+        for number in range(6):
+            batch = local_batch(TokenBatch(tokens_BS, tokens_BS, documents_BS, tokens_BS), world)
+            torch.cuda.reset_peak_memory_stats()
+            reset()
+            tokens = micro_batches * SEQ
+            began = time.process_time()
+            engine.train_step(Step(number * tokens, SEQ, tokens), batch, 1e-4, stop=False, save=False)
+            host_s = host_s if number < 2 else min(host_s, time.process_time() - began)
+            counted = counts()
+        stats = torch.cuda.memory_stats()
+        (need,) = memory(recipe.model, ROWS, layout, 1, Load(SEQ, 1, micro_batches), meshed=True)
+        return StepCost(
+            {name: count for name, count in counted.items() if _waits(name)},
+            sum(count for name, count in counted.items() if name.startswith(("kernel:", "triton:", "gemm:"))),
+            stats["num_alloc_retries"],
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.max_memory_reserved(),
+            need.total,
+            host_s,
+        )
+
+
+def _waits(name: str) -> bool:
+    return name.startswith(("sync:", "copy:sync")) or ("pageable" in name and name.endswith("large"))
+
+
+def null_row(run: TrainSession, name: str) -> Row:
+    """Return a row; not measured where there is no null device."""
+    if "NULLCUDA" not in os.environ:
+        raise NotMeasured("no null CUDA device; make test-cuda")
+    plain, packed = step_cost("8b", 2), step_cost("8b", 2, documents=True)
+    match name.split("/")[1]:
+        case "waits":
+            found = [cost.waits for cost in (plain, packed, step_cost("8b", 2, True, layout=Layout(zero=3)))]
+            return measured(name, sum(sum(waits.values()) for waits in found), "; ".join(map(str, filter(None, found))))
+        case "launches":
+            return measured(name, (step_cost("8b", 4, documents=True).launches - packed.launches) / 2 / 2)
+        case "host":
+            host_s = (step_cost("8b", 4, documents=True).host_s - packed.host_s) / 2 / 2
+            config, load = Model.model_validate({"preset": "8b"}), Load(SEQ, 1, 2)
+            device = compute_seconds(
+                layer_work(config, Layout(), load), prior_curves(load_fabric(FABRIC).accelerator), "none"
+            )
+            return measured(
+                name, host_s / device.total, f"{1e3 * host_s:.1f} of {1e3 * device.total:.1f} ms on an H100, predicted"
+            )
+        case "retries":
+            return measured(name, plain.retries + packed.retries)
+        case "memory":
+            costs = [
+                step_cost(preset, layers, micro_batches=count, layout=Layout.model_validate(layout))
+                for preset, layers, count, layout in MEMORY
+            ]
+            errors = [100 * (cost.predicted / cost.allocated - 1) for cost in costs]
+            note = f"{min(errors):+.1f} to {max(errors):+.1f} % of {len(errors)} layouts"
+            return measured(name, max(map(abs, errors)), note)
+        case other:
+            raise ValueError(other)
