@@ -30,7 +30,7 @@ test-cuda: .venv/cuda/null/libnullcuda.so
 	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
 	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
 
-.venv/cuda/null/libnullcuda.so: .venv/dev
+.venv/cuda/null/libnullcuda.so: .venv/dev tests/cuda/comm_split.cpp
 	@test -d $(NULLCUDA_SOURCE) || { echo "no null CUDA device at $(NULLCUDA_SOURCE); set HERD_SHARED"; exit 1; }
 	@test -x .venv/cuda/bin/python || $(PYTHON) -m venv .venv/cuda
 	@echo "installing torch's CUDA build into .venv/cuda (three minutes, 5 GB)"

@@ -161,12 +161,10 @@ def null_row(run: TrainSession, name: str) -> Row:
         case "host":
             host_s = (step_cost("8b", 4, documents=True).host_s - packed.host_s) / 2 / 2
             config, load = Model.model_validate({"preset": "8b"}), Load(SEQ, 1, 2)
-            device = compute_seconds(
-                layer_work(config, Layout(), load), prior_curves(load_fabric(FABRIC).accelerator), "none"
-            )
-            return measured(
-                name, host_s / device.total, f"{1e3 * host_s:.1f} of {1e3 * device.total:.1f} ms on an H100, predicted"
-            )
+            curves = prior_curves(load_fabric(FABRIC).accelerator)
+            device_s = compute_seconds(layer_work(config, Layout(), load), curves, "none").total
+            note = f"{1e3 * host_s:.1f} of {1e3 * device_s:.1f} ms on an H100, predicted"
+            return measured(name, host_s / device_s, note)
         case "retries":
             return measured(name, plain.retries + packed.retries)
         case "memory":

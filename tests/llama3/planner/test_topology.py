@@ -57,8 +57,3 @@ def test_a_users_file_may_name_presets_and_files_beside_it(tmp_path: Path) -> No
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump({**ROCE, "name": "ours", "accelerator": "gpu.yaml"}))
     fabric = load_fabric(str(tmp_path / "ours.yaml"))
     assert (fabric.name, fabric.accelerator.name) == ("ours", "mine")
-
-
-@pytest.fixture(scope="module")
-def fabric() -> Fabric:
-    return load_fabric("roce-24k")
