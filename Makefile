@@ -55,7 +55,7 @@ mutate-pure: .venv/dev
 check: .venv/dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 
 install: .venv/core
 install-dev: .venv/dev

@@ -89,6 +89,7 @@ def test_filters_give_an_outcome_for_every_document_in_its_order(shard: Path, tm
     assert any(any(row) for row in zip(*reasons, strict=True))
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_tokenizer(shard: Path, tokenizer: Path, tmp_path: Path) -> None:
     facts = tokens.work(shard, tmp_path, str(tokenizer))
     ids, counts = np.fromfile(tmp_path / "ids.bin", np.uint32), np.fromfile(tmp_path / "counts.bin", np.int64)

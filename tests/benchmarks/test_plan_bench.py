@@ -12,6 +12,7 @@ def session(*only: str, code: str = "pass") -> PlanSession:
     return PlanSession(PlanSettings(only, (sys.executable, "-c", code), "a recipe"))
 
 
+@pytest.mark.slow
 def test_the_search_is_counted_in_layouts_per_cpu_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "ROWS_OF_TABLE_4", range(1))
     (row,) = plan_rows(session("search"))

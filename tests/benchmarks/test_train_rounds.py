@@ -36,6 +36,7 @@ def test_noise_is_the_interval_of_the_median() -> None:
     assert (found.value, found.noise) == (13, pytest.approx((18 - 8) / 2 / 13))
 
 
+@pytest.mark.slow
 def test_sides_take_turns_and_say_what_they_have(tmp_path: Path) -> None:
     """A library that is not installed leaves its side out."""
     shape = {"rows": 32, "tokens": 8, "dim": 8, "plain": True}

@@ -128,6 +128,7 @@ def test_a_run_from_the_form_reuses_what_is_there_and_waits_for_a_person(up: Up,
             answer(suspended, wrong)
 
 
+@pytest.mark.slow
 def test_once_approved_the_run_promotes_and_is_linked_both_ways(up: Up, suspended: FlowRun) -> None:
     answer(suspended, {"decision": "approve", "name": "Ada", "comment": "reads well"})
     ended = up.await_state(suspended.id, "COMPLETED")

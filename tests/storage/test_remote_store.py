@@ -250,6 +250,7 @@ def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: Faul
         assert attempts(root, design(number=number)) == {winner}
 
 
+@pytest.mark.slow
 def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: FaultProxy) -> None:
     whole, k, ended, left = 0, 0, False, [0]
     two_pages = LARGE[: PAGE + 1]

@@ -75,6 +75,7 @@ def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> 
     assert contents(out) == contents(tmp_path / "dask" / "out")
 
 
+@pytest.mark.slow
 def test_a_dask_worker_does_every_item_once_and_passes_errors_on(
     prefect_server: dict[str, str], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_json_is_json_though_files_are_written_too(room: Path) -> None:
     assert [part["step_s"] for part in strict(again.stdout)["stages"]] == [part["step_s"] for part in told["stages"]]
 
 
+@pytest.mark.slow
 def test_prices_are_the_users(room: Path) -> None:
     def budget(*words: object) -> Any:
         return strict(ask("recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--json", *words).stdout)["budget"]

@@ -192,6 +192,7 @@ def test_a_damaged_model_is_refused(folder: Path, tmp_path: Path) -> None:
         Classifier.load(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_real_kinds_of_text_are_told_apart(shared: Path, tmp_path: Path) -> None:
     from llama3.data.classifiers import read_seeds
 

@@ -314,6 +314,7 @@ def test_a_domain_that_keeps_nothing_is_an_error(tmp_path: Path, make_recipe: Ma
         chain(recipe, tmp_path)
 
 
+@pytest.mark.slow
 def test_real_corpora(tmp_path: Path, make_recipe: Make, shared: Path) -> None:
     corpora = shared / "corpora"
     recipe = make_recipe(

@@ -58,6 +58,7 @@ def recomputed(model: Transformer, tokens: list[int], count: int) -> tuple[list[
     return tokens[given:], logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
 def test_greedy_answers_are_those_of_recomputation(config: Model) -> None:
     model = made(config)

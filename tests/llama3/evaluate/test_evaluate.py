@@ -205,6 +205,7 @@ def test_a_uniform_model_has_the_bits_of_its_vocabulary(room: Room) -> None:
     assert max(sizes) > CUT - 4 > min(sizes), "some documents must be cut and some not"
 
 
+@pytest.mark.slow
 def test_a_random_model_answers_at_chance(room: Room) -> None:
     """Three random models, 60 questions each: the pooled accuracy lies in its own interval around one in four."""
     right = 0

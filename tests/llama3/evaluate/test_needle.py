@@ -189,6 +189,7 @@ def test_to_copy_any_number_is_enough_for_a_single_needle_only(tokenizer: Tokeni
     assert all(found.share(kind)[0] < 11 / 2 for kind in KINDS if kind != "single")
 
 
+@pytest.mark.slow
 def test_a_random_model_is_at_chance(tokenizer: Tokenizer) -> None:
     count = 44
     config = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=512)

@@ -32,6 +32,7 @@ def test_mcnemar_stays_exact_at_the_size_of_mmlu() -> None:
     assert mcnemar(0, 1000) == 2 / 2**1000
 
 
+@pytest.mark.slow
 def test_mcnemar_is_seldom_significant_between_equal_models() -> None:
     random = np.random.default_rng(0)
     changes = random.choice([1, -1, 0], (2000, 100), p=[0.15, 0.15, 0.7])

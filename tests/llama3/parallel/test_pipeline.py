@@ -51,6 +51,7 @@ def test_every_schedule_gives_the_bits_of_one_process(pp: int) -> None:
         same([rank[number] for rank in ranks], expected)
 
 
+@pytest.mark.slow
 def test_batch_and_sequence_may_grow_and_shrink() -> None:
     """A live stage with another shape ended the process in torch 2.13."""
     steps = [

@@ -27,6 +27,7 @@ def checks() -> list[LayoutCheck]:
     return found
 
 
+@pytest.mark.slow
 def test_the_model_has_its_published_size() -> None:
     assert {check.parameters for check in checks()} == {405_853_388_800}
 

@@ -24,6 +24,7 @@ from llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 
+@pytest.mark.slow
 @given(jobs(), st.integers(0, 3))
 def test_never_worse_than_contiguous_order(job: Job, seed: int) -> None:
     found = minimum_cut(job.layout, job.world, job.fabric, job.sent, job.free, seed)

@@ -33,6 +33,7 @@ def spares_suffice_share(trace: Iterable[Failure], span_s: float, repair_s: floa
     return float(np.diff(edges)[away <= spares].sum() / (span_s - repair_s))
 
 
+@pytest.mark.slow
 def test_enough_for_99_percent_and_one_fewer_is_not() -> None:
     for repair_days in [0.25, 1.0, 3.0]:
         repair_s = repair_days * DAY

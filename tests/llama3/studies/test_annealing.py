@@ -74,6 +74,7 @@ def test_chosen_scores_are_the_only_ones() -> None:
     assert {one.score for one in verdict.findings} == {"eval/bpb/math"}
 
 
+@pytest.mark.slow
 def test_two_controls_seldom_differ() -> None:
     for repeats, documents, sources in [(2, 32, 1), (4, 64, 1), (3, 128, 3)]:
         assert false_findings(100, repeats, documents, sources) <= 5

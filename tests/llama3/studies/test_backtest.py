@@ -73,6 +73,7 @@ def test_level_after_level_is_left_out_as_long_as_a_forecast_can_be_made() -> No
     assert f"it takes {RUNS}" in test.stopped
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_was_left_out() -> None:
     rows = [row for test in back_tests(lasting) for row in test.rows]
     assert len(rows) > 0.95 * FAMILIES * sum(range(1, LEVELS - RUNS + 1))  # some show no slope by chance
@@ -81,6 +82,7 @@ def test_intervals_hold_what_was_left_out() -> None:
     assert abs(np.mean([row.error for row in rows])) < 0.01
 
 
+@pytest.mark.slow
 def test_a_lasting_law_is_seldom_doubted_and_one_that_levels_off_mostly_is() -> None:
     assert np.mean([not test.is_calibrated for test in back_tests(lasting)]) <= 0.12
     found = back_tests(levelling)

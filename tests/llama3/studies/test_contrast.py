@@ -128,6 +128,7 @@ def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
     assert inside >= 0.93
 
 
+@pytest.mark.slow
 def test_arms_that_do_not_differ_are_seldom_found_to() -> None:
     truth = dataclasses.replace(TRUTH, effects={"base": {}, "one": {}, "two": {}, "three": {}})
     wrong = sum(

@@ -119,6 +119,7 @@ def test_the_law_weighs_minima_by_precision_only_where_noise_explains_their_scat
     assert off == 0 or errors[2] > 1.2 * errors[0]
 
 
+@pytest.mark.slow
 def test_budgets_that_are_off_together_widen_the_interval() -> None:
     """Each budget's minimum is off by a quarter, which its own runs do not show."""
     held = 0
@@ -312,6 +313,7 @@ def test_two_forms_that_disagree_are_flagged() -> None:
     assert any("bend more on one side" in flag for flag in verdict.flags)
 
 
+@pytest.mark.slow
 def test_true_parabolas_are_seldom_called_lopsided() -> None:
     ladders = [fit_ladder(noisy(parabolic(sizes=7), seed), BUDGETS) for seed in range(100)]
     assert sum(any("one side" in flag for flag in one.flags) for one in ladders) <= 5

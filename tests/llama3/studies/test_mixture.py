@@ -64,6 +64,7 @@ def test_without_noise_the_form_is_found_again() -> None:
     assert made.rank_correlation == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_gain_of_any_mix_lies_in_its_interval_in_57_of_60_searches() -> None:
     """Also of the mix that was chosen by looking."""
     held = 0
@@ -90,6 +91,7 @@ def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
     assert found >= 18
 
 
+@pytest.mark.slow
 def test_where_no_mix_matters_none_is_proposed_in_57_of_60_searches() -> None:
     assert sum(propose(fitted(seed, FLAT), ROW, {}).significant for seed in range(60)) <= 3
 

@@ -60,6 +60,7 @@ def assert_same(path: Path, undisturbed: Path) -> None:
     assert metrics_of(path) == metrics_of(undisturbed)
 
 
+@pytest.mark.slow
 def test_an_empty_machine_ends_in_the_same_bytes(server: dict[str, str], undisturbed: Path, tmp_path: Path) -> None:
     """Killed in step 5; the folder is lost, with the steps since the last checkpoint."""
     path = there(tmp_path, asked())

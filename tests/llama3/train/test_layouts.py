@@ -27,9 +27,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-replicas2": (4, {"cp": 2, "dp_replicate": 2}),
     "dp2-cp2-pp2-tp2": (16, {"tp": 2, "cp": 2, "pp": 2}),
 }
-PAIRS = [("tp2", "pp2"), ("cp2", "dp2-zero3")]
+PAIRS = [("tp2", "pp2")]
 """Layout of the first stage and of the second."""
 MORE = [
+    ("cp2", "dp2-zero3"),
     *((before, after) for before in ("alone", "dp4", "dp2-pp2") for after in ("alone", "tp2-pp2")),
     ("tp2-cp2", "dp2-zero3"),
     ("dp2-cp2-pp2-tp2", "cp2-replicas2"),

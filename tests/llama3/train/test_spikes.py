@@ -137,6 +137,7 @@ def test_batches_of_a_rare_domain_are_no_spikes_and_what_exceeds_them_is() -> No
         assert score > spikes.sigma, "the norm is twenty times that of a rare batch"
 
 
+@pytest.mark.slow
 def test_plain_noise_is_judged_by_its_standard_deviation() -> None:
     """There the rule is the published one: the largest of 128 normal values rarely lies three deviations out."""
     generator, ratios = np.random.default_rng(1), []

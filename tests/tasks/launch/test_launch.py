@@ -74,6 +74,7 @@ def started_rank(rank: int) -> psutil.Process:
     raise AssertionError(f"rank {rank} did not start")
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     launcher: LocalLauncher, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_it_loads_without_pickles_and_writes_our_text(
         assert caught.value.get_http_status_code() == 400
 
 
+@pytest.mark.slow
 def test_a_smoke_test_passes(model: Path) -> None:
     assert smoke_test(model) is None
 

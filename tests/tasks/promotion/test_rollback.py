@@ -179,6 +179,7 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
         assert found["versions"][label]["rollback"].endswith(f"by Ada at {record.time}: it was not the model")
 
 
+@pytest.mark.slow
 def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> None:
     root, labels = runs, [record.artifact for record in read_log(runs, FAMILY)[:2]] * 2
 

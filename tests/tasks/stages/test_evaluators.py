@@ -29,6 +29,7 @@ def cluster(evaluators: int) -> Cluster:
     return Cluster(evaluators=evaluators, threads=evaluators, device="cpu")
 
 
+@pytest.mark.slow
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
     one, two = (
         run_evaluation(recipe, room / "model", room / "curated", room / str(n), cluster(n), shared_agents())

@@ -159,6 +159,7 @@ def test_equal_for_any_shards_parts_and_order(
     assert drops(job, "near") == drops(planted_job, "near")
 
 
+@pytest.mark.slow
 def test_rounds_are_cut_finer_where_there_is_much(
     planted_job: CurationJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

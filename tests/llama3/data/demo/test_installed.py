@@ -190,6 +190,7 @@ def test_spreading_takes_one_of_each_group_in_turn() -> None:
     assert len(order) == len(files)
 
 
+@pytest.mark.slow
 def test_every_domain_has_text_with_python_and_its_packages_alone() -> None:
     for domain in DOMAINS:
         found = list(islice(installed_documents(domain, "installed", 1, system=False), 60))
