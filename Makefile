@@ -3,16 +3,19 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Where there is no GPU, torch's own index has a CPU build without gigabytes of CUDA; it is used if it can be reached.
+# TORCH=cuda installs torch's CUDA build (5 GB), also on a login node without a GPU. Where there is no GPU, torch's own
+# index has a CPU build; it is used if it can be reached.
+TORCH ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || $(PYTHON) -c \
-    'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null)
-TORCH := $(shell grep '^torch==' constraints.txt)
+TORCH_INDEX ?= $(if $(filter cpu,$(TORCH)),$(shell $(PYTHON) -c \
+    'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null))
+# === leaves out builds of other indexes, such as 2.13.0+cpu
+TORCH_PIN := $(subst ==,$(if $(filter cuda,$(TORCH)),===,==),$(shell grep '^torch==' constraints.txt))
 
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 
-.PHONY: run test test-all test-cuda mutate mutate-pure check install install-dev lock clean
+.PHONY: run test test-all test-cuda gpu-day mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -30,11 +33,15 @@ test-cuda: .venv/cuda/null/libnullcuda.so
 	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
 	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
 
+# The day a GPU is at hand, at most 40 minutes: values, the chain, speed and memory against what was predicted.
+gpu-day: .venv/core
+	@$(BIN)/python -m benchmarks gpu-day
+
 .venv/cuda/null/libnullcuda.so: .venv/dev tests/cuda/comm_split.cpp
 	@test -d $(NULLCUDA_SOURCE) || { echo "no null CUDA device at $(NULLCUDA_SOURCE); set HERD_SHARED"; exit 1; }
 	@test -x .venv/cuda/bin/python || $(PYTHON) -m venv .venv/cuda
 	@echo "installing torch's CUDA build into .venv/cuda (three minutes, 5 GB)"
-	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(subst ==,===,$(TORCH))'
+	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(subst ==,===,$(shell grep '^torch==' constraints.txt))'
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    $$(.venv/cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
 	@bash $(NULLCUDA_SOURCE)/build.sh .venv/cuda/bin/python $(abspath .venv/cuda/null) > /dev/null
@@ -57,7 +64,7 @@ check: .venv/dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --num-workers 2
 
-install: .venv/core
+install: .venv/core .venv/torch-$(TORCH)
 install-dev: .venv/dev
 
 # torch comes last and alone: its index is asked for nothing but torch and the CUDA libraries of that build.
@@ -66,8 +73,14 @@ install-dev: .venv/dev
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (about two minutes)"
 	@$(PIP) --require-hashes --no-deps --requirement requirements.txt
-	@$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP) $(TORCH_PIN) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f .venv/torch-*
+	@touch $@ .venv/torch-$(TORCH)
+
+.venv/torch-$(TORCH): .venv/core
+	@test -f $@ || $(PIP) $(TORCH_PIN) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@rm -f .venv/torch-*
 	@touch $@
 
 # --no-build-isolation: a package without a wheel is built with the setuptools of requirements.txt

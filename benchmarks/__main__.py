@@ -155,6 +155,24 @@ def train(
         tell({}, rows, session.versions, json_, out_)
 
 
+@bench.command("gpu-day")
+def gpu_day(
+    minutes: Annotated[float, typer.Option(help="Time for the rows; what does not fit is not measured.")] = 36,
+    only: Annotated[str, typer.Option(help="Rows of gpu/, or their beginnings, with commas: values,chain,8b")] = "",
+    out_: Annotated[
+        Path | None, typer.Option("--out", help="The page; default: docs/benchmarks/<date>-gpu.md.")
+    ] = None,
+) -> None:
+    """All rows of a GPU, the most valuable first, and a calibration for the planner, as a dated page."""
+    from datetime import date
+
+    from benchmarks.gpu_day import measure_day
+
+    page = out_ or Path(f"docs/benchmarks/{date.today().isoformat()}-gpu.md")
+    with _mistakes():
+        measure_day(minutes, tuple(filter(None, only.split(","))), page)
+
+
 @bench.command()
 def storage(
     json_: JsonOption = False,

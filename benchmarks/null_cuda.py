@@ -46,14 +46,22 @@ DOCUMENT = 512
 """Tokens of a document."""
 
 
+def is_null() -> bool:
+    """Return whether this process runs on a null device."""
+    return "NULLCUDA" in os.environ
+
+
 def reset() -> None:
     """Count from here on."""
-    library: Any = ctypes.CDLL(None)
-    library.nullcuda_reset()
+    if is_null():
+        library: Any = ctypes.CDLL(None)
+        library.nullcuda_reset()
 
 
 def counts() -> Counter[str]:
-    """Return how often each kernel, product, copy and synchronization was called since `reset`."""
+    """Return how often each kernel, product, copy and synchronization was called since `reset`; nothing on a GPU."""
+    if not is_null():
+        return Counter()
     library: Any = ctypes.CDLL(None)
     with tempfile.NamedTemporaryFile() as file:
         library.nullcuda_dump(file.name.encode())
@@ -92,6 +100,8 @@ class StepCost:
     """Bytes by `llama3.parallel.memory`."""
     host_s: float
     """CPU seconds of the least of the steps after the first two."""
+    step_s: float
+    """Wall seconds of the least of them, until the device is done."""
 
 
 @cache
@@ -120,16 +130,19 @@ def step_cost(
     with init_distributed("cuda", 60, layout, meshed=True) as world:
         state = TrainState(recipe, ROWS, Precision.from_recipe(recipe, world.device), world, 0)
         engine = Engine(state, recipe, job, world, SpikeGuard(recipe.spikes, world.device))
-        host_s = float("inf")
+        host_s = step_s = float("inf")
         for number in range(6):
             batch = local_batch(TokenBatch(tokens_BS, tokens_BS, documents_BS, tokens_BS), world)
             torch.cuda.reset_peak_memory_stats()
-            reset()
             tokens = micro_batches * SEQ
-            began = time.process_time()
+            torch.cuda.synchronize()
+            reset()
+            wall, began = time.perf_counter(), time.process_time()
             engine.train_step(Step(number * tokens, SEQ, tokens), batch, 1e-4, stop=False, save=False)
             host_s = host_s if number < 2 else min(host_s, time.process_time() - began)
             counted = counts()
+            torch.cuda.synchronize()
+            step_s = step_s if number < 2 else min(step_s, time.perf_counter() - wall)
         stats = torch.cuda.memory_stats()
         (need,) = memory(recipe.model, ROWS, layout, 1, Load(SEQ, 1, micro_batches), meshed=True)
         return StepCost(
@@ -140,6 +153,7 @@ def step_cost(
             torch.cuda.max_memory_reserved(),
             need.total,
             host_s,
+            step_s,
         )
 
 
@@ -149,7 +163,7 @@ def _waits(name: str) -> bool:
 
 def null_row(run: TrainSession, name: str) -> Row:
     """Return a row; not measured where there is no null device."""
-    if "NULLCUDA" not in os.environ:
+    if not is_null():
         raise NotMeasured("no null CUDA device; make test-cuda")
     plain, packed = step_cost("8b", 2), step_cost("8b", 2, documents=True)
     match name.split("/")[1]:
@@ -160,20 +174,30 @@ def null_row(run: TrainSession, name: str) -> Row:
             return measured(name, (step_cost("8b", 4, documents=True).launches - packed.launches) / 2 / 2)
         case "host":
             host_s = (step_cost("8b", 4, documents=True).host_s - packed.host_s) / 2 / 2
-            config, load = Model.model_validate({"preset": "8b"}), Load(SEQ, 1, 2)
-            curves = prior_curves(load_fabric(FABRIC).accelerator)
-            device_s = compute_seconds(layer_work(config, Layout(), load), curves, "none").total
+            device_s = predicted_layer_s()
             note = f"{1e3 * host_s:.1f} of {1e3 * device_s:.1f} ms on an H100, predicted"
             return measured(name, host_s / device_s, note)
         case "retries":
             return measured(name, plain.retries + packed.retries)
         case "memory":
-            costs = [
-                step_cost(preset, layers, micro_batches=count, layout=Layout.model_validate(layout))
-                for preset, layers, count, layout in MEMORY
-            ]
-            errors = [100 * (cost.predicted / cost.allocated - 1) for cost in costs]
+            errors = memory_errors()
             note = f"{min(errors):+.1f} to {max(errors):+.1f} % of {len(errors)} layouts"
             return measured(name, max(map(abs, errors)), note)
         case other:
             raise ValueError(other)
+
+
+def predicted_layer_s() -> float:
+    """Return the seconds of a layer of the 8B, forward and backward, that the planner gives an H100."""
+    config, load = Model.model_validate({"preset": "8b"}), Load(SEQ, 1, 2)
+    curves = prior_curves(load_fabric(FABRIC).accelerator)
+    return float(compute_seconds(layer_work(config, Layout(), load), curves, "none").total)
+
+
+def memory_errors() -> list[float]:
+    """Return how far `llama3.parallel.memory` is off the allocator's peak in each of `MEMORY`, in percent."""
+    costs = [
+        step_cost(preset, layers, micro_batches=count, layout=Layout.model_validate(layout))
+        for preset, layers, count, layout in MEMORY
+    ]
+    return [100 * (cost.predicted / cost.allocated - 1) for cost in costs]

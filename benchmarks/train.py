@@ -93,7 +93,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
     **{name: null_cuda.null_row for name in TRAIN_TARGETS if name.startswith("null-cuda/")},
-    **{name: train_gpu.utilization for name in TRAIN_TARGETS if name.startswith("gpu/")},
+    **{name: train_gpu.gpu_row for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }
 
 

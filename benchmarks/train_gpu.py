@@ -1,31 +1,48 @@
-"""Rows of one GPU: model FLOPs utilization of the shapes that Llama 3 has, at 8,192 tokens, in bf16 and float8.
+"""Rows of one GPU, the most valuable first: values against the CPU, the whole chain, predictions, utilization.
 
-Whole steps as the trainer takes them: blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing
-recomputed unless the layers need it. Utilization is of the peak that `llama3.train.peak_flops` names, by the formula
-over all scores (what torchtitan and PaLM print) and over the causal half. The 8B does not fit beside its optimizer
-state on one card, so it has fewer layers: the same matrices, a larger share of the vocabulary. Not run on a GPU so
-far.
+Utilization is that of the shapes of Llama 3 at 8,192 tokens, in bf16 and float8: whole steps as the trainer takes them,
+blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing recomputed unless the layers need it. It
+is of the peak that `llama3.train.peak_flops` names, by the formula over all scores (what torchtitan and PaLM print) and
+over the causal half. The 8B does not fit beside its optimizer state on one card, so it has fewer layers: the same
+matrices, a larger share of the vocabulary. Executed on the null device, never run on a GPU. `make gpu-day` measures all
+rows, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.measure import NotMeasured
+from benchmarks.null_cuda import memory_errors, predicted_layer_s, step_cost
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
 from llama3.model.flops import flops_per_token
 from llama3.model.init import empty_model
 from llama3.model.linear import check_device, use_float8
 from llama3.model.transformer import Transformer
+from llama3.parallel.layout import Layout
+from llama3.parallel.mesh import init_distributed
+from llama3.recipe.base import DOMAINS, SPECIAL_TOKENS
+from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
+from llama3.tokens.batch import TokenBatch
+from llama3.train.data_loader import Step, local_batch
+from llama3.train.job import TrainJob
+from llama3.train.loss_spikes import SpikeGuard
 from llama3.train.peak_flops import device_name, peak_flops
+from llama3.train.state import Precision, TrainState
+from llama3.train.train_step import Engine
 
 ROWS, SEQ = 128_256, 8_192
 WARM_UP, STEPS = 4, 10
@@ -40,6 +57,109 @@ SEQUENCES = {"1b": 2, "3b": 1, "8b": 2}
 RECOMPUTE = {"1b": "none", "3b": "none", "8b": "none"}
 
 
+VALUES: dict[str, tuple[Literal["fp32", "bf16", "fp8"], bool, dict[str, Any]]] = {
+    "values-fp32": ("fp32", False, {}),
+    "values-fp32-documents": ("fp32", True, {}),
+    "values-bf16": ("bf16", False, {}),
+    "values-bf16-documents": ("bf16", True, {}),
+    "values-bf16-recompute": ("bf16", True, {"recompute": "full"}),
+    "values-bf16-compile": ("bf16", True, {"compile": True}),
+    "values-fp8-compile": ("fp8", True, {"compile": True}),
+}
+"""Row -> precision, whether sequences hold several documents (then another attention kernel runs), and layout."""
+VALUE_ROWS, VALUE_SEQ, VALUE_STEPS = 1024, 512, 4
+CHAIN_S = 300
+"""Maximum seconds of each half of the chain."""
+
+
+def gpu_row(run: TrainSession, name: str) -> Row:
+    """Return a row; not measured where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise NotMeasured("no CUDA device")
+    row = name.split("/")[1]
+    if row in VALUES:
+        return _values(name, *VALUES[row])
+    if row == "chain":
+        return _chain(run, name)
+    if row == "layer":
+        two, four = step_cost("8b", 2), step_cost("8b", 4)
+        layer_s, predicted_s = (four.step_s - two.step_s) / 2 / 2, predicted_layer_s()
+        note = f"{1e3 * layer_s:.1f} ms a layer and pass, {1e3 * predicted_s:.1f} predicted for an H100"
+        return measured(name, 100 * abs(layer_s / predicted_s - 1), note)
+    if row == "memory":
+        errors = memory_errors()
+        note = f"{min(errors):+.1f} to {max(errors):+.1f} % of {len(errors)} layouts"
+        return measured(name, max(map(abs, errors)), note)
+    return utilization(run, name)
+
+
+def _values(name: str, precision: Literal["fp32", "bf16", "fp8"], documents: bool, layout: dict[str, Any]) -> Row:
+    """Compare losses and gradient norms of the first steps with those of the CPU in fp32."""
+    expected = first_steps("cpu", "fp32", documents, {})
+    found = first_steps("cuda", precision, documents, layout)
+    off = [abs(mine / theirs - 1) for mine, theirs in zip(found, expected, strict=True)]
+    return measured(name, 100 * max(off), f"loss {found[0]:.5f} and {expected[0]:.5f} at the first step")
+
+
+def first_steps(device: str, precision: str, documents: bool, layout: dict[str, Any]) -> list[float]:
+    """Return loss and gradient norm of the first steps on one process, by the trainer's own engine."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "values",
+            "seed": 1,
+            "sources": {domain: [{"uri": "x"}] for domain in DOMAINS},
+            "tokenizer": {"train": {"vocab": VALUE_ROWS - SPECIAL_TOKENS}},
+            "mix": {"base": {"general": "100%"}},
+            "model": {"layers": 2, "dim": 256, "ffn": 896, "heads": 4, "kv_heads": 2, "max_seq_len": VALUE_SEQ},
+            "lr": {"peak": 1e-3, "warmup": "1 steps", "cosine": {"to": 1e-4, "over": "9 steps"}},
+            "stages": [{"name": "main", "for": "64Ki", "seq_len": VALUE_SEQ, "batch": "2Ki", "mix": "base"}],
+            "precision": precision,
+        }
+    )
+    job = TrainJob(recipe=Path("-"), stage="main", tokens=Path("-"), work=Path("-"), micro_batch=2, device=device)
+    random, numbers = torch.Generator().manual_seed(1), list[float]()
+    with init_distributed(device, 60, Layout.model_validate(layout), meshed=True) as world:
+        state = TrainState(recipe, VALUE_ROWS, Precision.from_recipe(recipe, world.device), world, 0)
+        state.reset(recipe, 0, world)
+        engine = Engine(state, recipe, job, world, SpikeGuard(recipe.spikes, world.device))
+        for number in range(VALUE_STEPS):
+            text_BS = torch.randint(0, VALUE_ROWS, (4, VALUE_SEQ + 1), generator=random)
+            ends_BS = torch.arange(VALUE_SEQ).expand(4, -1).contiguous() // (100 if documents else VALUE_SEQ)
+            whole = TokenBatch(text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous(), ends_BS, 0 * ends_BS)
+            step = Step(number * 4 * VALUE_SEQ, VALUE_SEQ, 4 * VALUE_SEQ)
+            result = engine.train_step(step, local_batch(whole, world), 1e-3, stop=False, save=False).read()
+            numbers += [result.loss, result.grad_norm]
+    return numbers
+
+
+def _chain(run: TrainSession, name: str) -> Row:
+    """Run a 30M recipe from raw text to a promoted model, with kill -9 of everything while it trains."""
+    root = run.settings.folder / "chain"
+    place = run.settings.folder / "cluster.yaml"
+    place.write_text("device: cuda\n")
+    sets = ("model.preset=30m", "name=gpu-day", "checkpoint.every=50Ki")
+    words = ["run", "recipes/quickstart.yaml", "--root", str(root), "--cluster", str(place)]
+    command = [sys.executable, "-m", "flows.cli.main", *words, *(word for each in sets for word in ("--set", each))]
+    began = time.monotonic()
+    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journals = (root / "work").glob
+    while first.poll() is None and not any(
+        path.read_bytes().count(b"\n") > 50 for path in journals("main-*/journal.jsonl")
+    ):
+        if time.monotonic() - began > CHAIN_S:
+            break
+        time.sleep(0.05)
+    killed = first.poll() is None
+    if killed:
+        os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    second = subprocess.run(command, capture_output=True, text=True, timeout=CHAIN_S)
+    done = killed and second.returncode == 0 and "continuing" in second.stdout
+    lines = (second.stdout + second.stderr).strip().splitlines()
+    note = f"{time.monotonic() - began:.0f} s; killed while main trained; {lines[-1] if lines else ''}"
+    return measured(name, 0 if done else 1, note)
+
+
 @dataclass(frozen=True)
 class Speed:
     """What a shape reached."""
@@ -50,8 +170,6 @@ class Speed:
 
 def utilization(run: TrainSession, name: str) -> Row:
     """MFU by the full-attention formula in bf16, or tokens a second in float8 over those in bf16."""
-    if not torch.cuda.is_available():
-        raise NotMeasured("no CUDA device")
     shape, number_format = name.split("/")[1].split("-")
     bf16 = speed_of(shape, False)
     if number_format == "fp8":

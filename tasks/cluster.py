@@ -50,8 +50,8 @@ class Nodes(BaseModel):
     """Processors requested per process, and its threads."""
     python: Line = ""
     """Python interpreter on the nodes; empty: the path of this one, which must exist there too."""
-    environment: dict[Variable, str] = {"NCCL_DEBUG": "WARN"}
-    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA."""
+    environment: dict[Variable, str] = {}
+    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets."""
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two calls of the scheduler."""
 

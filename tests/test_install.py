@@ -64,3 +64,11 @@ def test_torch_and_what_it_brings_come_from_its_own_index_alone() -> None:
                                   "--index-url", "https://torch.example/cpu"]  # fmt: skip
     assert {"--no-deps", "--no-build-isolation"} <= set(own.split())
     assert "extra-index-url" not in told
+
+
+def test_a_machine_without_a_gpu_installs_the_build_for_one_if_asked() -> None:
+    command = ["make", "--dry-run", "--always-make", "install", "TORCH=cuda"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (torch, *_) = [line for line in told.splitlines() if "pip install" in line and "torch=" in line]
+    pin = re.findall(r"torch==(\S+)", Path("constraints.txt").read_text())[0]
+    assert torch.split()[-1] == f"torch==={pin}", "of PyPI; === leaves out a build such as 2.13.0+cpu"

@@ -1,4 +1,4 @@
-"""The command line: `herd run | rerun | report | inspect | schema`, and the commands of the other files.
+"""The command line: `herd run | rerun | rehearse | report | inspect | schema`, and the commands of the other files.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. Wrong input ends with plain lines
 and exit status 2, never with a traceback; docs/reference/commands.md lists every status.
@@ -6,6 +6,7 @@ and exit status 2, never with a traceback; docs/reference/commands.md lists ever
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli import models, ops
-from flows.cli.errors import RootOption, exit_as_judged, mistakes, out, with_retries
+from flows.cli.errors import FAILED, RootOption, exit_as_judged, mistakes, out, problems, with_retries
 from flows.cli.plan import planner
 from flows.cli.study import study
 from storage.processes import fix_import_path
@@ -96,6 +97,42 @@ def rerun(
     """Run the recipe of an earlier run again: reuse the artifacts before a step, redo the steps from it on."""
     fields = {"rerun_of": run, "from_step": from_, "until": until, "restart_damaged": restart_damaged}
     _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
+
+
+@app.command()
+def rehearse(
+    recipe: Path,
+    set_: SetOption = None,
+    root: RootOption = DEFAULT_ROOT,
+    cluster: ClusterOption = None,
+    processes: Annotated[int, typer.Option(min=1, help="Maximum trainer processes of this machine.")] = 8,
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Run the whole chain in small here, with a kill and a resume, and show what would go wrong at full size."""
+    from flows.local_server import quiet_prefect, start_temporary_server
+    from llama3.recipe.load import load_recipe
+    from tasks.cluster import Cluster, load_cluster
+    from tasks.console import TerminalConsole, console_as
+
+    with mistakes():
+        loaded, place = load_recipe(recipe, set_), load_cluster(cluster) if cluster else Cluster()
+        problems.print("[dim]starting Prefect[/]")
+        quiet_prefect()
+        base = Root.parse(root)
+        ready = start_temporary_server(base)
+        from flows.rehearsal import rehearse as run_rehearsal
+        from tasks.plan.rehearsal import print_rehearsal
+
+        ready()
+        with console_as(TerminalConsole(problems if json_ else out)):  # with --json standard output is JSON
+            found, page = with_retries(lambda: run_rehearsal(loaded, place, base, processes))
+        if json_:
+            print(json.dumps(found.as_dict(), indent=1))
+        else:
+            print_rehearsal(found, out)
+        problems.print(f"[dim]{page}[/]")
+        if found.faults:
+            raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -280,7 +280,7 @@ def render_recipe_suite(recipe: Recipe, documents: Sequence[ValidationDocument])
     if "continuation" in suite.built_in:
         tasks.append(Task(CONTINUATION, "choice", tuple(continuation_questions(CONTINUATION, documents, count))))
     loaded = LoadedSuite(suite, [task for task in tasks if task.requests], {})
-    loaded.add(suite.tasks, recipe.evaluate.on_missing_data)
+    loaded.add(suite.tasks, recipe.evaluate.on_missing_data, recipe.evaluate.limit)
     return loaded
 
 

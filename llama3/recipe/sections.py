@@ -360,6 +360,8 @@ class Evaluate(Section):
     """Validation documents per domain to score."""
     questions: int = Field(default=1000, ge=2)
     """Questions per multiple-choice task."""
+    limit: int | None = Field(default=None, ge=2, exclude_if=lambda limit: limit is None)
+    """Maximum questions of each published task, as for lm-eval's `--limit`; null: all. Scores become noisy."""
     needles: int = Field(default=55, ge=11)
     """Sentences that the `needle` gate hides, spread over eleven depths."""
     tasks: list[str] = Field(default_factory=list)

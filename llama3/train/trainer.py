@@ -32,6 +32,8 @@ from llama3.train.checkpoint.dcp import save_state
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
 from llama3.train.checkpoint.manifest import CheckpointManifest
 from llama3.train.data_loader import Step, read_ahead, steps_from
+from llama3.train.environment import FILE as ENVIRONMENT
+from llama3.train.environment import describe_environment
 from llama3.train.job import StopEstimate, TrainJob
 from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
 from llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
@@ -48,7 +50,7 @@ GROUP_BYTES = 2**30
 """Bytes of tensors that `final_weights` holds at a time."""
 THREADS = 4
 """Threads that read a saved state."""
-KEPT = ("skips.json", "incidents", "profile")
+KEPT = ("skips.json", "incidents", "profile", ENVIRONMENT)
 """Files and folders of the stage that are copied into its result if they exist."""
 
 
@@ -66,6 +68,7 @@ class Trainer:
         if world.is_rank0:
             rows, position = self.state.rows, self.state.position
             self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips, job.predicted)
+            write_atomic(job.work / ENVIRONMENT, json.dumps(describe_environment(world.device), indent=1))
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {origin}")
         self.validator: Validator | None = None
         documents = ValidationRows.read(job.work)

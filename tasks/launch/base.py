@@ -117,6 +117,7 @@ def trainer_environment(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # GPUs: sequences and batches grow within a run, and segments of fixed size would leave holes in the memory
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     }
 
 

@@ -139,8 +139,10 @@ class ClusterPlan:
         """Write the file for `herd run --cluster`: the main part's layout, and stages that differ."""
 
         def fields(part: ProjectedSegment) -> dict[str, Any]:
+            # The lengths of a stage share a layout; a shorter step may split into smaller micro-batches by itself.
+            sizes = [other.best.load.micro_batch for other in self.projection.parts if other.stage == part.stage]
             layout = part.best.layout.model_dump(exclude_defaults=True)
-            return {"processes": part.best.world, "micro_batch": part.best.load.micro_batch, "layout": layout}
+            return {"processes": part.best.world, "micro_batch": max(sizes), "layout": layout}
 
         main = fields(self.main)
         others = {part.stage: fields(part) for part in self.projection.parts if fields(part) != main}

@@ -132,6 +132,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
             "suite": recipe.evaluate.suite,
             "documents": recipe.evaluate.documents,
             "questions": recipe.evaluate.questions,
+            **({"limit": recipe.evaluate.limit} if recipe.evaluate.limit else {}),
             "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },

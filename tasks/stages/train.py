@@ -8,6 +8,7 @@ long as attempts make progress.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -28,6 +29,7 @@ from llama3.recipe.units import Bytes
 from llama3.train import metrics
 from llama3.train.averaging import FILE as AVERAGE
 from llama3.train.averaging import Choice
+from llama3.train.environment import FILE as ENVIRONMENT
 from llama3.train.job import TERMINATED, AttemptResult, TrainJob
 from llama3.train.journal import SkippedRanges
 from llama3.train.main import REFUSED
@@ -241,5 +243,6 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
         "model_sha256": digests[0] if len(files) == 1 else digest(digests),
         "skips": SkippedRanges.read(folder).facts(),
+        "environment": json.loads((folder / ENVIRONMENT).read_text()),
         **({"average": average} if average is not None else {}),
     }

@@ -101,7 +101,8 @@ def project_step(shown: LoggedStep) -> int:
     parent = manifest.inputs.get("parent", "")
     if labels := [step.artifact for step in steps.values() if parent and step.artifact.endswith(f"-{parent[:8]}")]:
         tags["parent.checkpoint"] = labels[0]
-    tracker.set_tags(child, tags)
+    environment = {key: value for key, value in manifest.metadata.get("environment", {}).items() if key != "topology"}
+    tracker.set_tags(child, tags | {f"environment.{key}": value for key, value in environment.items()})
     tracker.log_params(child, {key: value for key, value in manifest.parameters.items() if key != "recipe"})
     tracker.log_params(child, {f"input.{role}": key[:16] for role, key in manifest.inputs.items()})
     numbers = _numbers({key: value for key, value in manifest.metadata.items() if not key.startswith(SCORE)})

@@ -23,6 +23,7 @@ from tasks.plan.cluster import (
     storage_use,
 )
 from tasks.plan.options import stage_placements
+from tasks.plan.predict import memory_faults
 from tasks.plan.recipe import make_plan
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 from tests.tasks.plan_room import planned
@@ -49,6 +50,15 @@ def test_the_plan_is_a_file_that_herd_run_takes(tmp_path: Path) -> None:
     again = plan_on_cluster(make_plan(recipe(), []), str(tmp_path / "place.yaml"))
     assert [part.best for part in again.projection.parts] == [part.best for part in found.projection.parts]
     assert again.named == run.fabric
+
+
+def test_a_stage_of_several_lengths_fits_with_what_the_file_says(tmp_path: Path) -> None:
+    """Its longest sequences are one a pass; with one a pass its shortest would keep whole gradients."""
+    eight = load_recipe(Path("recipes/llama3-8b.yaml"))
+    plan_on_cluster(make_plan(eight, []), "roce-24k", ["256"]).write_cluster(tmp_path / "place.yaml")
+    run = load_cluster(tmp_path / "place.yaml")
+    assert run.stages["long"].micro_batch == 8
+    assert memory_faults(eight, run) == []
 
 
 def test_a_preset_keeps_its_name_in_that_file(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Rehearse a recipe: run its whole chain in small here, kill a rank, export the model, and say what would go wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from flows.pipeline import pipeline
+from flows.recipe_form import PipelineParameters
+from llama3.recipe.load import to_yaml
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.schema import Recipe
+from storage.filesystem import write_atomic
+from storage.object_artifact import open_store
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.launch.local import rank_process
+from tasks.models.export import export_model
+from tasks.pipeline_steps import next_step
+from tasks.plan.rehearsal import Rehearsal, RehearsalFinding, data_findings, full_size_findings, proofs, write_rehearsal
+from tasks.plan.scale_down import ScaledRun
+from tasks.runs.records import RunRecord, Runs
+
+LOOK_S = 0.02
+ERROR_LINES = 6
+"""Lines of an error on the page; the run's logs have all."""
+
+
+def rehearsal_root(root: Root, recipe: Recipe) -> Root:
+    """Return the root of the runs in small; a second rehearsal reuses their data."""
+    return Root.parse(root.local / "rehearsals" / recipe.name)
+
+
+def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tuple[Rehearsal, Path]:
+    """Rehearse `recipe` on at most `processes` trainer processes; return what was found, and its page.
+
+    Nothing is written outside of `rehearsals` of the working folder, except a trial file that shows that the root can
+    be written.
+    """
+    scaled = ScaledRun(recipe, cluster, processes)
+    found, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
+    file = here.local / "recipe.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, to_yaml(scaled.recipe))
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # a team's server is for runs
+    before = {record.name for record in Runs(here).all()}
+    stage = max(Schedule(scaled.recipe).trained, key=lambda span: span.steps)
+    parameters = PipelineParameters(
+        recipe=str(file), root=here.uri, cluster=scaled.cluster, fresh=True, from_step="pretrain"
+    )
+    error = ""
+    with killed_rank(here, stage.name, stage.steps // 2) as killed:
+        try:
+            pipeline(parameters)
+        except Exception as raised:  # whatever stops a run is what a rehearsal is for
+            error = "\n".join((str(raised) or type(raised).__name__).splitlines()[:ERROR_LINES])
+    record = next((record for record in reversed(Runs(here).all()) if record.name not in before), None)
+    if record is not None:
+        found.run = record.name
+        found.proven += proofs(scaled, here, record, stage.name if killed.is_set() else "")
+        found.findings += data_findings(scaled, open_store(here), record)
+    if error:
+        found.findings += _failed(scaled, record, error, found)
+    else:
+        found.proven.append(("export", _exported(here, found.run)))
+    return found, write_rehearsal(found, here.local)
+
+
+def _failed(scaled: ScaledRun, record: RunRecord | None, error: str, found: Rehearsal) -> Iterator[RehearsalFinding]:
+    """Yield the step that failed, unless the checks at full size have said all of it."""
+    known = {finding.text for finding in found.findings}
+    if record is None:
+        yield from (RehearsalFinding(line) for line in error.splitlines() if line not in known)
+        return
+    yield RehearsalFinding(f"step {next_step(scaled.recipe, record.steps, False)}: {error}")
+
+
+def _exported(here: Root, run: str) -> str:
+    """Export the model for Hugging Face's libraries and return where it is."""
+    folder = here.local / "exported"
+    shutil.rmtree(folder, ignore_errors=True)
+    export_model(here, run, folder)
+    return f"hf, {len(list(folder.iterdir()))} files in {folder}"
+
+
+@contextmanager
+def killed_rank(here: Root, stage: str, steps: int) -> Iterator[threading.Event]:
+    """Kill a rank of `stage` with SIGKILL once, after `steps` steps; the event tells whether that happened."""
+    done, killed = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        old = {path: _lines(path) for path in (here.local / "work").glob(f"{stage}-*/journal.jsonl")}
+        while not done.wait(LOOK_S):
+            for path in (here.local / "work").glob(f"{stage}-*/journal.jsonl"):
+                if _lines(path) - old.get(path, 0) >= steps:
+                    with suppress(LookupError, psutil.Error):
+                        rank_process(0).kill()
+                        killed.set()
+                        return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
+
+def _lines(path: Path) -> int:
+    with suppress(OSError):
+        return path.read_bytes().count(b"\n")
+    return 0
