@@ -155,8 +155,9 @@ def _chain(run: TrainSession, name: str) -> Row:
     first.wait()
     second = subprocess.run(command, capture_output=True, text=True, timeout=CHAIN_S)
     done = killed and second.returncode == 0 and "continuing" in second.stdout
-    lines = (second.stdout + second.stderr).strip().splitlines()
-    note = f"{time.monotonic() - began:.0f} s; killed while main trained; {lines[-1] if lines else ''}"
+    lines = (second.stdout + second.stderr).strip().splitlines() or [""]
+    when = "killed while main trained" if killed else f"ended with status {first.returncode} before it was killed"
+    note = f"{time.monotonic() - began:.0f} s; {when}; {lines[-1]}"
     return measured(name, 0 if done else 1, note)
 
 
