@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import null_cuda, train_gpu, train_state
+from benchmarks import null_cuda, roofline, train_gpu, train_state
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import TRAIN_TARGETS, Row, measured, rows_of
 from benchmarks.train_gemm import FLOPS
@@ -93,6 +93,7 @@ MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     "held-out/time": train_state.held_out,
     **{name: train_state.layout for name in TRAIN_TARGETS if name.startswith("layout/")},
     **{name: null_cuda.null_row for name in TRAIN_TARGETS if name.startswith("null-cuda/")},
+    **{name: roofline.roofline_row for name in TRAIN_TARGETS if name.startswith("roofline/")},
     **{name: train_gpu.gpu_row for name in TRAIN_TARGETS if name.startswith("gpu/")},
 }
 

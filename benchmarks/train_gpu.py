@@ -202,7 +202,7 @@ def speed_of(shape: str, float8: bool) -> Speed:
     """Return the speed of a shape on the GPU, over steps after the first."""
     device = torch.device("cuda")
     torch.cuda.reset_peak_memory_stats(device)
-    model = _model(shape, float8, device)
+    model = build_model(shape, float8, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     text_BS = torch.randint(0, ROWS, (SEQUENCES[shape], SEQ + 1), device=device)
     tokens_BS, targets_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
@@ -222,15 +222,18 @@ def speed_of(shape: str, float8: bool) -> Speed:
     return speed
 
 
-def _model(shape: str, float8: bool, device: torch.device) -> Transformer:
-    """Return a compiled model with weights of chance."""
-    model = empty_model(Model.model_validate(SHAPES[shape]), ROWS).to_empty(device=device)
+def build_model(
+    shape: str, float8: bool, device: torch.device, compiled: bool = True, layers: int | None = None
+) -> Transformer:
+    """Return a model with weights of chance; `layers`: another number of them."""
+    config = Model.model_validate({**SHAPES[shape], **({"layers": layers} if layers else {})})
+    model = empty_model(config, ROWS).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
     model.compute, model.recompute = torch.bfloat16, RECOMPUTE[shape]
     if float8:
         use_float8(model.layers)
-    for block in model.layers.values():
+    for block in model.layers.values() if compiled else ():
         block.compile()
     return model

@@ -1,0 +1,210 @@
+"""Rows of `python -m benchmarks train --only roofline`: an H100's step by arithmetic, from what a step really launches.
+
+On the null CUDA device whole steps are taken as in `train_gpu`, with every operation counted: matrix products by shape,
+attention by its scores, everything else by the bytes that it reads and writes (compiled blocks: the bytes of the fused
+kernels, as Inductor counts them). Rates are the planner's of an H100. What this leaves out: launches that do not hide
+behind work (`null-cuda/host` bounds them), messages between GPUs, caches, and power.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.measure import NotMeasured
+from benchmarks.null_cuda import FABRIC, is_null
+from benchmarks.rows import Row, measured
+from benchmarks.train_gpu import ROWS, SEQ, SEQUENCES, SHAPES, build_model
+from benchmarks.train_session import TrainSession
+from llama3.model.flops import flops_per_token
+from llama3.planner.device_curves import Curves, prior_curves
+from llama3.planner.topology import load_fabric
+from llama3.recipe.sections import Model
+from llama3.train.peak_flops import peak_flops
+
+PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
+ATTENTION = ("flash_attention", "efficient_attention")
+FREE = ("empty", "detach", "view", "_unsafe_view", "reshape", "alias", "set_")
+"""Operations without a kernel, as their names begin."""
+FLOAT8 = 1.8
+"""Rate of float8 products over bf16's; assumed: the peaks are 2.0 apart, published kernels of this size 1.7 to 1.9."""
+LAYERS = {"8b": 32}
+"""Shape -> layers of the whole model, where the measured one has fewer."""
+
+
+@dataclass
+class Work:
+    """What a step asks of the device."""
+
+    products: Counter[tuple[int, int, int, bool]] = field(default_factory=Counter)
+    """(rows, inner, columns, whether in float8) -> how many."""
+    attention: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    """(backward, sequence length) -> operations of the forward pass, half of the scores."""
+    moved: float = 0.0
+    """Bytes that everything else reads and writes."""
+
+    def plus(self, other: Work, times: float) -> Work:
+        """Return this work and `times` the other."""
+
+        def sums(mine: Counter[Any], theirs: Counter[Any]) -> Counter[Any]:
+            return Counter({key: mine[key] + times * theirs[key] for key in mine | theirs})
+
+        products, attention = sums(self.products, other.products), sums(self.attention, other.attention)
+        return Work(products, attention, self.moved + times * other.moved)
+
+    def seconds(self, curves: Curves) -> dict[str, float]:
+        """Return the time of each kind of work."""
+        return {
+            "products": sum(
+                count * curves.gemm.seconds(*shape) / (FLOAT8 if float8 else 1)
+                for (*shape, float8), count in self.products.items()
+            ),
+            "attention": sum(
+                curves.attention.seconds(flops, length, backward)
+                for (backward, length), flops in self.attention.items()
+            ),
+            "elementwise": curves.memory.seconds(self.moved),
+        }
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the work of all operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in PRODUCTS:
+            left, right = given[-2:] if name == "addmm" else given[:2]
+            rows = left.numel() // left.shape[-1]
+            self.work.products[rows, left.shape[-1], right.shape[-1], name == "_scaled_mm"] += 1
+        elif any(part in name for part in ATTENTION):
+            backward = "backward" in name
+            query, key = (given[1], given[2]) if backward else (given[0], given[1])
+            batch, heads, length, features = query.shape
+            self.work.attention[backward, length] += 2 * batch * heads * length * key.shape[-2] * features
+        elif not func.is_view and not name.startswith(FREE):
+            tensors = given + [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self.work.moved += sum({_place(each): _size(each) for each in tensors}.values())
+        return result
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that are read: once for all that an expanded one repeats."""
+    repeated = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 0)
+    return tensor.numel() // max(1, repeated) * tensor.element_size()
+
+
+@cache
+def step_work(shape: str, compiled: bool, float8: bool, layers: int) -> Work:
+    """Return the work of a step of `shape` with so many layers; of compiled blocks, the ends and products only."""
+    device = torch.device("cuda")
+    model = build_model(shape, float8, device, compiled=False, layers=layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    text_BS = torch.zeros(SEQUENCES[shape], SEQ + 1, device=device, dtype=torch.int64)
+    tokens_BS, targets_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
+    work = Work()
+    for number in range(2):  # the first makes gradients and moments
+        with Counting() as counting:
+            model(tokens_BS, None, targets_BS).sum().backward()
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        work = counting.work if number else work
+    del model, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    if compiled:
+        eager, fused = (layer_moved(shape, each, float8) for each in (False, True))
+        work = work.plus(eager, -layers).plus(fused, layers)
+    return work
+
+
+@cache
+def layer_moved(shape: str, compiled: bool, float8: bool) -> Work:
+    """Return the bytes of a layer that are not products' or attention's, forward and backward."""
+    device = torch.device("cuda")
+    model = build_model(shape, float8, device, compiled=compiled, layers=1)
+    (block,) = model.layers.values()
+    caught: list[tuple[Any, Any]] = []
+    block.register_forward_pre_hook(lambda _, args, more: caught.append((args, more)), with_kwargs=True)
+    text_BS = torch.zeros(SEQUENCES[shape], SEQ, device=device, dtype=torch.int64)
+    with fused_bytes() as fused:
+        model(text_BS, None, text_BS).sum().backward()
+    if compiled:
+        return Work(moved=fused())
+    (x_BSD, *others), more = caught[0]
+    x_BSD = x_BSD.detach().requires_grad_()
+    block.zero_grad(set_to_none=True)
+    gradient_BSD = torch.zeros_like(x_BSD)
+    with Counting() as counting:
+        block(x_BSD, *others, **more).backward(gradient_BSD)
+    return Work(moved=counting.work.moved)
+
+
+@contextmanager
+def fused_bytes() -> Iterator[Callable[[], float]]:
+    """Yield what returns the bytes of all kernels that Inductor made in the block; products and attention left out."""
+    from torch._inductor import config, metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    torch._dynamo.reset()
+    metrics.reset()
+    level, spread = inductor_metrics_log.level, inductor_metrics_log.propagate
+    inductor_metrics_log.setLevel(logging.INFO)  # it counts only if it logs
+    inductor_metrics_log.propagate = False
+    try:
+        with config.patch(force_disable_caches=True):
+            yield lambda: float(sum(4 * count for node, count in metrics.nodes_num_elem if not node.is_extern()))
+    finally:
+        inductor_metrics_log.setLevel(level)
+        inductor_metrics_log.propagate = spread
+
+
+@cache
+def predicted_step(shape: str, compiled: bool, float8: bool) -> dict[str, float]:
+    """Return the seconds of a step of the whole model by kind of work."""
+    layers = LAYERS.get(shape) or Model.model_validate(SHAPES[shape]).layers
+    two, four = (step_work(shape, compiled, float8, count) for count in (2, 4))
+    work = two.plus(four.plus(two, -1), (layers - 2) / 2)
+    return work.seconds(prior_curves(load_fabric(FABRIC).accelerator))
+
+
+def roofline_row(run: TrainSession, name: str) -> Row:
+    """Return the model FLOPs utilization, by the formula over all scores, that the arithmetic gives one H100.
+
+    Of float8: its speed over that of bf16, both compiled.
+    """
+    if not is_null():
+        raise NotMeasured("no null CUDA device; make test-cuda")
+    shape, mode = name.split("/")[1].split("-")
+    seconds, tokens = predicted_step(shape, mode != "eager", mode == "fp8"), SEQUENCES[shape] * SEQ
+    total = sum(seconds.values())
+    parts = ", ".join(f"{kind} {100 * part / total:.0f} %" for kind, part in seconds.items())
+    note = f"{tokens / total:,.0f} tokens/s; {parts}"
+    if mode == "fp8":
+        return measured(name, sum(predicted_step(shape, True, False).values()) / total, note, seconds=seconds)
+    config = Model.model_validate({**SHAPES[shape], **({"layers": LAYERS[shape]} if shape in LAYERS else {})})
+    flops, peak = flops_per_token(config, ROWS, SEQ), peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    assert peak is not None
+    full, causal = (100 * per_token * tokens / total / peak.flops for per_token in (flops.full, flops.causal))
+    return measured(name, full, f"causal {causal:.1f} %; {note}", seconds=seconds)
