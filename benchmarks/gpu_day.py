@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import TRAIN_TARGETS, Row, failed, not_measured, number
-from llama3.train.environment import describe_environment
+from llama3.train.device import describe_environment
 
 ROWS = tuple(name for name in TRAIN_TARGETS if name.startswith("gpu/"))
 LIMITS_S = {"gpu/chain": 700.0, "gpu/memory": 400.0}

@@ -31,7 +31,7 @@ from llama3.model.flops import flops_per_token
 from llama3.planner.device_curves import Curves, prior_curves
 from llama3.planner.topology import load_fabric
 from llama3.recipe.sections import Model
-from llama3.train.peak_flops import peak_flops
+from llama3.train.device import peak_flops
 
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
 ATTENTION = ("flash_attention", "efficient_attention")

@@ -2,7 +2,7 @@
 
 Utilization is that of the shapes of Llama 3 at 8,192 tokens, in bf16 and float8: whole steps as the trainer takes them,
 blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing recomputed unless the layers need it. It
-is of the peak that `llama3.train.peak_flops` names, by the formula over all scores (what torchtitan and PaLM print) and
+is of the peak that `llama3.train.device` names, by the formula over all scores (what torchtitan and PaLM print) and
 over the causal half. The 8B does not fit beside its optimizer state on one card, so it has fewer layers: the same
 matrices, a larger share of the vocabulary. Executed on the null device, never run on a GPU. `make gpu-day` measures all
 rows, each in a process of its own.
@@ -38,9 +38,9 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 from llama3.tokens.batch import TokenBatch
 from llama3.train.data_loader import Step, local_batch
+from llama3.train.device import device_name, peak_flops
 from llama3.train.job import TrainJob
 from llama3.train.loss_spikes import SpikeGuard
-from llama3.train.peak_flops import device_name, peak_flops
 from llama3.train.state import Precision, TrainState
 from llama3.train.train_step import Engine
 

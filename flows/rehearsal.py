@@ -23,8 +23,15 @@ from tasks.cluster import Cluster
 from tasks.launch.local import rank_process
 from tasks.models.export import export_model
 from tasks.pipeline_steps import next_step
-from tasks.plan.rehearsal import Rehearsal, RehearsalFinding, data_findings, full_size_findings, proofs, write_rehearsal
-from tasks.plan.scale_down import ScaledRun
+from tasks.plan.rehearsal import (
+    Rehearsal,
+    RehearsalFinding,
+    ScaledRun,
+    data_findings,
+    full_size_findings,
+    proofs,
+    write_rehearsal,
+)
 from tasks.runs.records import RunRecord, Runs
 
 LOOK_S = 0.02

@@ -32,7 +32,7 @@ from llama3.planner.device_curves import (
     MeasuredPoint,
     fit_calibration,
 )
-from llama3.train.peak_flops import device_name
+from llama3.train.device import device_name
 
 Call = Callable[[], object]
 DTYPE = torch.bfloat16

@@ -16,7 +16,7 @@ from math import exp, log, sqrt
 import numpy as np
 
 from llama3.planner.hardware import Accelerator
-from llama3.train.peak_flops import peak_flops
+from llama3.train.device import peak_flops
 
 BACKWARD = 2.5
 """Work of attention's backward pass over its forward one: five products in place of two (arXiv 2205.14135)."""

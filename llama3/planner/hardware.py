@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llama3.recipe.base import read_plain
-from llama3.train.peak_flops import PEAKS
+from llama3.train.device import PEAKS
 
 PRESETS = files("llama3.planner") / "presets"
 SPARSE = 1.5

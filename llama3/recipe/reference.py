@@ -8,8 +8,8 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 from llama3.recipe.load import models_in
-from llama3.recipe.presets import PRESETS
 from llama3.recipe.schema import Recipe
+from llama3.recipe.sections import PRESETS
 
 Sections = Collection[type[BaseModel]]
 PAGE = "recipe.md"

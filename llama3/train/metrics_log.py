@@ -28,10 +28,10 @@ from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.callbacks import Callback, StepResult, StepTiming, log
 from llama3.train.data_loader import Step
+from llama3.train.device import describe_device, device_name, peak_flops
 from llama3.train.job import PredictedStepTimes
 from llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds
 from llama3.train.loss_spikes import history
-from llama3.train.peak_flops import describe_device, device_name, peak_flops
 
 GIB = 2**30
 RATE_STEPS = 20

@@ -32,8 +32,7 @@ from llama3.train.checkpoint.dcp import save_state
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
 from llama3.train.checkpoint.manifest import CheckpointManifest
 from llama3.train.data_loader import Step, read_ahead, steps_from
-from llama3.train.environment import FILE as ENVIRONMENT
-from llama3.train.environment import describe_environment
+from llama3.train.device import ENVIRONMENT, describe_environment
 from llama3.train.job import StopEstimate, TrainJob
 from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
 from llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llama3.recipe.schedule import StageSpan
 from llama3.train.job import GRACE_S, AttemptResult
@@ -144,3 +145,16 @@ def agent_command(processes: int, per_node: int) -> str:
 def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
     """Return the variables that `agent_command` reads."""
     return {"HERD_PYTHON": python, "HERD_JOB": str(job), "HERD_LOGS": str(logs)}
+
+
+LAUNCHERS = {"local": "tasks.launch.local", "slurm": "tasks.launch.slurm", "kubernetes": "tasks.launch.kubernetes"}
+"""A new launcher is a module with `launcher(cluster, name, agents)`, a line here, and its settings in `Cluster`."""
+
+
+def launcher_of(cluster: Cluster, name: str, agents: Any) -> Launcher:
+    """Return the launcher that `cluster` names; `name` (see `launch_key`) identifies its jobs.
+
+    The local one uses `agents` (`tasks.launch.local`). Raises ValueError if its commands are missing on this machine.
+    """
+    launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents)
+    return launcher

@@ -41,8 +41,7 @@ from storage.page_cache import lazy_folder
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console, TerminalConsole
-from tasks.launch.base import WATCH_S, Launch, fitting, launch_key
-from tasks.launch.launchers import launcher_of
+from tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
 from tasks.launch.local import rank_process
 from tasks.runs.progress import newest
 from tasks.runs.records import Runs, now

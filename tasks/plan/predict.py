@@ -171,6 +171,6 @@ def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     if not open_store(root).all(KIND):  # most roots: then nobody waits for torch, which names the device
         return None
     from llama3.planner.calibrate import resolve_device
-    from llama3.train.peak_flops import device_name
+    from llama3.train.device import device_name
 
     return load_calibration(root, device_name(resolve_device(device)))

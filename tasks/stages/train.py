@@ -29,7 +29,7 @@ from llama3.recipe.units import Bytes
 from llama3.train import metrics
 from llama3.train.averaging import FILE as AVERAGE
 from llama3.train.averaging import Choice
-from llama3.train.environment import FILE as ENVIRONMENT
+from llama3.train.device import ENVIRONMENT
 from llama3.train.job import TERMINATED, AttemptResult, TrainJob
 from llama3.train.journal import SkippedRanges
 from llama3.train.main import REFUSED
@@ -39,8 +39,7 @@ from storage.lease import folder_lease
 from storage.objects import remove_all
 from storage.page_cache import lazy_folder
 from tasks.errors import TrainingFailed
-from tasks.launch.base import Launch, Launcher, fitting, launch_key
-from tasks.launch.launchers import launcher_of
+from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.plan.predict import predict_step_times
 from tasks.runs.progress import IN_PROGRESS, newest, work_dir_name
 from tasks.stages.alerts import Alerts

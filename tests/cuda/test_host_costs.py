@@ -12,7 +12,7 @@ from tests.dist import run  # noqa: E402
 
 
 def rows(group: str) -> dict[str, tuple[float | None, bool | None, str]]:
-    """Return value, verdict and note of each row of a group, from a process of its own: the agent of other tests must fork."""
+    """Return value, verdict and note of each row of a group; in a process of its own: other tests' agent must fork."""
     from benchmarks.rows import TRAIN_TARGETS
     from benchmarks.train import MEASURES
     from benchmarks.train_session import TrainSession, TrainSettings

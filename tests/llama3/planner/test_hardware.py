@@ -14,7 +14,7 @@ from llama3.planner.hardware import (
     preset_text,
     validate_description,
 )
-from llama3.train.peak_flops import PEAKS
+from llama3.train.device import PEAKS
 
 H100: dict[str, Any] = yaml.safe_load(preset_text("h100"))
 

@@ -18,9 +18,9 @@ from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.callbacks import StepResult, StepTiming
 from llama3.train.data_loader import Step, steps_from
+from llama3.train.device import PEAKS, describe_device, peak_flops
 from llama3.train.journal import Journal, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds, to_parquet
 from llama3.train.metrics_log import DataShares, Recorder
-from llama3.train.peak_flops import PEAKS, describe_device, peak_flops
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from llama3.train.job import GRACE_S, AttemptResult, StopEstimate, first_failure
 from llama3.train.main import REFUSED
 from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
-from tasks.launch.base import fitting, launch_key
-from tasks.launch.launchers import LAUNCHERS, launcher_of
+from tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
 from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 

@@ -14,7 +14,7 @@ from llama3.planner.layout_search import RESERVE
 from llama3.planner.projection import project
 from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
-from llama3.train.peak_flops import device_name
+from llama3.train.device import device_name
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan import predict as module

@@ -13,8 +13,7 @@ from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from storage.root import Root
 from tasks.cluster import Cluster, StageCluster
-from tasks.plan.rehearsal import Rehearsal, full_size_findings, unproven, write_rehearsal
-from tasks.plan.scale_down import ScaledRun
+from tasks.plan.rehearsal import Rehearsal, ScaledRun, full_size_findings, unproven, write_rehearsal
 
 QUICK = ("evaluate.suite=quick", "evaluate.final=quick", "evaluate.data=null")
 DOMAINS = ("general", "math", "code", "multilingual")

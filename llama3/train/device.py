@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices by the name that the driver reports, for model FLOPs utilization (MFU).
+"""Peak FLOP/s of devices by the name that the driver reports, and the record of what a process runs on.
 
 Dense tensor-core figures of the data sheets, whose headline figures are for 2:4 sparsity and twice these. An H200
 reaches 769 to 798 of its 989 TFLOP/s in an 8,192^3 bf16 product. Names are compared whole: a slice of a device (MIG) or
@@ -7,6 +7,11 @@ an unknown card has no peak, and no MFU is logged.
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import socket
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,3 +72,43 @@ def device_name(device: torch.device) -> str:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else device.type
+
+
+ENVIRONMENT = "environment.json"
+"""File of a stage's result with the facts of `describe_environment`."""
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """Return facts by name; `topology` is the driver's table of links between GPUs, network cards and processors."""
+    import torch
+
+    facts = {
+        "host": socket.gethostname(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": device_name(device),
+        "processors": str(len(os.sched_getaffinity(0))),
+    }
+    if device.type != "cuda":
+        return facts
+    nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    facts |= {
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, nccl)),
+        "devices": str(torch.cuda.device_count()),
+        "driver": ", ".join(dict.fromkeys(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split())),
+        "topology": _nvidia_smi("topo", "-m"),
+    }
+    return facts
+
+
+def _nvidia_smi(*words: str) -> str:
+    """Return what the driver's tool prints; "" if it is missing or fails."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

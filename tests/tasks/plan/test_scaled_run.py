@@ -13,7 +13,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe, check_batches
 from tasks.cluster import Cluster, StageCluster
 from tasks.pipeline_steps import pipeline_steps
-from tasks.plan.scale_down import FEWEST, LONGEST, STEPS, ScaledRun, scaled_layout
+from tasks.plan.rehearsal import FEWEST, LONGEST, STEPS, ScaledRun, scaled_layout
 
 RECIPES = ("llama3-8b", "llama3-70b", "llama3-405b", "quickstart", "domain-adaptation")
 LONG = Cluster(
