@@ -27,6 +27,7 @@ from tasks.plan.rehearsal import (
     Rehearsal,
     RehearsalFinding,
     ScaledRun,
+    built_layouts,
     data_findings,
     full_size_findings,
     proofs,
@@ -52,6 +53,8 @@ def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tu
     """
     scaled = ScaledRun(recipe, cluster, processes)
     found, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
+    if layouts := built_layouts(scaled):
+        found.proven.append(("layouts", f"built at full size: {layouts}"))
     file = here.local / "recipe.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, to_yaml(scaled.recipe))

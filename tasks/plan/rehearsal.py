@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import lcm
 from pathlib import Path
@@ -26,6 +27,7 @@ from llama3.evaluate.policy import possible_scores
 from llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
 from llama3.model.flops import parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
+from llama3.parallel.memory import Load
 from llama3.recipe.base import Domain
 from llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
 from llama3.recipe.lint import lint
@@ -487,6 +489,29 @@ def unproven(scaled: ScaledRun) -> list[str]:
     if device_memory(cluster) is None:
         lines.append("memory of the stages: cluster.fabric is not given (herd plan presets)")
     return lines
+
+
+def built_layouts(scaled: ScaledRun) -> str:
+    """Build the last rank of each layout at full size, on the meta device; return what it holds.
+
+    A layout that cannot be built is left out: `check_place` reports it.
+    """
+    from llama3.parallel.check_layout import check_layout  # imports torch
+
+    recipe, built = scaled.original, dict[tuple[Layout, int], str]()
+    for part in scaled.parts:
+        place = scaled.original_cluster.for_stage(part.stage.name, part.name)
+        key = (place.layout, place.processes)
+        if key in built:
+            continue
+        load = Load(part.lengths[0], 1, place.layout.pp, recipe.precision)
+        with suppress(ValueError):
+            check = check_layout(recipe.model, vocab_rows(recipe), *key, load, [place.processes - 1])
+            (rank,) = check.ranks
+            built[key] = (
+                f"{part.name} {len(rank.layers)} layers, {tokens(rank.parameters)} parameters of rank {rank.rank:,}"
+            )
+    return "; ".join(built.values())
 
 
 def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Iterator[tuple[str, str]]:

@@ -53,7 +53,8 @@ def proven(herd: Herd, name: str) -> dict[str, str]:
 def test_the_8b_recipe_is_run_in_small_to_a_promoted_and_exported_model(rehearsing: Herd) -> None:
     assert rehearse(rehearsing, "8b") == []
     found = proven(rehearsing, "8b")
-    assert list(found) == ["data", "training", "recovery", "evaluation", "promotion", "export"]
+    assert found["layouts"].startswith("built at full size: ramp-4k 32 layers, ")
+    assert list(found) == ["layouts", "data", "training", "recovery", "evaluation", "promotion", "export"]
     assert "ramp-4k, main, long, anneal" in found["training"]
     assert found["recovery"].endswith("attempt 2 went on from a checkpoint")
     assert found["promotion"] == "the gate decided: promoted"

@@ -196,6 +196,7 @@ def test_a_person_goes_first_and_once(quiet: SyncPrefectClient) -> None:
     assert [each.id for each in waiting if each.next_scheduled_start_time < datetime.now(UTC)] in ([], [own.id])  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_what_people_started_is_never_cancelled_and_of_a_schedule_one_is_left(quiet: SyncPrefectClient) -> None:
     plain = deployment(quiet)
     by_hand = [quiet.create_flow_run_from_deployment(plain).id for _ in range(3)]

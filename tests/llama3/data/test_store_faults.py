@@ -154,6 +154,7 @@ def test_the_hub_fails_at_any_request(
             assert collected(recipe, folder) == ALL  # nothing torn was kept
 
 
+@pytest.mark.slow
 def test_a_hub_that_hangs_is_given_up(hub: Hub, skipping: Callable[[str], Recipe], tmp_path: Path) -> None:
     hub.use()
     recipe = skipping(f"{HUB}/i.parquet")

@@ -84,6 +84,7 @@ def test_the_page_has_the_figures_of_the_console(read: Reader) -> None:
     assert [each for each in told if each not in words] == []
 
 
+@pytest.mark.slow
 def test_a_name_is_text_and_no_markup() -> None:
     found = planned("64")
     recipe = found.plan.recipe.model_copy(update={"name": "<b>x</b>"})
