@@ -20,7 +20,7 @@ run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
 test: .venv/dev check
-	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
+	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check
