@@ -23,6 +23,7 @@ import torch
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
+from llama3.parallel.comm_trace import fake_process_group
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory
 from llama3.parallel.mesh import init_distributed
@@ -82,6 +83,17 @@ MEMORY: list[tuple[str, int, int, dict[str, Any]]] = [
 """Preset, layers, micro-batches and layout of the row on memory."""
 
 
+HOST: dict[str, tuple[str, Layout]] = {
+    "host": ("8b", Layout()),
+    "host-8b-compile": ("8b", Layout(compile=True)),
+    "host-70b-tp8": ("70b", Layout(tp=8)),
+    "host-70b-tp8-compile": ("70b", Layout(tp=8, compile=True)),
+    "host-405b-tp8": ("405b", Layout(tp=8)),
+}
+"""Row -> preset and layout whose host time of a layer is measured, as rank 0 of HOST_SIZE."""
+HOST_SIZE = 64
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Of one step after the first two."""
@@ -106,9 +118,17 @@ class StepCost:
 
 @cache
 def step_cost(
-    preset: str, layers: int, documents: bool = False, micro_batches: int = 2, layout: Layout | None = None
+    preset: str,
+    layers: int,
+    documents: bool = False,
+    micro_batches: int = 2,
+    layout: Layout | None = None,
+    size: int = 1,
 ) -> StepCost:
-    """Take six steps of FSDP2 on one process, sequences of 8,192 tokens, in bf16; return the cost of the last."""
+    """Take six steps of FSDP2 on one process, sequences of 8,192 tokens, in bf16; return the cost of the last.
+
+    As rank 0 of `size` processes, if that is above 1, whose messages are not sent.
+    """
     layout = layout or Layout()
     recipe = Recipe.model_validate(
         {
@@ -127,7 +147,10 @@ def step_cost(
     documents_BS = torch.arange(SEQ).expand(micro_batches, -1).contiguous() // DOCUMENT if documents else tokens_BS
     gc.collect()
     torch.cuda.empty_cache()
-    with init_distributed("cuda", 60, layout, meshed=True) as world:
+    group = (
+        fake_process_group(layout, size, 0, "cuda") if size > 1 else init_distributed("cuda", 60, layout, meshed=True)
+    )
+    with group as world:
         state = TrainState(recipe, ROWS, Precision.from_recipe(recipe, world.device), world, 0)
         engine = Engine(state, recipe, job, world, SpikeGuard(recipe.spikes, world.device))
         host_s = step_s = float("inf")
@@ -144,7 +167,7 @@ def step_cost(
             torch.cuda.synchronize()
             step_s = step_s if number < 2 else min(step_s, time.perf_counter() - wall)
         stats = torch.cuda.memory_stats()
-        (need,) = memory(recipe.model, ROWS, layout, 1, Load(SEQ, 1, micro_batches), meshed=True)
+        need = memory(recipe.model, ROWS, layout, size, Load(SEQ, 1, micro_batches), meshed=True)[0]
         return StepCost(
             {name: count for name, count in counted.items() if _waits(name)},
             sum(count for name, count in counted.items() if name.startswith(("kernel:", "triton:", "gemm:"))),
@@ -172,10 +195,12 @@ def null_row(run: TrainSession, name: str) -> Row:
             return measured(name, sum(sum(waits.values()) for waits in found), "; ".join(map(str, filter(None, found))))
         case "launches":
             return measured(name, (step_cost("8b", 4, documents=True).launches - packed.launches) / 2 / 2)
-        case "host":
-            host_s = (step_cost("8b", 4, documents=True).host_s - packed.host_s) / 2 / 2
-            device_s = predicted_layer_s()
-            note = f"{1e3 * host_s:.1f} of {1e3 * device_s:.1f} ms on an H100, predicted"
+        case host if host.startswith("host"):
+            preset, layout = HOST[host]
+            two, four = (step_cost(preset, layers, True, 2, layout, HOST_SIZE) for layers in (2, 4))
+            host_s, device_s = (four.host_s - two.host_s) / 2 / 2, predicted_layer_s(preset, layout)
+            launches = (four.launches - two.launches) / 2 / 2
+            note = f"{1e3 * host_s:.1f} of {1e3 * device_s:.1f} ms of an H100, predicted; {launches:.0f} launches"
             return measured(name, host_s / device_s, note)
         case "retries":
             return measured(name, plain.retries + packed.retries)
@@ -187,11 +212,11 @@ def null_row(run: TrainSession, name: str) -> Row:
             raise ValueError(other)
 
 
-def predicted_layer_s() -> float:
-    """Return the seconds of a layer of the 8B, forward and backward, that the planner gives an H100."""
-    config, load = Model.model_validate({"preset": "8b"}), Load(SEQ, 1, 2)
+def predicted_layer_s(preset: str = "8b", layout: Layout | None = None) -> float:
+    """Return the seconds of a layer, forward and backward, that the planner gives an H100."""
+    config, load = Model.model_validate({"preset": preset}), Load(SEQ, 1, 2)
     curves = prior_curves(load_fabric(FABRIC).accelerator)
-    return float(compute_seconds(layer_work(config, Layout(), load), curves, "none").total)
+    return float(compute_seconds(layer_work(config, layout or Layout(), load), curves, "none").total)
 
 
 def memory_errors() -> list[float]:

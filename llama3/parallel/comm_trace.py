@@ -42,7 +42,7 @@ KINDS = {
 
 
 @contextmanager
-def fake_process_group(layout: Layout, size: int, rank: int) -> Iterator[ParallelContext]:
+def fake_process_group(layout: Layout, size: int, rank: int, device: str = "cpu") -> Iterator[ParallelContext]:
     """Act as `rank` of `size` processes on a fake process group: collectives return at once, without data.
 
     Fails with AssertionError in a process that has a process group.
@@ -53,7 +53,7 @@ def fake_process_group(layout: Layout, size: int, rank: int) -> Iterator[Paralle
     assert not distributed.is_initialized(), "this process already has a process group"
     distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        yield ParallelContext(rank, size, torch.device("cpu"), layout, *make_meshes("cpu", layout, size))
+        yield ParallelContext(rank, size, torch.device(device), layout, *make_meshes(device, layout, size))
     finally:
         distributed.destroy_process_group()
 

@@ -473,9 +473,11 @@ def unproven(scaled: ScaledRun) -> list[str]:
     lines = [
         "numbers, speed and memory of GPUs: herd plan predicts them; make test-cuda executes every CUDA path on a "
         "null device",
-        f"{cluster.processes:,} processes at once: at most {max(n for _, n in scaled.places.values())} here",
         "whether the trained model passes its gates",
     ]
+    here = max(processes for _, processes in scaled.places.values())
+    if cluster.processes > here:
+        lines.append(f"{cluster.processes:,} processes at once: at most {here} here")
     if recipe.precision != "fp32":
         lines.append(f"precision {recipe.precision}: fp32 here")
     if any(layout.compile or layout.async_tp for layout in layouts):
