@@ -9,8 +9,10 @@ TORCH ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(if $(filter cpu,$(TORCH)),$(shell $(PYTHON) -c \
     'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=3); print("$(CPU_INDEX)")' 2>/dev/null))
+TORCH_CPU := $(shell grep '^torch==' constraints.txt)
 # === leaves out builds of other indexes, such as 2.13.0+cpu
-TORCH_PIN := $(subst ==,$(if $(filter cuda,$(TORCH)),===,==),$(shell grep '^torch==' constraints.txt))
+TORCH_CUDA := $(subst ==,===,$(TORCH_CPU))
+TORCH_PIN := $(if $(filter cuda,$(TORCH)),$(TORCH_CUDA),$(TORCH_CPU))
 
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
@@ -41,7 +43,7 @@ gpu-day: .venv/core
 	@test -d $(NULLCUDA_SOURCE) || { echo "no null CUDA device at $(NULLCUDA_SOURCE); set HERD_SHARED"; exit 1; }
 	@test -x .venv/cuda/bin/python || $(PYTHON) -m venv .venv/cuda
 	@echo "installing torch's CUDA build into .venv/cuda (three minutes, 5 GB)"
-	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(subst ==,===,$(shell grep '^torch==' constraints.txt))'
+	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_CUDA)'
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    $$(.venv/cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
 	@bash $(NULLCUDA_SOURCE)/build.sh .venv/cuda/bin/python $(abspath .venv/cuda/null) > /dev/null

@@ -57,7 +57,10 @@ def calibration(root: Path) -> str:
     """Return what `herd plan calibrate` prints on this device."""
     words = ["plan", "calibrate", "--device", "cuda", "--seconds", str(CALIBRATION_S), "--root", str(root)]
     command = [sys.executable, "-m", "flows.cli.main", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * CALIBRATION_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=4 * CALIBRATION_S)
+    except subprocess.TimeoutExpired:
+        return f"failed: it took longer than {4 * CALIBRATION_S:.0f} s"
     return (done.stdout + done.stderr).strip()
 
 

@@ -18,6 +18,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
+from storage.processes import in_background
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.launch.local import rank_process
@@ -102,11 +103,11 @@ def _exported(here: Root, run: str) -> str:
 @contextmanager
 def killed_rank(here: Root, stage: str, steps: int) -> Iterator[threading.Event]:
     """Kill a rank of `stage` with SIGKILL once, after `steps` steps; the event tells whether that happened."""
-    done, killed = threading.Event(), threading.Event()
+    killed = threading.Event()
 
-    def watch() -> None:
+    def watch(stop: threading.Event) -> None:
         old = {path: _lines(path) for path in (here.local / "work").glob(f"{stage}-*/journal.jsonl")}
-        while not done.wait(LOOK_S):
+        while not stop.wait(LOOK_S):
             for path in (here.local / "work").glob(f"{stage}-*/journal.jsonl"):
                 if _lines(path) - old.get(path, 0) >= steps:
                     with suppress(LookupError, psutil.Error):
@@ -114,13 +115,8 @@ def killed_rank(here: Root, stage: str, steps: int) -> Iterator[threading.Event]
                         killed.set()
                         return
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    with in_background(watch):
         yield killed
-    finally:
-        done.set()
-        thread.join()
 
 
 def _lines(path: Path) -> int:

@@ -105,17 +105,25 @@ class PeakMemory:
 @contextmanager
 def peak_memory() -> Iterator[PeakMemory]:
     """Sample the memory of the process tree every two seconds while the block runs."""
-    peak, stop = PeakMemory(), threading.Event()
+    peak = PeakMemory()
 
-    def watch() -> None:
+    def watch(stop: threading.Event) -> None:
         while not stop.is_set():
             peak.sample()
             stop.wait(INTERVAL_S)
 
-    thread = threading.Thread(target=watch, daemon=True)
+    with in_background(watch):
+        yield peak
+
+
+@contextmanager
+def in_background(watch: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Call `watch(stop)` in a thread while the block runs; `stop` is set at its end."""
+    stop = threading.Event()
+    thread = threading.Thread(target=watch, args=(stop,), daemon=True)
     thread.start()
     try:
-        yield peak
+        yield
     finally:
         stop.set()
         thread.join()

@@ -49,7 +49,7 @@ GROUP_BYTES = 2**30
 """Bytes of tensors that `final_weights` holds at a time."""
 THREADS = 4
 """Threads that read a saved state."""
-KEPT = ("skips.json", "incidents", "profile", ENVIRONMENT)
+KEPT = ("skips.json", "incidents", "profile")
 """Files and folders of the stage that are copied into its result if they exist."""
 
 
@@ -67,7 +67,6 @@ class Trainer:
         if world.is_rank0:
             rows, position = self.state.rows, self.state.position
             self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips, job.predicted)
-            write_atomic(job.work / ENVIRONMENT, json.dumps(describe_environment(world.device), indent=1))
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {origin}")
         self.validator: Validator | None = None
         documents = ValidationRows.read(job.work)
@@ -213,6 +212,7 @@ class Trainer:
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
             log(str(full))
         to_parquet(journal.path, building / "metrics.parquet")
+        write_atomic(building / ENVIRONMENT, json.dumps(describe_environment(self.world.device), indent=1))
         for name in KEPT:
             source = job.work / name
             if source.is_dir():

@@ -32,6 +32,7 @@ from llama3.recipe.base import Domain
 from llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
 from llama3.recipe.lint import lint
 from llama3.recipe.load import resolved
+from llama3.recipe.lr import Wsd
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Bytes, Cadence, Share, Tokens, tokens
@@ -150,9 +151,10 @@ class ScaledRun:
             plain.pop(name, None)
         plain["name"] = f"{recipe.name[:53]}-rehearsal"
         plain["precision"] = "fp32"  # four times as fast as bf16 on processors without its instructions
-        plain["model"] = self._model()
+        plain["model"] = self._model(plain["model"])
         plain["lr"] = self._rate(plain["lr"])
-        plain["stages"] = [self._stage(span, stage) for span, stage in self._spans(plain["stages"])]
+        pairs = zip(self.schedule.spans, plain["stages"], strict=True)
+        plain["stages"] = [self._stage(span, stage) for span, stage in pairs]
         for sources in plain["sources"].values():
             for source in sources:
                 most = SAMPLE // len(sources)
@@ -161,7 +163,7 @@ class ScaledRun:
             train["vocab"], train["sample"] = min(train["vocab"], VOCABULARY), str(Bytes(SAMPLE))
         if unit := recipe.tokens.chunk_tokens:
             plain["tokens"]["chunk_tokens"] = f"{self.sequence(unit)} tokens"
-        plain["tokens"]["max_epochs"] = 1e6  # of a sample; `rehearsal_findings` judges the whole source
+        plain["tokens"]["max_epochs"] = 1e6  # of a sample; `data_findings` judges the whole source
         if recipe.curate.validation_fraction:
             plain["curate"]["validation_fraction"] = str(max(recipe.curate.validation_fraction, VALIDATION))
         plain["spikes"]["sigma"] = 1e6  # a few steps of a tiny model say nothing about spikes
@@ -185,13 +187,9 @@ class ScaledRun:
         }
         return Recipe.model_validate(plain)
 
-    def _spans(self, stages: list[dict[str, Any]]) -> list[tuple[StageSpan, dict[str, Any]]]:
-        return list(zip(self.schedule.spans, stages, strict=True))
-
-    def _model(self) -> dict[str, Any]:
+    def _model(self, plain: dict[str, Any]) -> dict[str, Any]:
         model = self.original.model
         layers = max([2, *(layout.stages for layout, _ in self.places.values())])
-        plain = resolved(self.original)["model"]
         if plain["rope_scaling"]:
             plain["rope_scaling"]["original"] = max(2, plain["rope_scaling"]["original"] // self.divisor)
         heads = 2 if model.heads == model.kv_heads else 4
@@ -209,9 +207,9 @@ class ScaledRun:
             if plain.get(name):
                 over = self.schedule.reached(getattr(self.original.lr, name).over)[1]
                 plain[name]["over"] = f"{max(warmup + first, self.position(float(over)))} tokens"
-        if plain.get("wsd"):
-            decay, run_end = self.original.lr.decay, self.schedule.timeline.decay_end[1]
-            length = float(self.schedule.reached(getattr(decay, "decay"))[1])  # noqa: B009  (of Wsd alone)
+        decay, run_end = self.original.lr.decay, self.schedule.timeline.decay_end[1]
+        if isinstance(decay, Wsd):
+            length = float(self.schedule.reached(decay.decay)[1])
             begin = self.position(max(0.0, run_end - length))
             plain["wsd"]["decay"] = f"{max(first, self.position(run_end) - begin)} tokens"
         return plain
@@ -274,7 +272,7 @@ def axes_used(places: Sequence[tuple[Layout, int]]) -> list[str]:
 WIDTH = 4
 """Bytes of a weight when a model is evaluated: fp32."""
 ANSWERED_OTHERWISE = 0.2
-"""Share of questions that two models of one quality answer differently; measured between checkpoints of one run."""
+"""Share of questions that two models of one quality answer differently; assumed, as in recipes/quickstart.yaml."""
 LITTLE = 0.2
 """A domain of which less is kept earns a line."""
 
@@ -341,7 +339,7 @@ FULL = ("tokens", "steps", "seq_len", "batch")
 STAGE_HEADERS = ("stage", *FULL, *(f"{name} here" for name in FULL), "layout here")
 
 
-def _layout(layout: Any, processes: int) -> str:
+def _layout(layout: Layout, processes: int) -> str:
     axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp(processes)}
     return " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1 process"
 

@@ -13,7 +13,7 @@ import pytest
 from llama3.evaluate.evaluate import evaluate
 from llama3.evaluate.sandbox import sandbox_error
 from llama3.evaluate.scores import Score, read_scores, read_task_record
-from llama3.evaluate.suite import check_suite
+from llama3.evaluate.suite import ARITHMETIC, check_suite, render_recipe_suite
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import train_tokenizer
 from tests.dist import run
@@ -136,3 +136,15 @@ def test_needles_are_a_built_in_task_of_windows_that_have_room(room: Room, check
     rows = pq.read_table(room.root / "needles/samples.parquet", filters=[("key", "=", "eval/needle")]).to_pylist()
     assert len(rows) == 22
     assert not {key for key in read_scores(room.root / "first") if key.startswith("eval/needle")}
+
+
+def test_a_limit_caps_the_tasks_of_files_alone(room: Room, checkout: Path) -> None:
+    whole, cut = (
+        {task.key: task.questions for task in render_recipe_suite(recipe_of(room.root, checkout, *more), []).tasks}
+        for more in ((), ("evaluate.limit=2",))
+    )
+    assert whole.keys() == cut.keys()
+    assert whole[ARITHMETIC] == cut[ARITHMETIC] == 9
+    others = whole.keys() - {ARITHMETIC}
+    assert max(whole[key] for key in others) > 2
+    assert all(cut[key] == min(2, whole[key]) for key in others)

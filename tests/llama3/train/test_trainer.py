@@ -60,6 +60,9 @@ def test_golden_losses(chain: tuple[Path, Path]) -> None:
 
 
 def test_it_learns_and_the_journal_has_every_step(chain: tuple[Path, Path]) -> None:
+    environment = json.loads((work(chain[1]) / "result" / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    assert environment["processors"].isdigit()
     found = losses(chain[0]) | losses(chain[1])
     assert list(found) == [STEP * step for step in range(1, 21)]
     assert found[STEP][0] == pytest.approx(torch.log(torch.tensor(ROWS)).item(), rel=0.01)  # uniform at the start

@@ -14,7 +14,14 @@ import pytest
 
 from llama3.data.collect import collect
 from llama3.data.readers.files import SourceError
-from llama3.data.readers.sources import check_sources, fingerprint, open_source, source_names, survey
+from llama3.data.readers.sources import (
+    check_sources,
+    estimate_text,
+    fingerprint,
+    open_source,
+    source_names,
+    survey,
+)
 from llama3.recipe.data_schema import Source
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Bytes
@@ -162,6 +169,18 @@ def test_a_survey_counts_text_and_says_what_it_left_out(
     monkeypatch.setattr("llama3.data.readers.sources.SURVEYED", 500)
     [cut] = survey(make_recipe({"general": [{"uri": path}]}))
     assert (cut.documents, cut.complete) == (3, False)
+
+
+def test_an_estimate_reads_sizes_and_footers_alone(tmp_path: Path) -> None:
+    texts = [f"{number} " * 500 for number in range(200)]
+    pq.write_table(pa.table({"text": texts, "url": texts}), tmp_path / "a.parquet", use_dictionary=False)
+    size = sum(map(len, texts))
+    assert size <= estimate_text(Source(uri=str(tmp_path / "a.parquet"))) <= 1.05 * size
+    (tmp_path / "b.jsonl").write_text("x" * 1000)
+    (tmp_path / "c.jsonl.gz").write_bytes(b"x" * 1000)
+    assert estimate_text(Source(uri=str(tmp_path / "b.jsonl"))) == 1000
+    assert estimate_text(Source(uri=str(tmp_path / "c.jsonl.gz"))) == 4000
+    assert estimate_text(Source(uri=str(tmp_path / "c.jsonl.gz"), limit=Bytes(500))) == 500
 
 
 def test_what_is_installed_is_counted_once_until_it_changes(
