@@ -164,6 +164,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
     from llama3.evaluate.evaluate import evaluate
     from llama3.export.checks import check_model
     from tasks.cluster import Cluster
+    from tasks.launch.base import wait
     from tasks.launch.local import Agents, LocalLauncher
     from tasks.models.export import smoke_test
     from tasks.pipeline_steps import evaluated_stages
@@ -181,7 +182,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
         (job.work / "job.json").write_text(job.model_dump_json())
         with Agents(folder / "agent.log") as agents:
             launcher = LocalLauncher(cluster, agents)
-            outcome = launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1").wait()
+            outcome = wait(launcher.start(job.work / "job.json", 1, job.work / "logs" / "attempt-1"))
         if outcome.status:
             raise RuntimeError(outcome.message)
         parent = job.work / "result" / "state"

@@ -117,6 +117,30 @@ class StageCluster(BaseModel):
     """Layout of the stage, complete: it is not merged with `cluster.layout`."""
 
 
+class EvaluationCluster(BaseModel):
+    """Where models are evaluated, by the launcher of the trainer: the suites, and the gates of long contexts."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    processes: int | None = Field(default=None, ge=1)
+    """Processes that evaluate a model together: tp x pp x replicas; null: one replica."""
+    layout: Layout | None = None
+    """How a replica splits the model, by `tp` and `pp`; null: over the fewest devices that it fits."""
+
+    @field_validator("layout")
+    @classmethod
+    def _inference(cls, layout: Layout | None) -> Layout | None:
+        if layout is not None and layout != Layout(tp=layout.tp, pp=layout.pp):
+            raise ValueError("evaluation splits a model by tp and pp only; leave out the other fields")
+        return layout
+
+    @model_validator(mode="after")
+    def _whole(self) -> EvaluationCluster:
+        if self.layout is not None and self.processes is not None:
+            self.layout.dp(self.processes)  # raises ValueError if the layout does not divide them
+        return self
+
+
 class Cluster(BaseModel):
     """Where a run executes. Nothing here changes its result, only its speed."""
 
@@ -137,8 +161,8 @@ class Cluster(BaseModel):
     fabric: str = ""
     """Devices and network for predictions and the memory check: a preset (`herd plan presets`) or a YAML file; empty:
     the devices of this machine."""
-    evaluators: int = Field(default=1, ge=1)
-    """Processes of this machine that score a model together, each with a full copy on its own device."""
+    evaluate: EvaluationCluster = EvaluationCluster()
+    """Where models are evaluated."""
     deterministic: bool = False
     """Bitwise the same result on any number of data-parallel processes; slower."""
     checkpoints: str = ""

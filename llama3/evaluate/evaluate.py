@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from llama3.evaluate.answer_extraction import RegexTimeout, extract_answer, is_correct
-from llama3.evaluate.distributed import EvalRanks, SingleProcess
+from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.generate import generate, generate_batch
 from llama3.evaluate.held_out import ValidationDocument, document_bytes, longest_sequence, read_validation_documents
 from llama3.evaluate.needle import KINDS, context_lengths, find_needles
@@ -44,7 +44,6 @@ from llama3.evaluate.scores import (
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, render_recipe_suite
 from llama3.evaluate.task import Prompt, Task, requests_digest
-from llama3.model.files import load_model
 from llama3.model.rounding import use_reproducible_matmul
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
@@ -82,27 +81,32 @@ def generate_answers(
 ) -> list[GeneratedAnswer]:
     """Return `writing.samples` answers to each prompt of `task`, in the order of the prompts.
 
-    `window` is the most positions that the model may see at once. Each process of `ranks` answers a share of them.
+    `window` is the most positions that the model may see at once. Each replica of `ranks` answers a share of them.
     """
     writing, prompts = task.writing, task.prompts[ranks.rank :: ranks.size]
-    # A prompt that does not fit counts as wrong: leaving it out would let a model with a short context choose its
-    # questions, and cutting it would remove the examples that show how to answer.
-    reasons = []
-    for prompt in prompts:
-        size = 1 + len(tokenizer.encode(prompt.context))
-        fits = size + writing.max_tokens <= window
-        more = f"{size} positions and {writing.max_tokens} to write are more than the model's {window}"
-        reasons.append("" if fits else f"{TOO_LONG}{more}")
-    fitting = [prompt for prompt, reason in zip(prompts, reasons, strict=True) if not reason]
-    graded = _grade(task, fitting, generate_batch(model, tokenizer, fitting, writing, SEED), parallel)
-    groups = []
-    for prompt, reason in zip(prompts, reasons, strict=True):
-        unasked = [
-            GeneratedAnswer(prompt.task, prompt.document, sample, "", None, False, reason)
-            for sample in range(writing.samples)
-        ]
-        groups.append(unasked if reason else next(graded))
-    by_rank = ranks.gather([[asdict(item) for item in group] for group in groups])
+
+    def answer() -> list[list[dict[str, Any]]]:
+        # A prompt that does not fit counts as wrong: leaving it out would let a model with a short context choose its
+        # questions, and cutting it would remove the examples that show how to answer.
+        reasons = []
+        for prompt in prompts:
+            size = 1 + len(tokenizer.encode(prompt.context))
+            fits = size + writing.max_tokens <= window
+            more = f"{size} positions and {writing.max_tokens} to write are more than the model's {window}"
+            reasons.append("" if fits else f"{TOO_LONG}{more}")
+        fitting = [prompt for prompt, reason in zip(prompts, reasons, strict=True) if not reason]
+        texts = generate_batch(model, tokenizer, fitting, writing, SEED)
+        graded = _grade(task, fitting, texts, parallel) if ranks.leads else iter([[]] * len(fitting))
+        groups = []
+        for prompt, reason in zip(prompts, reasons, strict=True):
+            unasked = [
+                GeneratedAnswer(prompt.task, prompt.document, sample, "", None, False, reason)
+                for sample in range(writing.samples)
+            ]
+            groups.append(unasked if reason else next(graded))
+        return [[asdict(item) for item in group] for group in groups]
+
+    by_rank = ranks.gather(answer)
     in_order = chain.from_iterable(zip_longest(*by_rank, fillvalue=[]))
     return [GeneratedAnswer(**item) for group in in_order for item in group]
 
@@ -184,6 +188,8 @@ def count_unjudged(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
     return dict(sorted(Counter(key for key, _ in questions).items()))
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Of the weights and of what is computed, by `evaluate.precision`."""
 WRITTEN = ("generate", "code")
 """Task kinds whose answers are generated text."""
 HAYSTACK_BYTES = 4
@@ -241,7 +247,7 @@ def evaluate(
     With `ranks`, several processes call this with the same arguments and share the work; rank 0 writes.
     Raises ValueError if there are no held-out documents, a task is invalid, or model and tokenizer do not match.
     """
-    ranks = ranks or SingleProcess()
+    ranks = ranks or EvalRanks()
     with _threads(threads):
         coder = Tokenizer.load(tokenizer)
         if (model / MODEL_FILE).is_file() and model.resolve() != tokenizer.resolve():
@@ -253,8 +259,7 @@ def evaluate(
                 )
         chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
         suite = render_recipe_suite(recipe, chosen)
-        # fp32, at half the speed of bf16: the score must not depend on the number format of the machine
-        network = load_model(model, dtype=torch.float32, device=device)
+        network = ranks.load(model, DTYPES[recipe.evaluate.precision], device)
         if network.rows != coder.rows:
             raise ValueError(
                 f"model {model} has {network.rows} embedding rows, tokenizer {tokenizer} {coder.rows}: "
@@ -280,7 +285,7 @@ def evaluate(
     if needles is not None:
         scores |= needles.scores()
         all_samples += needles.samples()
-    if ranks.rank == 0:
+    if ranks.is_rank0:
         _write_tables(folder, scores, all_samples, suite, results, baselines)
         if results.answers:
             write_answers(results.answers, folder)
@@ -304,7 +309,7 @@ def evaluate_tasks(
 ) -> EvaluationResult:
     """Evaluate an fp32 model on `device` on the tasks of `asked`; write the tables into `folder` if given."""
     with _threads(threads):
-        results = _run_tasks(network, coder, asked.tasks, network.config.max_seq_len, device, SingleProcess())
+        results = _run_tasks(network, coder, asked.tasks, network.config.max_seq_len, device, EvalRanks())
     baselines = asked.baselines() if asked.suite.name else {}
     scores, all_samples = score_table(None, asked.tasks, results.samples, baselines)
     if folder is not None:

@@ -170,9 +170,9 @@ def generate_batch(
                 f"{writing.max_tokens} exceed the model's {longest} positions; give fewer solved examples, or leave "
                 "the prompt out"
             )
-    weight, config = next(model.parameters()), model.config
-    device = weight.device.type
-    position_bytes = 2 * config.layers * config.kv_dim * weight.element_size()
+    device = next(model.parameters()).device.type
+    keys = [weight for name, weight in model.named_parameters() if name.endswith("attention.k.weight")]
+    position_bytes = sum(2 * len(weight) * weight.element_size() for weight in keys)  # of this process's heads, layers
     rows, positions = ROWS.get(device, ROWS_ELSEWHERE), HELD.get(device, HELD_ELSEWHERE) // position_bytes
     sampler = Sampler.for_tokenizer(tokenizer, writing.temperature, writing.top_p)
     decoder = IncrementalDecoder(model, max(map(len, encoded), default=0))
@@ -305,11 +305,11 @@ def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
 
     def last_position(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         # logits of all positions of a long prompt with 128,000 rows would be gigabytes
-        return F.linear(hidden_BSD[:, -1], weight_VD)
+        return model.comms.all_gather_logits(F.linear(hidden_BSD[:, -1], weight_VD))
 
     mask = cache.visible(tokens_BS.shape[1], tokens_BS.device)
-    logits_BV: Tensor = model(tokens_BS, mask, head=last_position)
-    return logits_BV
+    output: Tensor = model(tokens_BS, mask, head=last_position)
+    return model.comms.from_last_stage(output, (len(tokens_BS), model.rows))
 
 
 class TextStream:

@@ -18,10 +18,10 @@ from llama3.evaluate.scores import Score, samples, score_samples, write_scores
 from llama3.evaluate.statistics import Estimate
 from llama3.evaluate.suite import BPB, mean_bits_per_byte
 from llama3.evaluate.task import Request, Task, requests_digest
-from llama3.model.files import load_model
 from llama3.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from llama3.evaluate.distributed import EvalRanks
     from llama3.model.transformer import Transformer
     from llama3.tokens.tokenizer import Tokenizer
 
@@ -40,40 +40,48 @@ def score_long_context(
     *,
     short: int | None,
     needle: int | None,
-    device: str = "auto",
+    device: str = "cpu",
+    ranks: EvalRanks | None = None,
 ) -> dict[str, Any]:
     """Score the model in folder `model`, which also holds its tokenizer, and write `scores.parquet` into `folder`.
 
     `short` is the window of the short-context score and `needle` the length of the haystacks, in positions; None skips
     the score. Texts are the held-out documents of the curated folder `documents`. Returns {key: value} of the scores,
-    and of a haystack `text_tokens`. Raises ValueError if there are no documents, or no room for a needle.
+    and of a haystack `text_tokens`. With `ranks`, several processes share the work; rank 0 writes.
+    Raises ValueError if there are no documents, or no room for a needle.
     """
-    import torch
-
+    from llama3.evaluate.distributed import EvalRanks  # imports torch
+    from llama3.evaluate.evaluate import DTYPES
     from llama3.tokens.tokenizer import Tokenizer
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = ranks or EvalRanks()
     coder = Tokenizer.load(model)
-    network = load_model(model, dtype=torch.float32, device=device)
+    network = ranks.load(model, DTYPES[recipe.evaluate.precision], device)
     scores: dict[str, Score] = {}
     facts: dict[str, Any] = {}
     if short is not None:
         chosen = read_validation_documents(documents, recipe.evaluate.documents, BYTES_PER_POSITION * short)
-        scores |= _short_context(recipe, network, coder, chosen, short, device)
+        scores |= _short_context(recipe, network, coder, chosen, short, device, ranks)
     if needle is not None:
         chosen = read_validation_documents(documents, recipe.evaluate.documents, BYTES_PER_POSITION * needle)
         texts = [document.text for document in chosen]
-        retrieval = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, device)
+        retrieval = find_needles(network, coder, texts, [needle], recipe.evaluate.needles, device, ranks=ranks)
         scores |= retrieval.scores()
         facts["text_tokens"] = retrieval.text_tokens
-    folder.mkdir(parents=True, exist_ok=True)
-    write_scores(scores, folder)
+    if ranks.is_rank0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_scores(scores, folder)
     return {**{key: scores[key].value for key in sorted(scores)}, **facts}
 
 
 def _short_context(
-    recipe: Recipe, model: Transformer, coder: Tokenizer, documents: list[ValidationDocument], window: int, device: str
+    recipe: Recipe,
+    model: Transformer,
+    coder: Tokenizer,
+    documents: list[ValidationDocument],
+    window: int,
+    device: str,
+    ranks: EvalRanks,
 ) -> dict[str, Score]:
     """Return bits per byte by domain and their mean by the first stage's mix, with documents read in windows."""
     from llama3.evaluate.scoring import score_requests  # imports torch
@@ -84,7 +92,8 @@ def _short_context(
     for domain in sorted({document.domain for document in documents}):
         key = f"{SHORT_CONTEXT}/{domain}"
         task = Task(key, "bits", tuple(document_requests(key, (d for d in documents if d.domain == domain))))
-        scores[key] = score_samples(task, samples(task, score_requests(model, coder, task.requests, window, device)))
+        likelihoods = score_requests(model, coder, task.requests, window, device, ranks=ranks)
+        scores[key] = score_samples(task, samples(task, likelihoods))
         by_domain[f"{BPB}/{domain}"] = scores[key].estimate
         requests += task.requests
     mean = Score.from_estimate(

@@ -3,8 +3,8 @@ the agent of `llama3.train.launch`.
 
     python -m torch.distributed.run --standalone --nproc-per-node 8 -m llama3.evaluate.main JOB.json
 
-Each process reads the whole model on its own device; rank 0 writes. Exit status 2: a mistake of the user, described on
-the last line of stderr.
+The processes split the model as the job's layout says and share the work; rank 0 writes. A job that was killed
+continues from the work that is finished. Exit status 2: a mistake of the user, described on the last line of stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llama3.parallel.layout import Layout
 from llama3.recipe.load import load_recipe
 from storage.filesystem import write_atomic
 
@@ -24,43 +25,74 @@ MISTAKE = "evaluate: "
 """Prefix of the line on stderr that describes a mistake."""
 
 
+class GateScores(BaseModel):
+    """What the gates of a long-context stage measure: see `score_long_context`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    short: int | None = None
+    needle: int | None = None
+
+
 class EvaluateJob(BaseModel):
-    """Arguments of `evaluate`, as a file for the processes."""
+    """What to evaluate, as a file for the processes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    program: Literal["evaluate"] = "evaluate"
+    """Tells the launch agent to run this module."""
     recipe: Path
     model: Path
-    tokenizer: Path
+    """The folder of the model, with its tokenizer."""
     documents: Path
-    folder: Path
-    """Where the tables are written."""
-    facts: Path
-    """File for what `evaluate` returns."""
+    """The curated folder."""
+    gate: GateScores | None = None
+    """Measure these scores instead of the recipe's suite."""
+    work: Path
+    """Folder of the job, which keeps finished work and, at the end, the tables in `result` and `facts.json`."""
+    layout: Layout = Layout()
+    """How the model is split over the processes: `tp` and `pp`; the rest of the processes are replicas."""
     threads: int = Field(default=1, ge=1)
     """Processor threads of each process; another number may round differently."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     timeout_s: int = Field(default=1800, ge=1)
     """How long a process waits for the others, which may have longer texts to read."""
 
+    @property
+    def result(self) -> Path:
+        """The folder of the tables."""
+        return self.work / "result"
+
+    @property
+    def facts(self) -> Path:
+        """The file with what `evaluate` returns; it is written last."""
+        return self.work / "facts.json"
+
 
 def run_job(job: EvaluateJob) -> None:
     """Run `job` together with the other processes that the launcher started. Raises as `evaluate` does."""
-    from llama3.evaluate.distributed import EvalGroup, SingleProcess  # imports torch, which writing a job does not need
+    import torch  # which writing a job does not need
+
+    from llama3.evaluate.distributed import EvalRanks
     from llama3.evaluate.evaluate import evaluate
+    from llama3.evaluate.long_context_gate import score_long_context
+    from llama3.model.rounding import use_reproducible_matmul
     from llama3.parallel.mesh import init_distributed
 
-    with init_distributed(job.device, job.timeout_s) as world:
-        facts = evaluate(
-            load_recipe(job.recipe),
-            job.model,
-            job.tokenizer,
-            job.documents,
-            job.folder,
-            threads=job.threads,
-            device=str(world.device),
-            ranks=EvalGroup() if world.size > 1 else SingleProcess(),
-        )
+    torch.set_num_threads(job.threads)
+    use_reproducible_matmul()
+    with init_distributed(job.device, job.timeout_s, job.layout) as world:
+        done = job.work / "done"
+        done.mkdir(parents=True, exist_ok=True)
+        ranks, device, recipe = EvalRanks(world, done), str(world.device), load_recipe(job.recipe)
+        if job.gate is not None:
+            facts = score_long_context(
+                recipe, job.model, job.documents, job.result, **dict(job.gate), device=device, ranks=ranks
+            )
+        else:
+            facts = evaluate(
+                recipe, job.model, job.model, job.documents, job.result, threads=job.threads, device=device, ranks=ranks
+            )
         if world.is_rank0:
             write_atomic(job.facts, json.dumps(facts))
 

@@ -13,17 +13,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.evaluate.distributed import EvalRanks, SingleProcess
+from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.scores import Likelihood
 from llama3.evaluate.task import Request
 from llama3.model.attention import AttentionMask
+from llama3.model.comms import Comms
 from llama3.model.kv_cache import Cache, PrefixCache, with_cache
 from llama3.model.loss import NO_TARGET, token_nll
 from llama3.model.transformer import Head, Transformer
@@ -243,6 +245,8 @@ def _batches(rows: Iterable[PackedRow], prefix: int, budget: BatchLimits) -> Ite
 BUDGETS = {"cpu": BatchLimits(2048, 16384)}
 """By kind of device: on a CPU the activations of few positions still fit its caches."""
 BUDGET_ELSEWHERE = BatchLimits(65536, 131072)
+TOGETHER = 256
+"""Batches of all replicas between two exchanges of results; a killed evaluation repeats as many."""
 LOGITS = 2**26
 """Logits computed at a time to find the largest: 256 MiB of fp32."""
 
@@ -334,25 +338,34 @@ def score_sequences(
 
     `greedy` has the indices of the sequences that need `Likelihood.greedy`; the rest as in `score_requests`.
     """
-    ranks, greedy = ranks or SingleProcess(), frozenset(greedy)
+    ranks, greedy = ranks or EvalRanks(), frozenset(greedy)
     assert isinstance(model, Transformer) or not greedy
     share = share and isinstance(model, Transformer)
     budget = BUDGETS.get(torch.device(device).type, BUDGET_ELSEWHERE)
-    local: list[RowScore] = []
     prefix: list[int] = []
     cache: Cache | None = None
-    for batch in plan_batches(sequences, window, budget, share)[ranks.rank :: ranks.size]:
-        if batch.prefix != prefix:  # the prefix of consecutive batches is read once
-            prefix, cache = batch.prefix, None
-            if prefix:
-                cache = Cache(len(prefix))
-                reader = with_cache(cast(Transformer, model), cache)
-                reader(torch.tensor([prefix], device=device), head=lambda hidden_BSD, _: hidden_BSD)
-        if isinstance(model, Transformer):
-            local += _score_packed(model, batch, cache, device, greedy)
-        else:
-            local += _score_plain(model, batch, device)
-    gathered = ranks.gather([list(row) for row in local])
+
+    def score(batches: Sequence[PackedBatch]) -> list[RowScore]:
+        nonlocal prefix, cache
+        rows: list[RowScore] = []
+        for batch in batches:
+            if batch.prefix != prefix:  # the prefix of consecutive batches is read once
+                prefix, cache = batch.prefix, None
+                if prefix:
+                    cache = Cache(len(prefix))
+                    reader = with_cache(cast(Transformer, model), cache)
+                    reader(torch.tensor([prefix], device=device), head=lambda hidden_BSD, _: hidden_BSD)
+            if isinstance(model, Transformer):
+                rows += _score_packed(model, batch, cache, device, greedy)
+            else:
+                rows += _score_plain(model, batch, device)
+        return rows
+
+    batches = plan_batches(sequences, window, budget, share)
+    gathered: list[list[Any]] = []
+    for start in range(0, len(batches), TOGETHER):
+        own = batches[start : start + TOGETHER][ranks.rank :: ranks.size]
+        gathered += ranks.gather(partial(score, own))
     nll: list[list[float]] = [[] for _ in sequences]
     likeliest = [True] * len(sequences)
     for row in map(RowScore._make, chain.from_iterable(gathered)):
@@ -382,7 +395,7 @@ def _score_packed(
 ) -> Iterator[RowScore]:
     """Yield the scores of one forward pass over packed rows, whose prefix is in `cache`."""
     spans = [span for row in batch.rows for span in row.scored]
-    head = _scoring_head(batch, device, any(span.sequence in greedy for span in spans))
+    head = _scoring_head(batch, device, any(span.sequence in greedy for span in spans), model.comms)
     # padding comes after the tokens, where no token attends to it
     tokens_BS = torch.zeros(len(batch.rows), batch.longest, dtype=torch.long)
     for row_S, row in zip(tokens_BS, batch.rows, strict=True):
@@ -394,12 +407,14 @@ def _score_packed(
         repeated = model.config.heads // model.config.kv_heads if mask.is_cuda else 1
         reader = with_cache(model, PrefixCache(cache, positions_BS, repeated))
         result_2N = reader(tokens_BS.to(device), AttentionMask(mask=mask), head=head)
+    if model.norm is None:  # a pipeline stage whose output went to the next one
+        return
     nll, likeliest = (torch.split(line, [len(span.positions) for span in spans]) for line in result_2N.cpu())
     for span, span_nll, span_likeliest in zip(spans, nll, likeliest, strict=True):
         yield RowScore(span.sequence, math.fsum(span_nll.tolist()), bool(span_likeliest.all()))
 
 
-def _scoring_head(batch: PackedBatch, device: str, greedy: bool) -> Head:
+def _scoring_head(batch: PackedBatch, device: str, greedy: bool, comms: Comms) -> Head:
     """Return a head that maps hidden states to [2, N]: nats of each scored token, and 1 if it is the likeliest.
 
     Only scored tokens get logits: of a question with 700 tokens of examples and one letter, one position in 760.
@@ -415,11 +430,12 @@ def _scoring_head(batch: PackedBatch, device: str, greedy: bool) -> Head:
 
     def head(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         hidden_ND = hidden_BSD.flatten(0, 1)[places_N]
-        nll_N = token_nll(hidden_ND.unsqueeze(0), weight_VD, targets_N.unsqueeze(0)).squeeze(0)
+        nll_N = token_nll(hidden_ND.unsqueeze(0), weight_VD, targets_N.unsqueeze(0), comms=comms).squeeze(0)
         likeliest_N = torch.zeros_like(targets_N)
         if greedy:
             chunks = torch.split(hidden_ND, max(1, LOGITS // len(weight_VD)))
-            likeliest_N = torch.cat([(chunk @ weight_VD.T).argmax(-1) for chunk in chunks]) == targets_N
+            logits = (comms.all_gather_logits(chunk @ weight_VD.T) for chunk in chunks)
+            likeliest_N = torch.cat([logits_CV.argmax(-1) for logits_CV in logits]) == targets_N
         return torch.stack([nll_N.double(), likeliest_N.double()])
 
     return head

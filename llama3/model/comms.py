@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Comms(Protocol):
-    """Tensor parallelism (the first six methods) and context parallelism (the last three)."""
+    """Tensor parallelism (the first seven methods), context parallelism (the next three), the pipeline (the last)."""
 
     def all_gather(self, x_BSD: Tensor) -> Tensor:
         """All-gather the tokens of the tensor-parallel peers, in order."""
@@ -42,6 +42,10 @@ class Comms(Protocol):
         """All-reduce the elementwise sum over tensor-parallel peers; not differentiable."""
         ...
 
+    def all_gather_logits(self, logits_TV: Tensor) -> Tensor:
+        """All-gather the vocabulary rows of the tensor-parallel peers, in order; not differentiable."""
+        ...
+
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather keys and values [B, S, K, E] of the context-parallel peers, peer after peer."""
         ...
@@ -55,6 +59,10 @@ class Comms(Protocol):
 
         `whole`: `tokens` are not divided over tensor-parallel peers (the input of the embedding).
         """
+        ...
+
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return the `output` of the last pipeline stage, of the given shape, on every stage."""
         ...
 
 
@@ -79,6 +87,9 @@ class NoComms:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return x
 
+    def all_gather_logits(self, logits_TV: Tensor) -> Tensor:
+        return logits_TV
+
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
@@ -88,3 +99,6 @@ class NoComms:
 
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens
+
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
+        return output

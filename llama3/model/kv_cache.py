@@ -1,8 +1,9 @@
 """Key/value caches for generation: the next token costs one step instead of the whole text.
 
-A cache replaces a model's `comms` (see `with_cache`): it gives the positions of new tokens and stores the keys and
-values of each layer. Space for the longest text is allocated at once. One process must hold the whole model.
-Storage is [B, K, T, E], the order in which attention reads fastest.
+A cache takes the place of context parallelism in a model's `comms` (see `with_cache`): it gives the positions of new
+tokens and stores the keys and values of each layer. Space for the longest text is allocated at once. A process that
+holds a part of the model caches its own heads and layers. Storage is [B, K, T, E], the order in which attention reads
+fastest.
 
 Shapes: B sequences, S tokens of this call, T tokens so far, K key/value heads, E features of a head.
 """
@@ -10,17 +11,24 @@ Shapes: B sequences, S tokens of this call, T tokens so far, K key/value heads, 
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llama3.model.attention import AttentionMask, can_attend
-from llama3.model.comms import Comms, NoComms
+from llama3.model.comms import Comms
 from llama3.model.transformer import Transformer
 
 
-class Cache(NoComms):
+class KeyValues(Protocol):
+    """What attention needs of a cache: the context-parallel part of `Comms`."""
+
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+
+class Cache:
     """Keys and values of every layer; each call of the model appends its tokens."""
 
     def __init__(self, room: int) -> None:
@@ -124,7 +132,7 @@ class PaddedCache(Cache):
         self._padding = self._padding[rows.cpu()]
 
 
-class PrefixCache(NoComms):
+class PrefixCache:
     """Shared-prefix cache: several continuations of one prompt, which are not cached themselves.
 
     Call the model with an `AttentionMask` mask [B, 1, S, T], where T includes the prompt. Concatenated keys and values
@@ -158,8 +166,20 @@ class PrefixCache(NoComms):
         return self.at, torch.arange(total, device=device)
 
 
-def with_cache(model: Transformer, comms: Comms) -> Transformer:
-    """Return a model that shares the weights of `model` and uses `comms`; `model` itself is unchanged."""
+class CachedComms:
+    """The communication of a model that reads with a cache."""
+
+    def __init__(self, comms: Comms, cache: KeyValues) -> None:
+        self.all_gather, self.reduce_scatter = comms.all_gather, comms.reduce_scatter
+        self.tp_replicated, self.vocab_start = comms.tp_replicated, comms.vocab_start
+        self.all_reduce_max, self.all_reduce_sum = comms.all_reduce_max, comms.all_reduce_sum
+        self.all_gather_logits, self.from_last_stage = comms.all_gather_logits, comms.from_last_stage
+        self.all_gather_kv, self.positions, self.sequence = cache.all_gather_kv, cache.positions, comms.sequence
+
+
+def with_cache(model: Transformer, cache: KeyValues) -> Transformer:
+    """Return a model that shares the weights of `model` and reads with `cache`; `model` itself is unchanged."""
+    comms = CachedComms(model.comms, cache)
 
     def twin(module: Any) -> Any:
         shallow = copy(module)

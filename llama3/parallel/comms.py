@@ -50,7 +50,7 @@ class MeshComms:
     """Implement `llama3.model.comms` for one process of a world."""
 
     def __init__(self, world: ParallelContext) -> None:
-        self.tensor, self.context = world.axis("tp"), world.axis("cp")
+        self.tensor, self.context, self.pipeline = (world.axis(name) for name in ("tp", "cp", "pp"))
 
     def all_gather(self, x_BSD: Tensor) -> Tensor:
         return x_BSD if self.tensor.size == 1 else _call(_AllGather, x_BSD, 1, self.tensor.group)
@@ -70,6 +70,9 @@ class MeshComms:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return x if self.tensor.size == 1 else all_reduce(x, "sum", self.tensor.group)
 
+    def all_gather_logits(self, logits_TV: Tensor) -> Tensor:
+        return logits_TV if self.tensor.size == 1 else all_gather(logits_TV, 1, self.tensor.group)
+
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.context.size == 1:
             return k, v
@@ -86,6 +89,31 @@ class MeshComms:
 
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens * self.context.size * (1 if whole else self.tensor.size)
+
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
+        if self.pipeline.size == 1:
+            return output
+        last = self.pipeline.size - 1
+        result = output if self.pipeline.rank == last else output.new_empty(shape)
+        torch.distributed.broadcast(result, group=self.pipeline.group, group_src=last)
+        return result
+
+
+class InferenceComms(MeshComms):
+    """Tensor parallelism without sequence parallelism: each process holds all tokens, since one decoded token cannot
+    be divided. Not differentiable."""
+
+    def all_gather(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD
+
+    def reduce_scatter(self, x_BSD: Tensor) -> Tensor:
+        return self.all_reduce_sum(x_BSD)
+
+    def tp_replicated(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def sequence(self, tokens: int, whole: bool) -> int:
+        return tokens
 
 
 def cp_positions(seq_len: int, size: int, device: torch.device | str = "cpu") -> Tensor:

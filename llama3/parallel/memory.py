@@ -7,6 +7,7 @@ upper bound. Not counted: extra copies of CPU attention, allocator fragmentation
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
@@ -345,3 +346,45 @@ def _loss(config: Model, rows: int, layout: Layout, load: Load) -> int:
     chunk = min(max(CHUNK[load.device] // mine, CHUNK_TOKENS[load.device]), _tokens(layout, load))
     cast = 2 * mine * config.dim * c if c != w else 0
     return chunk * mine * (2 * c + w) + cast
+
+
+# Inference: weights, and what one forward pass or the texts of a batch need
+
+CACHED = {"cpu": 2**30, "cuda": 2**34}
+"""Most bytes of keys and values of a batch of texts, as in `llama3.evaluate.generate`."""
+POSITIONS = {"cpu": 2048, "cuda": 65536}
+"""Positions of a forward pass that scores, as in `llama3.evaluate.scoring`; a longer sequence is read alone."""
+
+
+def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, device: Literal["cpu", "cuda"]) -> int:
+    """Return the bytes of the fullest process of a replica that scores and generates: an upper bound.
+
+    `itemsize` is the bytes of a weight and of an activation. Scoring holds the residual stream, its norm and sum, and
+    the largest products of a layer; generating holds keys and values.
+    """
+    replica = layout.model_parallel
+    held = (stages(config, layout, RankCoords.from_rank(rank, layout).pp) for rank in range(0, replica, layout.tp))
+    weights = max(
+        sum(prod(param.local_shape(layout.tp)) for stage in own for param in stage.params(config, rows)) for own in held
+    )
+    positions = max(POSITIONS[device], config.max_seq_len)
+    products = (config.dim + 2 * config.kv_dim + 3 * config.ffn) // layout.tp
+    scoring = positions * (4 * config.dim + products) * itemsize + 4 * CHUNK[device]
+    return weights * itemsize + max(scoring, CACHED[device])
+
+
+def inference_layout(
+    config: Model, rows: int, itemsize: int, device: Literal["cpu", "cuda"], limit: float, per_node: int
+) -> Layout | None:
+    """Return the layout with the fewest processes on which a replica fits `limit` bytes each; None if none does.
+
+    Tensor parallelism stays within a node of `per_node` processes and comes first: it divides the activations too.
+    """
+    sizes = [2**power for power in range(11)]
+    layouts = [Layout(tp=tp, pp=pp) for tp in sizes if tp <= per_node for pp in sizes if pp <= config.layers]
+    for layout in sorted(layouts, key=lambda layout: (layout.model_parallel, layout.pp)):
+        with suppress(ValueError):
+            layout.check(config, rows, layout.model_parallel)
+            if inference_bytes(config, rows, layout, itemsize, device) <= limit:
+                return layout
+    return None

@@ -379,6 +379,9 @@ class Evaluate(Section):
     """Questions per multiple-choice task."""
     limit: int | None = Field(default=None, ge=2, exclude_if=lambda limit: limit is None)
     """Maximum questions of each published task, as for lm-eval's `--limit`; null: all. Scores become noisy."""
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", exclude_if=lambda precision: precision == "fp32")
+    """Number format of weights and products. bf16 takes half the memory and time on GPUs and rounds likelihoods by a
+    hundredth; two models are compared in the same format."""
     needles: int = Field(default=55, ge=11)
     """Sentences that the `needle` gate hides, spread over eleven depths."""
     tasks: list[str] = Field(default_factory=list)

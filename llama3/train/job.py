@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -39,6 +40,8 @@ class TrainJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    program: Literal["train"] = "train"
+    """Tells the launch agent to run `llama3.train.main`."""
     recipe: Path
     """The resolved recipe, YAML."""
     stage: str
@@ -86,10 +89,8 @@ class Attempt(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    program: Literal["train", "evaluate"] = "train"
-    """The ranks run `llama3.train.main` or `llama3.evaluate.main`."""
     job: Path
-    """The job file of that program."""
+    """The job file: of `llama3.train.main`, or of the main module of another package that it names as its `program`."""
     logs: Path
     """Folder for `rank-<r>.log` and `node-<n>.json`; shared by all nodes."""
     processes: int = Field(default=1, ge=1)
@@ -114,7 +115,7 @@ class Attempt(BaseModel):
 
     def leave_by(self, requested: float) -> float:
         """Return when ranks that were asked to stop at `requested` must have ended, in seconds since 1970."""
-        return leave_by(self.job, requested) if self.program == "train" else requested + GRACE_S
+        return leave_by(self.job, requested)
 
     @property
     def outcome(self) -> Path:
@@ -163,12 +164,20 @@ class StopEstimate(BaseModel):
         new.rename(work / PACE)
 
 
+def program_of(job: Path) -> str:
+    """Return the package whose main module runs the job file `job`: `train`, `evaluate`."""
+    program: str = json.loads(job.read_text()).get("program", "train")
+    return program
+
+
 def leave_by(job: Path, requested: float) -> float:
-    """Return when the trainer of `job`, asked to stop at `requested`, must have ended, in seconds since 1970.
+    """Return when the program of `job`, asked to stop at `requested`, must have ended, in seconds since 1970.
 
     A later call may return a later time, because a save has begun.
     """
     try:
+        if program_of(job) != "train":  # it has nothing to save
+            return requested + GRACE_S
         train_job = TrainJob.model_validate_json(job.read_text())
     except FileNotFoundError:  # the stage is committed, and its folder removed
         return requested + GRACE_S

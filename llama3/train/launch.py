@@ -26,7 +26,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from llama3.train.job import TERMINATED, Attempt, AttemptResult, last_lines
+from llama3.train.job import TERMINATED, Attempt, AttemptResult, last_lines, program_of
 from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
@@ -146,7 +146,7 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
             "MASTER_PORT": port,
         }
         os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
-        program = importlib.import_module(f"llama3.{attempt.program}.main")
+        program = importlib.import_module(f"llama3.{program_of(attempt.job)}.main")
         exit_process(program.main([str(attempt.job)]))
     except BaseException:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The interface of launchers: start the trainer's processes and say how they ended.
+"""The interface of launchers: start the processes of a job, training or evaluation, and say how they ended.
 
 Each attempt is a fresh launch with new ranks, port and store: in-job restarts with gloo fail on stale addresses (9 of 9
 fresh launches recovered, 3 of 12 in-job restarts). Output goes to files, never to a pipe, so that the trainer does not
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,6 +80,17 @@ class Launcher(Protocol):
     def start(self, job: Path, processes: int, logs: Path) -> Launch:
         """Start `processes` ranks for the job file `job`, each with its own log in the folder `logs`."""
         ...
+
+
+def wait(launch: Launch) -> AttemptResult:
+    """Wait until `launch` has ended and return how; stop it if the wait is interrupted."""
+    try:
+        while (outcome := launch.poll()) is None:
+            time.sleep(WATCH_S)
+    except BaseException:
+        launch.stop()
+        raise
+    return outcome
 
 
 def launch_key(job: Path) -> str:

@@ -18,7 +18,7 @@ import psutil
 from llama3.train.job import GRACE_S, Attempt, AttemptResult, last_lines
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
-from tasks.launch.base import NO_OUTCOME, REAP_S, WATCH_S, trainer_environment
+from tasks.launch.base import NO_OUTCOME, REAP_S, trainer_environment
 
 
 @dataclass
@@ -135,16 +135,6 @@ class LocalLaunch:
             message = f"the agent ended with status {status}; the end of {log}:\n{last_lines(log)}"
             return AttemptResult(status=NO_OUTCOME, message=message)
         return None
-
-    def wait(self) -> AttemptResult:
-        """Wait until it has ended and return how; stop it if the wait is interrupted."""
-        try:
-            while (outcome := self.poll()) is None:
-                time.sleep(WATCH_S)
-        except BaseException:
-            self.stop()
-            raise
-        return outcome
 
     def waits(self) -> bool:
         return False  # no queue

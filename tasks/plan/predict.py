@@ -7,6 +7,7 @@ them (`herd plan calibrate`), the prediction is absent: nothing is guessed.
 
 from __future__ import annotations
 
+import math
 import subprocess
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +15,8 @@ from typing import Literal
 import psutil
 
 from llama3.model.flops import flops_per_token, vocab_rows
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, RankMemory, memory
+from llama3.parallel.layout import FIELD, Layout
+from llama3.parallel.memory import BYTES, Load, RankMemory, inference_bytes, inference_layout, memory
 from llama3.planner.device_curves import Curves
 from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
 from llama3.planner.network import Network
@@ -42,13 +43,16 @@ class DeviceMemory:
     limit: float
     """Bytes that a process may use."""
     cuda: bool
+    per_node: int = 1
+    """Devices of a machine."""
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory | None:
     """Return what a process of `cluster` has, or None where that is not known here. Raises ValueError."""
     if cluster.fabric:
         fabric = load_fabric(cluster.fabric)
-        return DeviceMemory(fabric.accelerator.name, fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE), cuda=True)
+        limit = fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE)
+        return DeviceMemory(fabric.accelerator.name, limit, cuda=True, per_node=fabric.server.gpus)
     if cluster.launcher != "local":
         return None
     if cluster.device != "cpu" and (found := _gpu()):
@@ -58,14 +62,14 @@ def device_memory(cluster: Cluster) -> DeviceMemory | None:
 
 def _gpu() -> DeviceMemory | None:
     """Return the first GPU as the driver's tool describes it; torch would take a second, and start CUDA."""
-    if not visible_gpus():
+    if not (count := visible_gpus()):
         return None
     asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     listed = subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()
     name, _, mebibytes = listed[0].rpartition(",") if listed else ("", "", "")
     if not mebibytes.strip().isdigit():
         return None
-    return DeviceMemory(name.strip(), int(mebibytes) * 2**20 * (1 - RESERVE), cuda=True)
+    return DeviceMemory(name.strip(), int(mebibytes) * 2**20 * (1 - RESERVE), cuda=True, per_node=count)
 
 
 def memory_needs(recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory) -> RankMemory:
@@ -128,6 +132,40 @@ def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: De
             }
             return "write " + ", ".join(f"{name}: {value}" for name, value in {**changes, **own}.items())
     return "no micro-batch, ZeRO level or recomputation helps; take more processes, or herd plan --cluster to find some"
+
+
+def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
+    """Return the layout and the number of processes that evaluate the recipe's model on `cluster`.
+
+    Without `cluster.evaluate.layout` a replica takes the fewest devices that it fits. Raises ValueError if the model
+    does not fit, or cannot be split as the layout says.
+    """
+    wish, rows, device = cluster.evaluate, vocab_rows(recipe), device_memory(cluster)
+    layout = wish.layout or Layout()
+    if device is None or not device.cuda:  # processes of one machine share its memory: a split saves none
+        processes = wish.processes or layout.model_parallel
+        limit = device.limit * cluster.processes / processes if device else math.inf
+        kind: Literal["cpu", "cuda"] = "cpu"
+    else:
+        limit, kind = device.limit, "cuda"
+        per_node = cluster.nodes.processes_per_node if cluster.nodes else device.per_node
+        itemsize = BYTES[recipe.evaluate.precision]
+        if wish.layout is None and (chosen := inference_layout(recipe.model, rows, itemsize, kind, limit, per_node)):
+            layout = chosen
+        processes = wish.processes or layout.model_parallel
+    try:
+        layout.check(recipe.model, rows, processes)
+    except ValueError as error:
+        raise ValueError(str(error).replace(FIELD, "cluster.evaluate.layout")) from None
+    need = inference_bytes(recipe.model, rows, layout, BYTES[recipe.evaluate.precision], kind)
+    if device is not None and need > limit:
+        smaller = "evaluate.precision: bf16, or " if recipe.evaluate.precision == "fp32" else ""
+        raise ValueError(
+            f"cluster.evaluate.layout: to evaluate the model in {recipe.evaluate.precision}, tp {layout.tp} x "
+            f"pp {layout.pp} needs {need / 1e9:,.1f} GB a process, and {device.name} has {limit / 1e9:,.1f}; write "
+            f"{smaller}a larger tp or pp"
+        )
+    return layout, processes
 
 
 def predict_step_times(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> PredictedStepTimes | None:

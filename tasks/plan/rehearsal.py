@@ -25,7 +25,7 @@ from rich.markup import escape
 from llama3.data.readers.sources import INSTALLED, estimate_text, survey
 from llama3.evaluate.policy import possible_scores
 from llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
-from llama3.model.flops import parameter_count, vocab_rows
+from llama3.model.flops import vocab_rows
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.recipe.base import Domain
@@ -40,10 +40,10 @@ from storage.artifact import Store
 from storage.filesystem import write_atomic
 from storage.processes import processors
 from storage.root import Root
-from tasks.cluster import Cluster, StageCluster
+from tasks.cluster import Cluster, EvaluationCluster, StageCluster
 from tasks.format import FittedTable, format_bytes, format_duration, templates
 from tasks.plan.cluster import storage_use
-from tasks.plan.predict import device_memory
+from tasks.plan.predict import device_memory, place_evaluation
 from tasks.plan.recipe import USUAL_TOKENS_PER_BYTE, data_shortage, make_plan
 from tasks.runs.preflight import check_place
 from tasks.runs.records import RunRecord, Runs
@@ -96,6 +96,7 @@ class ScaledRun:
     def __init__(self, recipe: Recipe, cluster: Cluster, processes: int = 8) -> None:
         """`processes`: maximum trainer processes."""
         self.original, self.original_cluster, self.schedule = recipe, cluster, Schedule(recipe)
+        self.processes = processes
         self.parts = [part for span in self.schedule.spans for part in span.parts]
         self.places = {
             part.name: scaled_layout(place.layout, place.processes, processes)
@@ -172,6 +173,7 @@ class ScaledRun:
         plain["checkpoint"]["every"] = str(Cadence(max(1, total // 16), "tokens"))
         plain["checkpoint"]["keep"]["every"] = f"{max(1, self.position(keep))} tokens" if keep else None
         plain["evaluate"] |= {
+            "precision": "fp32",
             "documents": min(recipe.evaluate.documents, DOCUMENTS),
             "val_documents": min(recipe.evaluate.val_documents, 2),
             "questions": min(recipe.evaluate.questions, QUESTIONS),
@@ -236,6 +238,10 @@ class ScaledRun:
             per_rank = min(part.batch // part.seq_len for part in span.segments) // layout.dp(processes)
             passes = 2 * layout.pp  # several micro-batches where there are enough sequences
             stages[span.name] = StageCluster(processes=processes, layout=layout, micro_batch=max(1, per_rank // passes))
+        evaluate = EvaluationCluster()
+        with suppress(ValueError):  # `check_place` reports it
+            layout, processes = scaled_layout(*place_evaluation(self.original, cluster), self.processes)
+            evaluate = EvaluationCluster(processes=processes, layout=layout)
         first = next(iter(stages.values()))
         assert first.processes is not None
         assert first.layout is not None
@@ -245,7 +251,7 @@ class ScaledRun:
             stages=stages,
             threads=processors(),
             device="cpu",
-            evaluators=min(2, cluster.evaluators),
+            evaluate=evaluate,
             deterministic=cluster.deterministic,
             checkpoints=f"{cluster.checkpoints.rstrip('/')}/rehearsal" if cluster.checkpoints else "",
             attempts=2,
@@ -269,8 +275,6 @@ def axes_used(places: Sequence[tuple[Layout, int]]) -> list[str]:
 
 # What a rehearsal finds.
 
-WIDTH = 4
-"""Bytes of a weight when a model is evaluated: fp32."""
 ANSWERED_OTHERWISE = 0.2
 """Share of questions that two models of one quality answer differently; assumed, as in recipes/quickstart.yaml."""
 LITTLE = 0.2
@@ -350,7 +354,6 @@ def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator
         check_place(recipe, cluster, root, thorough=True)
     except ValueError as error:
         yield from map(RehearsalFinding, str(error).splitlines())
-    yield from evaluation_memory(recipe, cluster)
     yield from full_disk(recipe, root)
     yield from gate_findings(recipe)
     yield from (RehearsalFinding(line, fails=False) for line in lint(recipe))
@@ -367,17 +370,6 @@ def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator
             f"curate.decontaminate: is empty, and suite {suites[0]} reads published questions, which are in web "
             "text; name the data sets",
             fails=False,
-        )
-
-
-def evaluation_memory(recipe: Recipe, cluster: Cluster) -> Iterator[RehearsalFinding]:
-    """Yield a fault if the model does not fit the device that evaluates it."""
-    device, size = device_memory(cluster), WIDTH * parameter_count(recipe.model, vocab_rows(recipe))
-    if device is not None and size > device.limit:
-        yield RehearsalFinding(
-            f"evaluate: the model takes {format_bytes(size)} in fp32, and {device.name} has "
-            f"{format_bytes(device.limit)}; each evaluator holds a whole model: evaluate on a larger device, or train "
-            "a smaller model"
         )
 
 

@@ -6,6 +6,7 @@ a pure function of what they return. A failed check is a failed row of the gate'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ import pyarrow.parquet as pq
 from llama3.data.accounting import FINDINGS
 from llama3.evaluate.compare import compare
 from llama3.evaluate.gate import Check, Evidence
-from llama3.evaluate.scores import Score, read_scores
+from llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
 from llama3.evaluate.significance import Difference
 from llama3.recipe.sections import Promote
 from storage.artifact import Artifact, DamagedArtifact
 from tasks.models.export import smoke_test
+from tasks.plan.predict import place_evaluation
 from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Kind, Log, Promotion, current_label
 from tasks.stages.evaluate import evaluate_model
 from tasks.step import Context
@@ -141,15 +143,16 @@ def measure_candidate(
         digest=checkpoint.metadata["model_sha256"],
         position=checkpoint.metadata["end"],
         scores=read_scores(evaluation.path),
-        checks=vet(context, checkpoint, curated),
+        checks=vet(context, checkpoint, evaluation, curated),
     )
 
 
-def vet(context: Context, checkpoint: Artifact, curated: Artifact) -> list[Check]:
+def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: Artifact) -> list[Check]:
     """Return the checks of `checkpoint`: files, model, tokenizer, serving, contamination of `curated`.
 
-    Reads and exports every file, which takes long for a large model. Raises Unfinished if the machine stopped a check,
-    and OSError without storage: nothing is decided then.
+    Reads and exports every file, one tensor at a time, which takes long for a large model. One that no single device
+    holds is not loaded again: the processes of its `evaluation` loaded it and generated text. Raises Unfinished if the
+    machine stopped a check, and OSError without storage: nothing is decided then.
     """
     from llama3.export.checks import check_model, checked  # imports torch
 
@@ -158,6 +161,9 @@ def vet(context: Context, checkpoint: Artifact, curated: Artifact) -> list[Check
         return f"{len(checkpoint.manifest.files)} files match their digests"
 
     def serving() -> str:
+        if served is None:
+            texts = json.loads(evaluation.part(GENERATIONS_FILE).read_text())
+            return f"{len(texts)} texts generated on tp {layout.tp} x pp {layout.pp}, loaded without pickle"
         if (failure := served.result()) is not None:
             raise ValueError(failure)
         return "loads in a fresh process without pickle, and generates text"
@@ -166,8 +172,9 @@ def vet(context: Context, checkpoint: Artifact, curated: Artifact) -> list[Check
         folder = checkpoint.path / "model"
     except DamagedArtifact as error:  # the other checks would read damaged files
         return [Check(metric=FILES, passed=False, reason=str(error)[:400])]
+    layout, _ = place_evaluation(context.recipe, context.cluster)
     with ThreadPoolExecutor(1) as pool:  # the fresh process spends most of its time on imports
-        served = pool.submit(smoke_test, folder)
+        served = pool.submit(smoke_test, folder) if layout.model_parallel == 1 else None
         files_check = checked(FILES, files)
         model = check_model(folder, context.scratch / "vetting")
         tokenizer = _tokenizer(context, checkpoint)

@@ -22,7 +22,7 @@ from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
 from tasks.models.start import init_from_faults
-from tasks.plan.predict import memory_faults
+from tasks.plan.predict import memory_faults, place_evaluation
 from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_evaluation
 from tasks.runs.records import Runs
 from tasks.tracking.factory import tracking_faults
@@ -145,7 +145,14 @@ def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     known = Schedule(recipe).names
     names = ", ".join(sorted(known))
     unknown = [f"cluster.stages: {name} is not a stage ({names})" for name in sorted(set(cluster.stages) - known)]
-    return [*unknown, *faults] or memory_faults(recipe, cluster)
+    if unknown or faults:
+        return [*unknown, *faults]
+    faults = dict.fromkeys(memory_faults(recipe, cluster))
+    try:
+        place_evaluation(recipe, cluster)
+    except ValueError as error:
+        faults |= dict.fromkeys(str(error).splitlines())
+    return [*faults]
 
 
 def _curation_faults(curate: Curate) -> list[str]:

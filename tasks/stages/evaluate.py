@@ -7,7 +7,6 @@ import json
 import math
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,8 +16,8 @@ from rich.markup import escape
 
 from llama3.evaluate.gate import Decision, GateRow, decide
 from llama3.evaluate.held_out import ValidationDocument, candidate_documents, read_validation_documents
-from llama3.evaluate.long_context_gate import METRICS, score_long_context
-from llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob
+from llama3.evaluate.long_context_gate import METRICS
+from llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
 from llama3.evaluate.needle import KEY as NEEDLE
 from llama3.evaluate.scores import read_scores
 from llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
@@ -27,54 +26,70 @@ from llama3.recipe.load import resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
-from llama3.train.job import Attempt
 from storage.artifact import Artifact, ArtifactSpec
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
 from tasks.errors import EvaluationFailed, GateFailed
+from tasks.launch.base import launch_key, launcher_of, wait
 from tasks.launch.local import Agents
+from tasks.plan.predict import place_evaluation
 from tasks.stages.alerts import alert_gate_failed
-from tasks.step import Context, ensure_artifact
+from tasks.step import Context, ensure_in_scratch, link_files
 
-# Evaluators are forked from the agent that forks the trainer's ranks, on this machine; the model must fit one device.
-# Scores have the same bytes on any number of processes.
+# The trainer's launcher starts the processes that evaluate. Scores have the same bytes on any number of replicas; split
+# over tp, likelihoods differ by rounding, 1e-5.
 
 
 def run_evaluation(
-    recipe: Recipe, model: Path, documents: Path, folder: Path, cluster: Cluster, agents: Agents
+    recipe: Recipe,
+    model: Path,
+    documents: Path,
+    folder: Path,
+    work: Path,
+    cluster: Cluster,
+    agents: Agents,
+    gate: GateScores | None = None,
 ) -> dict[str, Any]:
     """Score the model in `model`, a folder with its tokenizer, into `folder`; return the metadata of `evaluate`.
 
-    Raises ValueError as `evaluate` does, OSError for a full disk, and EvaluationFailed if a process died.
+    With `gate` the scores are those of a long-context gate. `work` keeps finished work, so that another attempt, or
+    another call after a kill, continues. Raises ValueError as `evaluate` does, OSError for a full disk, and
+    EvaluationFailed if `cluster.attempts` attempts died.
     """
-    with TemporaryDirectory(prefix="evaluate-") as temporary:
-        scratch = Path(temporary)
-        (scratch / "recipe.yaml").write_text(to_yaml(recipe))
-        threads = max(1, cluster.threads // cluster.evaluators)
-        job = EvaluateJob(
-            recipe=scratch / "recipe.yaml",
-            model=model,
-            tokenizer=model,
-            documents=documents,
-            folder=folder,
-            facts=scratch / "facts.json",
-            threads=threads,
-            device=cluster.device,
-        )
-        (scratch / "job.json").write_text(job.model_dump_json())
-        attempt = Attempt(
-            program="evaluate", job=scratch / "job.json", logs=scratch / "logs", processes=cluster.evaluators
-        )
-        outcome = agents.start(attempt, cluster.process_threads).wait()
+    layout, processes = place_evaluation(recipe, cluster)
+    work.mkdir(parents=True, exist_ok=True)
+    write_atomic(work / "recipe.yaml", to_yaml(recipe))
+    job = EvaluateJob(
+        recipe=work / "recipe.yaml",
+        model=model,
+        documents=documents,
+        gate=gate,
+        work=work,
+        layout=layout,
+        threads=cluster.nodes.cpus_per_process if cluster.nodes else max(1, cluster.threads // processes),
+        device=cluster.trainer_device,
+        timeout_s=max(cluster.timeout_s, 1800),  # the others may have longer texts to read
+    )
+    path = work / "job.json"
+    write_atomic(path, job.model_dump_json(indent=1))
+    launcher = launcher_of(cluster, launch_key(path), agents)
+    for attempt in range(1, cluster.attempts + 1):
+        if job.facts.exists():  # a flow was killed after its evaluation
+            break
+        logs = work / "logs" / f"attempt-{len(list(work.glob('logs/attempt-*'))) + 1}"
+        outcome = wait(launcher.live(path) or launcher.start(path, processes, logs))
         if outcome.status == 0:
-            facts: dict[str, Any] = json.loads(job.facts.read_text())
-            return facts
-    mistakes = [line for line in outcome.message.splitlines() if line.startswith(MISTAKE)]
-    if outcome.status == REFUSED and mistakes:
-        raise ValueError(mistakes[-1].removeprefix(MISTAKE))
-    if os.strerror(errno.ENOSPC) in outcome.message:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.message}")
+            break
+        mistakes = [line for line in outcome.message.splitlines() if line.startswith(MISTAKE)]
+        if outcome.status == REFUSED and mistakes:
+            raise ValueError(mistakes[-1].removeprefix(MISTAKE))
+        if os.strerror(errno.ENOSPC) in outcome.message:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
+        if attempt == cluster.attempts:
+            raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.message}")
+    link_files(job.result, folder)  # not moved: after a kill before the commit, the next attempt needs it
+    facts: dict[str, Any] = json.loads(job.facts.read_text())
+    return facts
 
 
 # Scoring reads the first documents by id, which are in the first files of each domain: only these are fetched.
@@ -133,6 +148,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
             "documents": recipe.evaluate.documents,
             "questions": recipe.evaluate.questions,
             **({"limit": recipe.evaluate.limit} if recipe.evaluate.limit else {}),
+            **_precision(recipe),
             "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },
@@ -140,11 +156,17 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     )
     step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
-    def build(folder: Path, _: str) -> dict[str, Any]:
+    def build(folder: Path, work: Path) -> dict[str, Any]:
         documents = validation_folder(curated, recipe.evaluate.documents)
-        return run_evaluation(recipe, checkpoint.part("model"), documents, folder, context.cluster, context.agents)
+        model = checkpoint.part("model")
+        return run_evaluation(recipe, model, documents, folder, work, context.cluster, context.agents)
 
-    return ensure_artifact(context, step, design, build)
+    return ensure_in_scratch(context, step, design, build)
+
+
+def _precision(recipe: Recipe) -> dict[str, str]:
+    """Return the parameter of an artifact that is not fp32."""
+    return {} if recipe.evaluate.precision == "fp32" else {"precision": recipe.evaluate.precision}
 
 
 # The gates between the sequence lengths of a long-context stage, as tracked steps.
@@ -202,15 +224,16 @@ def _scores(
             "documents": recipe.evaluate.documents,
             "needles": recipe.evaluate.needles if needle else None,
             "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
+            **_precision(recipe),
         },
         inputs={"checkpoint": checkpoint.key, "curated": curated.key},
     )
 
-    def build(folder: Path, _: str) -> dict[str, Any]:
-        model, device = checkpoint.part("model"), context.cluster.device
-        return score_long_context(recipe, model, curated.path, folder, short=short, needle=needle, device=device)
+    def build(folder: Path, work: Path) -> dict[str, Any]:
+        gate, model = GateScores(short=short, needle=needle), checkpoint.part("model")
+        return run_evaluation(recipe, model, curated.path, folder, work, context.cluster, context.agents, gate)
 
-    return ensure_artifact(context, f"gate-{name}", design, build)
+    return ensure_in_scratch(context, f"gate-{name}", design, build)
 
 
 def _line(row: GateRow) -> str:

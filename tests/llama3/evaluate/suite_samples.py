@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from llama3.data.demo.word_problems import document
-from llama3.evaluate.distributed import EvalGroup
+from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.evaluate import evaluate
 from llama3.model.files import save_model
 from llama3.model.init import build_model
@@ -80,8 +80,8 @@ def evaluated(root: Path, recipe: Recipe, name: str) -> dict[str, Any]:
 
 
 def evaluated_together(root: Path, checkout: Path, name: str) -> dict[str, Any]:
-    with init_distributed("cpu", 240):
+    with init_distributed("cpu", 240) as world:
         model = root / "model"
-        ranks = EvalGroup()
+        ranks = EvalRanks(world)
         recipe = recipe_of(root, checkout)
         return evaluate(recipe, model, model, root / "curated", root / name, threads=1, ranks=ranks)

@@ -12,7 +12,7 @@ import torch
 
 from llama3.evaluate import answer_extraction
 from llama3.evaluate import evaluate as answering
-from llama3.evaluate.distributed import SingleProcess
+from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.evaluate import (
     TOO_LONG,
     GeneratedAnswer,
@@ -56,13 +56,13 @@ def asked(count: int, gold: str = "never written") -> Task:
 def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_path: Path) -> None:
     """Gold answers are taken from a first round, for two of three samples of one question: pass@1 is 2/3 of it."""
     task = asked(4)
-    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
+    found = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert [(one.id, one.sample) for one in found] == [(f"q{n}", k) for n in range(4) for k in range(3)]
     assert not any(one.right for one in found)
     assert {one.reason for one in found} == {"it is not never written"}
     gold = tuple({one.text.strip() for one in found[3:5]})
     task = replace(task, prompts=(task.prompts[0], replace(task.prompts[1], gold=gold), *task.prompts[2:]))
-    again = generate_answers(model, coder, task, WINDOW, SingleProcess())
+    again = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert [one.text for one in again] == [one.text for one in found], "equal questions get equal answers"
     shares = [
         sum(one.text.strip() in gold for one in found[3 * n : 3 * n + 3]) / 3 if n == 1 else 0.0 for n in range(4)
@@ -80,7 +80,7 @@ def test_answers_are_kept_and_judged(model: Transformer, coder: Tokenizer, tmp_p
 
 def test_nothing_found_is_wrong_and_says_so(model: Transformer, coder: Tokenizer) -> None:
     writing = replace(WRITING, extract=("####(never)",))
-    found = generate_answers(model, coder, replace(asked(2), writing=writing), WINDOW, SingleProcess())
+    found = generate_answers(model, coder, replace(asked(2), writing=writing), WINDOW, EvalRanks())
     assert {(one.right, one.extracted, one.reason) for one in found} == {
         (False, None, "nothing was found in the answer")
     }
@@ -90,14 +90,14 @@ def test_questions_longer_than_the_window_count_as_wrong_aloud(model: Transforme
     task = asked(3, gold="")
     long = replace(task.prompts[1], context="x" * (WINDOW - WRITING.max_tokens))
     task = replace(task, prompts=(task.prompts[0], long, task.prompts[2]))
-    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
+    found = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert {one.reason for one in found if one.id == "q1"} == {
         f"{TOO_LONG}{WINDOW - 5} positions and 6 to write are more than the model's 64"
     }
     assert all(one.text for one in found if one.id != "q1")
     assert count_too_long(found) == {"eval/t": 1}
     fits = replace(long, context=long.context[1:])
-    assert count_too_long(generate_answers(model, coder, replace(task, prompts=(fits,)), WINDOW, SingleProcess())) == {}
+    assert count_too_long(generate_answers(model, coder, replace(task, prompts=(fits,)), WINDOW, EvalRanks())) == {}
     assert len(answer_samples(task, found)) == 3
 
 
@@ -113,7 +113,7 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
     prompts = tuple(Prompt("eval/c", name, "x = 1", (), name, "x = 1") for name in verdicts)
     task = Task("eval/c", "code", prompts=prompts, writing=GenerationSettings(max_tokens=2))
     monkeypatch.setattr(answering, "run_programs", lambda programs, *_: [verdicts[p.split()[-1]] for p in programs])
-    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
+    found = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert [(one.right, one.judged, one.reason) for one in found] == [
         (True, True, ""), (False, False, "killed"), (False, True, "x"),
     ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
     monkeypatch.setattr(answering, "generate_batch", lambda *_: [["b", "a" * 40 + "!", "c"]])
     for field in ("extract", "ignore"):
         writing = replace(WRITING, **{field: ("((a|aa)+)$", "(.+)") if field == "extract" else ("((a|aa)+)$",)})
-        found = generate_answers(model, coder, replace(slow, writing=writing), WINDOW, SingleProcess())
+        found = generate_answers(model, coder, replace(slow, writing=writing), WINDOW, EvalRanks())
         assert [(one.right, one.judged) for one in found] == [(True, True), (False, False), (False, True)]
         assert "takes more than 0.2 s of processor time" in found[1].reason
         assert answer_samples(replace(slow, writing=writing), found) == []
@@ -151,7 +151,7 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
         prompts=prompts,
         writing=GenerationSettings(max_tokens=4, until=("\n", "\r", "\x0c"), seconds=2),
     )
-    found = generate_answers(model, coder, task, WINDOW, SingleProcess())
+    found = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert [(one.id, one.right) for one in found] == [("comment", True), ("wrong", False), ("unfinished", False)]
     assert found[0].reason == ""
     assert "AssertionError" in found[1].reason

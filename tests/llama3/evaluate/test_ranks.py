@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from llama3.evaluate.distributed import SingleProcess
+import pytest
+import torch
+
+from llama3.evaluate.distributed import EvalRanks
+from llama3.model.files import save_model
+from llama3.model.param_table import param_table
+from llama3.parallel.layout import Layout
+from llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.evaluate.rank_samples import gathered, scored_alone, scored_together
+from tests.llama3.evaluate.rank_samples import (
+    TOKENIZER,
+    evaluated,
+    evaluated_within,
+    gathered,
+    scored_alone,
+    scored_together,
+    write_model,
+)
 
 
 def test_two_processes_find_the_bits_that_one_finds() -> None:
@@ -26,4 +42,32 @@ def test_every_process_gets_what_all_found_in_order() -> None:
 
 
 def test_one_process_gathers_its_own() -> None:
-    assert SingleProcess().gather([1, "a"]) == [[1, "a"]]
+    assert EvalRanks().gather(lambda: [1, "a"]) == [[1, "a"]]
+
+
+def test_a_model_split_over_processes_scores_and_writes_the_same(tmp_path: Path) -> None:
+    """Tensor parallel and pipeline together, and two replicas of a tensor-parallel one."""
+    write_model(tmp_path)
+    ((scores, answers, text),) = run(1, evaluated, tmp_path, None)
+    assert any(answer for group in answers for answer in group)
+    for layout in (Layout(tp=2, pp=2), Layout(tp=2)):
+        for split_scores, split_answers, split_text in run(4, evaluated, tmp_path, layout):
+            assert split_answers == answers
+            assert split_text == text
+            assert [(tokens, greedy) for _, tokens, greedy in split_scores] == [(t, g) for _, t, g in scores]
+            assert [nll for nll, *_ in split_scores] == pytest.approx([nll for nll, *_ in scores], rel=1e-5)
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(RuntimeError, match=r"tp: 4 does not divide .*kv_heads 2"):
+        run(4, evaluated, tmp_path, Layout(tp=4))
+
+
+def test_a_model_larger_than_the_memory_of_a_process_is_evaluated_by_four(tmp_path: Path) -> None:
+    config = Model(layers=4, dim=1024, ffn=3072, heads=8, kv_heads=8, max_seq_len=512, tied_embeddings=False)
+    shapes = {param.name: param.shape for param in param_table(config, TOKENIZER.rows)}
+    save_model(tmp_path, config, TOKENIZER.rows, {name: torch.full(s, 0.01).bfloat16() for name, s in shapes.items()})
+    size = 2 * (tmp_path / "model.safetensors").stat().st_size  # it is evaluated in fp32
+    assert run(1, evaluated_within, tmp_path, None, size // 2) == ["does not fit"]
+    assert run(4, evaluated_within, tmp_path, Layout(tp=2, pp=2), size // 2) == ["fits"] * 4

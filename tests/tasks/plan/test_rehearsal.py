@@ -12,7 +12,8 @@ from llama3.parallel.layout import Layout
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schema import Recipe
 from storage.root import Root
-from tasks.cluster import Cluster, StageCluster
+from tasks.cluster import Cluster, EvaluationCluster, StageCluster
+from tasks.plan.predict import place_evaluation
 from tasks.plan.rehearsal import Rehearsal, ScaledRun, full_size_findings, unproven, write_rehearsal
 
 QUICK = ("evaluate.suite=quick", "evaluate.final=quick", "evaluate.data=null")
@@ -25,7 +26,7 @@ def load(name: str, *overrides: str) -> Recipe:
 
 
 LONG = StageCluster(layout=Layout(cp=8, zero=3))
-WIDE = Layout(tp=8, cp=16, pp=16, vpp=8)
+WIDE = Layout(tp=8, cp=16, pp=16, vpp=8, recompute="selective")
 CLUSTERS = {
     "8b": Cluster(
         fabric="roce-24k", processes=256, micro_batch=1, layout=Layout(zero=3), stages={"long": LONG, "anneal": LONG}
@@ -52,8 +53,15 @@ def faults(recipe: Recipe, cluster: Cluster, root: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("large_disk")
-def test_the_published_8b_recipe_has_no_fault(tmp_path: Path) -> None:
-    assert faults(load("8b"), CLUSTERS["8b"], tmp_path) == []
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_published_recipe_has_no_fault(name: str, tmp_path: Path) -> None:
+    assert faults(load(name), CLUSTERS[name], tmp_path) == []
+
+
+def test_a_replica_takes_the_fewest_devices_that_it_fits() -> None:
+    chosen = {name: place_evaluation(load(name), CLUSTERS[name]) for name in CLUSTERS}
+    assert chosen == {"8b": (Layout(), 1), "405b": (Layout(tp=8, pp=8), 64)}
+    assert place_evaluation(load("405b", "evaluate.precision=bf16"), CLUSTERS["405b"]) == (Layout(tp=8, pp=4), 32)
 
 
 class Mistake(NamedTuple):
@@ -75,7 +83,12 @@ MISTAKES = {
     "no evaluation data": Mistake("8b", "evaluate.data: is not set", ("evaluate.suite=core",)),
     "fp8 without compilation": Mistake("8b", "makes precision: fp8 slower", ("precision=fp8",)),
     "placeholder": Mistake("8b", "<your-bucket> is a placeholder", ("sources.code.0.uri=s3://<your-bucket>/code",)),
-    "evaluation on one device": Mistake("405b", "evaluate: the model takes 1.6 TB in fp32, and h100"),
+    "evaluation on a node": Mistake(
+        "405b",
+        "cluster.evaluate.layout: to evaluate the model in bf16, tp 8 x pp 1 needs",
+        ("evaluate.precision=bf16",),
+        {"evaluate": EvaluationCluster(layout=Layout(tp=8))},
+    ),
     "sequence over ranks": Mistake(
         "405b", "does not split into", ("stages.anneal.seq_len=1000", "stages.anneal.batch=16000000 tokens")
     ),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama3.evaluate.gate import Evidence
 from llama3.model.files import WEIGHTS
+from llama3.parallel.layout import Layout
 from llama3.tokens.tokenizer import train_tokenizer
 from storage.artifact import Artifact
 from storage.processes import free_port
@@ -180,8 +181,14 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_it_said(
     room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "smoke_test", lambda folder: "serving: no")
-    found = {check.metric: check for check in vet(room.context, room.checkpoint(), room.curated)}
+    checkpoint = room.checkpoint()
+    evaluation = room.evaluation(checkpoint)
+    found = {check.metric: check for check in vet(room.context, checkpoint, evaluation, room.curated)}
     assert (found["serving"].passed, found["serving"].reason) == (False, "serving: no")
+    monkeypatch.setattr(gate, "place_evaluation", lambda recipe, cluster: (Layout(tp=2), 2))  # it fits no device
+    found = {check.metric: check for check in vet(room.context, checkpoint, evaluation, room.curated)}
+    assert found["serving"].passed
+    assert "on tp 2 x pp 1" in found["serving"].reason
 
 
 def test_a_person_may_decide_against_the_gate_but_not_against_integrity(room: PromotionRoom) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from llama3.parallel.layout import Layout
 from llama3.recipe.schema import Recipe
-from tasks.cluster import Cluster
+from tasks.cluster import Cluster, EvaluationCluster
+from tasks.launch.local import rank_process
 from tasks.stages.evaluate import run_evaluation
 from tests.agents import shared_agents
 from tests.llama3.evaluate.suite_samples import make
@@ -24,15 +30,17 @@ def recipe(room: Path, checkout: Path) -> Recipe:
     return make(room, checkout)
 
 
-def cluster(evaluators: int) -> Cluster:
-    """Return a place with one thread for each evaluator: the number of threads may change how sums are rounded."""
-    return Cluster(evaluators=evaluators, threads=evaluators, device="cpu")
+def cluster(processes: int, layout: Layout | None = None) -> Cluster:
+    """Return a place with one thread for each process: the number of threads may change how sums are rounded."""
+    return Cluster(evaluate=EvaluationCluster(processes=processes, layout=layout), threads=processes, device="cpu")
 
 
 @pytest.mark.slow
 def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
     one, two = (
-        run_evaluation(recipe, room / "model", room / "curated", room / str(n), cluster(n), shared_agents())
+        run_evaluation(
+            recipe, room / "model", room / "curated", room / str(n), room / f"work-{n}", cluster(n), shared_agents()
+        )
         for n in (1, 2)
     )
     assert one == two
@@ -49,7 +57,44 @@ def test_a_mistake_is_one_line_on_any_number(room: Path, recipe: Recipe, tmp_pat
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json: is not a model configuration") as caught:
         run_evaluation(
-            recipe, tmp_path / "model", room / "curated", tmp_path / "made", cluster(evaluators), shared_agents()
+            recipe,
+            tmp_path / "model",
+            room / "curated",
+            tmp_path / "made",
+            tmp_path / "work",
+            cluster(evaluators),
+            shared_agents(),
         )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_continues_on_a_split_model(room: Path, recipe: Recipe) -> None:
+    """A rank is killed after the likelihoods; the second attempt does not compute them again."""
+    place, work = cluster(4, Layout(tp=2)), room / "work-killed"
+    place = place.model_copy(update={"attempts": 2})
+    first = work / "done" / "000001.json"
+
+    def kill() -> None:
+        while not first.exists():
+            time.sleep(0.01)
+        os.kill(rank_process(0).pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        split = run_evaluation(recipe, room / "model", room / "curated", room / "split", work, place, shared_agents())
+        killed.result()
+    logs = sorted((work / "logs").iterdir())
+    assert [path.name for path in logs] == ["attempt-1", "attempt-2"]
+    assert first.stat().st_mtime < min(path.stat().st_mtime for path in logs[1].glob("rank-*.log"))
+    one = run_evaluation(
+        recipe, room / "model", room / "curated", room / "one", room / "work-one", cluster(1), shared_agents()
+    )
+    assert split.keys() == one.keys()
+    assert {key: value for key, value in split.items() if not isinstance(value, float)} == {
+        key: value for key, value in one.items() if not isinstance(value, float)
+    }
+    for key, value in one.items():
+        if isinstance(value, float):
+            assert split[key] == pytest.approx(value, rel=1e-5), key
