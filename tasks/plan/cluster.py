@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as parquet
 import yaml
@@ -20,8 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.model.flops import vocab_rows
-from llama3.parallel.memory import stages
+from llama3.evaluate.held_out import document_bytes, longest_sequence
+from llama3.evaluate.needle import KINDS, context_lengths
+from llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
+from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
+from llama3.parallel.layout import Layout
+from llama3.parallel.memory import BYTES, inference_bytes, stages
 from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery
@@ -32,12 +36,15 @@ from llama3.planner.step_time import layer_work
 from llama3.planner.topology import Fabric, fabric_names, load_fabric
 from llama3.planner.uptime import RECOVERY, Uptime, uptime
 from llama3.recipe.load import digest, resolved
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from storage.artifact import flatten
 from storage.object_artifact import open_store
 from storage.root import Root
+from tasks.cluster import Cluster
 from tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
+from tasks.plan.predict import place_evaluation
 from tasks.plan.recipe import RunPlan
 from tasks.plan.tables import (
     best_table,
@@ -90,6 +97,7 @@ class ClusterPlan:
     uptimes: dict[int, Uptime]
     """By number of GPUs."""
     budget: Budget
+    evaluation: EvaluationCost
 
     @property
     def main(self) -> ProjectedSegment:
@@ -132,6 +140,7 @@ class ClusterPlan:
                 "bytes": self.placement.crossing,
                 "traffic": [axis.as_dict() for axis in self.placement.traffic],
             },
+            "evaluation": self.evaluation.as_dict(),
             "warnings": self.plan.warnings,
         }
 
@@ -180,7 +189,8 @@ def plan_on_cluster(
     projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), places, everywhere)
     measured = measured_costs(root, plan.recipe.name) if root is not None else None
     lasting = named if named in fabric_names() else str(Path(named).absolute())  # holds in any folder
-    return ClusterPlan(plan, lasting, projection, *estimate_uptime_and_budget(plan, projection, paid, measured))
+    cost = evaluation_cost(plan.recipe, place or Cluster(fabric=named))
+    return ClusterPlan(plan, lasting, projection, *estimate_uptime_and_budget(plan, projection, paid, measured), cost)
 
 
 def power_per_gpu(fabric: Fabric) -> dict[str, float]:
@@ -255,6 +265,79 @@ def sent_bytes(projection: Projection, part: ProjectedSegment) -> AxisBytes:
     return AxisBytes.from_collectives(messages, best.layout, best.load.micro_batches)
 
 
+# What evaluation costs. How many questions the published tasks have is assumed, so that a plan needs no data.
+
+QUESTIONS, QUESTION_TOKENS, BUILT_IN_TOKENS = 2_000, 256, 64
+"""Questions of a published task without `evaluate.limit`, tokens read for one without its shared examples, and tokens
+of a built-in question."""
+EFFICIENCY = 0.5
+"""Share of a large product's rate that scoring reaches, and of the memory bandwidth that generating does: assumed."""
+GENERATED, DECODED = ("generate", "code"), 256
+"""Kinds of task whose answers are generated, and answers that are decoded at once, as in `llama3.evaluate`."""
+FP32_SHARE = 67 / 989
+"""FP32 products without tensor cores over BF16 ones (H100 SXM data sheet)."""
+
+
+class EvaluationCost(NamedTuple):
+    """Estimate of all evaluations and gates of a run."""
+
+    layout: Layout
+    processes: int
+    process_bytes: float
+    evaluations: int
+    gates: int
+    read: float
+    """Tokens read by scoring."""
+    written: float
+    """Tokens generated."""
+    seconds: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.processes / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "layout": self.layout.model_dump(include={"tp", "pp"}), "gpu_hours": self.gpu_hours}
+
+
+def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
+    """Return the estimate for `cluster`, which has a fabric. Raises ValueError as `place_evaluation` does."""
+    layout, processes = place_evaluation(recipe, cluster)
+    accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
+    schedule, domains = Schedule(recipe), sum(bool(sources) for sources in recipe.sources.values())
+    window = min(recipe.model.max_seq_len, longest_sequence(recipe))
+    evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
+    work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees
+    written = 0.0
+    for suite in (recipe_suite(with_suite(recipe, stage_suite_name(recipe, name))) for name in evaluated):
+        if "bits" in suite.built_in:
+            work.append((section.documents * domains * document_bytes(recipe) / 4, window))
+        if "needle" in suite.built_in:
+            work += [(section.needles * len(KINDS) * length, length) for length in context_lengths(window)]
+        count = section.limit or QUESTIONS
+        work.append((len(suite.built_in) * section.questions * BUILT_IN_TOKENS, BUILT_IN_TOKENS))
+        work.append((len(suite.tasks) * count * QUESTION_TOKENS, QUESTION_TOKENS))
+        answers = [task.definition for task in suite.tasks if not isinstance(task.definition, Path)]
+        written += sum(
+            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in GENERATED
+        )
+    gated = [(span, part) for span in schedule.spans if span.stage.gates for part in span.parts]
+    for span, part in gated:
+        if "needle" in span.stage.gates:
+            work.append((section.needles * part.lengths[-1], part.lengths[-1]))
+        if "short-context" in span.stage.gates:
+            work.append((2 * section.documents * domains * span.lengths[0], span.lengths[0]))
+    flops = sum(positions * flops_per_token(recipe.model, rows, length).causal / 3 for positions, length in work)
+    rate = accelerator.reached_tflops * 1e12 * EFFICIENCY * (1 if section.precision == "bf16" else FP32_SHARE)
+    weights = BYTES[section.precision] * parameter_count(recipe.model, rows)
+    token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
+    replicas = processes // layout.model_parallel
+    seconds = flops / rate / processes + written / DECODED / replicas * token_s
+    need = inference_bytes(recipe.model, rows, layout, BYTES[section.precision], "cuda")
+    read = sum(positions for positions, _ in work)
+    return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)
+
+
 # Console output
 
 
@@ -280,7 +363,12 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
         title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
         section(title, best_table(result, top), rejected_table(result))
     section("network", network_table(planned.placement.traffic, best.world))
-    for line in (*placement_lines(planned), *budget_lines(planned), *uptime_lines(planned)):
+    for line in (
+        *placement_lines(planned),
+        *budget_lines(planned),
+        evaluation_line(planned),
+        *uptime_lines(planned),
+    ):
         out.print(escape(line))
 
 
@@ -349,6 +437,17 @@ def budget_lines(planned: ClusterPlan) -> Iterator[str]:
             for effect in moving
         )
         yield f"{name.replace('_', '-'):<10}hang on {parts}"
+
+
+def evaluation_line(planned: ClusterPlan) -> str:
+    """Return where and for how long the models of the run are evaluated."""
+    cost = planned.evaluation
+    gates = f" and {cost.gates} gates" if cost.gates else ""
+    return (
+        f"scores   {cost.evaluations} evaluations{gates} in {planned.plan.recipe.evaluate.precision} on "
+        f"{cost.processes} GPU{'s' * (cost.processes > 1)} (tp {cost.layout.tp} x pp {cost.layout.pp}, "
+        f"{cost.process_bytes / 1e9:,.1f} GB each): about {cost.seconds / 3600:,.1f} h, {cost.gpu_hours:,.0f} GPU-hours"
+    )
 
 
 def uptime_lines(planned: ClusterPlan) -> Iterator[str]:

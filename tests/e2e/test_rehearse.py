@@ -81,7 +81,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_fails_the_first_stage(rehear
 
 
 @pytest.mark.slow
-def test_the_405b_recipe_runs_every_axis_and_both_gates_and_cannot_be_evaluated(rehearsing: Herd) -> None:
+def test_the_405b_recipe_runs_every_axis_and_both_gates_and_is_evaluated_in_parts(rehearsing: Herd) -> None:
     cluster = """
 fabric: roce-24k
 processes: 16384
@@ -92,7 +92,7 @@ stages:
   anneal: {layout: {tp: 8, cp: 16, pp: 16}}
 """
     faults = rehearse(rehearsing, "405b", "stages.long.seq_len=[16384, 131072]", cluster=cluster)
-    assert any(text.startswith("evaluate: the model takes 1.6 TB") for text in faults)
+    assert faults == []
     found = proven(rehearsing, "405b")
     assert "layout axes: tp, cp, pp, dp" in found["training"]
     assert "gate-long-" in found["evaluation"]

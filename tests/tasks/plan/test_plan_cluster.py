@@ -9,13 +9,16 @@ import pytest
 import yaml
 from rich.console import Console
 
+from llama3.parallel.layout import Layout
 from llama3.planner.budget import Prices
 from llama3.planner.uptime import RECOVERY, uptime
 from llama3.recipe.load import load_recipe
-from tasks.cluster import load_cluster
+from tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from tasks.plan.cluster import (
+    EvaluationCost,
     checkpoint_interval_s,
     estimate_uptime_and_budget,
+    evaluation_cost,
     plan_on_cluster,
     power_per_gpu,
     print_cluster_plan,
@@ -174,3 +177,22 @@ def test_what_a_gpu_sends_is_that_of_the_layouts_axes() -> None:
     assert sent.dp > 0
     rows = {row.axis: sum(row.bytes) for row in found.placement.traffic}
     assert rows["dp"] == pytest.approx(sent.dp * found.main.best.world)
+
+
+def test_the_price_of_evaluation_follows_precision_limit_and_replicas() -> None:
+    def cost(*overrides: str, processes: int | None = None) -> EvaluationCost:
+        eight = load_recipe(Path("recipes/llama3-8b.yaml"), [*overrides])
+        return evaluation_cost(
+            eight, Cluster(fabric="roce-24k", evaluate=EvaluationCluster(processes=processes, layout=Layout(tp=2)))
+        )
+
+    usual, wide = cost(), cost("evaluate.precision=fp32")
+    assert (usual.evaluations, usual.processes, usual.read) == (4, 2, wide.read)
+    assert wide.process_bytes > 1.5 * usual.process_bytes  # keys and values have one size
+    assert wide.gpu_hours > 4 * usual.gpu_hours  # reading takes 14.8 times as long, writing twice
+    few = cost("evaluate.limit=200")
+    assert few.written == usual.written / 10
+    assert few.seconds < usual.seconds
+    four = cost(processes=8)
+    assert four.seconds == pytest.approx(usual.seconds / 4)
+    assert four.gpu_hours == pytest.approx(usual.gpu_hours)

@@ -43,7 +43,7 @@ def on(folder: Path, accelerator: Any = "h100", **fields: Any) -> Cluster:
 
 def test_a_described_cluster_has_its_memory_but_for_a_reserve(tmp_path: Path) -> None:
     found = device_memory(on(tmp_path, H8, processes=8))
-    assert found == DeviceMemory("h8", 8e9 * (1 - RESERVE), cuda=True)
+    assert found == DeviceMemory("h8", 8e9 * (1 - RESERVE), cuda=True, per_node=8)
 
 
 def test_processes_share_this_machines_memory() -> None:

@@ -60,8 +60,8 @@ def test_a_published_recipe_has_no_fault(name: str, tmp_path: Path) -> None:
 
 def test_a_replica_takes_the_fewest_devices_that_it_fits() -> None:
     chosen = {name: place_evaluation(load(name), CLUSTERS[name]) for name in CLUSTERS}
-    assert chosen == {"8b": (Layout(), 1), "405b": (Layout(tp=8, pp=8), 64)}
-    assert place_evaluation(load("405b", "evaluate.precision=bf16"), CLUSTERS["405b"]) == (Layout(tp=8, pp=4), 32)
+    assert chosen == {"8b": (Layout(), 1), "405b": (Layout(tp=8, pp=4), 32)}
+    assert place_evaluation(load("405b", "evaluate.precision=fp32"), CLUSTERS["405b"]) == (Layout(tp=8, pp=8), 64)
 
 
 class Mistake(NamedTuple):
@@ -86,8 +86,7 @@ MISTAKES = {
     "evaluation on a node": Mistake(
         "405b",
         "cluster.evaluate.layout: to evaluate the model in bf16, tp 8 x pp 1 needs",
-        ("evaluate.precision=bf16",),
-        {"evaluate": EvaluationCluster(layout=Layout(tp=8))},
+        cluster={"evaluate": EvaluationCluster(layout=Layout(tp=8))},
     ),
     "sequence over ranks": Mistake(
         "405b", "does not split into", ("stages.anneal.seq_len=1000", "stages.anneal.batch=16000000 tokens")
