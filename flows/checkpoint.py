@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.recipe_form import EvaluationParameters, PromotionParameters
-from flows.run_lifecycle import FlowResult, ReadOnlyRuns, existing_run, find_checkpoint, flow_state, why_not
+from flows.recipe_form import EvaluationParameters, PromotionParameters, StageInProgressParameters
+from flows.run_lifecycle import FlowResult, ReadOnlyRuns, existing_run, find_checkpoint, find_run, flow_state, why_not
 from llama3.evaluate.suite import stage_suite_name
+from llama3.recipe.schedule import Schedule
 from storage.artifact import Artifact
 from storage.lease import LeaseHeld
 from tasks.pipeline_steps import evaluated_stages
@@ -18,7 +19,8 @@ from tasks.promotion.gate import Override
 from tasks.promotion.log import CHAMPION, decided
 from tasks.promotion.promote import promote_model
 from tasks.promotion.rollback import RollbackRequest, roll_back
-from tasks.stages.evaluate import evaluate_model
+from tasks.runs.progress import IN_PROGRESS, run_progress, run_work_dir_name
+from tasks.stages.evaluate import evaluate_model, evaluate_waiting
 from tasks.step import Context
 from tasks.tracking.steps import SCORE, scores_of
 
@@ -43,6 +45,30 @@ def evaluate(config: EvaluationParameters = EvaluationParameters()) -> str:  # n
             return FlowResult(name, f"{label}: {_scores(scores)}")
 
     return flow_state(work)
+
+
+@flow(name="evaluate-checkpoint", persist_result=False)
+def evaluate_checkpoint(config: StageInProgressParameters = StageInProgressParameters()) -> str:  # noqa: B008
+    """Score the checkpoints of a stage in progress that wait, newest first, and return the run's name."""
+    return flow_state(lambda: score_waiting(config))
+
+
+def score_waiting(config: StageInProgressParameters) -> FlowResult:
+    """Do what `evaluate_checkpoint` does. Raises ValueError if the run or its stage is unknown."""
+    root = config.root_at
+    (progress,) = run_progress(root, [find_run(root, config.run)])
+    name, stage = progress.record.name, config.stage.strip() or progress.step
+    with existing_run(root, name, config.cluster, read_only=True) as context:
+        spans = {span.name: span for span in Schedule(context.recipe).trained}
+        if stage not in spans or not {"curate", "tokenizer"} <= progress.record.steps.keys():
+            return FlowResult(name, f"{name} trains no stage; its checkpoints are scored by the run itself")
+        work = run_work_dir_name(context.store, context.recipe, progress.record, spans[stage])
+        default = str(root.local / "work" / work / "checkpoints") if root.is_local else root.join(IN_PROGRESS, work)
+        tokenizer = context.store.load(progress.record.steps["tokenizer"].artifact)
+        lines = evaluate_waiting(context, stage, config.folder.strip() or default, _curated(context), tokenizer)
+    for line in lines:
+        context.console.log(f"  {line}")
+    return FlowResult(name, "; ".join(lines) or f"no checkpoint of {stage} waits")
 
 
 @flow(name="promote", persist_result=False)

@@ -311,6 +311,14 @@ class EvaluationParameters(CheckpointParameters):
     )
 
 
+class StageInProgressParameters(PlaceParameters):
+    """A stage in progress whose waiting checkpoints are scored."""
+
+    run: str = field_at(0, "Run", LATEST, "Name of the run, or latest.")
+    stage: str = field_at(1, "Stage", "", "Empty: the one that the run trains.")
+    folder: str = field_at(2, "Checkpoints", "", "Folder or URI of the stage's checkpoints; empty: that of the root.")
+
+
 class PromotionParameters(CheckpointParameters):
     """A decision on a checkpoint."""
 

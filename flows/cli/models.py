@@ -182,6 +182,28 @@ def _show_scores(result: EvaluationResult) -> None:
 
 
 @evaluation.command()
+def waiting(
+    run: Annotated[str, typer.Argument(help="A run, or latest.")] = "latest",
+    cluster: Annotated[Path | None, typer.Option(help="YAML file of the place.", show_default=False)] = None,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Score the checkpoints of a running stage that wait (evaluate.every), here and without a deployment."""
+    from flows.local_server import quiet_prefect, start_temporary_server
+    from tasks.cluster import Cluster, load_cluster
+
+    with mistakes():
+        place = load_cluster(cluster) if cluster else Cluster()
+        quiet_prefect()
+        ready = start_temporary_server(Root.parse(root))
+        from flows.checkpoint import score_waiting
+        from flows.recipe_form import StageInProgressParameters
+
+        ready()
+        result = score_waiting(StageInProgressParameters(run=run, root=root, cluster=place))
+        out.print(escape(result.message))
+
+
+@evaluation.command()
 def render(
     suite: Annotated[str, typer.Argument(help="A suite or task: a name (core, full, mmlu, ...) or a YAML file.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, with one folder per task.")],

@@ -43,7 +43,9 @@ class EvaluateJob(BaseModel):
     """Tells the launch agent to run this module."""
     recipe: Path
     model: Path
-    """The folder of the model, with its tokenizer."""
+    """A model folder, or a checkpoint of a stage in progress."""
+    tokenizer: Path
+    """The folder of the model's tokenizer."""
     documents: Path
     """The curated folder."""
     gate: GateScores | None = None
@@ -91,7 +93,14 @@ def run_job(job: EvaluateJob) -> None:
             )
         else:
             facts = evaluate(
-                recipe, job.model, job.model, job.documents, job.result, threads=job.threads, device=device, ranks=ranks
+                recipe,
+                job.model,
+                job.tokenizer,
+                job.documents,
+                job.result,
+                threads=job.threads,
+                device=device,
+                ranks=ranks,
             )
         if world.is_rank0:
             write_atomic(job.facts, json.dumps(facts))

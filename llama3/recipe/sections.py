@@ -361,6 +361,13 @@ class Evaluate(Section):
     training time; `never`."""
     val_documents: int = Field(default=8, ge=1)
     """Validation documents per domain for these scores."""
+    every: Annotated[
+        Tokens | Literal["never"],
+        PlainValidator(lambda text: text if text == "never" else Tokens.parse(text)),
+        PlainSerializer(str),
+    ] = Field(default="never", exclude_if=lambda every: every == "never")
+    """Tokens between the checkpoints of a stage in progress that the deployment `evaluate-checkpoint` scores while the
+    stage goes on, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
     suite: str = "quick"
     """`quick` (needs no data outside the recipe), `core`, `full`, or a YAML file with a list of tasks."""
     final: str | None = None

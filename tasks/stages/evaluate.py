@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,21 @@ from llama3.recipe.load import resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
-from storage.artifact import Artifact, ArtifactSpec
-from storage.filesystem import write_atomic
+from llama3.train import metrics
+from llama3.train.journal import Record
+from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
+from storage.filesystem import is_local, write_atomic
+from storage.objects import get_file, list_children, list_objects
 from tasks.cluster import Cluster
 from tasks.errors import EvaluationFailed, GateFailed
 from tasks.launch.base import launch_key, launcher_of, wait
 from tasks.launch.local import Agents
 from tasks.plan.predict import place_evaluation
+from tasks.runs.progress import newest
 from tasks.stages.alerts import alert_gate_failed
 from tasks.step import Context, ensure_in_scratch, link_files
+from tasks.tracking.events import checkpoint_saved
+from tasks.tracking.steps import scores_of
 
 # The trainer's launcher starts the processes that evaluate. Scores have the same bytes on any number of replicas; split
 # over tp, likelihoods differ by rounding, 1e-5.
@@ -49,12 +57,13 @@ def run_evaluation(
     cluster: Cluster,
     agents: Agents,
     gate: GateScores | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
-    """Score the model in `model`, a folder with its tokenizer, into `folder`; return the metadata of `evaluate`.
+    """Score the model in `model` into `folder`; return the metadata of `evaluate`.
 
-    With `gate` the scores are those of a long-context gate. `work` keeps finished work, so that another attempt, or
-    another call after a kill, continues. Raises ValueError as `evaluate` does, OSError for a full disk, and
-    EvaluationFailed if `cluster.attempts` attempts died.
+    `tokenizer` is its folder if that is another. With `gate` the scores are those of a long-context gate. `work` keeps
+    finished work, so that another attempt, or another call after a kill, continues. Raises ValueError as `evaluate`
+    does, OSError for a full disk, and EvaluationFailed if `cluster.attempts` attempts died.
     """
     layout, processes = place_evaluation(recipe, cluster)
     work.mkdir(parents=True, exist_ok=True)
@@ -62,6 +71,7 @@ def run_evaluation(
     job = EvaluateJob(
         recipe=work / "recipe.yaml",
         model=model,
+        tokenizer=tokenizer or model,
         documents=documents,
         gate=gate,
         work=work,
@@ -94,6 +104,8 @@ def run_evaluation(
 
 # Scoring reads the first documents by id, which are in the first files of each domain: only these are fetched.
 
+PINNED_S = 7 * 86_400.0
+"""How long a checkpoint waits to be scored, at most."""
 BYTES_PER_TOKEN = 8
 """An upper bound; documents are truncated to a row of tokens later."""
 
@@ -139,9 +151,22 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     """
     usual = stage_suite_name(context.recipe, name)
     recipe = with_suite(context.recipe, suite or usual)
-    design = ArtifactSpec(
+    design = _evaluation(recipe, checkpoint.manifest.name, checkpoint.key, curated)
+    step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
+
+    def build(folder: Path, work: Path) -> dict[str, Any]:
+        documents = validation_folder(curated, recipe.evaluate.documents)
+        model = checkpoint.part("model")
+        return run_evaluation(recipe, model, documents, folder, work, context.cluster, context.agents)
+
+    return ensure_in_scratch(context, step, design, build)
+
+
+def _evaluation(recipe: Recipe, name: str, checkpoint: str, curated: Artifact) -> ArtifactSpec:
+    """Return the artifact of the scores of the checkpoint with the key `checkpoint`, by the recipe's suite."""
+    return ArtifactSpec(
         kind="evaluation",
-        name=checkpoint.manifest.name,
+        name=name,
         version=VERSION,
         parameters={
             "suite": recipe.evaluate.suite,
@@ -152,16 +177,119 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
             "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },
-        inputs={"checkpoint": checkpoint.key, "curated": curated.key, **suite_inputs(recipe)},
+        inputs={"checkpoint": checkpoint, "curated": curated.key, **suite_inputs(recipe)},
     )
-    step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
-    def build(folder: Path, work: Path) -> dict[str, Any]:
-        documents = validation_folder(curated, recipe.evaluate.documents)
-        model = checkpoint.part("model")
-        return run_evaluation(recipe, model, documents, folder, work, context.cluster, context.agents)
 
-    return ensure_in_scratch(context, step, design, build)
+# Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
+# deployment `evaluate-checkpoint` scores what is pinned, on other machines, while the trainer goes on.
+
+
+class CheckpointQueue:
+    """Checkpoints of a stage in progress that wait to be scored. They are pinned, so that retention keeps them."""
+
+    REASON = "evaluate"
+    WAITING = 2
+    """Checkpoints that may wait; the newest are scored, older ones are skipped."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder` has the checkpoints: a path, or the URI of an object store."""
+        from llama3.train.checkpoint.storage import Pins  # imports torch
+
+        self.folder = folder
+        self.pins = Pins(str(Path(folder).parent) if is_local(folder) else folder)
+
+    def add(self, position: int) -> None:
+        self.pins.add(position, self.REASON, PINNED_S)
+
+    def remove(self, position: int) -> None:
+        self.pins.remove(position, self.REASON)
+
+    def waiting(self) -> list[int]:
+        """Return the positions, newest first."""
+        return sorted((at for at, reasons in self.pins.all().items() if self.REASON in reasons), reverse=True)
+
+    def fetch(self, position: int, scratch: Path) -> Path:
+        """Return a folder with the files of a checkpoint. Raises FileNotFoundError if it was removed."""
+        folder = f"{self.folder}/{position:018}"
+        if is_local(folder):
+            if not Path(folder, MANIFEST).is_file():
+                raise FileNotFoundError(f"{folder}: the checkpoint was removed")
+            return Path(folder)
+        saves = sorted(name for name in list_objects(folder) if name.endswith(f"/{MANIFEST}"))
+        if not saves:
+            raise FileNotFoundError(f"{folder}: the checkpoint was removed")
+        newest = saves[-1].removesuffix(f"/{MANIFEST}")
+        for name in sorted(list_children(f"{folder}/{newest}"), key=lambda name: name == MANIFEST):  # the mark last
+            get_file(f"{folder}/{newest}/{name}", scratch / name)
+        return scratch
+
+
+class CheckpointOffers:
+    """Offers checkpoints of a stage for evaluation as they are committed, one for each `evaluate.every` tokens."""
+
+    def __init__(self, context: Context, span: StageSpan, folder: str) -> None:
+        self.context, self.span, self.folder = context, span, folder
+        self.every = context.recipe.evaluate.every
+        self.offered = span.start
+
+    def observe(self, records: Sequence[Record]) -> None:
+        """Look at new journal records; if a save ended, offer its checkpoint."""
+        if self.every == "never" or not any(metrics.CHECKPOINT_WRITE_S in record.metrics for record in records):
+            return
+        saved = newest([self.folder])
+        if saved is None or saved.position // self.every == self.offered // self.every:
+            return
+        self.offered = saved.position
+        if saved.position < self.span.end:
+            CheckpointQueue(self.folder).add(saved.position)
+            checkpoint_saved(self.context.record, self.context.root.uri, self.span.name, saved.position, self.folder)
+
+
+def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifact, tokenizer: Artifact) -> list[str]:
+    """Score the checkpoints of `stage` that wait in `folder`, newest first; return a line for each, also for skipped.
+
+    Two calls at once share the work: the artifact's lease lets one score a checkpoint.
+    """
+    queue, lines = CheckpointQueue(folder), list[str]()
+    while waiting := queue.waiting():
+        for position in waiting[CheckpointQueue.WAITING :]:
+            queue.remove(position)
+            lines.append(f"{position:,}: skipped, {CheckpointQueue.WAITING} newer checkpoints wait")
+        position = waiting[0]
+        try:
+            scores = scores_of(evaluate_checkpoint(context, stage, position, folder, curated, tokenizer))
+            lines.append(f"{position:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in sorted(scores.items())))
+        except FileNotFoundError as error:  # the stage ended, or somebody deleted it
+            lines.append(f"{position:,}: not scored, {error}")
+        queue.remove(position)
+    return lines
+
+
+@task(
+    name="evaluate-checkpoint", task_run_name="evaluate-{stage}-{position}", cache_policy=NO_CACHE, persist_result=False
+)
+def evaluate_checkpoint(
+    context: Context, stage: str, position: int, folder: str, curated: Artifact, tokenizer: Artifact
+) -> Artifact:
+    """Return the scores of a checkpoint in progress, which also go to the run's curves at `position`."""
+    suite = context.recipe.evaluate.deferred_suite or context.recipe.evaluate.suite
+    recipe, step = with_suite(context.recipe, suite), f"evaluate-{stage}-{position}"
+    scratch = context.scratch / f"{step}-checkpoint"
+    try:
+        saved = CheckpointQueue(folder).fetch(position, scratch)
+        design = _evaluation(recipe, f"{recipe.name}-{stage}-{position}", file_digest(saved / MANIFEST), curated)
+
+        def build(result: Path, work: Path) -> dict[str, Any]:
+            documents = validation_folder(curated, recipe.evaluate.documents)
+            facts = run_evaluation(
+                recipe, saved, documents, result, work, context.cluster, context.agents, tokenizer=tokenizer.path
+            )
+            return {**facts, "position": position}
+
+        return ensure_in_scratch(context, step, design, build)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _precision(recipe: Recipe) -> dict[str, str]:

@@ -19,6 +19,7 @@ from storage.filesystem import write_atomic
 from tasks.console import ProgressLine
 from tasks.launch.base import WATCH_S, Launch
 from tasks.stages.alerts import Alerts
+from tasks.stages.evaluate import CheckpointOffers
 from tasks.step import Context
 from tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from tasks.tracking.factory import mlflow_of
@@ -51,10 +52,11 @@ class JournalTailer:
         end: int = -1,
         alerts: Alerts | None = None,
         page: StagePage | None = None,
+        offers: CheckpointOffers | None = None,
     ) -> None:
         """`runs` are the MLflow runs, that of the stage last; `steps` and `end` are the stage's."""
         watch_outages(context)
-        self.alerts, self.page = alerts, page
+        self.alerts, self.page, self.offers = alerts, page, offers
         self.context, self.runs, self.tail, self.line = context, runs, Tail(journal), line
         self.thinning = Thinning(steps, end)
         self.sender = Sender(context.tracker, runs, lambda: catch_up(context))
@@ -148,6 +150,8 @@ class JournalTailer:
                 self.losses.append(record.metrics[metrics.LOSS])
             if metrics.HELD_OUT in record.metrics:
                 self.held_out = {metrics.HELD_OUT: record.metrics[metrics.HELD_OUT]}
+        if self.offers:
+            self.offers.observe(records)
         if records:
             self.position, self.heard = records[-1].position, time.monotonic()
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}

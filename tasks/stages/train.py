@@ -43,7 +43,7 @@ from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.plan.predict import predict_step_times
 from tasks.runs.progress import IN_PROGRESS, newest, work_dir_name
 from tasks.stages.alerts import Alerts
-from tasks.stages.evaluate import validation_folder, write_validation_rows
+from tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
 from tasks.stages.follow import JournalTailer
 from tasks.step import Context, WorkInProgress, ensure_artifact, link_files
 from tasks.tracking.prefect_artifacts import StagePage, stage_done
@@ -79,7 +79,8 @@ def train_stage(
             if not write_validation_rows(context.recipe, documents, tokenizer.path, work):
                 context.console.log(f"  [yellow]{span.name}: no held-out document to score while training[/]")
         job = _job(context, span, tokens, parent, work, kept)
-        _train(context, span, job, [context.record.mlflow_run, mlflow_run])
+        offers = CheckpointOffers(context, span, kept or str(work / "checkpoints"))
+        _train(context, span, job, [context.record.mlflow_run, mlflow_run], offers)
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         return _facts(span, folder)
@@ -159,14 +160,16 @@ def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:
     return saved.position - span.start if saved else None
 
 
-def _train(context: Context, span: StageSpan, job: Path, runs: list[str]) -> None:
+def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers: CheckpointOffers) -> None:
     """Run the trainer until the stage is complete. Raises TrainingFailed when attempts make no progress."""
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
     launcher = launcher_of(context.cluster, launch_key(job), context.agents)
     with context.console.progress(span.name, span.tokens) as line:
-        follower = JournalTailer(context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page)
+        follower = JournalTailer(
+            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers
+        )
         attempts, timeout_s = StageAttempts(context, span, launcher), context.cluster.timeout_s
         while True:
             before = follower.position

@@ -42,6 +42,12 @@ def artifact_committed(record: RunRecord, root: str, step: str, artifact: Artifa
     emit("herd.artifact.committed", resource_id(artifact.label), artifact.label, payload)
 
 
+def checkpoint_saved(record: RunRecord, root: str, stage: str, position: int, folder: str) -> None:
+    """Announce that a stage in progress offers its checkpoint at `position` in `folder` for evaluation."""
+    payload = {"run": record.name, "root": root, "stage": stage, "position": position, "folder": folder}
+    emit("herd.checkpoint.saved", resource_id(f"run/{record.name}"), record.name, payload)
+
+
 def run_ended(record: RunRecord, root: str) -> None:
     """Announce how a run below the URI `root` ended: its state and the gate's verdict."""
     payload = {

@@ -175,7 +175,11 @@ def _log_scores(shown: LoggedStep) -> int:
 
     Scores of a gate within the run always do; those of an evaluation are attached to the checkpoint's model.
     """
-    tracker, manifest = shown.tracker, shown.artifact.manifest
+    tracker, manifest, scores = shown.tracker, shown.artifact.manifest, scores_of(shown.artifact)
+    if (position := manifest.metadata.get("position")) is not None:  # of a checkpoint in progress, which is no artifact
+        points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
+        tracker.log_points(shown.runs, points)
+        return len(points) * len(shown.runs)
     try:
         checkpoint = shown.store.load(f"checkpoint/{manifest.name}-{manifest.inputs['checkpoint'][:8]}")
     except ValueError:  # deleted: without it the position of the scores is unknown
@@ -183,7 +187,6 @@ def _log_scores(shown: LoggedStep) -> int:
     gate = manifest.kind == "gate"
     own = checkpoint.label in {step.artifact for step in shown.record.steps.values()}
     runs, position = (shown.runs if own or gate else [shown.child]), checkpoint.metadata["end"]
-    scores = scores_of(shown.artifact)
     points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
     model = "" if gate else checkpoint_model(tracker, [shown.child], checkpoint)
     tracker.log_points(runs, points, model or None)

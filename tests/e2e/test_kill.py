@@ -26,6 +26,7 @@ from tests.e2e.conftest import (
     trainers,
     wait_for,
 )
+from tests.e2e.test_chain import client
 
 
 def test_killed_while_it_trains_it_goes_on_to_the_same_bytes(
@@ -48,6 +49,36 @@ def test_killed_while_it_trains_it_goes_on_to_the_same_bytes(
         open_store(Root.parse(again.root)).load(ended.steps["main"].artifact).metadata["model_sha256"]
         == undisturbed["main"]
     )
+
+
+@pytest.mark.slow
+def test_checkpoints_in_progress_are_scored_beside_a_training_that_they_do_not_change(
+    herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path
+) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
+    process = again.start("run", again.recipe, "--until", "main", "--set", "evaluate.every=8Ki")
+    pins = wait_for(lambda: list((again.root / "work").glob("main-*/pins/*.*")), "a checkpoint that waits")
+    ranks = trainers(process.pid)
+    for rank in ranks:
+        rank.suspend()  # the stage must not end before the score
+    position = int(pins[0].name.partition(".")[0])
+    printed = again("eval", "waiting", "tiny-1")
+    assert f"{position:,}: eval/arithmetic" in printed
+    assert "eval/bpb" in printed
+    assert "no checkpoint of main waits" in again("eval", "waiting")
+    for rank in ranks:
+        rank.resume()
+    printed, _ = process.communicate(timeout=560)
+    assert process.returncode == 0, printed
+    run = record(again, "tiny-1")
+    store = open_store(Root.parse(again.root))
+    assert store.load(run.steps["main"].artifact).metadata["model_sha256"] == undisturbed["main"]
+    scored = [evaluation for evaluation in store.all("evaluation") if evaluation.metadata.get("position") == position]
+    history = client(again).get_metric_history(run.mlflow_run, "eval/bpb")
+    assert [(point.step, point.value) for point in history if point.step == position] == [
+        (position, scored[0].metadata["eval/bpb"])
+    ]
 
 
 @pytest.mark.slow

@@ -15,11 +15,14 @@ from llama3.evaluate.generate import generate, generate_batch
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.task import GenerationSettings, Prompt, Request
 from llama3.model.files import save_model
-from llama3.model.init import build_model
+from llama3.model.init import build_model, initial_value
 from llama3.parallel.layout import Layout
 from llama3.parallel.mesh import init_distributed
+from llama3.recipe.load import load_recipe
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
+from llama3.train.checkpoint.dcp import save_state
+from llama3.train.state import Precision, TrainState
 
 SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=512, tied_embeddings=True)
 UNTIED = SPEC.model_copy(update={"tied_embeddings": False, "layers": 3})
@@ -90,6 +93,16 @@ def gathered() -> Any:
         ranks = EvalRanks(world)
         mine = {"rank": ranks.rank, "text": "é" * 100 * ranks.rank, "numbers": [0.1, float("inf"), None, True]}
         return ranks.gather(lambda: mine), ranks.gather(list), (ranks.rank, ranks.size)
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Save the model of `write_model` as two data-parallel processes save a stage in progress."""
+    recipe = load_recipe(Path("recipes/quickstart.yaml"))
+    recipe = recipe.model_copy(update={"model": UNTIED})
+    with init_distributed("cpu", 240) as world:
+        state = TrainState(recipe, TOKENIZER.rows, Precision(torch.float32), world, 0)
+        state.fill(lambda name, shape: initial_value(UNTIED, 3, name, shape) * (8.0 if len(shape) > 1 else 1.0), world)
+        save_state(folder, state, "main", world)
 
 
 def evaluated_within(folder: Path, layout: Layout | None, spare: int) -> str:

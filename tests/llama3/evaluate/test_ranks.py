@@ -21,6 +21,7 @@ from tests.llama3.evaluate.rank_samples import (
     gathered,
     scored_alone,
     scored_together,
+    write_checkpoint,
     write_model,
 )
 
@@ -56,6 +57,16 @@ def test_a_model_split_over_processes_scores_and_writes_the_same(tmp_path: Path)
             assert split_text == text
             assert [(tokens, greedy) for _, tokens, greedy in split_scores] == [(t, g) for _, t, g in scores]
             assert [nll for nll, *_ in split_scores] == pytest.approx([nll for nll, *_ in scores], rel=1e-5)
+
+
+def test_a_checkpoint_in_progress_is_scored_as_the_model_that_it_holds(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    run(2, write_checkpoint, tmp_path / "000000000000004096")
+    (expected,) = run(1, evaluated, tmp_path / "model", None)
+    assert run(1, evaluated, tmp_path / "000000000000004096", None) == [expected]
+    (tp, *_) = run(2, evaluated, tmp_path / "000000000000004096", Layout(tp=2))
+    assert tp[1:] == expected[1:]
+    assert [nll for nll, *_ in tp[0]] == pytest.approx([nll for nll, *_ in expected[0]], rel=1e-5)
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
