@@ -6,6 +6,13 @@ run that stops early all take this path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
 from prefect import flow
 
 from flows.crash_recovery import check_attempts, progress_of_run
@@ -15,7 +22,8 @@ from llama3.evaluate.gate import Decision
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.units import Tokens
 from storage.artifact import Artifact
-from tasks.pipeline_steps import first_step, last_step, pipeline_steps
+from tasks.launch.local import Agents
+from tasks.pipeline_steps import PipelineStep, first_step, last_step, pipeline_steps
 from tasks.promotion.promote import promote_model
 from tasks.report.run import write_report
 from tasks.stages.data import (
@@ -29,6 +37,8 @@ from tasks.stages.evaluate import check_long_context_gates, evaluate_model
 from tasks.stages.init_weights import init_weights
 from tasks.stages.train import train_stage
 from tasks.step import Context
+
+T = TypeVar("T")
 
 
 @flow(name="pipeline", persist_result=False)
@@ -49,47 +59,97 @@ def run_recipe(config: PipelineParameters) -> FlowResult:
     return FlowResult(context.record.name, run_message(context, decision))
 
 
+class StageOverlap:
+    """Evaluations and gates that run while the next stage trains; without `evaluate.next_stage: overlap`, before it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        # an agent works on one attempt after the other, so that of the trainer cannot start these
+        self.agents = Agents(context.folder / "logs" / "agent-overlap.log")
+        self.pool = ThreadPoolExecutor(1)
+        self.begun: list[Future[Any]] = []
+        """Since the last stage began."""
+        self.older: list[Future[Any]] = []
+
+    def __enter__(self) -> StageOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.agents.stopped = True
+        self.agents.close()  # what still runs ends with its processes
+        self.pool.shutdown(cancel_futures=True)
+
+    def start(self, step: PipelineStep, work: Callable[[Context], T]) -> T | None:
+        """Return the result of `work`; if another stage may train meanwhile, begin it and return None."""
+        recipe = self.context.recipe
+        if recipe.evaluate.next_stage == "wait" or step.span is None or step.span.stage == recipe.stages[-1]:
+            return work(self.context)
+        self.begun.append(self.pool.submit(copy_context().run, work, replace(self.context, agents=self.agents)))
+        return None
+
+    def next_stage(self) -> None:
+        """Wait for what was begun before the stage that has just ended. Raises as it does, such as GateFailed."""
+        for future in self.older:
+            future.result()
+        self.older, self.begun = self.begun, []
+
+    def finish(self) -> None:
+        """Wait for everything."""
+        self.next_stage()
+        self.next_stage()
+
+
 def run_chain(context: Context, until: str) -> Decision | None:
     """Do every step in order, up to `until`, and return the gate's decision if the run gets that far."""
     artifacts: dict[str, Artifact] = {}  # by the step's name, and by its kind (the latest of several stages)
     schedule = Schedule(context.recipe)
     trained = schedule.spans[schedule.given - 1] if schedule.given else None  # the stage before the first one here
     origin: Artifact | None = None  # start of the stage in progress
-    for step in pipeline_steps(context.recipe):
-        latest = artifacts.get("pretrain") or artifacts.get("init-weights")
-        match step.kind:
-            case "collect":
-                artifact = collect_documents(context)
-            case "annotate":
-                artifact = annotate_documents(context, artifacts["collect"])
-            case "curate":
-                artifact = curate_documents(context, artifacts["collect"], artifacts["annotate"])
-            case "tokenizer":
-                artifact = prepare_tokenizer(context, artifacts["curate"])
-            case "tokenize":
-                artifact = tokenize_documents(context, artifacts["curate"], artifacts["tokenizer"])
-            case "init-weights":
-                artifact = init_weights(context, artifacts["tokenizer"])
-            case "pretrain":
-                assert step.span is not None
-                _announce(context, trained, step.span)
-                origin = latest if step.span.begins_stage else origin
-                artifact = train_stage(
-                    context, step.name, artifacts["tokenize"], artifacts["tokenizer"], latest, artifacts["curate"]
-                )
-                trained = step.span
-            case "gate":
-                assert step.span is not None
-                artifact = artifacts["pretrain"]  # the gates stop the run or pass the checkpoint on
-                check_long_context_gates(context, step.span.name, artifact, origin, artifacts["curate"])
-            case "evaluate":
-                assert step.span is not None
-                artifact = evaluate_model(context, step.span.stage.name, artifacts["pretrain"], artifacts["curate"])
-            case "promote":
-                return promote_model(context, artifacts["pretrain"], artifacts["evaluate"], artifacts["curate"])
-        artifacts[step.name] = artifacts[step.kind] = artifact
-        if step.name == until:
-            return None
+    with StageOverlap(context) as overlap:
+        for step in pipeline_steps(context.recipe):
+            latest = artifacts.get("pretrain") or artifacts.get("init-weights")
+            match step.kind:
+                case "collect":
+                    artifact = collect_documents(context)
+                case "annotate":
+                    artifact = annotate_documents(context, artifacts["collect"])
+                case "curate":
+                    artifact = curate_documents(context, artifacts["collect"], artifacts["annotate"])
+                case "tokenizer":
+                    artifact = prepare_tokenizer(context, artifacts["curate"])
+                case "tokenize":
+                    artifact = tokenize_documents(context, artifacts["curate"], artifacts["tokenizer"])
+                case "init-weights":
+                    artifact = init_weights(context, artifacts["tokenizer"])
+                case "pretrain":
+                    assert step.span is not None
+                    overlap.next_stage()
+                    _announce(context, trained, step.span)
+                    origin = latest if step.span.begins_stage else origin
+                    artifact = train_stage(
+                        context, step.name, artifacts["tokenize"], artifacts["tokenizer"], latest, artifacts["curate"]
+                    )
+                    trained = step.span
+                case "gate":
+                    assert step.span is not None
+                    artifact, curated = artifacts["pretrain"], artifacts["curate"]  # the run stops, or it goes on
+                    name, began = step.span.name, origin
+                    overlap.start(
+                        step,
+                        partial(check_long_context_gates, name=name, checkpoint=artifact, began=began, curated=curated),
+                    )
+                case "evaluate":
+                    assert step.span is not None
+                    model, curated, name = artifacts["pretrain"], artifacts["curate"], step.span.stage.name
+                    work = partial(evaluate_model, name=name, checkpoint=model, curated=curated)
+                    artifact = overlap.start(step, work) or model
+                case "promote":
+                    overlap.finish()
+                    return promote_model(context, artifacts["pretrain"], artifacts["evaluate"], artifacts["curate"])
+            artifacts[step.name] = artifacts[step.kind] = artifact
+            if step.name == until:
+                overlap.finish()
+                return None
     raise AssertionError("the last step is a decision")
 
 

@@ -25,11 +25,8 @@ from llama3.parallel.comms import InferenceComms
 from llama3.parallel.mesh import Axis, ParallelContext
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
-from llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest
 from storage.filesystem import write_atomic
 
-READERS = 4
-"""Threads that read the files of a checkpoint."""
 IN_FLIGHT = 2
 """Outputs of a pipeline stage that the next one may not have received yet; each is [B, S, D]."""
 
@@ -54,7 +51,7 @@ class EvalRanks:
 
         Raises ValueError as `load_model` and `load_shard` do.
         """
-        if self._world.layout.model_parallel == 1 and not (folder / MANIFEST).is_file():
+        if self._world.layout.model_parallel == 1:
             return load_model(folder, dtype, device)
         return load_shard(folder, self._world, dtype)
 
@@ -137,37 +134,20 @@ class InferenceStage(Transformer):
 def load_shard(folder: Path, world: ParallelContext, dtype: torch.dtype) -> InferenceStage:
     """Return this process's part of the model in `folder`, as `dtype` on its device, in evaluation mode.
 
-    Of a model folder only the bytes of the part are read, one tensor at a time; of a checkpoint in progress the files
-    that hold something of it, which are verified. Raises ValueError if the files do not describe one model, or it
-    cannot be split as `world.layout` says, and DamagedCheckpoint on all processes.
+    Only the bytes of the part are read, one tensor at a time. Raises ValueError if the files do not describe one model,
+    or it cannot be split as `world.layout` says.
     """
-    saved = CheckpointManifest.read(folder) if (folder / MANIFEST).is_file() else None
-    if saved is None:
-        stored = open_model(folder)
-        config, rows = stored.config, stored.rows
-    else:
-        config, rows = Model.model_validate(saved.model), saved.rows
-    world.layout.check(config, rows, world.size)
+    stored = open_model(folder)
+    world.layout.check(stored.config, stored.rows, world.size)
     tensor = world.axis("tp")
     with torch.device("meta"):
-        model = InferenceStage(config, rows, world)
-    wanted: dict[str, Tensor] = {}
+        model = InferenceStage(stored.config, stored.rows, world)
     for name, parameter in list(model.named_parameters()):
-        axis, shape = param_row(name).tp_axis, list(parameter.shape)
-        where = [slice(None)] * len(shape)
-        if axis is not None:
-            size = shape[axis] = shape[axis] // tensor.size
+        where = [slice(None)] * parameter.ndim
+        if (axis := param_row(name).tp_axis) is not None:
+            size = parameter.shape[axis] // tensor.size
             where[axis] = slice(size * tensor.rank, size * (tensor.rank + 1))
-        if saved is None:
-            value = stored.slice(name, *where).to(device=world.device, dtype=dtype)
-        else:
-            value = wanted[name] = torch.empty(shape, dtype=dtype, device=world.device)
+        value = stored.slice(name, *where).to(device=world.device, dtype=dtype)
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=False))
-    if saved is not None:
-        from llama3.parallel.parallelize import sharded  # these two import 1 s of torch, which a model folder spares
-        from llama3.train.checkpoint import dcp
-
-        whole = {f"model.{name}": sharded(part, name, world) for name, part in wanted.items()}
-        dcp.load(folder, saved, whole, world, READERS)
     return model.eval()

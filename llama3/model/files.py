@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,8 @@ WEIGHTS = "model.safetensors"
 INDEX = ".index.json"
 """Suffix that turns the name of the single file into that of the index of its shards."""
 CONFIG = "config.json"
+SAVED = "manifest.json"
+"""File of a checkpoint in progress with its shape and files."""
 SHARD_BYTES = 5 * 10**9
 Named = Iterable[tuple[str, "Tensor"]]
 
@@ -113,6 +116,66 @@ class StoredModel(Weights):
             )
 
 
+class CheckpointModel(StoredModel):
+    """The model in a checkpoint of a stage in progress, whose files hold slices of tensors.
+
+    The files are those of torch.distributed.checkpoint's safetensors format; the optimizer's bytes are not read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open `folder`. Raises ValueError if a file is missing or cut off, or they do not hold one whole model."""
+        try:
+            saved = json.loads((folder / SAVED).read_text())["content"]
+            self.config, self.rows = Model.model_validate(saved["model"]), int(saved["rows"])
+            sizes = {folder / name: int(file["bytes"]) for name, file in saved["files"].items()}
+            if wrong := [path for path, size in sizes.items() if path.stat().st_size != size]:
+                raise ValueError(f"{wrong[0]}: has another size than when it was saved; score another checkpoint")
+        except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
+            raise ValueError(f"{folder / SAVED}: is not a checkpoint ({error}); name another") from error
+        self._open = {path: _open(path) for path in sizes if path.suffix == ".safetensors"}
+        self._shapes = {param.name: param.shape for param in param_table(self.config, self.rows)}
+        self._slices: dict[str, list[tuple[Any, list[int], list[int]]]] = {name: [] for name in self._shapes}
+        """Parameter -> slice of a file, its offsets in the parameter, and its shape."""
+        for file in self._open.values():
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for key in file.keys():  # noqa: SIM118  (it is no dictionary)
+                if (name := key.removeprefix("model.")) in self._slices and name != key:
+                    part = file.get_slice(key)
+                    self._slices[name].append((part, offsets[key]["saved_offsets"], part.get_shape()))
+        for name, shape in self._shapes.items():
+            if sum(prod(size) for *_, size in self._slices[name]) != prod(shape):
+                raise ValueError(f"{folder}: does not hold the whole of {name}; score another checkpoint")
+
+    def names(self) -> list[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        return self.slice(name)
+
+    def slice(self, name: str, *where: slice) -> Tensor:
+        import torch
+
+        shape = self._shapes[name]
+        axes = (*where, *[slice(None)] * (len(shape) - len(where)))
+        wanted = [axis.indices(size)[:2] for axis, size in zip(axes, shape, strict=True)]
+        first, *_ = self._slices[name]
+        dtype = first[0][tuple(slice(0, 0) for _ in shape)].dtype
+        whole = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+        for part, offsets, sizes in self._slices[name]:
+            both = [
+                (max(begin, at), min(end, at + size))
+                for (begin, end), at, size in zip(wanted, offsets, sizes, strict=True)
+            ]
+            if all(low < high for low, high in both):
+                pairs = list(zip(both, wanted, offsets, strict=True))
+                target = tuple(slice(low - begin, high - begin) for (low, high), (begin, _), _ in pairs)
+                whole[target] = part[tuple(slice(low - at, high - at) for (low, high), _, at in pairs)]
+        return whole
+
+
 def save_model(folder: Path, config: Model, rows: int, state: Mapping[str, Tensor] | Named) -> None:
     """Write the weights `state` (parameter name -> whole tensor) and the shape of a model into `folder`.
 
@@ -125,8 +188,9 @@ def save_model(folder: Path, config: Model, rows: int, state: Mapping[str, Tenso
 
 
 def open_model(folder: Path) -> StoredModel:
-    """Open the model in `folder` without reading weights. Raises ValueError if it is not a model folder."""
-    return StoredModel(folder)
+    """Open the model in `folder`, which may be a checkpoint in progress, without reading weights. Raises ValueError."""
+    in_progress = (folder / SAVED).is_file() and not (folder / CONFIG).is_file()
+    return CheckpointModel(folder) if in_progress else StoredModel(folder)
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Transformer:

@@ -88,13 +88,6 @@ def cut(model: nn.Module, mesh: Any) -> None:
         model.get_submodule(owner_name).register_parameter(last, nn.Parameter(weight))
 
 
-def sharded(part: Tensor, name: str, world: ParallelContext) -> Tensor:
-    """Return the parameter `name` as a tensor of all tensor-parallel processes, of which this one holds `part`."""
-    if world.axis("tp").size == 1:
-        return part
-    return DTensor.from_local(part, world.mesh["tp"], [placement(name)], run_check=False)
-
-
 Value = Callable[[str, torch.Size], Tensor]
 """Map a parameter name and global shape to its whole value."""
 

@@ -352,6 +352,10 @@ class Checkpoint(Section):
 class Evaluate(Section):
     after: list[str] = Field(default_factory=list)
     """Stages after which to evaluate; empty: the last one."""
+    next_stage: Literal["wait", "overlap"] = Field(default="wait", exclude_if=lambda choice: choice == "wait")
+    """`overlap`: the next stage, or length of a stage, trains while evaluation and gates of the one before run as other
+    jobs of Slurm or Kubernetes. A gate that fails ends the run before the stage or length after that; the model of the
+    last stage is always evaluated alone."""
     val_interval: Annotated[
         Tokens | Literal["auto", "never"],
         PlainValidator(lambda text: text if text in ("auto", "never") else Tokens.parse(text)),

@@ -11,6 +11,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,10 +83,12 @@ class Launcher(Protocol):
         ...
 
 
-def wait(launch: Launch) -> AttemptResult:
-    """Wait until `launch` has ended and return how; stop it if the wait is interrupted."""
+def wait(launch: Launch, stopped: Callable[[], bool] = lambda: False) -> AttemptResult:
+    """Wait until `launch` has ended and return how; stop it if the wait is interrupted, or `stopped` says so."""
     try:
         while (outcome := launch.poll()) is None:
+            if stopped():
+                raise InterruptedError(f"{launch.label} was stopped")
             time.sleep(WATCH_S)
     except BaseException:
         launch.stop()

@@ -58,6 +58,8 @@ class Agents:
     def __init__(self, log: Path) -> None:
         """The agents' own output, usually nothing, goes to the file `log`."""
         self.log = log
+        self.stopped = False
+        """Whether jobs of other launchers that a thread waits for must end too."""
         self._agents: dict[int, Agent] = {}
 
     def __enter__(self) -> Agents:

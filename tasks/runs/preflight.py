@@ -22,7 +22,7 @@ from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
 from tasks.models.start import init_from_faults
-from tasks.plan.predict import memory_faults, place_evaluation
+from tasks.plan.predict import device_memory, memory_faults, place_evaluation
 from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_evaluation
 from tasks.runs.records import Runs
 from tasks.tracking.factory import tracking_faults
@@ -148,6 +148,10 @@ def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     if unknown or faults:
         return [*unknown, *faults]
     faults = dict.fromkeys(memory_faults(recipe, cluster))
+    device = device_memory(cluster)
+    if recipe.evaluate.next_stage == "overlap" and cluster.launcher == "local" and device is not None and device.cuda:
+        fault = "evaluate.next_stage: overlap needs other GPUs than the trainer's; take launcher: slurm, or write wait"
+        faults[fault] = None
     try:
         place_evaluation(recipe, cluster)
     except ValueError as error:

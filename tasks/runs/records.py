@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -118,6 +119,7 @@ class Runs:
     def __init__(self, root: Root) -> None:
         self.root = root
         self._held: dict[str, Lease] = {}
+        self._saving = Lock()  # an evaluation that overlaps with training saves its step from a thread
 
     def hold(self, name: str, held: Lease) -> None:
         """Write run `name` only while `held`, its lease, is not taken over."""
@@ -165,7 +167,8 @@ class Runs:
     def save(self, record: RunRecord) -> None:
         """Write a record. Raises LeaseLost, with nothing written, if another process has taken the run over."""
         self.check(record.name)
-        self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
+        with self._saving:
+            self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
 
     def publish(self, name: str, file: str) -> None:
         """Upload a file of the run's local folder to a remote root."""

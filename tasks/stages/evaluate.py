@@ -87,7 +87,7 @@ def run_evaluation(
         if job.facts.exists():  # a flow was killed after its evaluation
             break
         logs = work / "logs" / f"attempt-{len(list(work.glob('logs/attempt-*'))) + 1}"
-        outcome = wait(launcher.live(path) or launcher.start(path, processes, logs))
+        outcome = wait(launcher.live(path) or launcher.start(path, processes, logs), lambda: agents.stopped)
         if outcome.status == 0:
             break
         mistakes = [line for line in outcome.message.splitlines() if line.startswith(MISTAKE)]

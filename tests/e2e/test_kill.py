@@ -82,6 +82,26 @@ def test_checkpoints_in_progress_are_scored_beside_a_training_that_they_do_not_c
 
 
 @pytest.mark.slow
+def test_the_next_stage_trains_while_the_one_before_is_evaluated(
+    herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path
+) -> None:
+    again = new_herd(tmp_path / "root")
+    copy_artifacts(herd, again.root)
+    again("run", again.recipe, "--set", "evaluate.next_stage=overlap", "--set", "evaluate.after=[ramp, main]")
+    run = record(again, "tiny-1")
+    assert (run.state, run.verdict) == ("finished", "promoted")
+    assert bytes_made(Root.parse(again.root), "tiny-1") == undisturbed
+    spans = {}
+    for step in ("evaluate-ramp", "main", "evaluate-main", "anneal", "evaluate-anneal"):
+        shown = client(again).get_run(run.steps[step].mlflow_run).info
+        spans[step] = (shown.start_time, shown.end_time)
+    for evaluation, training in (("evaluate-ramp", "main"), ("evaluate-main", "anneal")):
+        assert spans[training][0] < spans[evaluation][1]
+        assert spans[evaluation][0] < spans[training][1]
+    assert spans["anneal"][1] <= spans["evaluate-anneal"][0]
+
+
+@pytest.mark.slow
 def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     points: list[Callable[[], bool]] = [

@@ -67,6 +67,10 @@ def test_a_checkpoint_in_progress_is_scored_as_the_model_that_it_holds(tmp_path:
     (tp, *_) = run(2, evaluated, tmp_path / "000000000000004096", Layout(tp=2))
     assert tp[1:] == expected[1:]
     assert [nll for nll, *_ in tp[0]] == pytest.approx([nll for nll, *_ in expected[0]], rel=1e-5)
+    damaged = next((tmp_path / "000000000000004096").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(RuntimeError, match="has another size than when it was saved"):
+        run(1, evaluated, damaged.parent, None)
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
