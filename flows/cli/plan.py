@@ -117,7 +117,7 @@ def validate(
     only: Annotated[str, typer.Argument(help="One anchor, such as A7; empty: all.")] = "", json_: JsonOption = False
 ) -> None:
     """Compare the planner with published figures (A1 to A23); exit status 1 if one is outside its target."""
-    from llama3.planner.validation.verify import verify as verified
+    from llama3.planner.validation.run import verify as verified
     from tasks.plan.tables import verdict_line, verify_table
 
     with mistakes():

@@ -44,7 +44,7 @@ from llama3.evaluate.scores import (
 from llama3.evaluate.scoring import score_requests
 from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, render_recipe_suite
 from llama3.evaluate.task import Prompt, Task, requests_digest
-from llama3.model.rounding import use_reproducible_matmul
+from llama3.model.linear import use_reproducible_matmul
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer

@@ -78,7 +78,7 @@ def run_job(job: EvaluateJob) -> None:
     from llama3.evaluate.distributed import EvalRanks
     from llama3.evaluate.evaluate import evaluate
     from llama3.evaluate.long_context_gate import score_long_context
-    from llama3.model.rounding import use_reproducible_matmul
+    from llama3.model.linear import use_reproducible_matmul
     from llama3.parallel.mesh import init_distributed
 
     torch.set_num_threads(job.threads)

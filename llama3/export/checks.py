@@ -22,8 +22,8 @@ from llama3.export.meta import meta_settings
 from llama3.model.files import WeightReader, open_model
 from llama3.model.flops import parameter_count
 from llama3.model.init import empty_model
+from llama3.model.linear import use_reproducible_matmul
 from llama3.model.param_table import param_table
-from llama3.model.rounding import use_reproducible_matmul
 from llama3.tokens.tokenizer import Tokenizer
 
 COMPARED_POSITIONS = 512

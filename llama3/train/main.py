@@ -41,7 +41,7 @@ def train(job: TrainJob) -> bool:
 
         import torch
 
-        from llama3.model.rounding import use_reproducible_matmul
+        from llama3.model.linear import use_reproducible_matmul
         from llama3.parallel.mesh import init_distributed
         from llama3.train.profiler import dump_flight, prepare
         from llama3.train.trainer import Trainer

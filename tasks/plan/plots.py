@@ -16,7 +16,7 @@ from llama3.planner.placement import AxisTraffic, Placement
 from llama3.planner.projection import ProjectedSegment
 from llama3.planner.step_time import PipelineTiming
 from llama3.planner.topology import Fabric
-from tasks.plots import FAINT, INK, as_svg
+from tasks.report.plots import FAINT, INK, as_svg
 
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#c9a227", "#4aa3b5", "#b65a86", "#7a7f87", "#9bb13c", "#a5714a")
 FREE = "#e6e9ed"

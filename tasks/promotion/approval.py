@@ -19,7 +19,6 @@ from rich.prompt import Confirm, Prompt
 from storage.root import Root
 from tasks.console import TerminalConsole
 from tasks.format import command
-from tasks.promotion.apply import apply
 from tasks.promotion.log import (
     APPROVAL,
     PENDING_APPROVAL,
@@ -33,6 +32,7 @@ from tasks.promotion.log import (
 from tasks.runs.records import Runs, now
 from tasks.tracking.events import emit, resource_id
 from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.registry import apply
 
 if TYPE_CHECKING:
     from prefect.input import RunInput

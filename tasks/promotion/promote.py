@@ -12,7 +12,6 @@ from rich.markup import escape
 
 from llama3.evaluate.gate import Decision
 from storage.artifact import Artifact
-from tasks.promotion.apply import apply
 from tasks.promotion.approval import append_answer, ask
 from tasks.promotion.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
 from tasks.promotion.log import (
@@ -32,7 +31,7 @@ from tasks.runs.records import now
 from tasks.stages.alerts import alert_gate_failed
 from tasks.step import Context, tracked_step
 from tasks.tracking.factory import mlflow_of
-from tasks.tracking.registry import Registry
+from tasks.tracking.registry import Registry, apply
 from tasks.tracking.steps import checkpoint_model
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.promotion.apply import move_aliases
 from tasks.promotion.log import (
     CHAMPION,
     ROLLED_BACK,
@@ -25,6 +24,7 @@ from tasks.promotion.log import (
 )
 from tasks.runs.records import now
 from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.registry import move_aliases
 
 
 class RollbackRequest(NamedTuple):

@@ -30,8 +30,8 @@ from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.format import templates
-from tasks.plots import INK, as_svg
 from tasks.report.data import Series, read_series
+from tasks.report.plots import INK, as_svg
 from tasks.runs.records import RunRecord, Runs
 from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.mlflow_store import server_uri

@@ -1,12 +1,17 @@
-"""Figures of the report as SVG text, by matplotlib; the training curve of a model card as PNG."""
+"""Figures of the report as SVG text, by matplotlib, their style, and the training curve of a model card as PNG.
+
+Importing this module loads matplotlib.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pyarrow.parquet as parquet
 from matplotlib import pyplot as plt
@@ -20,9 +25,30 @@ from llama3.recipe.units import tokens
 from llama3.studies.forecast import Forecast, ForecastFit, Interval
 from llama3.train import metrics
 from storage.artifact import Artifact
-from tasks.plots import COLOURS, INK, as_svg
 from tasks.report.data import DataPage, ReportData, Series, StageRow
 
+matplotlib.use("svg")
+COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
+INK, FAINT = "#30363d", "#d8dee4"
+plt.rcParams.update(
+    {
+        "font.size": 10,
+        "font.family": "sans-serif",
+        "svg.fonttype": "none",
+        "svg.hashsalt": "herd",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": INK,
+        "axes.grid": True,
+        "grid.color": FAINT,
+        "grid.linewidth": 0.6,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+    }
+)
 SMOOTH = 9
 """Steps of the smoothed curve."""
 MEANS, MIN_STEPS = 50, 4
@@ -35,6 +61,15 @@ NOTE = (
     "Share of hidden sentences found (multi-key, four choices, so guessing finds a quarter), by the length of the text "
     "in tokens and by how much of the text is before the sentence."
 )
+
+
+def as_svg(figure: Any) -> str:
+    """Return `figure` as SVG text without dates, and close it."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    plt.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
 
 
 # Training curves.

@@ -14,7 +14,7 @@ from llama3.recipe.units import tokens
 from llama3.studies.forecast import Interval
 from llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
-from tasks.plots import COLOURS, INK, as_svg
+from tasks.report.plots import COLOURS, INK, as_svg
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""

@@ -11,10 +11,20 @@ from typing import Any
 
 from storage.artifact import Artifact
 from storage.root import Root
-from tasks.promotion.log import ALIASES, Log, PromotionLog, current_aliases, version_description, version_tags
-from tasks.runs.records import Runs
+from tasks.promotion.log import (
+    ALIASES,
+    Log,
+    PromotionLog,
+    current_aliases,
+    gate_decisions,
+    version_description,
+    version_tags,
+)
+from tasks.runs.records import RunRecord, Runs, mark_open
+from tasks.tracking.factory import mlflow_of
 from tasks.tracking.mlflow import MLflowTracker, is_absence
 from tasks.tracking.mlflow_store import tracking_uri
+from tasks.tracking.tracker import Tracker
 
 NO_ALIAS = "INVALID_PARAMETER_VALUE"
 """MLflow's error code where a model has no such alias."""
@@ -145,3 +155,30 @@ def labels_with_alias(root: Root) -> list[str]:
         ]
         labels += [version.tags["herd.artifact"] for version in versions if "herd.artifact" in version.tags]
     return labels
+
+
+# Run record, MLflow run and aliases follow the promotion log, never lead it: after a crash in between, the next command
+# or `reconcile` completes them.
+
+
+def apply(runs: Runs, record: RunRecord, tracker: Tracker, log: PromotionLog, artifact: str) -> bool:
+    """Write the newest decision on run `record` (whose lease is held) and its model `artifact`.
+
+    Returns whether MLflow shows it. If MLflow is away the run is marked, so that `reconcile` sends what is missing.
+    Raises OSError if the root does not answer.
+    """
+    record.verdict = gate_decisions(log.records, record.name)[-1].kind
+    runs.save(record)
+    tracker.set_tags(record.mlflow_run, {"verdict": record.verdict})
+    mlflow = mlflow_of(tracker)
+    shown = move_aliases(mlflow, log, artifact)
+    if mlflow.stale:
+        record.mlflow_stale = True
+        runs.save(record)
+        mark_open(runs.root, record.name)
+    return shown
+
+
+def move_aliases(tracker: MLflowTracker, log: PromotionLog, *labels: str) -> bool:
+    """Move MLflow's aliases to the holders by `log` and write the tags of the models `labels`; False if it is away."""
+    return tracker.reach.attempt(lambda: Registry(tracker).publish(log, *labels) is not None, False)

@@ -17,12 +17,11 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
-from tasks.promotion.apply import apply
 from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
 from tasks.runs.records import Runs, StepRecord, now
 from tasks.step import Context, tracked_step
 from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import Registry
+from tasks.tracking.registry import Registry, apply
 from tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 

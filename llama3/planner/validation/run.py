@@ -31,6 +31,14 @@ from llama3.planner.reliability import (
 )
 from llama3.planner.uptime import monte_carlo
 from llama3.planner.validation.anchor import Anchor, within
+from llama3.planner.validation.network import fabric_anchors, network_anchors, placement_anchors
+from llama3.planner.validation.step import (
+    megascale_anchors,
+    megatron_anchors,
+    memory_anchors,
+    table4_anchors,
+    term_anchors,
+)
 
 GOODPUT = 0.90
 """Effective training time: "higher than 90 %" (section 3.3.4)."""
@@ -285,3 +293,32 @@ def _slow_host() -> list[Anchor]:
         Anchor("A20", "one host 10 % slow: longer step", max(longer), None, "%", "5 - 10", inside, note),
         Anchor("A20", no_wait, alone, None, "%", "must be outside 5 - 10", not 5 <= alone <= 10, "", ablation=True),
     ]
+
+
+# All anchors, for `herd plan validate`. docs/explanations/planning/limits.md says what they cannot validate.
+
+ANCHORS = (
+    table4_anchors,
+    term_anchors,
+    megatron_anchors,
+    megascale_anchors,
+    memory_anchors,
+    budget_anchors,
+    reliability_anchors,
+    network_anchors,
+    placement_anchors,
+    fabric_anchors,
+)
+
+
+def verify(only: str = "") -> list[Anchor]:
+    """Return every row in the order of its number, or those of one number such as `A7`.
+
+    Raises ValueError for an unknown number.
+    """
+    anchors = [anchor for group in ANCHORS for anchor in group()]
+    anchors.sort(key=lambda anchor: (int(anchor.number[1:]), anchor.ablation))  # stable within a number
+    chosen = [anchor for anchor in anchors if not only or anchor.number == only.upper()]
+    if not chosen:
+        raise ValueError(f"anchor: {only!r} is unknown; write {anchors[0].number} to {anchors[-1].number}")
+    return chosen

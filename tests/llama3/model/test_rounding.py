@@ -7,9 +7,9 @@ def product_moves() -> None:
     """Multiply operands at every alignment, on one thread; MKL reads its mode at the first product of a process."""
     import torch
 
-    from llama3.model.rounding import MODE, use_reproducible_matmul
+    from llama3.model.linear import MKL_MODE, use_reproducible_matmul
 
-    os.environ.pop(MODE, None)
+    os.environ.pop(MKL_MODE, None)
     use_reproducible_matmul()
     torch.manual_seed(0)
     room = torch.empty(64 * 64 + 16)
