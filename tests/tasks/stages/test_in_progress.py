@@ -1,0 +1,58 @@
+"""Checkpoints of a stage in progress: which are offered for evaluation, and which of them are scored first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llama3.recipe.schedule import Schedule
+from llama3.train import metrics
+from llama3.train.journal import Record
+from tasks.stages import evaluate
+from tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
+from tests.tasks.promotion_room import PromotionRoom
+
+SAVE = {metrics.CHECKPOINT_WRITE_S: 0.1}
+
+
+def save(folder: Path, position: int) -> None:
+    """Make what a commit leaves."""
+    (folder / f"{position:018}").mkdir(parents=True)
+    (folder / f"{position:018}" / "manifest.json").write_text("{}")
+
+
+def test_a_checkpoint_is_offered_once_for_each_interval_and_never_at_the_end(tmp_path: Path) -> None:
+    context = PromotionRoom(tmp_path / "root", "evaluate.every=100K").context
+    span = Schedule(context.recipe).span("main")
+    folder = tmp_path / "work" / "checkpoints"
+    offers, queue = CheckpointOffers(context, span, str(folder)), CheckpointQueue(str(folder))
+    offered = []
+    first = -(-span.start // 100_000) * 100_000
+    for position in (first - 1, first + 10, first + 90_000, first + 100_000, first + 250_000, span.end):
+        save(folder, position)
+        offers.observe([Record(0.0, position, {metrics.LOSS: 1.0})])  # a step without a save
+        offers.observe([Record(0.0, position, SAVE)])
+        offered.append(queue.waiting())
+    assert offered[0] == []
+    assert offered[1] == offered[2] == [first + 10]
+    assert offered[4] == [first + 250_000, first + 100_000, first + 10]
+    assert offered[5] == offered[4]
+
+
+def test_of_many_the_newest_are_scored_and_older_ones_are_skipped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "evaluate_checkpoint", evaluate_checkpoint.fn)  # outside of a flow
+    room = PromotionRoom(tmp_path / "root")
+    folder = str(tmp_path / "work" / "checkpoints")
+    queue = CheckpointQueue(folder)
+    for position in (1000, 2000, 3000, 4000):
+        queue.add(position)  # retention has removed all of them
+    lines = evaluate_waiting(room.context, "main", folder, room.curated, room.curated)
+    assert [line.partition(",")[0].partition(":")[0] for line in lines] == ["2", "1", "4", "3"]
+    assert [line.split(": ")[1].split(",")[0] for line in lines] == ["skipped", "skipped", "not scored", "not scored"]
+    assert "2 newer checkpoints wait" in lines[0]
+    assert "the checkpoint was removed" in lines[2]
+    assert queue.waiting() == []
+    assert evaluate_waiting(room.context, "main", folder, room.curated, room.curated) == []
