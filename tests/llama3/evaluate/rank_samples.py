@@ -12,7 +12,7 @@ import torch
 
 from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.generate import generate, generate_batch
-from llama3.evaluate.scoring import score_requests
+from llama3.evaluate.scoring import score_requests, score_sequences
 from llama3.evaluate.task import GenerationSettings, Prompt, Request
 from llama3.model.files import save_model
 from llama3.model.init import build_model, initial_value
@@ -73,6 +73,11 @@ def evaluated(folder: Path, layout: Layout | None) -> tuple[Scored, list[tuple[s
     def work(ranks: EvalRanks) -> tuple[Scored, list[tuple[str, ...]], str]:
         model = ranks.load(folder, torch.float32, "cpu")
         found = score_requests(model, TOKENIZER, asked(), 200, greedy={"eval/sums"}, ranks=ranks)
+        contexts = [
+            [TOKENIZER.begin, *TOKENIZER.encode(text)] for text in ("Round", "and", "round", "about", "it", "is")
+        ]
+        ends = [([*tokens, end], len(tokens)) for tokens in contexts for end in range(TOKENIZER.rows)]
+        found += score_sequences(model, ends, 64, greedy=range(len(ends)), ranks=ranks)  # one of each is the likeliest
         scores = [(item.nll, item.tokens, item.greedy) for item in found]
         prompts = [Prompt("eval/sums", str(n), "Round and round. " * (1 + n), ("",)) for n in range(5)]
         answers = generate_batch(model, TOKENIZER, prompts, GenerationSettings(max_tokens=12), 0)

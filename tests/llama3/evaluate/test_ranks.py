@@ -51,6 +51,7 @@ def test_a_model_split_over_processes_scores_and_writes_the_same(tmp_path: Path)
     write_model(tmp_path)
     ((scores, answers, text),) = run(1, evaluated, tmp_path, None)
     assert any(answer for group in answers for answer in group)
+    assert [greedy for *_, greedy in scores].count(True) >= 6
     for layout in (Layout(tp=2, pp=2), Layout(tp=2)):
         for split_scores, split_answers, split_text in run(4, evaluated, tmp_path, layout):
             assert split_answers == answers

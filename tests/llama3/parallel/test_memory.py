@@ -220,6 +220,9 @@ def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
     assert need.total == 3 * count + max(need.activations + need.passing, count + need.temporaries)
     (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=2))
     assert need.total == 4 * count + need.activations + need.passing
+    (few,) = memory(shape(), ROWS, Layout(), 1, Load(8, precision="fp32"))
+    assert few.activations + few.passing < count
+    assert few.total == 4 * count + few.temporaries + few.reduction
 
 
 def test_what_does_not_fit_is_refused() -> None:
