@@ -30,6 +30,7 @@ from tasks.stages.data import (
     annotate_documents,
     collect_documents,
     curate_documents,
+    prepare_conversations,
     prepare_tokenizer,
     tokenize_documents,
 )
@@ -119,6 +120,8 @@ def run_chain(context: Context, until: str) -> Decision | None:
                     artifact = prepare_tokenizer(context, artifacts["curate"])
                 case "tokenize":
                     artifact = tokenize_documents(context, artifacts["curate"], artifacts["tokenizer"])
+                case "conversations":
+                    artifact = prepare_conversations(context, artifacts["tokenize"], artifacts["tokenizer"])
                 case "init-weights":
                     artifact = init_weights(context, artifacts["tokenizer"])
                 case "pretrain":
@@ -127,7 +130,13 @@ def run_chain(context: Context, until: str) -> Decision | None:
                     _announce(context, trained, step.span)
                     origin = latest if step.span.begins_stage else origin
                     artifact = train_stage(
-                        context, step.name, artifacts["tokenize"], artifacts["tokenizer"], latest, artifacts["curate"]
+                        context,
+                        step.name,
+                        artifacts["tokenize"],
+                        artifacts["tokenizer"],
+                        latest,
+                        artifacts["curate"],
+                        artifacts.get("conversations") if step.span.stage.kind == "sft" else None,
                     )
                     trained = step.span
                 case "gate":
@@ -165,6 +174,7 @@ def _announce(context: Context, before: StageSpan | None, span: StageSpan) -> No
         "seq_len": (old.seq_len, new.seq_len),
         "batch": (Tokens(old.batch), Tokens(new.batch)),
         "mix": (before.stage.mix, span.stage.mix),
+        "kind": (before.stage.kind, span.stage.kind),
     }
     changes = [f"{name} {left} -> {right}" for name, (left, right) in fields.items() if left != right]
     if span.stage.lr is not None:

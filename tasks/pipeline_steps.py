@@ -10,10 +10,20 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 
 Kind = Literal[
-    "collect", "annotate", "curate", "tokenizer", "tokenize", "init-weights", "pretrain", "gate", "evaluate", "promote"
+    "collect",
+    "annotate",
+    "curate",
+    "tokenizer",
+    "tokenize",
+    "conversations",
+    "init-weights",
+    "pretrain",
+    "gate",
+    "evaluate",
+    "promote",
 ]
 KINDS: tuple[Kind, ...] = ("collect", "annotate", "curate", "tokenizer", "tokenize", "pretrain", "evaluate", "promote")
-"""Words that name a step in every recipe; of `pretrain` and `evaluate` there may be several."""
+"""Words that name a step in every recipe; of `pretrain` (any training stage) and `evaluate` there may be several."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class PipelineStep:
 def pipeline_steps(recipe: Recipe) -> list[PipelineStep]:
     """Return all steps of a run of `recipe`, in order."""
     steps = [PipelineStep(kind, kind) for kind in KINDS[: KINDS.index("pretrain")]]
+    if recipe.conversations:
+        steps.append(PipelineStep("conversations", "conversations"))
     if recipe.init_from:
         steps.append(PipelineStep("init-weights", "init-weights"))
     evaluated = evaluated_stages(recipe)

@@ -102,6 +102,8 @@ class Card:
     training: Training | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests and commits of `weights`, `tokenizer`, `recipe`, `data mix`, `code`, ..."""
+    chat: bool = False
+    """Whether the model was trained on conversations."""
 
     @property
     def parameters(self) -> int:
@@ -169,7 +171,7 @@ def render(card: Card) -> str:
         "language": list(card.training.languages) if card.training else [],
         "library_name": {"hf": "transformers", "gguf": "gguf", "mlflow": "mlflow"}.get(card.form, ""),
         "pipeline_tag": "text-generation",
-        "tags": ["llama", "base-model", "pretrained"],
+        "tags": ["llama", *(["conversational"] if card.chat else ["base-model", "pretrained"])],
     }
     head = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False).rstrip()
     return page.get_template("card.md").render(card=card, head=head, kind=KINDS[card.form])

@@ -22,8 +22,9 @@ from llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, sa
 from llama3.model.init import empty_model
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import InitFrom, Model
+from llama3.tokens.chat import TEMPLATE_FILE
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
-from storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder
+from storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder, write_atomic
 
 Format = Literal["herd", "hf", "meta"]
 Target = Literal["herd", "hf", "meta", "meta-safetensors", "gguf"]
@@ -57,6 +58,8 @@ def convert(
     tokenizer = _tokenizer(source, source_format, model.rows)
     check_parts(model.config, model.rows, parts, target_format == "meta")
     stored_as = DTYPES[dtype] if dtype else None
+    mark = source / TEMPLATE_FILE
+    template = mark.read_text(encoding="utf-8") if mark.is_file() else ""
     with staging_folder(target) as folder:
         match target_format:
             case "herd":
@@ -64,12 +67,14 @@ def convert(
                 save_model(folder, model.config, model.rows, weights)
                 if tokenizer is not None:
                     tokenizer.save(folder)
+                if template:
+                    write_atomic(folder / TEMPLATE_FILE, template)
             case "hf":
-                write_hugging_face(folder, model, tokenizer, stored_as)
+                write_hugging_face(folder, model, tokenizer, stored_as, template)
             case "meta" | "meta-safetensors":
                 write_meta(folder, model, tokenizer, stored_as, pickled=target_format == "meta", parts=parts)
             case "gguf":
-                write_gguf(folder, model, tokenizer, stored_as)
+                write_gguf(folder, model, tokenizer, stored_as, template)
             case _:
                 raise ValueError(
                     f"format {target_format!r} is unknown; choose herd, hf, meta, meta-safetensors or gguf"

@@ -20,6 +20,7 @@ from llama3.model.files import WeightReader, parameters
 from llama3.model.param_table import param_table
 from llama3.model.rope import frequencies
 from llama3.recipe.sections import Model
+from llama3.tokens.chat import END_OF_TURN, special_id
 from llama3.tokens.hf_tokenizer import byte_level_json
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.tokens.vocabulary import PATTERN
@@ -35,9 +36,13 @@ NUMBERS = {
 
 
 def write_gguf(
-    folder: Path, source: WeightReader, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None
+    folder: Path,
+    source: WeightReader,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype | None = None,
+    template: str = "",
 ) -> None:
-    """Write the model `source` with its tokenizer as `folder`/model.gguf.
+    """Write the model `source` with its tokenizer and chat template, if any, as `folder`/model.gguf.
 
     Raises ValueError if there is no tokenizer, or package gguf is not installed.
     """
@@ -66,6 +71,8 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     _add_tokenizer(writer, tokenizer)
+    if template:
+        writer.add_chat_template(template)
 
     def announce(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         kind = GGMLQuantizationType[NUMBERS[dtype][0]]
@@ -114,4 +121,5 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     writer.add_token_merges([" ".join(pair) for pair in table["merges"]])
     writer.add_bos_token_id(tokenizer.begin)
     writer.add_eos_token_id(tokenizer.end)
+    writer.add_eot_token_id(special_id(tokenizer, END_OF_TURN))
     writer.add_add_bos_token(True)

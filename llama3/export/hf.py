@@ -27,9 +27,10 @@ from llama3.model.files import (
 )
 from llama3.model.param_table import BY_NAME, param_table
 from llama3.recipe.sections import Model
+from llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
 from llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
 from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.vocabulary import PATTERN, PLACES
+from llama3.tokens.vocabulary import PATTERN
 from storage.filesystem import write_atomic
 
 SIZES = {
@@ -97,9 +98,16 @@ class HuggingFaceModel:
 
 
 def write_hugging_face(
-    folder: Path, source: WeightReader, tokenizer: Tokenizer | None = None, dtype: torch.dtype | None = None
+    folder: Path,
+    source: WeightReader,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype | None = None,
+    template: str = "",
 ) -> None:
-    """Write the model `source` with its tokenizer into `folder` as transformers' `from_pretrained` reads it."""
+    """Write the model `source` with its tokenizer into `folder` as transformers' `from_pretrained` reads it.
+
+    `template` is the chat template of a model trained on conversations; such a model ends its turns with `<|eot_id|>`.
+    """
     stored = dtype or source.tensor("norm.weight").dtype
     write_weights(
         folder, ((param.hf, tensor) for param, tensor in parameters(source, dtype)), metadata={"format": "pt"}
@@ -108,8 +116,11 @@ def write_hugging_face(
     if tokenizer is not None:
         ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
         write_atomic(folder / "tokenizer.json", hugging_face_json(tokenizer.base, tokenizer.specials, PATTERN))
-        write_atomic(folder / "tokenizer_config.json", hugging_face_config(tokenizer.specials))
-        stops = [tokenizer.end, len(tokenizer.base) + PLACES["<|eot_id|>"]]  # a fine-tuned model ends its turns so
+        write_atomic(folder / "tokenizer_config.json", hugging_face_config(tokenizer.specials, template))
+        stops = [tokenizer.end, special_id(tokenizer, END_OF_TURN)]
+        if template:
+            write_atomic(folder / TEMPLATE_FILE, template)
+            ends["eos_token_id"] = stops[1]
         generation = {**ends, "eos_token_id": stops, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_atomic(folder / "generation_config.json", _json(generation))
     write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.config, source.rows, stored), **ends}))

@@ -429,6 +429,31 @@ class Source(Section):
     """`installed` only: also read manual pages, /usr/share/doc and system translations."""
 
 
+class ConversationSource(Section):
+    """Conversations for stages of kind `sft`: JSON lines, one conversation per line.
+
+    A line is `{"messages": [{"role": "user", "content": "..."}, ...]}` with an optional first `system` message, then
+    `user` and `assistant` in turns, the last one `assistant`; or `{"prompt": "...", "response": "..."}` (also
+    `completion`). The first line of a file decides its form. A broken line is an error before any work starts.
+    """
+
+    uri: str
+    """A file, folder or glob of `.jsonl` files, also packed: `chats/*.jsonl.gz`, `s3://...`, `hf://...`; or `problems`:
+    worked math problems that herd generates."""
+    ignore: list[str] = Field(default_factory=list)
+    """Globs of file names, or of paths below the folder, to skip."""
+    license: str = "unknown"
+    """License of the conversations; `unknown`: that of a line's own field `license`, if it has one."""
+    limit: int | None = Field(default=None, ge=1)
+    """Maximum conversations to read; null: all. `problems` needs a limit."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.uri == "problems" and self.limit is None:
+            raise ValueError("limit: is missing; problems are generated without end: write how many, such as 2000")
+        return self
+
+
 class TrainTokenizer(Section):
     """Train a byte-level BPE on the curated documents."""
 
@@ -445,7 +470,8 @@ class TokenizerConfig(Section):
 
     train: TrainTokenizer | None = None
     use: str | None = None
-    """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind."""
+    """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind; or the
+    tokenizer of a model of the root, by alias (`quickstart@champion`)."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

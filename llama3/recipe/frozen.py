@@ -49,8 +49,7 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
         elif isinstance(plain[key], dict):
             frozen[key] = {name: value for name, value in plain[key].items() if name not in free}
     frozen["data_seed"] = recipe.documents_seed
-    longest = max(max(stage.lengths) for stage in recipe.stages)
-    frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.tokens.chunk_tokens or longest))}
+    frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.chunk_tokens))}
     frozen["segments"], frozen["average"] = [], None
     for span in schedule.spans:
         stage = span.stage
@@ -58,6 +57,10 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
         extra = {name: str(share) for name, share in stage.extra_sources.items() if share}
         if extra:
             shared["extra_sources"] = extra
+        if stage.kind == "sft":  # the order of conversations and replayed sequences depends on the number of both
+            shared |= {"kind": stage.kind, "replay": str(stage.replay), "need": span.tokens}
+            if span.start < position:
+                frozen["conversations"] = plain["conversations"]
         if stage.data_offset:  # the offset in the data is a multiple of the stage's length
             shared |= {"data_offset": stage.data_offset, "need": span.tokens}
         for segment in span.segments:
@@ -118,7 +121,7 @@ def _as_written(difference: Difference, trained: Recipe, now: Recipe) -> Differe
     """Return the difference in the resolved recipes that explains a difference of their frozen fields."""
     path, old, new = difference
     kind, _, rest = path.partition(".")
-    if kind in (*WHOLE, "data_seed"):
+    if kind in (*WHOLE, "data_seed", "conversations"):
         return difference
     names = [stage.name for stage in trained.stages]
     if kind == "segments":
@@ -130,11 +133,12 @@ def _as_written(difference: Difference, trained: Recipe, now: Recipe) -> Differe
         if field.startswith("mix."):
             old, new = (value if value is ABSENT else str(Share(Fraction(value))) for value in (old, new))
             return f"stages.{stage}.{field}", old, new
-        fields = (field,) if field in ("extra_sources", "data_offset", "batch", "seq_len") else LENGTH
+        own = ("extra_sources", "data_offset", "batch", "seq_len", "kind", "replay")
+        fields = (field,) if field in own else LENGTH
         paths: list[tuple[str, ...]] = [("stages", stage, name) for name in fields]
     else:
-        own = "lr" if kind == "rates" else "weight_averaging"
-        paths = [("lr",), *(("stages", name, field) for field in (own, *LENGTH) for name in names)]
+        rule = "lr" if kind == "rates" else "weight_averaging"
+        paths = [("lr",), *(("stages", name, field) for field in (rule, *LENGTH) for name in names)]
     values = [resolved(recipe) for recipe in (trained, now)]
     for value in values:
         value["stages"] = {stage["name"]: stage for stage in value["stages"]}

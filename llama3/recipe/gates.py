@@ -21,22 +21,28 @@ MAX_ITEMS = 10_000_000
 
 @dataclass(frozen=True)
 class StageRate(_Quantity):
-    """Learning rate in a stage: linear from the scheduled rate to `end`, or constant (None)."""
+    """Learning rate in a stage: linear to `end`, or constant (None), from `start` or from the scheduled rate (None)."""
 
     end: float | None
+    start: float | None = None
     example = "linear to 0"
 
     @classmethod
     def _parse(cls, text: object) -> Self:
-        match = re.fullmatch(rf"linear to {_NUMBER}", text) if isinstance(text, str) else None
-        if text == "constant":
-            return cls(None)
+        form = rf"linear (?:from {_NUMBER} )?to {_NUMBER}|constant(?: at {_NUMBER})?"
+        match = re.fullmatch(form, text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} is not a learning-rate rule: write 'linear to 0' or 'constant'")
-        return cls(float(match[1]))
+            raise ValueError(
+                f"{text!r} is not a learning-rate rule: write 'linear to 0', 'constant', or with a rate of the stage's "
+                "own 'linear from 1e-5 to 0', 'constant at 1e-5'"
+            )
+        start, end, level = (None if number is None else float(number) for number in match.groups())
+        return cls(end, level if start is None else start)
 
     def __str__(self) -> str:
-        return "constant" if self.end is None else f"linear to {self.end:g}"
+        if self.end is None:
+            return "constant" if self.start is None else f"constant at {self.start:g}"
+        return f"linear to {self.end:g}" if self.start is None else f"linear from {self.start:g} to {self.end:g}"
 
 
 @dataclass(frozen=True)

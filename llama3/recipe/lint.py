@@ -13,6 +13,8 @@ from llama3.recipe.units import Tokens
 
 PLACEHOLDER = re.compile(r"<[^<>|]+>")
 """Text that the user must replace: `s3://<your-bucket>/web/*.parquet`."""
+MANY_EPOCHS = 5
+"""Passes over conversations that earn a warning; Llama 2 made 2 (arXiv 2307.09288, section 3.1)."""
 
 
 def lint(recipe: Recipe) -> list[str]:
@@ -25,6 +27,7 @@ def lint(recipe: Recipe) -> list[str]:
         *recipe.lr.decay.warnings(schedule.timeline, final_rate),
         *_data_warnings(recipe),
         *_order_warnings(schedule),
+        *_conversation_warnings(schedule),
     ]
 
 
@@ -101,8 +104,29 @@ def _data_warnings(recipe: Recipe) -> Iterator[str]:
 
 def _order_warnings(schedule: Schedule) -> Iterator[str]:
     """Warn about a batch or a sequence that is smaller than the one before."""
-    for before, after in pairwise(schedule.segments):
+    pretrained = [part for span in schedule.spans if span.stage.kind == "pretrain" for part in span.segments]
+    for before, after in pairwise(pretrained):
         if after.batch < before.batch * 0.9:
             yield f"stages.{after.stage}.batch: {Tokens(after.batch)} is smaller than {Tokens(before.batch)} before it"
         if after.seq_len < before.seq_len:
             yield f"stages.{after.stage}.seq_len: {after.seq_len} is shorter than {before.seq_len} before it"
+
+
+def _conversation_warnings(schedule: Schedule) -> Iterator[str]:
+    """Warn about fine-tuning that continues the schedule of pretraining, and about many passes."""
+    for before, span in pairwise(schedule.spans):
+        if (
+            span.stage.kind == "sft"
+            and before.stage.kind == "pretrain"
+            and (not span.stage.lr or not span.stage.lr.start)
+        ):
+            yield (
+                f"stages.{span.name}.lr: starts at {schedule.lr_at(span.start):.2g}, where pretraining ends; "
+                "fine-tuning usually has a rate of its own, such as linear from 1e-5 to 0"
+            )
+    for span in schedule.spans:
+        if span.stage.epochs and span.stage.epochs > MANY_EPOCHS:
+            yield (
+                f"stages.{span.name}.epochs: {span.stage.epochs:g} passes over the same conversations are many; two or "
+                "three are usual"
+            )

@@ -6,6 +6,7 @@ The next stage starts there, so rounding errors do not add up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,6 +53,7 @@ class StageSpan:
     stage: Stage
     segments: tuple[Segment, ...]
     shares: dict[Domain, Fraction]
+    """Of the stage's tokens; conversations have the rest."""
     part: int | None = None
     """Index of the part; None: the whole stage."""
 
@@ -94,6 +96,15 @@ class StageSpan:
     @property
     def steps(self) -> int:
         return sum(segment.steps for segment in self.segments)
+
+    @property
+    def mix_tokens(self) -> int:
+        """Tokens from the documents of the mix: all, or in a stage of kind `sft` the replayed sequences."""
+        if self.stage.kind == "pretrain":
+            return self.tokens
+        seq_len = self.segments[0].seq_len
+        # whole sequences, rounded as `apportion` does
+        return seq_len * math.ceil(self.tokens // seq_len * self.stage.replay - Fraction(1, 2))
 
 
 class StagedRecipe(Protocol):
@@ -196,7 +207,7 @@ class Schedule:
             if position < span.end and span.stage.lr is not None:
                 if position < span.start:
                     break
-                begin = self.scheduled(span.start)
+                begin = self.scheduled(span.start) if span.stage.lr.start is None else span.stage.lr.start
                 end = begin if span.stage.lr.end is None else span.stage.lr.end
                 return begin + (end - begin) * (position - span.start) / span.tokens
         return self.scheduled(position)
@@ -242,8 +253,8 @@ def _lay_out(recipe: StagedRecipe) -> Iterator[StageSpan]:
             steps = max(1, round(Fraction(requested, batch)))
             segments.append(Segment(stage.name, position, steps, step, seq_len, batch, requested))
             position, step = segments[-1].end, step + steps
-        rest = 1 - sum(stage.extra_sources.values(), Fraction(0))
-        shares = {domain: rest * Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
+        rest = 1 - sum(stage.extra_sources.values(), Fraction(0)) if stage.kind == "pretrain" else stage.replay
+        shares = {domain: rest * Fraction(share) for domain, share in recipe.mix[stage.mix].items() if rest * share}
         for name, share in stage.extra_sources.items():
             if share:
                 domain = recipe.named_sources[name]

@@ -12,7 +12,16 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section
-from llama3.recipe.data_schema import ENOUGH, Curate, Level, Source, Studied, TokenizerConfig, TokenShards
+from llama3.recipe.data_schema import (
+    ENOUGH,
+    ConversationSource,
+    Curate,
+    Level,
+    Source,
+    Studied,
+    TokenizerConfig,
+    TokenShards,
+)
 from llama3.recipe.lr import LearningRate
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.sections import Checkpoint, Evaluate, InitFrom, Model, Optimizer, Promote, Spikes, Stage, Tracking
@@ -60,8 +69,15 @@ def _stage_faults(recipe: Recipe) -> Iterator[str]:
                 whole = max(1, round(batch / seq_len)) * seq_len
                 yield f"{at}.batch: {batch} is not a multiple of sequence {seq_len}; write {Tokens(whole)}"
         position = max(position, end)
+        if stage.kind == "pretrain" and index and recipe.stages[index - 1].kind == "sft":
+            yield f"{at}.kind: pretrain follows {recipe.stages[index - 1].name} of kind sft; put sft stages last"
         if stage.mix not in recipe.mix:
             yield f"stages.{stage.name}.mix: {stage.mix!r} is not in mix ({', '.join(recipe.mix)})"
+    tuned = [stage.name for stage in recipe.stages if stage.kind == "sft"]
+    if tuned and not recipe.conversations:
+        yield f"conversations: is missing; stage {tuned[0]} of kind sft needs sources, such as [{{uri: chats/*.jsonl}}]"
+    if recipe.conversations and not tuned:
+        yield "conversations: no stage trains on them; add a stage with kind: sft, or leave them out"
     if "short-context" in recipe.stages[0].gates:
         yield (
             f"stages.{names[0]}.gates: short-context compares with the previous stage, but there is none; "
@@ -156,6 +172,8 @@ class Recipe(Section):
     bf16 in the rest of the model; an error on devices without float8."""
     sources: dict[Domain, list[Source]]
     """Sources of each domain: general, math, code, multilingual."""
+    conversations: list[ConversationSource] = Field(default_factory=list, exclude_if=lambda sources: not sources)
+    """Sources of stages of kind `sft`; `curate.validation_fraction` of them is kept for evaluation."""
     require_annealing_verdict: Level = Field(default="nothing", exclude_if=lambda level: level == "nothing")
     """Required `annealing_verdict` of each source in a stage's `extra_sources`. Sources of mixes need none, they are
     the baseline. `not hurting`: the source helps, or the study found no significant difference."""
@@ -203,6 +221,12 @@ class Recipe(Section):
         """Mix of the tokenizer's sample."""
         train = self.tokenizer.train
         return self.mix[train.mix] if train and train.mix else self.first_mix
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens to take from one dataset in a row."""
+        pretrained = [stage for stage in self.stages if stage.kind == "pretrain"]  # sft must not change their stream
+        return self.tokens.chunk_tokens or max(max(stage.lengths) for stage in pretrained or self.stages)
 
     @property
     def first_mix(self) -> dict[Domain, Share]:

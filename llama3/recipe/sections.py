@@ -25,8 +25,9 @@ class InitFrom(Section):
     """
 
     path: str = Field(min_length=1)
-    """Folder or URI of the weights, or a checkpoint under the root, by label (`checkpoint/quickstart-main-1a2b3c4d`) or
-    by run and stage (`quickstart-7/main`). Its shape must be that of `model`."""
+    """Folder or URI of the weights; with format `herd` also a model of the root by alias (`quickstart@champion`); or a
+    checkpoint under the root, by label (`checkpoint/quickstart-main-1a2b3c4d`) or by run and stage
+    (`quickstart-7/main`). Its shape must be that of `model`."""
     format: Literal["hf", "meta", "herd", "checkpoint"] = "hf"
     """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `herd`: a herd model folder;
     `checkpoint`: the state at the end of a stage."""
@@ -95,6 +96,9 @@ class Stage(Section):
     """A part of the run with its own sequence length, batch, mix and learning-rate rule."""
 
     name: Name
+    kind: Literal["pretrain", "sft"] = Field(default="pretrain", exclude_if=lambda kind: kind == "pretrain")
+    """`pretrain`: next-token prediction on documents of `mix`. `sft`: supervised fine-tuning on `conversations`, with
+    the loss on the assistant's messages only; after all stages of kind `pretrain`."""
     until: Tokens | None = None
     """Position at the end of the stage; write this or `for`."""
     length: Lengths | None = Field(default=None, alias="for")
@@ -104,14 +108,22 @@ class Stage(Section):
     batch: Tokens | None = None
     """Tokens per optimizer step; default: as in the stage before."""
     mix: str
-    """Name of an entry in `mix`."""
+    """Name of an entry in `mix`; in a stage of kind `sft` the mix of the replayed tokens."""
+    replay: Share = Field(default=Share.parse("0%"), exclude_if=lambda share: not share)
+    """`sft` only: share of the sequences that continue the documents of `mix`, with ordinary loss, so that the model
+    forgets less."""
+    epochs: float | None = Field(default=None, gt=0, exclude_if=lambda epochs: epochs is None)
+    """`sft` only: passes over the conversations that the stage's length must give. Positions must be known before the
+    conversations are tokenized, so `for` states the length; another number of epochs is an error with the length to
+    write. Default: at most `tokens.max_epochs`."""
     extra_sources: dict[Name, Share] = Field(default_factory=dict)
     """Named source -> its share of the stage's tokens; the rest is from `mix`. `{gsm: 30%}`: 70 % is from the mix."""
     data_offset: int = Field(default=0, ge=0)
     """Skip this many times the stage's own tokens of each source first. Stages that differ only in `data_offset` (from
     1) train on different documents of the same mix."""
     lr: StageRate | None = None
-    """`linear to 0` or `constant`; default: the run's schedule."""
+    """`linear to 0` or `constant`, from the run's schedule at the stage's start; with a rate of its own `linear from
+    1e-5 to 0` or `constant at 1e-5`; default: the run's schedule."""
     weight_averaging: Average | None = None
     """Average of the stage's weights: `last 8` (8 evenly spaced positions), `polyak` (mean after every step) or `ema
     0.99` (exponential moving average); default: none."""
@@ -167,6 +179,16 @@ class Stage(Section):
                 f"stage {self.name}: weight_averaging cannot span several sequence lengths with gates; "
                 "average over a later stage, or leave gates out"
             )
+        if self.kind == "pretrain" and (self.replay or self.epochs):
+            field = "replay" if self.replay else "epochs"
+            raise ValueError(f"stage {self.name}: {field} is for stages of kind sft; write kind: sft, or leave it out")
+        if self.kind == "sft":
+            if self.replay >= 1:
+                raise ValueError(f"stage {self.name}: replay {self.replay} leaves nothing for conversations; lower it")
+            given = {"gates": self.gates, "extra_sources": self.extra_sources, "data_offset": self.data_offset}
+            given["seq_len as a list"] = isinstance(self.seq_len, list)
+            if wrong := [field for field, value in given.items() if value]:
+                raise ValueError(f"stage {self.name}: {wrong[0]} has no meaning in a stage of kind sft; leave it out")
         if self.select == "best" and self.weight_averaging is None:
             raise ValueError(
                 f"stage {self.name}: select: best chooses between an average and the last weights; add "

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.tokens.kernels import fold_window
+from llama3.tokens.conversations import ConversationStream
 from llama3.tokens.stream import TokenStream
 
 
@@ -22,17 +21,17 @@ class TokenBatch:
 
     tokens_BS: Tensor
     targets_BS: Tensor
-    """The next token, or -100 if it belongs to another segment."""
+    """The next token, or -100 if it belongs to another segment or is not a target (a user's message)."""
     documents_BS: Tensor
     """Number of the segment inside its sequence: 0, 1, 2, ...; attention stays inside a segment."""
     domains_BS: Tensor
-    """Index in DOMAINS."""
+    """Index in DOMAINS; conversations have the index after the last."""
 
 
 class Batches:
     """The steps of a run."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: TokenStream | ConversationStream) -> None:
         self.stream = stream
 
     def sequences(self, start: int, seq_len: int, first: int, count: int) -> TokenBatch:
@@ -40,9 +39,4 @@ class Batches:
 
         Equal arguments give equal tensors on every machine. Raises ValueError for positions outside the run.
         """
-        begin = start + first * seq_len
-        window = self.stream.read(begin, begin + count * seq_len + 1)
-        targets, documents, domains = (np.empty(count * seq_len, np.int64) for _ in range(3))
-        fold_window(window.tokens, window.cu_seqlens, window.kinds, seq_len, targets, documents, domains)
-        columns = window.tokens[:-1], targets, documents, domains
-        return TokenBatch(*(torch.from_numpy(column.reshape(count, seq_len)) for column in columns))
+        return TokenBatch(*map(torch.from_numpy, self.stream.sequences(start + first * seq_len, seq_len, count)))

@@ -46,15 +46,17 @@ def hugging_face_json(base: Sequence[bytes], specials: Sequence[str], pattern: s
     return str(tokenizer.to_str(pretty=False))
 
 
-def hugging_face_config(specials: Sequence[str]) -> str:
-    """Return `tokenizer_config.json`."""
-    config = {
+def hugging_face_config(specials: Sequence[str], template: str = "") -> str:
+    """Return `tokenizer_config.json`, with the chat template of a model trained on conversations."""
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": specials[0],
         "eos_token": specials[1],
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if template:
+        config |= {"eos_token": "<|eot_id|>", "chat_template": template}
     return json.dumps(config, indent=2) + "\n"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.shards import COUNTED
 from llama3.tokens.stream import DocumentUse, TokenStream
@@ -49,6 +50,20 @@ class Inspection:
     """Whether `documents` lists all ranges."""
 
 
+def stream_position(recipe: Recipe, position: int) -> int:
+    """Return how many tokens of the token stream are read before `position` of the run.
+
+    All, until the first stage of kind `sft`; of such a stage only what it replays, and that counts at its end.
+    """
+    before = 0
+    for span in Schedule(recipe).spans:
+        if span.stage.kind == "pretrain":
+            before += min(max(position - span.start, 0), span.tokens)
+        elif span.end <= position:
+            before += span.mix_tokens
+    return before
+
+
 def inspect(
     folder: Path,
     recipe: Recipe,
@@ -62,7 +77,8 @@ def inspect(
     """Return the contents of positions [start, stop) of a run of `recipe` over the token shards in `folder`.
 
     At most `limit` document ranges are listed, with the text of their first `excerpt` tokens if there is a `tokenizer`.
-    Raises ValueError for positions outside the run and for shards of other sources.
+    Positions are those of the token stream (see `stream_position`). Raises ValueError for positions outside it and for
+    shards of other sources.
     """
     stream = TokenStream(folder, recipe)
     totals: dict[str, dict[str, TokenCount]] = {"domain": {}, **{column: {} for column in COUNTED}}

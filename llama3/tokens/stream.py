@@ -3,7 +3,7 @@
 It does not depend on batch size, sequence length, number of ranks or restarts. The run is divided into phases of
 constant mix; `MixtureInterleaver` assigns the units of a phase to datasets, and each dataset is an endless stream of
 shuffled documents (`SourceStream`) that continues across phases. A document cut at the end of a unit continues in the
-dataset's next unit as a new segment.
+dataset's next unit as a new segment. A stage of kind `sft` takes only its replayed tokens from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.tokens.interleave import MixtureInterleaver, UnitAssignment
-from llama3.tokens.kernels import Ints
+from llama3.tokens.kernels import Ints, fold_window
 from llama3.tokens.mix import MixDataset, dataset_shares, mix_datasets
 from llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
 from llama3.tokens.source_stream import Documents, SourceStream
@@ -65,16 +65,19 @@ def mix_phases(recipe: Recipe, datasets: Sequence[MixDataset], unit: int) -> Ite
         stage = span.stage
         shares = {domain: Fraction(share) for domain, share in recipe.mix[stage.mix].items() if share}
         added = {name: Fraction(share) for name, share in stage.extra_sources.items() if share}
-        return shares, added, stage.data_offset, stage.name if stage.data_offset else ""
+        own = bool(stage.data_offset) or stage.kind == "sft"
+        return shares, added, stage.data_offset, stage.name if own else ""
 
     before: Ints = np.zeros(len(datasets), np.int64)
     ahead: Ints = np.zeros(len(datasets), np.int64)
+    start = 0
     for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=phase_key):
-        stages = list(group)
-        deal = MixtureInterleaver(dataset_shares(datasets, shares, added), stages[-1].end - stages[0].start, unit)
+        if not (tokens := sum(span.mix_tokens for span in group)):
+            continue
+        deal = MixtureInterleaver(dataset_shares(datasets, shares, added), tokens, unit)
         first = ahead + draw * deal.totals
-        yield MixPhase(stages[0].start, deal, before, first)
-        before, ahead = before + deal.totals, first + deal.totals
+        yield MixPhase(start, deal, before, first)
+        before, ahead, start = before + deal.totals, first + deal.totals, start + tokens
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class TokenStream:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.recipe = recipe
         self.datasets = mix_datasets(recipe)
-        self.unit = int(recipe.tokens.chunk_tokens or max(max(stage.lengths) for stage in recipe.stages))
+        self.unit = int(recipe.chunk_tokens)
         """Consecutive tokens from one dataset."""
         index = read_index(folder, [dataset.name for dataset in self.datasets])
         self._end_token = int(index["end"])
@@ -164,8 +167,8 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """Positions of the run."""
-        return self.spans[-1].end
+        """Positions of the run, of which stages of kind `sft` count with their replayed tokens only."""
+        return self.spans[-1].end if self.spans else 0
 
     @property
     def block_bytes(self) -> int:
@@ -197,6 +200,18 @@ class TokenStream:
         order = np.argsort(positions)
         return TokenWindow(start, tokens, np.append(positions[order], stop) - start, origins[order], kinds[order])
 
+    def sequences(self, begin: int, seq_len: int, count: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return tokens, targets, segments and domains of the tokens at [begin, begin + count x seq_len).
+
+        int64[count, seq_len] each: the target is the next token or IGNORED at the end of a segment; segments are
+        numbered from 0 in each sequence; domains are indices in DOMAINS. Raises ValueError as `read`.
+        """
+        window = self.read(begin, begin + count * seq_len + 1)
+        result = window.tokens[:-1], *(np.empty(count * seq_len, np.int64) for _ in range(3))
+        fold_window(window.tokens, window.cu_seqlens, window.kinds, seq_len, *result[1:])
+        tokens, targets, segments, domains = (column.reshape(count, seq_len) for column in result)
+        return tokens, targets, segments, domains
+
     def documents(self, start: int, stop: int, limit: int | None = None) -> list[DocumentUse]:
         """Return the document ranges at positions [start, stop) in order, at most `limit` of them."""
         self._check_range(start, stop, self.tokens)
@@ -214,9 +229,9 @@ class TokenStream:
                 uses.append(DocumentUse(document, self.datasets[ranges.dataset].name, *values))
         return sorted(uses, key=lambda use: use.position)
 
-    def planned(self, start: int, stop: int) -> dict[Domain, Fraction]:
+    def planned(self, start: int, stop: int) -> dict[str, Fraction]:
         """Return the exact number of tokens of each domain that the recipe plans for positions [start, stop)."""
-        planned = {dataset.domain: Fraction(0) for dataset in self.datasets}
+        planned: dict[str, Fraction] = {dataset.domain: Fraction(0) for dataset in self.datasets}
         for dataset, tokens in zip(self.datasets, self._planned(start, stop), strict=True):
             planned[dataset.domain] += tokens
         return planned
@@ -240,9 +255,9 @@ class TokenStream:
             planned = [tokens + share * overlap for tokens, share in zip(planned, span.deal.shares, strict=True)]
         return planned
 
-    def realized(self, position: int) -> dict[Domain, int]:
+    def realized(self, position: int) -> dict[str, int]:
         """Return the tokens of each domain at positions [0, `position`), computed without reading tokens."""
-        totals = {dataset.domain: 0 for dataset in self.datasets}
+        totals: dict[str, int] = {dataset.domain: 0 for dataset in self.datasets}
         for dataset, count in zip(self.datasets, self.consumed(position), strict=True):
             totals[dataset.domain] += int(count)
         return totals
@@ -286,7 +301,9 @@ class TokenStream:
     def consumed(self, position: int) -> Ints:
         """Return the tokens of each dataset, int64[datasets], at positions [0, `position`)."""
         self._check_range(0, position, self.tokens)
-        span = next(span for span in reversed(self.spans) if span.start <= position)
+        span = next((span for span in reversed(self.spans) if span.start <= position), None)
+        if span is None:  # conversations alone
+            return np.zeros(len(self.datasets), np.int64)
         return span.before + span.deal.consumed(position - span.start)
 
     def identity(self, start: int, stop: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from llama3.recipe.base import Domain
 from llama3.train.journal import SkippedRange
 
 if TYPE_CHECKING:
@@ -53,7 +52,8 @@ class StepResult:
     """Nats per target."""
     grad_norm: float
     """Of the mean loss, before clipping."""
-    domain_loss: Mapping[Domain, float] = field(default_factory=dict)
+    domain_loss: Mapping[str, float] = field(default_factory=dict)
+    """Nats per target of each domain, and of conversations."""
     stop: bool = False
     """Whether any process has asked to stop."""
     save: bool = False
@@ -62,6 +62,8 @@ class StepResult:
     """Whether the weights were left unchanged because the step was bad."""
     score: float = 0.0
     """Spreads above the mean of the good steps before."""
+    targets: float = 0.0
+    """Tokens that the loss is averaged over."""
     decision: StepDecision = StepDecision("go on")
     timing: StepTiming = StepTiming(0.0, 0.0)
     metrics: dict[str, float] = field(default_factory=dict)

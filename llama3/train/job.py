@@ -36,7 +36,7 @@ class PredictedStepTimes(BaseModel):
 
 
 class TrainJob(BaseModel):
-    """The job file of `python -m llama3.train.main`; recipe, stage, tokens, parent and start decide the result."""
+    """The job file of `python -m llama3.train.main`; recipe, stage, data, parent and start decide the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -48,6 +48,8 @@ class TrainJob(BaseModel):
     """Name of the stage to train."""
     tokens: Path
     """Folder of the token shards."""
+    conversations: Path | None = None
+    """Folder of the packed conversations of a stage of kind `sft`."""
     parent: Path | None = None
     """Training state (`result/state`) of the previous stage; None for the first stage."""
     start: Path | None = None

@@ -47,8 +47,9 @@ def train(job: TrainJob) -> bool:
         from llama3.train.trainer import Trainer
 
         prepare(job.profile, job.work)
-        for folder in (job.tokens, *([job.start] if job.start else [])):  # checkpoints are verified when loaded
-            verify_folder(folder)
+        for folder in (job.tokens, job.conversations, job.start):  # checkpoints are verified when loaded
+            if folder is not None:
+                verify_folder(folder)
         torch.set_num_threads(job.threads)
         use_reproducible_matmul()
         if job.deterministic:

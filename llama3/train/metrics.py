@@ -10,6 +10,7 @@ GRAD_NORM = "train/grad_norm"  # Before clipping
 LEARNING_RATE = "train/lr"
 BATCH_TOKENS = "train/batch_tokens"
 SEQ_LEN = "train/seq_len"
+TARGET_TOKENS = "train/target_tokens"  # Tokens of the batch that the loss is averaged over, in a stage of kind `sft`
 STEP = "train/step"  # Optimizer steps since the start of the run, those that were skipped included
 SKIPPED = "train/skipped_steps"
 """1 if the batch changed nothing: it was bad, or skipped after a rollback; absent otherwise."""

@@ -20,10 +20,10 @@ import torch
 
 from llama3.model.flops import flops_per_token
 from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.base import DOMAINS
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import tokens as readable
+from llama3.tokens.conversations import ConversationStream
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.callbacks import Callback, StepResult, StepTiming, log
@@ -52,7 +52,7 @@ class Recorder(Callback):
         self,
         work: Path,
         span: StageSpan,
-        stream: TokenStream,
+        stream: TokenStream | ConversationStream,
         rows: int,
         world: ParallelContext,
         position: int,
@@ -91,6 +91,8 @@ class Recorder(Callback):
             metrics.SPIKE_SCORE: result.score,
             **{metrics.domain_loss(domain): loss for domain, loss in result.domain_loss.items()},
         }
+        if self.span.stage.kind == "sft":
+            values[metrics.TARGET_TOKENS] = result.targets
         if result.skipped:
             self.skipped_tokens += step.batch
             values |= {metrics.SKIPPED: 1.0, metrics.SKIPPED_TOKENS: self.skipped_tokens}
@@ -195,7 +197,7 @@ class DataShares(Callback):
     tokens (pooled) or by their weights.
     """
 
-    def __init__(self, stream: TokenStream, start: int) -> None:
+    def __init__(self, stream: TokenStream | ConversationStream, start: int) -> None:
         self.stream, self.start, self.counted = stream, start, start
         self.tokens: dict[str, int] = {}
         names = list(stream.sources(start, start))
@@ -210,9 +212,9 @@ class DataShares(Callback):
         before, now = self.stream.realized(self.start), self.stream.realized(position)
         planned = self.stream.planned(self.start, position)
         values = {metrics.epochs(dataset): epochs for dataset, epochs in self.stream.epochs(position).items()}
-        for domain in (domain for domain in DOMAINS if domain in now):
+        for domain in now:
             values[metrics.fraction(domain)] = (now[domain] - before[domain]) / total
-            values[metrics.target_fraction(domain)] = float(planned[domain] / total)
+            values[metrics.target_fraction(domain)] = float(planned.get(domain, 0) / total)
         if not self.shown:
             return values
         if position < self.counted:  # a rollback

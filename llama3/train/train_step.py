@@ -7,7 +7,7 @@ Shapes: B sequences, S sequence length (this process's part of it), D domains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from llama3.model.loss import NO_TARGET
 from llama3.parallel.mesh import ParallelContext, to_local
 from llama3.recipe.base import DOMAINS
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
+from llama3.tokens.conversations import GROUP
 from llama3.train.callbacks import StepResult
 from llama3.train.data_loader import LocalBatch, Step
 from llama3.train.job import TrainJob
@@ -53,13 +55,15 @@ class Pending:
 
     step: Step
     numbers: PendingTensor
+    groups: Sequence[str]
+    """What the batch's `domains` count: the domains, and in a stage of kind `sft` conversations."""
 
     def read(self) -> StepResult:
         """Wait for the step to end and return its numbers."""
         *tally, stop, save, loss, norm, skip, score = self.numbers.read()
-        domains = zip(DOMAINS, tally[0::2], tally[1::2], strict=True)
+        domains = zip(self.groups, tally[0::2], tally[1::2], strict=True)
         by_domain = {domain: nll / count for domain, nll, count in domains if count}
-        return StepResult(loss, norm, by_domain, stop > 0, save > 0, skip > 0, score)
+        return StepResult(loss, norm, by_domain, stop > 0, save > 0, skip > 0, score, sum(tally[1::2]))
 
 
 class Engine:
@@ -70,6 +74,8 @@ class Engine:
     ) -> None:
         self.state, self.world, self.guard = state, world, guard
         self.clip = recipe.optimizer.clip
+        kind = Schedule(recipe).span(job.stage).stage.kind
+        self.groups: tuple[str, ...] = DOMAINS if kind == "pretrain" else (*DOMAINS, GROUP)
         self.micro_batch = 1 if job.deterministic else job.micro_batch
         self.pipeline: Any = None
         if world.layout.pp > 1:
@@ -106,10 +112,11 @@ class Engine:
                 nll_BS = torch.cat(nll)
 
         # One all-reduce for everything that processes must agree on, in fp64.
-        tally_D2, squares = tally(nll_BS, batch, world), squared_norm(parameters)
+        groups = len(self.groups)
+        tally_D2, squares = tally(nll_BS, batch, world, groups), squared_norm(parameters)
         requests_2 = torch.tensor([stop, save], dtype=torch.float64).to(world.device, non_blocking=True)
         shared = world.sum(torch.cat([tally_D2.flatten(), squares.view(1), requests_2]))
-        tally_D2, requests_2 = shared[: 2 * len(DOMAINS)].view(-1, 2), shared[-2:]
+        tally_D2, requests_2 = shared[: 2 * groups].view(-1, 2), shared[-2:]
         nll_sum, targets = tally_D2.sum(0).unbind()
         targets = targets.clamp(min=1)
         loss, grad_norm = nll_sum / targets, shared[-3].sqrt() / targets
@@ -129,7 +136,7 @@ class Engine:
         # Send the numbers to the host before the device is given the next step.
         single = [loss, grad_norm, bad, self.guard.score]
         numbers = [tally_D2.flatten(), requests_2, torch.stack([number.double() for number in single])]
-        return Pending(step, PendingTensor(torch.cat(numbers)))
+        return Pending(step, PendingTensor(torch.cat(numbers)), self.groups)
 
     @torch.no_grad()
     def nll(self, batch: LocalBatch) -> Tensor | None:
@@ -152,9 +159,9 @@ class Engine:
         return torch.cat(nll)
 
 
-def tally(nll_BS: Tensor | None, batch: LocalBatch, world: ParallelContext) -> Tensor:
+def tally(nll_BS: Tensor | None, batch: LocalBatch, world: ParallelContext, groups: int = len(DOMAINS)) -> Tensor:
     """Return fp64 [D, 2]: nats and targets of each domain in `batch`; zeros if another process counts them."""
-    tally_D2 = torch.zeros(len(DOMAINS), 2, dtype=torch.float64, device=world.device)
+    tally_D2 = torch.zeros(groups, 2, dtype=torch.float64, device=world.device)
     if nll_BS is not None and world.is_tp_rank0:
         pairs = torch.stack([nll_BS.double().flatten(), (batch.targets_BS != NO_TARGET).double().flatten()], 1)
         tally_D2.index_add_(0, batch.domains_BS.flatten(), pairs)

@@ -24,6 +24,7 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe, check_batches
 from llama3.recipe.units import Cadence
 from llama3.tokens.batch import Batches
+from llama3.tokens.conversations import ConversationStream
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
 from llama3.train.averaging import FILE, Averaging, averaged_validation, select_weights
@@ -280,7 +281,7 @@ class SaveSchedule:
 
 def setup_stage(
     job: TrainJob, recipe: Recipe, world: ParallelContext
-) -> tuple[StageSpan, TokenStream, TrainState, Checkpoints, str]:
+) -> tuple[StageSpan, TokenStream | ConversationStream, TrainState, Checkpoints, str]:
     """Return span, tokens, state and checkpoints of the stage of `job`, and where the state came from, for the log.
 
     The state comes from the newest good checkpoint of the stage, else from `init_or_load`. Raises ValueError if the
@@ -297,7 +298,7 @@ def setup_stage(
     world.layout.check(recipe.model, rows, world.size)
     for segment in span.segments:
         world.layout.check_sequence(segment.seq_len)
-    stream = TokenStream(job.tokens, recipe)
+    stream = open_stream(job, recipe, span)
     lazy = lazy_folder_of(job.tokens)
     if lazy is not None and lazy.limit_bytes < stream.block_bytes:
         raise ValueError(
@@ -314,7 +315,7 @@ def setup_stage(
     if checkpoints.restore(restored) and world.is_rank0:
         log("the journal was brought from the object store: another machine trained up to here")
     origin = f"checkpoint {restored.path.name}" if restored.path else init_or_load(state, job, recipe, span, world)
-    run_on_rank0_and_broadcast(world, lambda: _adopt_recipe(job, recipe, stream, span.start, state.position))
+    run_on_rank0_and_broadcast(world, lambda: _adopt_recipe(job, recipe, stream, span, state.position))
     run_on_rank0_and_broadcast(world, lambda: write_atomic(job.trained_recipe, to_yaml(recipe)))
     checkpoints.snapshot.prepare(state.tensors())  # now, rather than while the first save blocks a step
     return span, stream, state, checkpoints, origin
@@ -357,13 +358,26 @@ def _check_shape(folder: Path, recipe: Recipe, rows: int) -> None:
         )
 
 
-def _adopt_recipe(job: TrainJob, recipe: Recipe, stream: TokenStream, start: int, position: int) -> None:
+def open_stream(job: TrainJob, recipe: Recipe, span: StageSpan) -> TokenStream | ConversationStream:
+    """Return the data of a stage. Raises ValueError if they do not match the recipe."""
+    stream = TokenStream(job.tokens, recipe)
+    if span.stage.kind == "pretrain":
+        return stream
+    if job.conversations is None:
+        raise ValueError(f"conversations: stage {span.name} is of kind sft; name the folder of its conversations")
+    return ConversationStream(job.conversations, stream, span)
+
+
+def _adopt_recipe(
+    job: TrainJob, recipe: Recipe, stream: TokenStream | ConversationStream, span: StageSpan, position: int
+) -> None:
     """Accept a recipe with the same past, and discard what was trained after `position`. Raises RecipeError."""
     if job.trained_under(recipe) or not job.trained_recipe.exists():
         return
     trained = load_recipe(job.trained_recipe)
     check_frozen_fields(trained, recipe, position)
-    if TokenStream(job.tokens, trained).identity(start, position) != stream.identity(start, position):
+    before = open_stream(job, trained, Schedule(trained).span(span.name))
+    if before.identity(span.start, position) != stream.identity(span.start, position):
         raise RecipeError(
             f"mix: the tokens before {position} were read under mixes that ended elsewhere, and the past of a run "
             "cannot change; write the old stages again, or begin a new run"

@@ -151,7 +151,7 @@ def parse_span(text: str) -> tuple[int, int]:
 
 def inspect_run(root: Root, run: str, tokens: str, limit: int) -> Inspection:
     """Return which documents `run` trains on in the span `tokens`. Raises ValueError if it has no token shards yet."""
-    from llama3.tokens.inspect import inspect  # imports numba
+    from llama3.tokens.inspect import inspect, stream_position  # imports numba
     from llama3.tokens.tokenizer import Tokenizer
 
     start, stop = parse_span(tokens)
@@ -159,6 +159,8 @@ def inspect_run(root: Root, run: str, tokens: str, limit: int) -> Inspection:
     record, recipe = runs.find(run), runs.recipe(run)
     if "tokenize" not in record.steps:
         raise ValueError(f"{run} has no token shards yet; wait until its step tokenize is done")
+    if recipe.conversations and start >= stream_position(recipe, start + 1):
+        raise ValueError(f"--tokens: {tokens!r} begins in a stage of kind sft; name positions before it")
     shards = store.load(record.steps["tokenize"].artifact)
     tokenizer = Tokenizer.load(store.load(record.steps["tokenizer"].artifact).path)
     return inspect(lazy_folder(shards, 0), recipe, start, stop, tokenizer=tokenizer, limit=limit)

@@ -9,14 +9,53 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from llama3.recipe.base import NAME
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from storage.artifact import Artifact, Store
+from storage.object_artifact import open_store
+from storage.root import Root
+from tasks.models.lookup import label_of_alias
 from tasks.runs.records import Runs
 
 KIND = "checkpoint"
+
+
+def alias_label(root: Root, name: str) -> str | None:
+    """Return the label of the checkpoint that `name`, such as quickstart@champion, stands for; None for a path.
+
+    Raises ValueError if no model holds the alias.
+    """
+    family, at, alias = name.partition("@")
+    if not (at and NAME.fullmatch(family) and NAME.fullmatch(alias)) or Path(name).exists():
+        return None
+    label = label_of_alias(root, family, alias)
+    if label is None:
+        raise ValueError(f"no model of {root.uri} holds {name}; promote one (herd run), or write a path")
+    return label
+
+
+def with_local_models(root: Root, recipe: Recipe) -> Recipe:
+    """Return `recipe` with paths in place of models named by alias, in `init_from.path` and `tokenizer.use`.
+
+    Raises RecipeError if no model holds an alias.
+    """
+
+    def local(field: str, name: str, file: str) -> str:
+        try:
+            label = alias_label(root, name)
+        except ValueError as error:
+            raise RecipeError(f"{field}: {error}") from None
+        return name if label is None else str(open_store(root).load(label).part("model") / file)
+
+    start, use, changed = recipe.init_from, recipe.tokenizer.use, dict[str, object]()
+    if start is not None and not start.is_checkpoint:
+        changed["init_from"] = start.model_copy(update={"path": local("init_from.path", start.path, "")})
+    if use is not None:
+        changed["tokenizer"] = recipe.tokenizer.model_copy(update={"use": local("tokenizer.use", use, MODEL_FILE)})
+    return recipe.model_copy(update=changed)
 
 
 def find_init_checkpoint(store: Store, runs: Runs, recipe: Recipe) -> Artifact:

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from rich.table import Table
 
+from llama3.data.readers.conversations import ConversationSurvey
 from llama3.data.readers.sources import DomainSurvey
 from llama3.evaluate.policy import check_evaluation
 from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
@@ -26,6 +27,8 @@ from storage.filesystem import is_local
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
 USUAL_TOKENS_PER_BYTE = 1 / 4
+TOKENS_PER_MESSAGE = 5
+"""Of the chat format around a content."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class RunPlan:
     """Embedding rows: base vocabulary and special tokens."""
     warnings: list[str]
     sources: list[DomainSurvey]
+    conversations: Sequence[ConversationSurvey] = ()
 
     @property
     def parameters(self) -> int:
@@ -48,12 +52,18 @@ class RunPlan:
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
-def make_plan(recipe: Recipe, sources: list[DomainSurvey], left_out: Sequence[str] = ()) -> RunPlan:
-    """Return the plan of `recipe`, given what a survey found in its sources and which tasks lack their data."""
+def make_plan(
+    recipe: Recipe,
+    sources: list[DomainSurvey],
+    left_out: Sequence[str] = (),
+    conversations: Sequence[ConversationSurvey] = (),
+) -> RunPlan:
+    """Return the plan of `recipe`, given what surveys found in its sources and which tasks lack their data."""
     rows = vocab_rows(recipe)
     short = [fault for found in sources if (fault := data_shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
-    return RunPlan(recipe, Schedule(recipe), rows, [*placeholders(recipe), *lint(recipe), *short, *lacking], sources)
+    warnings = [*placeholders(recipe), *lint(recipe), *short, *lacking]
+    return RunPlan(recipe, Schedule(recipe), rows, warnings, sources, conversations)
 
 
 def survey_evaluation(recipe: Recipe) -> list[str]:
@@ -113,6 +123,8 @@ def _row(plan: RunPlan, span: StageSpan) -> tuple[str, ...]:
     first_rate, last_rate = schedule.lr_at(span.start), schedule.lr_at(span.end - last.batch)
     shares = "/".join(f"{float(span.shares.get(domain, Fraction(0)) * 100):g}" for domain in DOMAINS)
     shares += "".join(f" with {share} {name}" for name, share in span.stage.extra_sources.items())
+    if span.stage.kind == "sft":
+        shares = "conversations" + (f" with {span.stage.replay} {span.stage.mix}" if span.stage.replay else "")
     return (
         span.name,
         tokens(span.start),
@@ -144,6 +156,18 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
         lines.append(f"source   {found.title}: {_found(found)}")
+    total = 0.0
+    for chats in plan.conversations:
+        size = chats.bytes * USUAL_TOKENS_PER_BYTE + chats.messages * TOKENS_PER_MESSAGE
+        total += size
+        amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
+        amount += f", about {tokens(size)} tokens" if chats.complete else ""
+        lines.append(f"chats    {chats.name}: {amount if chats.complete else 'not looked at (remote)'}")
+    if total and all(chats.complete for chats in plan.conversations):
+        total *= 1 - float(plan.recipe.curate.validation_fraction)
+        for span in (span for span in plan.schedule.spans if span.stage.kind == "sft"):
+            replayed = f", replay {span.stage.replay} of {span.stage.mix}" if span.stage.replay else ""
+            lines.append(f"epochs   {span.name}: about {(span.tokens - span.mix_tokens) / total:.2g}{replayed}")
     return lines
 
 

@@ -18,7 +18,8 @@ from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
-from llama3.tokens.inspect import TokenCount, inspect
+from llama3.tokens.chat import TEMPLATE_FILE
+from llama3.tokens.inspect import TokenCount, inspect, stream_position
 from storage.artifact import Artifact, Store
 from storage.digests import digest_json
 from storage.object_artifact import open_store
@@ -59,9 +60,10 @@ class TrainedCheckpoint:
 def make_card(root: Root, name: str, model: Path, folder: Path, form: str, dtype: str, license: str) -> Card:
     """Return the card of the model folder `model`, found by `name`; its curve is drawn into `folder`."""
     config, rows = read_config(model)
+    chat = (model / TEMPLATE_FILE).is_file()
     trained = _trained(root, name, model)
     if trained is None:
-        return Card(Path(name).resolve().name, config, rows, form, dtype, license)
+        return Card(Path(name).resolve().name, config, rows, form, dtype, license, chat=chat)
     return Card(
         name=trained.record.family,
         config=config,
@@ -71,6 +73,7 @@ def make_card(root: Root, name: str, model: Path, folder: Path, form: str, dtype
         license=license,
         training=_training(trained, folder),
         digests=_digests(trained),
+        chat=chat,
     )
 
 
@@ -108,8 +111,10 @@ def _training(trained: TrainedCheckpoint, folder: Path) -> Training:
         shards = trained.step("tokenize")
     if shards is not None:
         begin = Schedule(trained.recipe).trained[0].start  # above 0 if the run continues another run's checkpoint
-        seen = inspect(lazy_folder(shards, 0), trained.recipe, begin, trained.end, limit=0)
-        total = seen.stop - seen.start
+        seen = inspect(
+            lazy_folder(shards, 0), trained.recipe, begin, stream_position(trained.recipe, trained.end), limit=0
+        )
+        total = trained.end - begin
         for domain in DOMAINS:
             planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span, _ in stages) / total
             count = seen.domains.get(domain, TokenCount(0, 0)).tokens
@@ -120,6 +125,14 @@ def _training(trained: TrainedCheckpoint, folder: Path) -> Training:
                 origins[key].append(SourceRow(name, use.tokens, use.tokens / total, use.documents))
         spoken = [name for name, use in seen.languages.items() if use.tokens >= SPOKEN * total]
         languages = [name for name in spoken if re.fullmatch("[a-z]{2,3}", name) and name != "und"]
+        if chats := sum(span.tokens - span.mix_tokens for span, _ in stages):
+            facts = trained.step("conversations").metadata
+            sources = {name: source["tokens"] for name, source in facts["sources"].items()}
+            for key, amounts in (("sources", sources), ("licenses", facts["licenses"])):
+                for name, amount in amounts.items():
+                    share = amount / facts["tokens"]  # every epoch has all conversations
+                    numbers = round(chats * share), chats * share / total, round(facts["conversations"] * share)
+                    origins[key].append(SourceRow(f"conversations: {name}" if key == "sources" else name, *numbers))
     evaluation = evaluation_of(trained.store, trained.record, trained.checkpoint)
     return Training(
         run=trained.record.name,
@@ -147,6 +160,8 @@ def _digests(trained: TrainedCheckpoint) -> dict[str, str]:
         digests["tokenizer"] = str(trained.step("tokenizer").metadata["digest"])
     if "tokens" in checkpoint.manifest.inputs:
         digests["data mix"] = data_mix_digest(recipe, checkpoint.manifest.inputs["tokens"], trained.end)
+    if "conversations" in checkpoint.manifest.inputs:
+        digests["conversations"] = checkpoint.manifest.inputs["conversations"]
     if recipe.init_from is not None:
         digests["started from"] = recipe.init_from.path
         if "init-weights" in record.steps:

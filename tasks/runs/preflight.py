@@ -21,13 +21,14 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
-from tasks.models.start import init_from_faults
+from tasks.models.start import init_from_faults, with_local_models
 from tasks.plan.predict import device_memory, memory_faults, place_evaluation
 from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_evaluation
 from tasks.runs.records import Runs
 from tasks.tracking.factory import tracking_faults
 
 if TYPE_CHECKING:
+    from llama3.data.readers.conversations import ConversationSurvey
     from llama3.data.readers.sources import DomainSurvey
 
 SYSTEMS = {"darwin": "macOS"}
@@ -41,17 +42,25 @@ class Surveyed(NamedTuple):
     sources: list[DomainSurvey]
     left_out: list[str]
     """A line for each evaluation task without data."""
+    conversations: list[ConversationSurvey]
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
     """Check that the run can execute here and survey its sources. Raises RecipeError, one line per fault."""
+    from llama3.data.readers.conversations import survey_conversations
+
     left_out = check_place(recipe, cluster, root, thorough=True)
     faults, domains = _sources(recipe)
+    conversations: list[ConversationSurvey] = []
+    try:
+        conversations = survey_conversations(recipe.conversations, recipe.documents_seed)
+    except ValueError as error:
+        faults = [*faults, *str(error).splitlines()]
     if not faults:
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
-    return Surveyed(domains, left_out)
+    return Surveyed(domains, left_out, conversations)
 
 
 def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
@@ -86,14 +95,15 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
     if faults:
         raise RecipeError("\n".join(faults))
     faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *tracking_faults(recipe.tracking)]
-    tokenizer, left_out = recipe.tokenizer.use, list[str]()
+    local = with_local_models(root, recipe)
+    tokenizer, left_out = local.tokenizer.use, list[str]()
     if tokenizer and not Path(tokenizer).is_file():
         faults.append(f"tokenizer.use: {tokenizer!r} is not a file; give a tiktoken tokenizer.model, or train one")
     try:
         left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
     except ValueError as error:
         faults += str(error).splitlines()
-    if faults := [*faults, *_start_faults(recipe, root)]:
+    if faults := [*faults, *_start_faults(local, root)]:
         raise RecipeError("\n".join(faults))
     return left_out
 

@@ -145,8 +145,12 @@ def run_work_dir_name(store: Store, recipe: Recipe, record: RunRecord, span: Sta
     tokens, parent = artifact_of(store, record, "tokenize"), artifact_of(store, record, before)
     if tokens is None or (before and parent is None):
         return f"{span.name}-unknown"
-    work_dir_key = record.work_dir_key(span.name)
-    return work_dir_name(recipe, span, tokens.key, parent.key if parent else "fresh weights", work_dir_key)
+    work_dir_key, data = record.work_dir_key(span.name), tokens.key
+    if span.stage.kind == "sft":
+        if (conversations := artifact_of(store, record, "conversations")) is None:
+            return f"{span.name}-unknown"
+        data += f" {conversations.key}"
+    return work_dir_name(recipe, span, data, parent.key if parent else "fresh weights", work_dir_key)
 
 
 def work_dir_name(recipe: Recipe, span: StageSpan, tokens: str, parent: str, work_dir_key: str) -> str:

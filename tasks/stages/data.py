@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from llama3.recipe.load import resolved
+from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec, file_digest
 from storage.filesystem import source_state
 from storage.page_cache import lazy_folder
 from tasks.executors import data_runner, item_memory
+from tasks.models.start import with_local_models
 from tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
@@ -145,12 +148,13 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
     from llama3.tokens.tokenizer import make_tokenizer
 
-    recipe = context.recipe
+    recipe = local = context.recipe
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
-        inputs["model"] = file_digest(Path(recipe.tokenizer.use))
+        local = with_local_models(context.root, recipe)
+        inputs["model"] = file_digest(Path(local.tokenizer.use or ""))
     design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, tokenizer_fields(recipe), inputs)
-    return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(recipe, curated.path, folder))
+    return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(local, curated.path, folder))
 
 
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
@@ -180,6 +184,74 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     for line in stream.overlapping_offsets():
         context.console.log(f"  [yellow]tokenize: {line}[/]")
     return artifact
+
+
+CONVERSATIONS_VERSION = 1
+
+
+@task(name="conversations", cache_policy=NO_CACHE, persist_result=False)
+def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifact) -> Artifact:
+    """Return the packed conversations of the stages of kind `sft`.
+
+    Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
+    """
+    from llama3.data.readers.conversations import conversation_files
+    from llama3.tokens.conversations import ConversationStream, prepare_conversations, sft_lengths
+    from llama3.tokens.stream import TokenStream
+    from llama3.tokens.tokenizer import Tokenizer
+
+    recipe = context.recipe
+    generated = any(source.uri == "problems" for source in recipe.conversations)
+    design = ArtifactSpec(
+        kind="conversations",
+        name=recipe.name,
+        version=CONVERSATIONS_VERSION,
+        parameters={
+            "sources": resolved(recipe)["conversations"],
+            "validation_fraction": str(recipe.curate.validation_fraction),
+            "seq_len": sft_lengths(recipe),
+            "dtype": recipe.tokens.dtype,
+            **({"seed": recipe.documents_seed} if generated else {}),
+        },
+        inputs={
+            "tokenizer": tokenizer.key,
+            "files": _digest_of([file for source in recipe.conversations for file in conversation_files(source)]),
+        },
+    )
+
+    def build(folder: Path, _: str) -> dict[str, Any]:
+        return prepare_conversations(recipe, Tokenizer.load(tokenizer.path), folder)
+
+    artifact = ensure_artifact(context, "conversations", design, build)
+    facts, stream = artifact.metadata, TokenStream(lazy_folder(tokens, 0), recipe)
+    context.console.log(
+        f"  {'':<18}[dim]{facts['conversations']:,} conversations, {facts['turns']:,} answers, {facts['tokens']:,} "
+        f"tokens, {facts['target_tokens']:,} of them targets; held out {facts['held_out']:,}, "
+        f"repeated {facts['dropped']['duplicate']:,}[/]"
+    )
+    for span in Schedule(recipe).spans:
+        if span.stage.kind != "sft":
+            continue
+        data = ConversationStream(artifact.path, stream, span)
+        data.check()
+        packed = data.packing
+        context.console.log(
+            f"  {'':<18}[dim]{span.name}: {packed['sequences']:,} sequences of {data.seq_len}, "
+            f"{packed['padding'] / packed['sequences'] / data.seq_len:.1%} padding; "
+            f"{data.epochs(span.end)['conversations']:.2f} epochs[/]"
+        )
+        if lost := packed["cut"] + packed["dropped"]:
+            context.console.log(
+                f"  [yellow]conversations: {lost:,} of {facts['conversations']:,} are longer than the {data.seq_len} "
+                f"tokens of {span.name}: {packed['cut']:,} are cut at the end, {packed['dropped']:,} dropped, whose "
+                "answers begin later; raise seq_len[/]"
+            )
+    return artifact
+
+
+def _digest_of(files: Sequence[object]) -> str:
+    """Return a digest of a listing of files: names, sizes and times."""
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def tokenizer_fields(recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from llama3.recipe.load import RecipeError, resolved
 from llama3.tokens.tokenizer import Tokenizer
 from storage.artifact import Artifact, ArtifactSpec
 from storage.filesystem import source_state
-from tasks.models.start import find_init_checkpoint, init_from_faults, tokenizer_faults
+from tasks.models.start import (
+    alias_label,
+    find_init_checkpoint,
+    init_from_faults,
+    tokenizer_faults,
+    with_local_models,
+)
 from tasks.step import Context, ensure_artifact
 
 if TYPE_CHECKING:
@@ -36,9 +42,11 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     assert recipe.init_from is not None
     if recipe.init_from.is_checkpoint:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
-    start, rows = recipe.init_from, Tokenizer.load(tokenizer.path).rows
+    start, rows = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).rows
+    assert start is not None
+    label = alias_label(context.root, recipe.init_from.path)
     parameters = {
-        "files": source_state(start.path),
+        "files": label or source_state(start.path),
         "format": start.format,
         "model": resolved(recipe)["model"],
         "rows": rows,
@@ -47,7 +55,7 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, rows)
-        return {"from": start.path, "parameters": parameter_count(config, rows)}
+        return {"from": label or start.path, "parameters": parameter_count(config, rows)}
 
     return ensure_artifact(context, "init-weights", design, build)
 

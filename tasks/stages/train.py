@@ -55,18 +55,26 @@ SILENCE = 2
 
 @task(name="pretrain", task_run_name="pretrain-{stage}", cache_policy=NO_CACHE, persist_result=False)
 def train_stage(
-    context: Context, stage: str, tokens: Artifact, tokenizer: Artifact, parent: Artifact | None, curated: Artifact
+    context: Context,
+    stage: str,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    parent: Artifact | None,
+    curated: Artifact,
+    conversations: Artifact | None = None,
 ) -> Artifact:
     """Return the checkpoint artifact at the end of `stage`: state to go on from, model, and every metric.
 
     `parent` is the checkpoint of the stage before, or the weights that the first stage starts from. The trainer scores
-    held-out documents of `curated`, which changes no weight.
+    held-out documents of `curated`, which changes no weight. A stage of kind `sft` trains on `conversations`, and its
+    model has a chat template.
     """
     span = Schedule(context.recipe).span(stage)
     context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
-    design = _design(context, span, tokens, parent)
+    design = _design(context, span, tokens, parent, conversations)
     made_from, work_dir_key = design.inputs, context.record.work_dir_key(stage)
-    work = context.scratch / work_dir_name(context.recipe, span, made_from["tokens"], made_from["parent"], work_dir_key)
+    data = made_from["tokens"] if conversations is None else f"{tokens.key} {conversations.key}"
+    work = context.scratch / work_dir_name(context.recipe, span, data, made_from["parent"], work_dir_key)
     checkpoints = context.cluster.checkpoints.rstrip("/")
     if not checkpoints and not context.root.is_local:
         checkpoints = context.root.join(IN_PROGRESS)
@@ -78,11 +86,15 @@ def train_stage(
             documents = validation_folder(curated, settings.val_documents)
             if not write_validation_rows(context.recipe, documents, tokenizer.path, work):
                 context.console.log(f"  [yellow]{span.name}: no held-out document to score while training[/]")
-        job = _job(context, span, tokens, parent, work, kept)
+        job = _job(context, span, tokens, parent, conversations, work, kept)
         offers = CheckpointOffers(context, span, kept or str(work / "checkpoints"))
         _train(context, span, job, [context.record.mlflow_run, mlflow_run], offers)
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        if conversations is not None:
+            from llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
+
+            write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
         return _facts(span, folder)
 
     def done() -> None:
@@ -98,12 +110,16 @@ def train_stage(
     return artifact
 
 
-def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None) -> ArtifactSpec:
+def _design(
+    context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, conversations: Artifact | None
+) -> ArtifactSpec:
     """Return what decides the stage's result: nothing of where it runs."""
+    from llama3.tokens.conversations import ConversationStream
     from llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
-    plain = resolved(recipe)
+    plain, documents = resolved(recipe), TokenStream(lazy_folder(tokens, 0), recipe)
+    stream = documents if conversations is None else ConversationStream(conversations.path, documents, span)
     schedule = Schedule(recipe).rates(span.start, span.end)
     rates = [rate for _, rate in schedule]
     parameters = {
@@ -118,14 +134,22 @@ def _design(context: Context, span: StageSpan, tokens: Artifact, parent: Artifac
         "shape": [[part.start, part.seq_len, part.batch, part.steps] for part in span.segments],
         "average": str(span.stage.weight_averaging) if span.stage.weight_averaging else None,
         **({"keep": span.stage.select} if span.stage.select != "average" else {}),
-        "stream": TokenStream(lazy_folder(tokens, 0), recipe).identity(span.start, span.end),
+        "stream": stream.identity(span.start, span.end),
     }
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
+    if conversations is not None:
+        inputs["conversations"] = conversations.key
     return ArtifactSpec("checkpoint", f"{recipe.name}-{span.name}", VERSION, parameters, inputs)
 
 
 def _job(
-    context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, work: Path, checkpoints: str | None
+    context: Context,
+    span: StageSpan,
+    tokens: Artifact,
+    parent: Artifact | None,
+    conversations: Artifact | None,
+    work: Path,
+    checkpoints: str | None,
 ) -> Path:
     """Write the job file of the stage into `work`; return its path. `checkpoints`: their URI, if not in `work`."""
     cluster = context.cluster
@@ -133,6 +157,7 @@ def _job(
         recipe=context.runs.local_recipe(context.record.name),
         stage=span.name,
         tokens=lazy_folder(tokens, int(Bytes.parse(cluster.token_cache))),
+        conversations=None if conversations is None else conversations.path,
         parent=parent.part("state") if parent and parent.manifest.kind == "checkpoint" else None,
         start=parent.part("model") if parent and parent.manifest.kind == "weights" else None,
         work=work,

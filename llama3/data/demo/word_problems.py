@@ -275,6 +275,8 @@ _KINDS: tuple[Callable[[Draws, str], MathProblem], ...] = (_gain, _lose, _share,
 
 KINDS: tuple[Callable[[Draws], MathProblem], ...] = (*ARITHMETIC, *NUMBERS, *WORDS)
 
+_PER_CONVERSATION = 3
+"""Most problems of a conversation."""
 _OFFSETS = (1, 2, 3, 4, 5, 10)
 
 
@@ -311,6 +313,16 @@ def document(seed: int, index: int) -> str:
         drawn = problem(seed, index * _PER_DOCUMENT[1] + number)
         problems.setdefault(drawn.statement, worked_text(draws, drawn))
     return "\n\n".join(problems.values())
+
+
+def conversation(seed: int, index: int) -> list[dict[str, str]]:
+    """Return conversation `index` of `seed`: one to three problems, each answered with its steps and the result."""
+    draws, messages = Draws("conversation", seed, index), []
+    for number in range(draws.between(1, _PER_CONVERSATION)):
+        drawn = problem(seed, index * _PER_CONVERSATION + number)
+        answer = f"{drawn.steps} The answer is {drawn.answer}.".strip()
+        messages += [{"role": "user", "content": drawn.question}, {"role": "assistant", "content": answer}]
+    return messages
 
 
 def questions(seed: int, count: int) -> list[MultipleChoice]:

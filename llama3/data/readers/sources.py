@@ -24,7 +24,7 @@ from llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from llama3.data.readers.files import OVER_LIMIT, READ, File, ReadErrors, SourceError, open_raw, source_files
 from llama3.data.readers.records import BATCH, UNREAD, read_files
 from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import Source
+from llama3.recipe.data_schema import ConversationSource, Source
 from llama3.recipe.schema import Recipe
 from storage.filesystem import cache_folder, is_local, local_path, write_atomic
 
@@ -57,7 +57,7 @@ class DomainSurvey:
         return f"{self.domain} ({self.name})" if self.name else self.domain
 
 
-def source_names(sources: list[Source]) -> list[str]:
+def source_names(sources: Sequence[Source | ConversationSource]) -> list[str]:
     """Return a short name for each of a domain's sources, in order: the column `source` of its documents.
 
     The last two parts of the URI without globs and endings; a second source of the same name gets `-2`.

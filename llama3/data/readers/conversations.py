@@ -1,0 +1,194 @@
+"""Read conversations from JSON lines: lists of messages, or pairs of prompt and response.
+
+The first line of a file decides its form. Unlike documents, a broken line is never skipped: SourceError names file,
+line, field, and what to write. The uri `problems` generates conversations about worked math problems instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from llama3.data.demo.word_problems import conversation
+from llama3.data.readers.files import (
+    DAMAGE,
+    File,
+    SourceError,
+    decompress,
+    is_unchanged,
+    open_raw,
+    source_files,
+    split_lines,
+)
+from llama3.data.readers.sources import source_names
+from llama3.recipe.data_schema import ConversationSource, Source
+from storage.filesystem import is_local
+
+PROBLEMS = "problems"
+LONGEST_LINE = 16_000_000
+"""Maximum bytes of a line."""
+FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "response": "..."}'
+RESPONSES = ("response", "completion")
+TURNS = ("user", "assistant")
+
+
+class Conversation(NamedTuple):
+    messages: list[dict[str, str]]
+    """`role` and `content` of each message."""
+    license: str
+
+
+class ConversationSurvey(NamedTuple):
+    """Amount of text of one source."""
+
+    name: str
+    conversations: int = 0
+    messages: int = 0
+    bytes: int = 0
+    """UTF-8 bytes of all contents."""
+    complete: bool = True
+    """False for a remote source that was not read."""
+
+
+def survey_conversations(
+    sources: Sequence[ConversationSource], seed: int, remote: bool = True
+) -> list[ConversationSurvey]:
+    """Read all conversations of `sources` and return their amounts; remote ones only with `remote`.
+
+    Raises SourceError with a line for each source at fault.
+    """
+    surveys, faults = [], []
+    for index, (name, source) in enumerate(zip(source_names(sources), sources, strict=True)):
+        if not (remote or source.uri == PROBLEMS or is_local(source.uri)):
+            surveys.append(ConversationSurvey(name, complete=False))
+            continue
+        try:
+            conversations = messages = size = 0
+            for row in read_conversations(source, seed):
+                conversations, messages = conversations + 1, messages + len(row.messages)
+                size += sum(len(message["content"].encode("utf-8", "ignore")) for message in row.messages)
+            surveys.append(ConversationSurvey(name, conversations, messages, size))
+        except SourceError as error:
+            faults.append(f"conversations.{index}.uri: {error}")
+    if faults:
+        raise SourceError("\n".join(faults))
+    return surveys
+
+
+def conversation_files(source: ConversationSource) -> list[File]:
+    """Return the files of `source`, sorted; none for `problems`. Raises SourceError if there is none to read."""
+    if source.uri == PROBLEMS:
+        return []
+    files = source_files(Source(uri=source.uri, ignore=source.ignore))
+    if not files:
+        raise SourceError(f"{source.uri!r} matches no file; correct the path (it is relative to where herd runs)")
+    for file in files:
+        if file.kind != "jsonl":
+            raise SourceError(
+                f"{file.uri!r} is not read as conversations; write them as .jsonl (also packed: .jsonl.gz), or "
+                "name the file under ignore:"
+            )
+    return files
+
+
+def read_conversations(
+    source: ConversationSource, seed: int, files: Sequence[File] | None = None
+) -> Iterator[Conversation]:
+    """Yield the conversations of `source`, up to its limit; `files` are those of its listing, by default listed now.
+
+    Raises SourceError for the first line that is broken, a damaged file, and a source without conversations.
+    """
+    if source.uri == PROBLEMS:
+        assert source.limit is not None
+        yield from (Conversation(conversation(seed, index), source.license) for index in range(source.limit))
+        return
+    count = 0
+    for file in conversation_files(source) if files is None else files:
+        for row in _read_file(file, source):
+            yield row
+            count += 1
+            if count == source.limit:
+                return
+    if not count:
+        raise SourceError(f"{source.uri!r} has no conversation; add lines such as {FORMS}")
+
+
+def _read_file(file: File, source: ConversationSource) -> Iterator[Conversation]:
+    """Yield the conversations of one file. Raises SourceError."""
+    form, number = "", 0
+    try:
+        if not is_unchanged(file):
+            raise SourceError(f"{file.uri!r} changed since it was listed; run again when no process writes there")
+        with open_raw(file) as raw:
+            for lines in split_lines(decompress(raw, file.uri), LONGEST_LINE):
+                for line in lines:
+                    number += 1
+                    if isinstance(line, int):
+                        raise SourceError(f"{file.uri}:{number} is longer than {LONGEST_LINE // 10**6} MB; split it")
+                    if not line or line.isspace():
+                        continue
+                    try:
+                        row = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
+                        form = form or _form(row)
+                        messages = _messages(row, form)
+                    except orjson.JSONDecodeError as error:
+                        raise SourceError(
+                            f"{file.uri}:{number} is not JSON ({error}); write one object a line: {FORMS}"
+                        ) from None
+                    except ValueError as error:
+                        raise SourceError(f"{file.uri}:{number} {error}") from None
+                    own = row.get("license")
+                    stated = source.license if source.license != "unknown" or not isinstance(own, str) else own
+                    yield Conversation(messages, stated)
+    except DAMAGE as error:
+        raise SourceError(f"{file.uri!r} cannot be read to its end ({error}); copy or pack it again") from error
+
+
+def _form(row: Any) -> str:
+    """Return the field by which the rows of a file are read: `messages`, or that of the response."""
+    names = row if isinstance(row, dict) else {}
+    if "messages" in names:
+        return "messages"
+    found = [name for name in RESPONSES if name in names]
+    if "prompt" in names and found:
+        return found[0]
+    known = ", ".join(map(repr, names)) or "no field"
+    raise ValueError(f"has {known}; write {FORMS}")
+
+
+def _messages(row: Any, form: str) -> list[dict[str, str]]:
+    """Return the messages of a row. Raises ValueError that begins with the field."""
+    if not isinstance(row, dict) or form not in row or (form != "messages" and "prompt" not in row):
+        missing = "prompt" if isinstance(row, dict) and form in row else form
+        raise ValueError(f"{missing}: is missing, and the file begins with rows that have it; write {FORMS}")
+    if form == "messages":
+        given = row["messages"]
+        if not isinstance(given, list) or not given:
+            raise ValueError(f"messages: {str(given)[:40]!r} is not a list of messages; write {FORMS}")
+        named = [(f"messages.{number}", message) for number, message in enumerate(given)]
+    else:
+        named = [("", {"role": "user", "content": row["prompt"]}), ("", {"role": "assistant", "content": row[form]})]
+    messages: list[dict[str, str]] = []
+    for number, (at, message) in enumerate(named):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        turns = len(messages) - (bool(messages) and messages[0]["role"] == "system")
+        due = TURNS[turns % 2]
+        if role != due and not (role == "system" and number == 0):
+            expected = f"{due!r} or 'system'" if number == 0 else repr(due)
+            raise ValueError(
+                f"{at}.role: {role!r} where {expected} is expected; write user and assistant in turns, after at most "
+                "one system message at the beginning"
+            )
+        field = f"{at}.content" if at else ("prompt", form)[number]
+        if not isinstance(content, str) or not content.strip():
+            what = "is empty" if isinstance(content, str) else f"is {type(content).__name__}, not text"
+            raise ValueError(f"{field}: {what}; write a text, or remove the conversation")
+        if message.get("weight") == 0:
+            raise ValueError(f"{at}.weight: 0 is not supported; remove the field, or the conversation")
+        messages.append({"role": role, "content": content})
+    if messages[-1]["role"] != "assistant":
+        last = len(messages) - 1
+        raise ValueError(f"messages.{last}.role: the last message is of {messages[-1]['role']!r}; end with 'assistant'")
+    return messages

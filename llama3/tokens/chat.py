@@ -1,0 +1,83 @@
+"""The Llama 3 chat format: conversations as token ids, and which of the tokens a model learns to write.
+
+`<|begin_of_text|>`, then per message `<|start_header_id|>` role `<|end_header_id|>`, two line ends, the stripped
+content and `<|eot_id|>` (meta-llama/llama-models, models/llama3/chat_format.py). Roles and contents are encoded as
+ordinary text, so a content that spells a special token stays text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama3.tokens.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+END_OF_TURN = "<|eot_id|>"
+PADDING = "<|finetune_right_pad_id|>"
+TEMPLATE_FILE = "chat_template.jinja"
+"""File of the template in a model folder; its presence marks a model that was trained on conversations."""
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- "<|start_header_id|>" + message["role"] + "<|end_header_id|>\\n\\n" }}
+    {{- (message["content"] | trim) + "<|eot_id|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{%- endif %}
+"""
+"""The same format for Hugging Face's `apply_chat_template`, which reads a special token in a content as one."""
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
+    """Return the ids of `messages` (role and content each); `add_generation_prompt` opens the assistant's next turn.
+
+    Raises ValueError that names message and field: no message, an unknown role, a content that is not text, a tokenizer
+    without the special tokens of the format.
+    """
+    ids, _ = encode_conversation(tokenizer, messages)
+    return [*ids, *_header(tokenizer, "assistant")] if add_generation_prompt else ids
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[bool]]:
+    """Return the ids of `messages` and the loss mask: True at contents of the assistant and their `<|eot_id|>`.
+
+    Raises ValueError as `encode_chat`.
+    """
+    if not messages:
+        raise ValueError("messages: is empty; give at least one message")
+    ids, mask = [special_id(tokenizer, "<|begin_of_text|>")], [False]
+    for number, message in enumerate(messages):
+        if fault := message_fault(message):
+            raise ValueError(f"messages.{number}.{fault}")
+        header = _header(tokenizer, message["role"])
+        content = [*tokenizer.encode(message["content"].strip()), special_id(tokenizer, END_OF_TURN)]
+        ids += [*header, *content]
+        mask += [False] * len(header) + [message["role"] == "assistant"] * len(content)
+    return ids, mask
+
+
+def message_fault(message: Any) -> str:
+    """Return what is wrong with one message, beginning with its field; "" if nothing is."""
+    if not isinstance(message, Mapping):
+        return f"role: is missing: {str(message)[:40]!r} is not a message; write {{role: user, content: ...}}"
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        return f"role: {role!r} is unknown; write {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+    return "" if isinstance(content, str) else f"content: is {type(content).__name__}, not text; write a string"
+
+
+def special_id(tokenizer: Tokenizer, name: str) -> int:
+    """Return the id of a special token. Raises ValueError if `tokenizer` does not have it."""
+    if name not in tokenizer.specials:
+        raise ValueError(
+            f"tokenizer: has no {name}, which conversations need; use a tokenizer in the Llama 3 format "
+            "(tokenizer.use), or train one"
+        )
+    return len(tokenizer.base) + tokenizer.specials.index(name)
+
+
+def _header(tokenizer: Tokenizer, role: str) -> list[int]:
+    start, end = special_id(tokenizer, "<|start_header_id|>"), special_id(tokenizer, "<|end_header_id|>")
+    return [start, *tokenizer.encode(role), end, *tokenizer.encode("\n\n")]

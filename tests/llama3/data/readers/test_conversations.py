@@ -1,0 +1,137 @@
+"""Rows of conversations: both forms, packed files, and what is said about every kind of broken row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from llama3.data.readers.conversations import read_conversations, survey_conversations
+from llama3.data.readers.files import SourceError
+from llama3.recipe.data_schema import ConversationSource
+
+USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def source(path: Path, **more: Any) -> ConversationSource:
+    return ConversationSource(uri=str(path), **more)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def read(path: Path, **more: Any) -> list[list[dict[str, str]]]:
+    return [row.messages for row in read_conversations(source(path, **more), 0)]
+
+
+def test_the_form_is_found_per_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", {"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]}, "", {"messages": [USER, ANSWER]})
+    write(tmp_path / "b.jsonl", {"prompt": "1 + 1?", "response": "2"})
+    write(tmp_path / "c.jsonl", {"prompt": "1 + 1?", "completion": "2", "id": 7})
+    write(tmp_path / "README.md", "about the set")
+    assert read(tmp_path) == [[SYSTEM, USER, ANSWER, USER, ANSWER], *[[USER, ANSWER]] * 3]
+    assert len(read(tmp_path, limit=2)) == 2
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_packed_files_are_read(tmp_path: Path, ending: str) -> None:
+    data = (json.dumps({"messages": [USER, ANSWER]}) + "\n").encode() * 3
+    packed = gzip.compress(data) if ending == "gz" else pa.Codec("zstd").compress(data, asbytes=True)
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(packed)
+    assert len(read(path)) == 3
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(SourceError, match=r"a.jsonl.* cannot be read to its end"):
+        read(path)
+
+
+def test_a_license_is_the_source_s_or_the_row_s(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], "license": "MIT"}, {"messages": [USER, ANSWER]})
+    assert [row.license for row in read_conversations(source(path), 0)] == ["MIT", "unknown"]
+    assert [row.license for row in read_conversations(source(path, license="CC0"), 0)] == ["CC0", "CC0"]
+
+
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+BROKEN = {
+    "not json": ("{'a'", "2 is not JSON"),
+    "no object": ([1, 2], "2 messages: is missing, and the file begins with rows that have it"),
+    "other form": ({"prompt": "a", "response": "b"}, "2 messages: is missing"),
+    "no list": ({"messages": "hello"}, "2 messages: 'hello' is not a list"),
+    "no message": ({"messages": []}, r"2 messages: '\[\]' is not a list"),
+    "two users": (chat(USER, USER, ANSWER), "2 messages.1.role: 'user' where 'assistant' is expected; write user and"),
+    "begins with the answer": (chat(ANSWER), "2 messages.0.role: 'assistant' where 'user' or 'system' is expected"),
+    "late system": (chat(USER, ANSWER, SYSTEM), "2 messages.2.role: 'system' where 'user' is expected"),
+    "two systems": (chat(SYSTEM, SYSTEM, USER, ANSWER), "2 messages.1.role: 'system' where 'user' is expected"),
+    "ends with the user": (chat(USER, ANSWER, USER), "2 messages.2.role: the last message is of 'user'; end with"),
+    "system alone": (chat(SYSTEM), "2 messages.0.role: the last message is of 'system'"),
+    "unknown role": (chat(USER, {"role": "bot", "content": "2"}), "2 messages.1.role: 'bot' where 'assistant'"),
+    "no role": (chat({"content": "2"}), "2 messages.0.role: None where"),
+    "no mapping": (chat("hello"), "2 messages.0.role: None where"),
+    "empty": (chat(USER, {"role": "assistant", "content": " \n"}), "2 messages.1.content: is empty; write a text"),
+    "parts": (chat({"role": "user", "content": [{"type": "text"}]}, ANSWER), "2 messages.0.content: is list, not text"),
+    "no loss": (chat(USER, {**ANSWER, "weight": 0}), "2 messages.1.weight: 0 is not supported"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_row_is_named_with_what_to_write(tmp_path: Path, kind: str) -> None:
+    row, fault = BROKEN[kind]
+    path = write(tmp_path / "chats.jsonl", chat(USER, ANSWER), row, chat(USER, ANSWER))
+    with pytest.raises(SourceError, match=f"chats.jsonl:{fault}"):
+        read(path)
+
+
+def test_a_broken_pair_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    for row, fault in (
+        ({"prompt": "a"}, "completion: is missing"),
+        ({"prompt": "a", "completion": ""}, "completion: is"),
+    ):
+        with pytest.raises(SourceError, match=f"a.jsonl:2 {fault}"):
+            read(write(tmp_path / "a.jsonl", good, row))
+    with pytest.raises(SourceError, match=r"a.jsonl:1 has 'text'; write"):
+        read(write(tmp_path / "a.jsonl", {"text": "a"}))
+
+
+def test_a_source_without_conversations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="has no conversation; add lines"):
+        read(write(tmp_path / "a.jsonl", ""))
+    with pytest.raises(SourceError, match="matches no file"):
+        read(tmp_path / "none" / "*.jsonl")
+    write(tmp_path / "b" / "a.csv", "prompt,response")
+    with pytest.raises(SourceError, match=r"a.csv' is not read as conversations; write them as .jsonl"):
+        read(tmp_path / "b")
+
+
+def test_a_survey_names_every_source_at_fault(tmp_path: Path) -> None:
+    good, bad = write(tmp_path / "a.jsonl", chat(USER, ANSWER)), write(tmp_path / "b.jsonl", "{")
+    (survey,) = survey_conversations([source(good)], 0)
+    assert survey[1:] == (1, 2, 7, True)
+    with pytest.raises(SourceError) as error:
+        survey_conversations([source(bad), source(good), source(tmp_path / "none")], 0)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == [
+        f"conversations.{n}.uri" for n in (0, 2)
+    ]
+
+
+def test_generated_problems_are_seeded_and_correct() -> None:
+    problems = ConversationSource(uri="problems", limit=40)
+    first, again, other = ([row.messages for row in read_conversations(problems, seed)] for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({json.dumps(messages) for messages in first}) == 40
+    assert {len(messages) for messages in first} == {2, 4, 6}
+    assert all(message["content"] for messages in first for message in messages)
+    with pytest.raises(ValueError, match="limit: is missing"):
+        ConversationSource(uri="problems")
