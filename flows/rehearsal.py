@@ -23,6 +23,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.launch.local import rank_process
 from tasks.models.export import export_model
+from tasks.models.start import with_local_models
 from tasks.pipeline_steps import next_step
 from tasks.plan.rehearsal import (
     Rehearsal,
@@ -52,7 +53,7 @@ def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tu
     Nothing is written outside of `rehearsals` of the working folder, except a trial file that shows that the root can
     be written.
     """
-    scaled = ScaledRun(recipe, cluster, processes)
+    scaled = ScaledRun(with_local_models(root, recipe), cluster, processes)
     found, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
     if layouts := built_layouts(scaled):
         found.proven.append(("layouts", f"built at full size: {layouts}"))

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.evaluate.scores import MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
+from llama3.evaluate.scores import BITS, MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
 from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
 from llama3.evaluate.statistics import (
     RESAMPLES,
@@ -34,8 +34,6 @@ from llama3.evaluate.statistics import (
 from llama3.evaluate.suite import BPB, CORE
 from llama3.recipe.schema import Recipe
 
-BITS = "bits per byte"
-"""Unit of the scores that are compared document by document."""
 Array = NDArray[np.float64]
 Item = tuple[str, float]
 """Id and denominator of a sample."""

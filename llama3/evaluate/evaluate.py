@@ -26,6 +26,7 @@ from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.generate import generate, generate_batch
 from llama3.evaluate.held_out import ValidationDocument, document_bytes, longest_sequence, read_validation_documents
 from llama3.evaluate.needle import KINDS, context_lengths, find_needles
+from llama3.evaluate.responses import score_responses
 from llama3.evaluate.sandbox import SandboxResult, run_programs
 from llama3.evaluate.scores import (
     GENERATIONS_FILE,
@@ -232,6 +233,7 @@ def evaluate(
     documents: Path,
     folder: Path,
     *,
+    conversations: Path | None = None,
     threads: int = 2,
     device: str = "cpu",
     ranks: EvalRanks | None = None,
@@ -244,6 +246,7 @@ def evaluate(
     `count_too_long` ({key: questions that were not asked and count as wrong}), `count_unjudged` ({key: questions left
     out of the score}) and
     `baselines` (`core 1`: table and version behind `eval/core`).
+    `conversations` is a file of held-out conversations, whose answers are scored too.
     With `ranks`, several processes call this with the same arguments and share the work; rank 0 writes.
     Raises ValueError if there are no held-out documents, a task is invalid, or model and tokenizer do not match.
     """
@@ -267,6 +270,9 @@ def evaluate(
             )
         window = min(network.config.max_seq_len, longest_sequence(recipe))
         results = _run_tasks(network, coder, suite.tasks, window, device, ranks)
+        answers: tuple[dict[str, Score], list[Sample]] = {}, []
+        if conversations is not None:
+            answers = score_responses(network, coder, conversations, recipe.evaluate.questions, window, device, ranks)
         needles = None
         lengths = context_lengths(window)
         if "needle" in suite.suite.built_in and lengths:
@@ -282,6 +288,8 @@ def evaluate(
         if gold:
             scores[gold_key(task.key)] = gold_score(task, gold)
             all_samples += gold
+    scores |= answers[0]
+    all_samples += answers[1]
     if needles is not None:
         scores |= needles.scores()
         all_samples += needles.samples()

@@ -48,6 +48,8 @@ class EvaluateJob(BaseModel):
     """The folder of the model's tokenizer."""
     documents: Path
     """The curated folder."""
+    conversations: Path | None = None
+    """File of held-out conversations."""
     gate: GateScores | None = None
     """Measure these scores instead of the recipe's suite."""
     work: Path
@@ -98,6 +100,7 @@ def run_job(job: EvaluateJob) -> None:
                 job.tokenizer,
                 job.documents,
                 job.result,
+                conversations=job.conversations,
                 threads=job.threads,
                 device=device,
                 ranks=ranks,

@@ -6,7 +6,16 @@ Scores that depend on the data (`eval/bpb_language/de`) or on the window (`eval/
 from __future__ import annotations
 
 from llama3.evaluate.scores import GOLD, LANGUAGE, MACRO
-from llama3.evaluate.suite import BPB, CHECKED_ROWS, CORE, check_suite, recipe_suite, stage_suite_name, with_suite
+from llama3.evaluate.suite import (
+    BPB,
+    CHECKED_ROWS,
+    CORE,
+    RESPONSES,
+    check_suite,
+    recipe_suite,
+    stage_suite_name,
+    with_suite,
+)
 from llama3.recipe.gates import matches
 from llama3.recipe.schema import Recipe
 
@@ -50,4 +59,6 @@ def possible_scores(recipe: Recipe) -> set[str]:
     if "bits" in suite.built_in:
         domains = [domain for domain, sources in recipe.sources.items() if sources]
         keys |= {BPB, MACRO, *(f"{prefix}/{domain}" for prefix in (BPB, MACRO) for domain in domains)}
+    if recipe.conversations:
+        keys.add(RESPONSES)
     return keys | ({CORE} if keys - {BPB, MACRO} else set())

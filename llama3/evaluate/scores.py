@@ -37,7 +37,8 @@ LANGUAGE = "eval/bpb_language"
 PROSE = (f"{BPB}/general", f"{BPB}/multilingual")
 """Tasks whose documents are in one natural language each; code and formulas count as none."""
 UNKNOWN = ("", "und")
-_BITS = "bits per byte"
+BITS = "bits per byte"
+"""Unit of the scores that are compared document by document."""
 
 Better = Literal["lower", "higher"]
 
@@ -246,7 +247,7 @@ def score_samples(task: Task, items: Sequence[Sample]) -> Score:
     if not items:
         estimate = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
     elif task.kind == "bits":
-        unit, better, estimate = _BITS, "lower", ratio(numerators, denominators)
+        unit, better, estimate = BITS, "lower", ratio(numerators, denominators)
     elif task.average == "groups":
         estimate = group_mean(items)
     elif task.writing.samples > 1:
@@ -296,7 +297,7 @@ def score_table(
 
     def add_bits_per_byte(key: str, items: list[Sample], requests: Sequence[Request]) -> None:
         estimate = ratio([item.numerator for item in items], [item.denominator for item in items])
-        scores[key] = Score.from_estimate(key, estimate, _BITS, "lower", requests_digest(requests), None)
+        scores[key] = Score.from_estimate(key, estimate, BITS, "lower", requests_digest(requests), None)
         all_samples.extend(items)
 
     domains = [task for task in tasks if task.key.startswith(f"{BPB}/")]
@@ -317,7 +318,7 @@ def score_table(
     for prefix in (BPB, MACRO) if domains else ():
         assert recipe is not None, "the mix by which domains are weighted"
         estimate = mean_bits_per_byte(recipe, {key: each.estimate for key, each in scores.items()}, prefix)
-        scores[prefix] = Score.from_estimate(prefix, estimate, _BITS, "lower", _digest(domains), None)
+        scores[prefix] = Score.from_estimate(prefix, estimate, BITS, "lower", _digest(domains), None)
     if counted := [task for task in tasks if task.key in baselines]:
         estimate = core_score([(scores[task.key].estimate, baselines[task.key]) for task in counted])
         total = Score.from_estimate(CORE, estimate, "share above chance", "higher", _digest(counted), 0.0)

@@ -46,6 +46,7 @@ from llama3.recipe.schema import Recipe
 from storage.filesystem import is_local
 
 BPB = "eval/bpb"
+RESPONSES = "eval/sft/bpb"
 CORE = "eval/core"
 ARITHMETIC = "eval/arithmetic"
 CONTINUATION = "eval/continuation"

@@ -332,7 +332,9 @@ def fault_test_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
         "seq_len": shape.seq_len,
         "batch": f"{shape.batch} tokens",
     }
-    plain = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"init_from", "promote"})
+    plain = recipe.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude={"init_from", "promote", "conversations"}
+    )
     return Recipe.model_validate(
         plain
         | {

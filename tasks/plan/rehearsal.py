@@ -58,6 +58,8 @@ STEPS = 32
 """Optimizer steps of the run, divided by the tokens of the stages."""
 FEWEST = 4
 """Minimum steps per sequence length, unless the recipe itself has fewer."""
+CONVERSATIONS = 500
+"""Of each source of them."""
 SAMPLE = 4_000_000
 """Bytes of raw text per domain."""
 VOCABULARY = 2048
@@ -160,6 +162,8 @@ class ScaledRun:
             for source in sources:
                 most = SAMPLE // len(sources)
                 source["limit"] = str(Bytes(min(most, Bytes.parse(source["limit"]) if source["limit"] else most)))
+        for source in plain.get("conversations", ()):
+            source["limit"] = min(source["limit"] or CONVERSATIONS, CONVERSATIONS)
         if train := plain["tokenizer"]["train"]:
             train["vocab"], train["sample"] = min(train["vocab"], VOCABULARY), str(Bytes(SAMPLE))
         if unit := recipe.tokens.chunk_tokens:
@@ -226,6 +230,7 @@ class ScaledRun:
             "seq_len": sequences if several else sequences[0],
             "batch": f"{self.batches[span.name]} tokens",
         }
+        plain.pop("epochs", None)  # of a sample
         if span.stage.gates:  # they are computed, and pass: an untrained model finds no needle
             passable = {"short-context": "no worse than 100%", "needle": "at least 0"}
             plain["gates"] = {gate: passable[gate] for gate in span.stage.gates}

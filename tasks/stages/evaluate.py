@@ -58,12 +58,14 @@ def run_evaluation(
     agents: Agents,
     gate: GateScores | None = None,
     tokenizer: Path | None = None,
+    conversations: Path | None = None,
 ) -> dict[str, Any]:
     """Score the model in `model` into `folder`; return the metadata of `evaluate`.
 
-    `tokenizer` is its folder if that is another. With `gate` the scores are those of a long-context gate. `work` keeps
-    finished work, so that another attempt, or another call after a kill, continues. Raises ValueError as `evaluate`
-    does, OSError for a full disk, and EvaluationFailed if `cluster.attempts` attempts died.
+    `tokenizer` is its folder if that is another, `conversations` the file of held-out ones. With `gate` the scores are
+    those of a long-context gate. `work` keeps finished work, so that another attempt, or another call after a kill,
+    continues. Raises ValueError as `evaluate` does, OSError for a full disk, and EvaluationFailed if `cluster.attempts`
+    attempts died.
     """
     layout, processes = place_evaluation(recipe, cluster)
     work.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,7 @@ def run_evaluation(
         model=model,
         tokenizer=tokenizer or model,
         documents=documents,
+        conversations=conversations,
         gate=gate,
         work=work,
         layout=layout,
@@ -151,20 +154,27 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     """
     usual = stage_suite_name(context.recipe, name)
     recipe = with_suite(context.recipe, suite or usual)
-    design = _evaluation(recipe, checkpoint.manifest.name, checkpoint.key, curated)
+    design, conversations = _evaluation(context, recipe, checkpoint.manifest.name, checkpoint.key, curated)
     step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
         documents = validation_folder(curated, recipe.evaluate.documents)
-        model = checkpoint.part("model")
-        return run_evaluation(recipe, model, documents, folder, work, context.cluster, context.agents)
+        model, cluster = checkpoint.part("model"), context.cluster
+        return run_evaluation(
+            recipe, model, documents, folder, work, cluster, context.agents, conversations=conversations
+        )
 
     return ensure_in_scratch(context, step, design, build)
 
 
-def _evaluation(recipe: Recipe, name: str, checkpoint: str, curated: Artifact) -> ArtifactSpec:
-    """Return the artifact of the scores of the checkpoint with the key `checkpoint`, by the recipe's suite."""
-    return ArtifactSpec(
+def _evaluation(
+    context: Context, recipe: Recipe, name: str, checkpoint: str, curated: Artifact
+) -> tuple[ArtifactSpec, Path | None]:
+    """Return the artifact of the scores of the checkpoint with the key `checkpoint`, by the suite of `recipe`, and the
+    file of held-out conversations, if the run has any."""
+    from llama3.tokens.conversations import HELD_OUT  # imports numba
+
+    design = ArtifactSpec(
         kind="evaluation",
         name=name,
         version=VERSION,
@@ -179,6 +189,11 @@ def _evaluation(recipe: Recipe, name: str, checkpoint: str, curated: Artifact) -
         },
         inputs={"checkpoint": checkpoint, "curated": curated.key, **suite_inputs(recipe)},
     )
+    if "conversations" not in context.record.steps:
+        return design, None
+    chats = context.store.load(context.record.steps["conversations"].artifact)
+    design.inputs["conversations"] = chats.key
+    return design, chats.part(HELD_OUT)
 
 
 # Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
@@ -278,12 +293,21 @@ def evaluate_checkpoint(
     scratch = context.scratch / f"{step}-checkpoint"
     try:
         saved = CheckpointQueue(folder).fetch(position, scratch)
-        design = _evaluation(recipe, f"{recipe.name}-{stage}-{position}", file_digest(saved / MANIFEST), curated)
+        name, key = f"{recipe.name}-{stage}-{position}", file_digest(saved / MANIFEST)
+        design, conversations = _evaluation(context, recipe, name, key, curated)
 
         def build(result: Path, work: Path) -> dict[str, Any]:
             documents = validation_folder(curated, recipe.evaluate.documents)
             facts = run_evaluation(
-                recipe, saved, documents, result, work, context.cluster, context.agents, tokenizer=tokenizer.path
+                recipe,
+                saved,
+                documents,
+                result,
+                work,
+                context.cluster,
+                context.agents,
+                tokenizer=tokenizer.path,
+                conversations=conversations,
             )
             return {**facts, "position": position}
 

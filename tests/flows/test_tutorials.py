@@ -22,7 +22,7 @@ from flows.recipe_form import PipelineParameters
 from llama3.planner.hardware import preset_text
 from llama3.planner.topology import load_fabric
 from llama3.recipe.base import DOMAINS
-from llama3.recipe.data_schema import Source
+from llama3.recipe.data_schema import ConversationSource, Source, TokenizerConfig, TrainTokenizer
 from llama3.recipe.load import load_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -142,6 +142,9 @@ def check_herd(page: Path, words: list[str]) -> None:
 
 
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
+    if "@" in (recipe.tokenizer.use or ""):  # a model of an earlier command
+        tokenizer = TokenizerConfig(train=TrainTokenizer(vocab=4096))
+        recipe = recipe.model_copy(update={"init_from": None, "tokenizer": tokenizer})
     with TemporaryDirectory() as folder:
         check_place(recipe, cluster, Root.parse(folder))
 
@@ -176,6 +179,9 @@ def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
             check_part(whole, data, tmp_path)
         elif "launcher" in data:
             Cluster.model_validate(data)
+        elif "conversations" in data:
+            for conversations in data["conversations"]:
+                ConversationSource.model_validate(conversations)
         elif "stages" in data and isinstance(data["stages"], list):
             for stage in data["stages"]:
                 Stage.model_validate(stage)
