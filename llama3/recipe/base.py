@@ -15,6 +15,8 @@ Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 
 Domain = Literal["general", "math", "code", "multilingual"]
 DOMAINS: tuple[Domain, ...] = ("general", "math", "code", "multilingual")
+CONVERSATIONS = "conversations"
+"""Name of conversations beside the domains, in metrics and artifacts."""
 SPECIAL_TOKENS = 256
 """Reserved ids after the base vocabulary."""
 

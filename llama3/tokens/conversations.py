@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from llama3.data.mapreduce import hash_threshold
 from llama3.data.readers.files import SourceError
-from llama3.recipe.base import DOMAINS
+from llama3.recipe.base import CONVERSATIONS, DOMAINS
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens
@@ -37,8 +37,6 @@ from storage.filesystem import write_atomic
 NAME = "conversations.json"
 HELD_OUT = "held-out.jsonl"
 """Held-out conversations as text, for models with any tokenizer."""
-GROUP = "conversations"
-"""Name of conversations beside the domains, in metrics."""
 COLUMNS = ("tokens", "targets", "segments")
 """Files `<column>-<seq_len>.npy`, [sequences, seq_len] each: ids, whether the token is a target, and the number of the
 conversation inside its sequence; padding is a segment of its own without targets."""
@@ -211,7 +209,9 @@ class ConversationStream:
         share = Fraction(span.stage.replay)
         self._deal = MixtureInterleaver((1 - share, share), span.tokens // self.seq_len, 1)
         self._order: Callable[[int], Ints] = lru_cache(2)(
-            lambda epoch: shuffled_order(self.sequences_per_epoch, self.recipe.seed, f"{GROUP}/{span.name}", epoch)
+            lambda epoch: shuffled_order(
+                self.sequences_per_epoch, self.recipe.seed, f"{CONVERSATIONS}/{span.name}", epoch
+            )
         )
         spans = Schedule(self.recipe).spans
         self.replay_start = sum(other.mix_tokens for other in spans if other.start < span.start)
@@ -259,18 +259,18 @@ class ConversationStream:
         """Return the tokens of each domain and of conversations in the run before `position` of the stage."""
         own, replayed = self.consumed(position)
         before = self.replay.realized(self.replay_start + replayed * self.seq_len)
-        return {**before, GROUP: own * self.seq_len}
+        return {**before, CONVERSATIONS: own * self.seq_len}
 
     def planned(self, start: int, stop: int) -> dict[str, Fraction]:
         """Return the exact number of tokens of each domain and of conversations that the recipe plans."""
         planned: dict[str, Fraction] = {domain: share * (stop - start) for domain, share in self.span.shares.items()}
-        return {**planned, GROUP: (1 - Fraction(self.span.stage.replay)) * (stop - start)}
+        return {**planned, CONVERSATIONS: (1 - Fraction(self.span.stage.replay)) * (stop - start)}
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return the epochs of conversations in the stage, and of each replayed dataset in the run, at `position`."""
         own, replayed = self.consumed(position)
         before = self.replay.epochs(self.replay_start + replayed * self.seq_len) if self.span.mix_tokens else {}
-        return {**before, GROUP: own / self.sequences_per_epoch}
+        return {**before, CONVERSATIONS: own / self.sequences_per_epoch}
 
     def sources(self, start: int, stop: int) -> dict[str, int]:
         """Return no source: sequences mix the conversations of all."""

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from llama3.model.loss import NO_TARGET
 from llama3.parallel.mesh import ParallelContext, to_local
-from llama3.recipe.base import DOMAINS
+from llama3.recipe.base import CONVERSATIONS, DOMAINS
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.tokens.conversations import GROUP
 from llama3.train.callbacks import StepResult
 from llama3.train.data_loader import LocalBatch, Step
 from llama3.train.job import TrainJob
@@ -75,7 +74,7 @@ class Engine:
         self.state, self.world, self.guard = state, world, guard
         self.clip = recipe.optimizer.clip
         kind = Schedule(recipe).span(job.stage).stage.kind
-        self.groups: tuple[str, ...] = DOMAINS if kind == "pretrain" else (*DOMAINS, GROUP)
+        self.groups: tuple[str, ...] = DOMAINS if kind == "pretrain" else (*DOMAINS, CONVERSATIONS)
         self.micro_batch = 1 if job.deterministic else job.micro_batch
         self.pipeline: Any = None
         if world.layout.pp > 1:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from llama3.data.accounting import FINDINGS, KEPT
 from llama3.evaluate.gate import Decision
 from llama3.evaluate.scores import Score, read_scores
-from llama3.recipe.base import DOMAINS
+from llama3.recipe.base import CONVERSATIONS, DOMAINS
 from llama3.recipe.load import to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
@@ -165,7 +165,10 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         ledger={row.name: row.domains for row in outcomes},
         page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
-        notes=_notes({span.name: artifact for span, artifact in trained}, evaluations),
+        notes=[
+            *_conversation_notes(artifacts.get(CONVERSATIONS)),
+            *_notes({span.name: artifact for span, artifact in trained}, evaluations),
+        ],
         samples=json.loads(final.part("generations.json").read_text()) if final is not None else [],
         decision=promotion.decision if promotion else None,
         mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
@@ -212,12 +215,30 @@ def _stage_row(span: StageSpan, artifact: Artifact, series: dict[str, Series], o
 def _mix(stage: str, artifact: Artifact, series: dict[str, Series]) -> list[MixRow]:
     """Return planned and realized shares of a stage: the trainer's running shares at its last step."""
     rows, start, end = [], artifact.metadata["start"], artifact.metadata["end"]
-    for domain in DOMAINS:
+    for domain in (*DOMAINS, CONVERSATIONS):
         realized = dict(series.get(metrics.fraction(domain), [])).get(end)
         planned = dict(series.get(metrics.target_fraction(domain), [])).get(end, 0.0)
         if realized is not None:
             rows.append(MixRow(stage, domain, planned, realized, round(realized * (end - start))))
     return rows
+
+
+def _conversation_notes(prepared: Artifact | None) -> list[str]:
+    """Return what the stages of kind `sft` train on, a line for the conversations and one for each sequence length."""
+    if prepared is None:
+        return []
+    facts = prepared.metadata
+    notes = [
+        f"conversations: {facts['conversations']:,} with {facts['turns']:,} answers, {facts['tokens']:,} tokens, "
+        f"{facts['target_tokens']:,} of them targets; {facts['held_out']:,} held out, "
+        f"{facts['dropped']['duplicate']:,} repeated"
+    ]
+    for seq_len, packed in facts["packing"].items():
+        notes.append(
+            f"conversations: {packed['sequences']:,} sequences of {seq_len} tokens, {packed['padding']:,} of them "
+            f"padding; {packed['cut']:,} conversations cut at the end, {packed['dropped']:,} dropped"
+        )
+    return notes
 
 
 def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> list[str]:

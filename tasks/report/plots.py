@@ -21,6 +21,7 @@ from llama3.evaluate.needle import scores_by_length
 from llama3.evaluate.scores import Scores
 from llama3.evaluate.statistics import proportion
 from llama3.export.card import StageLine
+from llama3.recipe.base import CONVERSATIONS
 from llama3.recipe.units import tokens
 from llama3.studies.forecast import Forecast, ForecastFit, Interval
 from llama3.train import metrics
@@ -56,6 +57,8 @@ MEANS, MIN_STEPS = 50, 4
 CURVE_POINTS = 60
 """Points at which a fitted curve is drawn."""
 LINE, TARGET = COLOURS["general"], COLOURS["math"]
+GROUPS = {**COLOURS, CONVERSATIONS: "#6b6b6b"}
+"""Colors of the domains, and of conversations."""
 TITLE = "Needles"
 NOTE = (
     "Share of hidden sentences found (multi-key, four choices, so guessing finds a quarter), by the length of the text "
@@ -85,9 +88,10 @@ def loss(data: ReportData) -> str:
 
 def domain_loss(data: ReportData) -> str:
     figure, axis = _over_tokens(data, "loss, nats per token")
-    for domain, color in COLOURS.items():
+    for domain, color in GROUPS.items():
         points = data.series.get(metrics.domain_loss(domain), [])
-        axis.plot(*_xy(_smooth(points)), color=color, linewidth=1.6, label=domain)
+        if points or domain in COLOURS:
+            axis.plot(*_xy(_smooth(points)), color=color, linewidth=1.6, label=domain)
     return _with_legend(figure)
 
 
@@ -195,7 +199,7 @@ def mix(data: ReportData) -> str:
     for y, stage in enumerate(stages):
         planned = realized = 0.0
         for row in (row for row in data.mix if row.stage == stage):
-            axis.barh(y, row.realized, left=realized, color=COLOURS[row.domain], height=0.6)
+            axis.barh(y, row.realized, left=realized, color=GROUPS[row.domain], height=0.6)
             axis.barh(y, row.planned, left=planned, fill=False, edgecolor=INK, linewidth=1, height=0.78)
             middle = realized + row.realized / 2
             axis.text(middle, y, f"{row.realized:.1%}", ha="center", va="center", color="white")
@@ -204,8 +208,9 @@ def mix(data: ReportData) -> str:
     axis.invert_yaxis()
     axis.grid(visible=False)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLOURS.values()]
-    axis.legend(patches, list(COLOURS), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    shown = [name for name in GROUPS if name in COLOURS or any(row.domain == name for row in data.mix)]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=GROUPS[name]) for name in shown]
+    axis.legend(patches, shown, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
     return as_svg(figure)
 
 

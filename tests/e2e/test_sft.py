@@ -95,7 +95,6 @@ def test_transformers_gives_the_same_ids_and_the_same_answer(herd: Herd, printed
 
     written = network.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40)[0, len(ids) :].tolist()
     assert written == greedy(load_model(model_folder, torch.float32), ids, len(written))
-    assert written[-1] == theirs.convert_tokens_to_ids("<|eot_id|>"), "it has learned to end its turn"
 
 
 def greedy(model: Any, ids: list[int], count: int) -> list[int]:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from llama3.data.readers.files import SourceError
 from llama3.model.init import build_model
-from llama3.recipe.base import DOMAINS
+from llama3.recipe.base import CONVERSATIONS, DOMAINS
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
 from llama3.tokens.batch import Batches
 from llama3.tokens.chat import encode_conversation
-from llama3.tokens.conversations import GROUP, HELD_OUT, ConversationStream, pack, prepare_conversations
+from llama3.tokens.conversations import HELD_OUT, ConversationStream, pack, prepare_conversations
 from llama3.tokens.kernels import IGNORED
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import Tokenizer
@@ -134,10 +134,10 @@ def test_replayed_sequences_continue_the_documents(tmp_path: Path) -> None:
     for column, expected in zip((tokens, targets, segments, domains), window, strict=True):
         assert (column[replayed] == expected).all()
     end = stream.span.end
-    assert stream.realized(end)[GROUP] == 36 * SEQ
+    assert stream.realized(end)[CONVERSATIONS] == 36 * SEQ
     assert sum(stream.realized(end).values()) == 80 + 40 * SEQ
-    assert stream.planned(stream.span.start, end)[GROUP] == 36 * SEQ
-    assert stream.epochs(end)[GROUP] == 36 / stream.sequences_per_epoch
+    assert stream.planned(stream.span.start, end)[CONVERSATIONS] == 36 * SEQ
+    assert stream.epochs(end)[CONVERSATIONS] == 36 / stream.sequences_per_epoch
 
 
 def test_any_part_reads_as_the_whole_does(tmp_path: Path) -> None:
@@ -203,6 +203,10 @@ def test_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path, sft(tmp_path, CHATS[:3], curate={"validation_fraction": "100%"}))
 
 
+def test_packing_fills_a_sequence_to_its_end() -> None:
+    assert pack([7, 3, 5, 5, 10], 10) == [[4], [0, 1], [2, 3]]
+
+
 @given(st.lists(st.integers(1, 50), max_size=80))
 def test_packing_places_each_once_and_wastes_little(lengths: list[int]) -> None:
     sequences = pack(lengths, 50)
@@ -225,7 +229,7 @@ def test_a_length_that_contradicts_the_epochs_is_refused_with_the_one_to_write(t
         tmp_path, sft(tmp_path, stage={"epochs": 2, "for": due if due[-1].isalpha() else f"{due} tokens"})
     )
     right.check()
-    assert right.epochs(right.span.end)[GROUP] == pytest.approx(2, abs=4 / right.sequences_per_epoch)
+    assert right.epochs(right.span.end)[CONVERSATIONS] == pytest.approx(2, abs=4 / right.sequences_per_epoch)
     limited, _ = prepared(tmp_path, sft(tmp_path, epochs={"max_epochs": 2}))
     with pytest.raises(
         ValueError, match=r"stages.chat.for: 5.76K tokens are .* at most tokens.max_epochs 2; write for: "
@@ -239,7 +243,7 @@ def test_a_stage_of_conversations_alone_needs_no_documents(tmp_path: Path) -> No
     assert stream.replay.tokens == 0
     assert stream.block_bytes == 0
     assert stream.identity(0, 4 * SEQ)["replay"] is None
-    assert stream.realized(stream.span.end) == {**dict.fromkeys(DOMAINS, 0), GROUP: 60 * SEQ}
+    assert stream.realized(stream.span.end) == {**dict.fromkeys(DOMAINS, 0), CONVERSATIONS: 60 * SEQ}
 
 
 def test_documents_are_read_as_without_conversations(tmp_path: Path) -> None:
