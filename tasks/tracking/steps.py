@@ -111,6 +111,13 @@ def project_step(shown: LoggedStep) -> int:
     match manifest.kind:
         case "tokens":
             _log_data_sets(shown)
+        case "conversations":
+            facts = manifest.metadata
+            sources = {name: amounts["tokens"] for name, amounts in facts["sources"].items()}
+            profile = {"tokens": facts["tokens"], "documents": facts["conversations"], "sources": sources}
+            dataset = {"name": manifest.kind, "digest": artifact.key, "uri": artifact.uri, "profile": profile}
+            for run in shown.runs:
+                tracker.log_inputs(run, [dataset])
         case "checkpoint":
             return len(points) + _log_stage(shown)
         case "evaluation" | "gate":
