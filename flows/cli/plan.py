@@ -47,18 +47,20 @@ def plan_recipe(
     json_: JsonOption = False,
 ) -> None:
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
-    from llama3.data.readers.conversations import survey_conversations
     from llama3.data.readers.sources import survey
     from llama3.recipe.load import load_recipe
-    from tasks.plan.recipe import make_plan, memory_lines, survey_evaluation
+    from tasks.models.start import known_tokenizer
+    from tasks.plan.recipe import make_plan, memory_lines, survey_chats, survey_evaluation
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
+        tokenizer = known_tokenizer(Root.parse(root), loaded)
         plan = make_plan(
             loaded,
             survey(loaded),
             survey_evaluation(loaded),
-            survey_conversations(loaded.conversations, loaded.documents_seed, remote=False),
+            survey_chats(loaded, tokenizer, remote=False),
+            tokenizer,
         )
         fabric, here = None, None
         if cluster:

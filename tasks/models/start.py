@@ -7,6 +7,7 @@ where the checkpoint ends. Its training data may differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from llama3.recipe.base import NAME
@@ -56,6 +57,14 @@ def with_local_models(root: Root, recipe: Recipe) -> Recipe:
     if use is not None:
         changed["tokenizer"] = recipe.tokenizer.model_copy(update={"use": local("tokenizer.use", use, MODEL_FILE)})
     return recipe.model_copy(update=changed)
+
+
+def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:
+    """Return the tokenizer that a recipe with conversations names, or None: it is trained later, or absent."""
+    if recipe.conversations and recipe.tokenizer.use:
+        with suppress(ValueError):  # the checks of the run tell
+            return use_tokenizer(str(with_local_models(root, recipe).tokenizer.use))
+    return None
 
 
 def find_init_checkpoint(store: Store, runs: Runs, recipe: Recipe) -> Artifact:

@@ -22,6 +22,7 @@ from llama3.recipe.lint import lint, placeholders
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
+from llama3.tokens.tokenizer import Tokenizer
 from storage.filesystem import is_local
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
@@ -57,9 +58,13 @@ def make_plan(
     sources: list[DomainSurvey],
     left_out: Sequence[str] = (),
     conversations: Sequence[ConversationSurvey] = (),
+    tokenizer: Tokenizer | None = None,
 ) -> RunPlan:
-    """Return the plan of `recipe`, given what surveys found in its sources and which tasks lack their data."""
-    rows = vocab_rows(recipe)
+    """Return the plan of `recipe`, given what surveys found in its sources and which tasks lack their data.
+
+    `tokenizer` is the recipe's, if it is known already.
+    """
+    rows = tokenizer.rows if tokenizer else vocab_rows(recipe)
     short = [fault for found in sources if (fault := data_shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *lacking]
@@ -72,6 +77,15 @@ def survey_evaluation(recipe: Recipe) -> list[str]:
     Raises ValueError as `check_evaluation`, which looks at the first rows of each file here.
     """
     return check_evaluation(recipe, look=is_local(recipe.evaluate.data or ""))
+
+
+def survey_chats(recipe: Recipe, tokenizer: Tokenizer | None, remote: bool = True) -> list[ConversationSurvey]:
+    """Return the amount of conversations of each source; their tokens with `tokenizer`. Raises SourceError."""
+    from llama3.data.readers.conversations import survey_conversations
+    from llama3.tokens.chat import encode_chat
+
+    count = None if tokenizer is None else lambda messages: len(encode_chat(tokenizer, messages, False))
+    return survey_conversations(recipe.conversations, recipe.documents_seed, remote, count)
 
 
 def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
@@ -158,7 +172,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"source   {found.title}: {_found(found)}")
     total = 0.0
     for chats in plan.conversations:
-        size = chats.bytes * USUAL_TOKENS_PER_BYTE + chats.messages * TOKENS_PER_MESSAGE
+        size = chats.tokens or chats.bytes * USUAL_TOKENS_PER_BYTE + chats.messages * TOKENS_PER_MESSAGE
         total += size
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
         amount += f", about {tokens(size)} tokens" if chats.complete else ""

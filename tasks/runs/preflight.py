@@ -21,15 +21,16 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
-from tasks.models.start import init_from_faults, with_local_models
+from tasks.models.start import init_from_faults, known_tokenizer, with_local_models
 from tasks.plan.predict import device_memory, memory_faults, place_evaluation
-from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_evaluation
+from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_chats, survey_evaluation
 from tasks.runs.records import Runs
 from tasks.tracking.factory import tracking_faults
 
 if TYPE_CHECKING:
     from llama3.data.readers.conversations import ConversationSurvey
     from llama3.data.readers.sources import DomainSurvey
+    from llama3.tokens.tokenizer import Tokenizer
 
 SYSTEMS = {"darwin": "macOS"}
 _last_survey: dict[str, Any] = {}
@@ -43,24 +44,25 @@ class Surveyed(NamedTuple):
     left_out: list[str]
     """A line for each evaluation task without data."""
     conversations: list[ConversationSurvey]
+    tokenizer: Tokenizer | None
+    """That of a recipe with conversations, if it exists already."""
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
     """Check that the run can execute here and survey its sources. Raises RecipeError, one line per fault."""
-    from llama3.data.readers.conversations import survey_conversations
-
     left_out = check_place(recipe, cluster, root, thorough=True)
     faults, domains = _sources(recipe)
     conversations: list[ConversationSurvey] = []
+    tokenizer = known_tokenizer(root, recipe)
     try:
-        conversations = survey_conversations(recipe.conversations, recipe.documents_seed)
+        conversations = survey_chats(recipe, tokenizer)
     except ValueError as error:
         faults = [*faults, *str(error).splitlines()]
     if not faults:
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
     if faults:
         raise RecipeError("\n".join(faults))
-    return Surveyed(domains, left_out, conversations)
+    return Surveyed(domains, left_out, conversations, tokenizer)
 
 
 def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:

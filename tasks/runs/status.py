@@ -297,13 +297,13 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
 
 
 def _scores(evaluation: Artifact) -> list[str]:
-    """Return the scores with their 95 % intervals, a few per line; of parts of a score only those of `bpb`."""
+    """Return the scores with their 95 % intervals, a few per line; of parts of a score only `bpb` and `sft`."""
     from llama3.evaluate.scores import PREFIX, read_scores  # imports pyarrow
 
     texts = []
     for key, score in sorted(read_scores(evaluation.path).items()):
         name = key.removeprefix(PREFIX)
-        if "/" not in name or name.startswith("bpb/"):
+        if "/" not in name or name.startswith(("bpb/", "sft/")):
             interval = f" ({bounds})" if (bounds := score.interval(".3f")) else ""
             unjudged = f" [yellow]{score.unjudged} questions not judged[/]" if score.unjudged else ""
             texts.append(f"{name} {score.value:.3f}{interval}{unjudged}")

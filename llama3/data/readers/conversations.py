@@ -6,7 +6,7 @@ line, field, and what to write. The uri `problems` generates conversations about
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -29,6 +29,8 @@ from storage.filesystem import is_local
 PROBLEMS = "problems"
 LONGEST_LINE = 16_000_000
 """Maximum bytes of a line."""
+COUNTED = 1000
+"""Conversations of a source whose tokens a survey counts."""
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "response": "..."}'
 RESPONSES = ("response", "completion")
 TURNS = ("user", "assistant")
@@ -48,28 +50,36 @@ class ConversationSurvey(NamedTuple):
     messages: int = 0
     bytes: int = 0
     """UTF-8 bytes of all contents."""
+    tokens: int | None = None
+    """Estimate from the first conversations, with the format's special tokens; None without a tokenizer."""
     complete: bool = True
     """False for a remote source that was not read."""
 
 
 def survey_conversations(
-    sources: Sequence[ConversationSource], seed: int, remote: bool = True
+    sources: Sequence[ConversationSource],
+    seed: int,
+    remote: bool = True,
+    count: Callable[[list[dict[str, str]]], int] | None = None,
 ) -> list[ConversationSurvey]:
     """Read all conversations of `sources` and return their amounts; remote ones only with `remote`.
 
-    Raises SourceError with a line for each source at fault.
+    `count` returns the tokens of a conversation. Raises SourceError with a line for each source at fault.
     """
     surveys, faults = [], []
     for index, (name, source) in enumerate(zip(source_names(sources), sources, strict=True)):
         if not (remote or source.uri == PROBLEMS or is_local(source.uri)):
             surveys.append(ConversationSurvey(name, complete=False))
             continue
+        conversations = messages = size = counted = counted_size = 0
         try:
-            conversations = messages = size = 0
             for row in read_conversations(source, seed):
-                conversations, messages = conversations + 1, messages + len(row.messages)
-                size += sum(len(message["content"].encode("utf-8", "ignore")) for message in row.messages)
-            surveys.append(ConversationSurvey(name, conversations, messages, size))
+                own = sum(len(message["content"].encode("utf-8", "ignore")) for message in row.messages)
+                if count is not None and conversations < COUNTED:
+                    counted, counted_size = counted + count(row.messages), counted_size + own
+                conversations, messages, size = conversations + 1, messages + len(row.messages), size + own
+            tokens = round(counted * size / counted_size) if counted_size else None
+            surveys.append(ConversationSurvey(name, conversations, messages, size, tokens))
         except SourceError as error:
             faults.append(f"conversations.{index}.uri: {error}")
     if faults:

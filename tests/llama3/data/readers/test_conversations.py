@@ -118,7 +118,9 @@ def test_a_source_without_conversations_is_refused(tmp_path: Path) -> None:
 def test_a_survey_names_every_source_at_fault(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "a.jsonl", chat(USER, ANSWER)), write(tmp_path / "b.jsonl", "{")
     (survey,) = survey_conversations([source(good)], 0)
-    assert survey[1:] == (1, 2, 7, True)
+    assert survey[1:] == (1, 2, 7, None, True)
+    (survey,) = survey_conversations([source(good)], 0, count=len)
+    assert survey.tokens == 2
     with pytest.raises(SourceError) as error:
         survey_conversations([source(bad), source(good), source(tmp_path / "none")], 0)
     assert [line.partition(":")[0] for line in str(error.value).splitlines()] == [
