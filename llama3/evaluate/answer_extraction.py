@@ -70,7 +70,7 @@ def clean_answer(text: str, writing: GenerationSettings) -> str:
 
 def check_generation_settings(writing: GenerationSettings) -> None:
     """Raise ValueError, naming field and value, for invalid settings."""
-    check_sampling(writing.temperature, writing.top_p)
+    check_sampling(writing.temperature, writing.top_p, writing.top_k, writing.repetition_penalty)
     for name, least in (("max_tokens", 1), ("samples", 1)):
         if getattr(writing, name) < least:
             raise ValueError(f"writing.{name} {getattr(writing, name)} must be at least {least}")

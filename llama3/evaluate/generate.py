@@ -2,7 +2,7 @@
 
 Prompts are read one after another, sharing their common beginning in the KV cache; their answers are then decoded
 together, and finished ones leave the batch. Each text has its own random generator, so no text depends on the others
-beyond rounding. Base models only: there is no chat template.
+beyond rounding. `engine` decodes texts that come and go while it runs.
 
 Shapes: B texts, S tokens, D model, V vocabulary rows.
 """
@@ -13,6 +13,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,17 +38,25 @@ class Sampler:
     """0 takes the likeliest token, the first of equals."""
     top_p: float = 1.0
     """Nucleus sampling, arXiv 1904.09751."""
+    top_k: int = 0
+    """Draws from this many of the likeliest tokens and from equals of the last one, arXiv 1805.04833; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of each token of prompt and text, or multiplies it if it is negative, arXiv 1909.05858."""
+    stop_token_ids: tuple[int, ...] = ()
+    """More special tokens that may be chosen, such as `<|eot_id|>`."""
 
     def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_p)
+        check_sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Tokenizer, temperature: float, top_p: float) -> Sampler:
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, temperature: float, top_p: float, top_k: int = 0, repetition_penalty: float = 1.0
+    ) -> Sampler:
         """Return the sampler for texts of `tokenizer`."""
-        return cls(len(tokenizer.base), tokenizer.end, temperature, top_p)
+        return cls(len(tokenizer.base), tokenizer.end, temperature, top_p, top_k, repetition_penalty)
 
-    def pick(self, logits_BV: Tensor, dice: Sequence[Random]) -> list[int]:
-        """Return the next token of each text.
+    def pick(self, logits_BV: Tensor, dice: Sequence[Random], tokens: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Return the next token of each text; `tokens`, of prompt and text so far, are read for `repetition_penalty`.
 
         Unless temperature is 0 this uses one number of each text's own generator in `dice`, so that a text does not
         depend on the others in the batch.
@@ -55,12 +64,23 @@ class Sampler:
         logits_BV = logits_BV.float()
         allowed_BV = logits_BV.clone()
         allowed_BV[:, self.base :] = float("-inf")
-        allowed_BV[:, self.end] = logits_BV[:, self.end]
+        for end in (self.end, *self.stop_token_ids):
+            allowed_BV[:, end] = logits_BV[:, end]
+        if self.repetition_penalty != 1:
+            for allowed_V, read in zip(allowed_BV, tokens, strict=True):
+                repeated = torch.tensor(read, device=allowed_V.device)
+                logit = allowed_V[repeated]
+                allowed_V[repeated] = torch.where(
+                    logit < 0, logit * self.repetition_penalty, logit / self.repetition_penalty
+                )
         if self.temperature == 0:
             greedy: list[int] = allowed_BV.argmax(-1).tolist()
             return greedy
         drawn_B1 = torch.tensor([[each.random()] for each in dice], dtype=torch.float64, device=logits_BV.device)
         largest_B1 = allowed_BV.amax(-1, keepdim=True)
+        if self.top_k:
+            least_B1 = allowed_BV.topk(min(self.top_k, allowed_BV.shape[-1])).values[:, -1:]
+            allowed_BV = allowed_BV.masked_fill(allowed_BV < least_B1, float("-inf"))
         # subtract first: a tiny temperature makes large logits infinite
         shares_BV = ((allowed_BV - largest_B1) / self.temperature).softmax(-1).double()
         if self.top_p == 1:
@@ -102,12 +122,16 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    until: Sequence[str] = (),
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> str:
     """Return what the model writes after `prompt` (without the prompt), at most `max_tokens` tokens.
 
     Rules and errors are those of `stream`.
     """
-    return "".join(stream(model, tokenizer, prompt, max_tokens, temperature, top_p, seed))
+    options = (temperature, top_p, seed, until, top_k, repetition_penalty)
+    return "".join(stream(model, tokenizer, prompt, max_tokens, *options))
 
 
 def stream(
@@ -119,32 +143,36 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
     until: Sequence[str] = (),
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> Iterator[str]:
     """Yield what the model writes after `prompt`: a piece of text per token, empty while the text is not certain.
 
     Stops before the first of the texts `until`, at the end token, or after `max_tokens` tokens. Temperature 0 takes the
-    likeliest token; above 0 tokens are drawn (see `sampling`). Special tokens are never written. A text that exceeds
+    likeliest token; above 0 tokens are drawn (see `Sampler`). Special tokens are never written. A text that exceeds
     the model's longest sequence continues from its last half, which is read again. Invalid UTF-8, and a character
     that is cut off at the end, become U+FFFD.
     Raises ValueError, before anything is written, if a setting is invalid or the tokenizer is not the model's.
     """
-    _check_fit(model, tokenizer)
-    if max_tokens < 0 or "" in until:
-        raise ValueError(f"max_tokens {max_tokens} must be 0 or more, and no text in until {list(until)} empty")
-    sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p)
-    text = _GeneratedText(tokenizer, max_tokens, Random(str(seed)), TextStream(until))
-    return _stream(model, [tokenizer.begin, *tokenizer.encode(prompt)], sampler, text)
+    check_fit(model, tokenizer)
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens {max_tokens} must be 0 or more")
+    if "" in until:
+        raise ValueError("stop has an empty text, at which every text ends; take it out")
+    sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p, top_k, repetition_penalty)
+    tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
+    return _stream(model, sampler, GeneratedText(tokenizer, tokens, max_tokens, Random(str(seed)), TextStream(until)))
 
 
 @torch.inference_mode()
-def _stream(model: Transformer, tokens: list[int], sampler: Sampler, text: _GeneratedText) -> Iterator[str]:
+def _stream(model: Transformer, sampler: Sampler, text: GeneratedText) -> Iterator[str]:
     """The generator of `stream`: apart, because the checks must run before the first `next()`."""
-    longest = model.config.max_seq_len
+    longest, tokens = model.config.max_seq_len, list(text.tokens)
     decoder = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
     while text.left:
         if len(tokens) > longest:
             tokens = tokens[-(longest // 2) :]
-        (token,) = sampler.pick(decoder.read(tokens), [text.dice])
+        (token,) = sampler.pick(decoder.read(tokens), [text.dice], [text.tokens])
         tokens.append(token)
         yield text.add(token)
 
@@ -159,7 +187,7 @@ def generate_batch(
     Raises ValueError for invalid settings, a tokenizer that is not the model's, and a prompt that leaves no room for
     `writing.max_tokens`.
     """
-    _check_fit(model, tokenizer)
+    check_fit(model, tokenizer)
     check_generation_settings(writing)
     longest = model.config.max_seq_len
     encoded = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
@@ -170,11 +198,10 @@ def generate_batch(
                 f"{writing.max_tokens} exceed the model's {longest} positions; give fewer solved examples, or leave "
                 "the prompt out"
             )
-    device = next(model.parameters()).device.type
-    keys = [weight for name, weight in model.named_parameters() if name.endswith("attention.k.weight")]
-    position_bytes = sum(2 * len(weight) * weight.element_size() for weight in keys)  # of this process's heads, layers
-    rows, positions = ROWS.get(device, ROWS_ELSEWHERE), HELD.get(device, HELD_ELSEWHERE) // position_bytes
-    sampler = Sampler.for_tokenizer(tokenizer, writing.temperature, writing.top_p)
+    rows, positions = ROWS.get(next(model.parameters()).device.type, ROWS_ELSEWHERE), cached_positions(model)
+    sampler = Sampler.for_tokenizer(
+        tokenizer, writing.temperature, writing.top_p, writing.top_k, writing.repetition_penalty
+    )
     decoder = IncrementalDecoder(model, max(map(len, encoded), default=0))
     answers: list[tuple[str, ...]] = [()] * len(prompts)
     for batch in _batches(encoded, writing, rows, positions):
@@ -183,8 +210,12 @@ def generate_batch(
             source = f"{seed}/{prompts[index].task}/{prompts[index].document}"
             texts.append(
                 [
-                    _GeneratedText(
-                        tokenizer, writing.max_tokens, Random(f"{source}/{sample}"), TextStream(writing.until)
+                    GeneratedText(
+                        tokenizer,
+                        list(encoded[index]),
+                        writing.max_tokens,
+                        Random(f"{source}/{sample}"),
+                        TextStream(writing.until),
                     )
                     for sample in range(writing.samples)
                 ]
@@ -195,7 +226,15 @@ def generate_batch(
     return answers
 
 
-def _check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
+def cached_positions(model: Transformer) -> int:
+    """Return the most positions whose keys and values a batch may hold on the device of `model`."""
+    keys = [weight for name, weight in model.named_parameters() if name.endswith("attention.k.weight")]
+    position_bytes = sum(2 * len(weight) * weight.element_size() for weight in keys)  # of this process's heads, layers
+    return HELD.get(keys[0].device.type, HELD_ELSEWHERE) // position_bytes
+
+
+def check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Raise ValueError unless the model has a row for each token of `tokenizer`."""
     if model.rows != tokenizer.rows:
         raise ValueError(
             f"the model has {model.rows} embedding rows, the tokenizer {tokenizer.rows}: "
@@ -227,7 +266,7 @@ def _decode(
     decoder: IncrementalDecoder,
     sampler: Sampler,
     prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[_GeneratedText]],
+    texts: Sequence[Sequence[GeneratedText]],
     writing: GenerationSettings,
 ) -> None:
     """Write all `texts` of each of `prompts` to their ends; a prompt is read once for all of its texts."""
@@ -240,7 +279,7 @@ def _decode(
     logits_BV = torch.cat(logits).repeat_interleave(samples, 0)
     batched, active = with_cache(model, cache), [text for group in texts for text in group]
     while True:
-        picked = sampler.pick(logits_BV, [text.dice for text in active])
+        picked = sampler.pick(logits_BV, [text.dice for text in active], [text.tokens for text in active])
         for text, token in zip(active, picked, strict=True):
             text.add(token)
         unfinished = [row for row, text in enumerate(active) if text.left]
@@ -254,23 +293,29 @@ def _decode(
 
 
 @dataclass
-class _GeneratedText:
+class GeneratedText:
     """One text while it is written."""
 
     tokenizer: Tokenizer
+    tokens: list[int]
+    """Of the prompt, then of the text, the end included."""
     left: int
     """Tokens that may still be written; 0 once it is finished."""
     dice: Random
     pieces: TextStream
     written: list[str] = field(default_factory=list)
+    finish_reason: Literal["", "stop", "length"] = ""
+    """Empty while the text is unfinished."""
 
     def add(self, token: int) -> str:
-        """Append the next token; return the text that has become certain."""
-        end = token == self.tokenizer.end
+        """Append the next token; return the text that has become certain. A special token ends the text."""
+        self.tokens.append(token)
+        end = token >= len(self.tokenizer.base)
         piece = "" if end else self.pieces.add(self.tokenizer.base[token])
         self.left = 0 if end or self.pieces.ended else self.left - 1
         if not self.left:
             piece += self.pieces.finish()
+            self.finish_reason = "stop" if end or self.pieces.ended else "length"
         self.written.append(piece)
         return piece
 

@@ -85,6 +85,8 @@ class GenerationSettings:
     """Processor time of one program."""
     k: int = 1
     """A question is solved if one of `k` answers is right (pass@k); more `samples` than `k` narrow the estimate."""
+    top_k: int = 0
+    repetition_penalty: float = 1.0
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
@@ -134,7 +136,10 @@ class Task:
     def digest(self) -> str:
         """SHA-256 (hex) of the requests, the prompts and the rules by which answers are scored."""
         asked = [requests_digest(self.requests), requests_digest(self.prompts)]
-        rules = [self.kind, self.version, self.shots, self.guess, self.normalize, self.average, astuple(self.writing)]
+        writing = astuple(self.writing)
+        if writing[-2:] == (0, 1.0):
+            writing = writing[:-2]  # top_k and repetition_penalty are newer than the first digests: see `joined`
+        rules = [self.kind, self.version, self.shots, self.guess, self.normalize, self.average, writing]
         return hashlib.sha256(json.dumps([asked, rules]).encode()).hexdigest()
 
 
@@ -149,10 +154,13 @@ def requests_digest(asked: Iterable[Request | Prompt]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Raise ValueError unless temperature is 0 or more and top_p in (0, 1]."""
-    if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"temperature {temperature} must be 0 or more and top_p {top_p} in (0, 1]; "
-            "temperature 0 takes the likeliest token, top_p 1 draws from all"
-        )
+def check_sampling(temperature: float, top_p: float, top_k: int = 0, repetition_penalty: float = 1.0) -> None:
+    """Raise ValueError, naming field and value, for settings that no token can be drawn with."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {temperature} must be 0 or more; 0 takes the likeliest token")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p {top_p} must be in (0, 1]; 1 draws from all tokens")
+    if top_k < 0:
+        raise ValueError(f"top_k {top_k} must be 0 or more; 0 draws from all tokens")
+    if not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty {repetition_penalty} must be above 0; 1 changes nothing")

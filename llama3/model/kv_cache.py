@@ -132,6 +132,86 @@ class PaddedCache(Cache):
         self._padding = self._padding[rows.cpu()]
 
 
+class BatchCache(Cache):
+    """Right-padded sequences of different lengths, which join and leave between calls (continuous batching).
+
+    Each call adds one token to every sequence. A row is at the beginning of its storage, so that no join or leave moves
+    another row than the last one; attention does not read the padding.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty cache; it grows as sequences join."""
+        super().__init__(0)
+        self._lengths: list[int] = []
+        self._place: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._lengths)
+
+    def join(self, other: Cache, room: int, rows: int) -> None:
+        """Add the only sequence of `other` as the last one.
+
+        Storage grows to at most `rows` sequences of `room` tokens, or of as many as an earlier one needed.
+        """
+        count, self.room = len(self), max(self.room, room)
+        for index, sources in enumerate(other._stores):
+            if index == len(self._stores):
+                self._stores.append((sources[0][:0, :, :0], sources[1][:0, :, :0]))
+            allocated, _, held, _ = self._stores[index][0].shape
+            if count == allocated or held < self.room:
+                # twice as many rows at once, so that few joins copy the others
+                size = max(count + 1, min(rows, 2 * count))
+                k, v = self._stores[index]
+                self._stores[index] = self._grown(k, size), self._grown(v, size)
+            for store, source in zip(self._stores[index], sources, strict=True):
+                store[count, :, : other.length] = source[0, :, : other.length]
+        self._lengths.append(other.length)
+        self.length = max(self._lengths)
+
+    def _grown(self, store: Tensor, size: int) -> Tensor:
+        # zeros: padding is multiplied by 0, and uninitialized memory may hold NaN
+        grown = store.new_zeros(size, store.shape[1], self.room, store.shape[3])
+        grown[: len(self), :, : store.shape[2]] = store[: len(self)]
+        return grown
+
+    def leave(self, row: int) -> None:
+        """Remove the sequence `row`; the last one takes its place."""
+        last = self._lengths.pop()
+        if row < len(self):
+            for stores in self._stores:
+                for store in stores:
+                    store[row, :, :last] = store[len(self), :, :last]
+            self._lengths[row] = last
+        self.length = max(self._lengths, default=0)
+
+    def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of the tokens within their sequences [B, S], and the cache slots."""
+        before = torch.tensor(self._lengths, device=device)
+        _, slots = super().positions(seq_len, device)
+        self._lengths = [length + 1 for length in self._lengths]
+        self._place = torch.arange(len(self), device=device), before
+        return before.unsqueeze(1), slots
+
+    def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._place is not None
+        rows, places = self._place
+        stores = self._stores[self._layer]
+        self._layer += 1
+        for store, new in zip(stores, (k, v), strict=True):
+            store[rows, :, places] = new[:, 0]
+        return self._cached((stores[0][: len(self)], stores[1][: len(self)]))
+
+    def visible(self, seq_len: int, device: torch.device) -> AttentionMask:
+        if seq_len > 1:
+            raise ValueError(f"{seq_len} tokens at once cannot follow sequences of different lengths; add one per call")
+        if min(self._lengths) == self.length:
+            return AttentionMask()
+        slots = torch.arange(self.length + 1, device=device)
+        lengths_B1 = torch.tensor(self._lengths, device=device).unsqueeze(1)
+        return AttentionMask(mask=(slots <= lengths_B1)[:, None, None])
+
+
 class PrefixCache:
     """Shared-prefix cache: several continuations of one prompt, which are not cached themselves.
 

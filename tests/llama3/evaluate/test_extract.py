@@ -83,6 +83,8 @@ def test_a_number_however_written_is_right(number: int) -> None:
         ({"seconds": 0.0}, "writing.seconds 0.0 must be above 0"),
         ({"temperature": -1.0}, "temperature -1.0 must be 0 or more"),
         ({"top_p": 1.5}, "top_p 1.5"),
+        ({"top_k": -2}, "top_k -2 must be 0 or more"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_named(settings: dict[str, Any], message: str) -> None:

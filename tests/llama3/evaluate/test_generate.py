@@ -131,6 +131,20 @@ def test_a_stop_text_ends_the_text_before_it(model: Transformer) -> None:
     assert "".join(stream(model, TOKENIZER, "ab", 9, until=[stop, "never"])) == text[: text.index(stop)]
 
 
+def test_a_penalty_counts_the_prompt_and_what_was_cut_off(model: Transformer) -> None:
+    """The favorite comes once; a byte of the prompt never, though the window has left it behind."""
+    favour(model, ord("x"), 5e3)
+    favour(model, ord("a"), 6e3)
+    text = generate(model, TOKENIZER, "a" * 30, 40, repetition_penalty=1e6)
+    assert text.count("x") == 1
+    assert "a" not in text
+    assert generate(model, TOKENIZER, "a" * 30, 40) == "a" * 40
+
+
+def test_one_of_one_is_greedy(model: Transformer) -> None:
+    assert generate(model, TOKENIZER, "ab", 8, 1.5, top_k=1) == generate(model, TOKENIZER, "ab", 8)
+
+
 def test_the_tokenizer_of_another_model_is_refused(model: Transformer) -> None:
     with pytest.raises(ValueError, match="512 embedding rows, the tokenizer 513"):
         stream(model, Tokenizer([*TOKENIZER.base, b"ab"]), "a", 3)
@@ -140,10 +154,12 @@ def test_the_tokenizer_of_another_model_is_refused(model: Transformer) -> None:
     ("settings", "message"),
     [
         ({"max_tokens": -1}, "max_tokens -1 must be 0 or more"),
-        ({"until": [""]}, "no text in until"),
+        ({"until": [""]}, "stop has an empty text"),
         ({"temperature": -0.1}, "temperature -0.1 must be 0 or more"),
-        ({"top_p": 0.0}, r"top_p 0.0 in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p 1.1 in \(0, 1\]"),
+        ({"top_k": -1}, "top_k -1 must be 0 or more"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
+        ({"top_p": 0.0}, r"top_p 0.0 must be in \(0, 1\]"),
+        ({"top_p": 1.1}, r"top_p 1.1 must be in \(0, 1\]"),
     ],
 )
 def test_settings_without_meaning_are_refused_at_once(

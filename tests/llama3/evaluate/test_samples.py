@@ -14,7 +14,7 @@ from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.requests import document_requests
 from llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score_samples
 from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.task import GenerationSettings, Request, Task
+from llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
 from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["plain text, of 27 characters", "été 日本 \U0001f600 " * 9, "a", "word " * 300]
@@ -111,6 +111,14 @@ def test_groups_without_any_spread_still_have_an_interval() -> None:
     found = group_mean(answered({"a": [1.0] * 5, "b": [1.0] * 5}))
     assert (found.value, found.stderr, found.high) == (1.0, 0.0, 1.0)
     assert 0.6 < found.low < 0.9
+
+
+def test_settings_that_are_newer_than_a_digest_change_it_only_if_they_are_set() -> None:
+    writing = [GenerationSettings(), GenerationSettings(top_k=9), GenerationSettings(repetition_penalty=1.1)]
+    prompts = (Prompt("eval/t", "1", "a", ("b",)),)
+    digests = [Task("eval/t", "generate", prompts=prompts, writing=each).digest for each in writing]
+    assert digests[0] == "0d8a0327efbfbf04a0c0b80293d2f4732ed9e33d7c822521fe76013e9ee6bcd2", "of before there were any"
+    assert len(set(digests)) == 3
 
 
 @given(st.integers(1, 7), st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -47,12 +48,8 @@ def test_special_tokens_but_the_end_are_never_chosen() -> None:
 
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(0.01, 1.0), st.floats(0, 1, exclude_max=True))
 def test_what_is_chosen_has_a_share(seed: int, temperature: float, top_p: float, drawn: float) -> None:
-    class Fixed(Random):
-        def random(self) -> float:
-            return drawn
-
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 30
-    (token,) = Sampler(34, 36, temperature, top_p).pick(logits_V.unsqueeze(0), [Fixed()])
+    (token,) = Sampler(34, 36, temperature, top_p).pick(logits_V.unsqueeze(0), [Fixed(drawn)])
     allowed = [*range(34), 36]
     shares = torch.softmax(logits_V[allowed].double() / temperature, -1)
     assert shares[allowed.index(token)] > 0
@@ -83,7 +80,67 @@ def test_logits_of_a_broken_model_give_some_token(value: float) -> None:
         assert sound in (0, 1, 3, 4, END)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(-0.1, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, 1.1)])
-def test_settings_without_meaning_are_refused(temperature: float, top_p: float) -> None:
-    with pytest.raises(ValueError, match=r"must be 0 or more and top_p .* in \(0, 1\]"):
-        Sampler(5, END, temperature, top_p)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": value} for value in (-0.1, float("nan"), float("inf"))), {"top_p": 0.0}, {"top_p": 1.1},
+        {"top_k": -1}, *({"repetition_penalty": value} for value in (0.0, -1.0, float("nan"), float("inf"))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_without_meaning_are_refused(settings: dict[str, Any]) -> None:
+    ((field, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"^{field} {value} must be"):
+        Sampler(5, END, **settings)
+
+
+def test_top_k_keeps_that_many_and_equals_of_the_last() -> None:
+    for top_k, kept in ((1, {1}), (2, {1, 3}), (3, {1, 3, 4}), (4, {0, 1, 3, 4, 6}), (99, {0, 1, 3, 4, 6})):
+        dice = [Random(str(number)) for number in range(2000)]
+        found = Counter(Sampler(5, END, 1.0, 1.0, top_k).pick(SHARES.log().expand(2000, -1), dice))
+        assert set(found) == kept
+    assert abs(found[1] / 2000 - 0.5) < 0.04
+
+
+def test_a_special_token_is_chosen_where_it_ends_the_text() -> None:
+    logits_V = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 8.0, 0.5, 9.0])
+    for more, token in (((), 1), ((5,), 5), ((5, 7), 7)):
+        assert Sampler(4, END, stop_token_ids=more).pick(logits_V.unsqueeze(0), [Random(1)]) == [token]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+def test_shares_are_those_of_transformers(top_p: float, top_k: int, penalty: float) -> None:
+    """Each token is drawn by a number in the middle of its share of transformers' distribution, by both orders."""
+    transformers = pytest.importorskip("transformers")
+    generator = torch.Generator().manual_seed(top_k)
+    for _ in range(20):
+        logits_V = torch.randn(60, generator=generator) * 4
+        read = torch.randint(60, (25,), generator=generator)
+        processors = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(0.7)])
+        if penalty != 1:
+            processors.insert(0, transformers.RepetitionPenaltyLogitsProcessor(penalty))
+        if top_k:
+            processors.append(transformers.TopKLogitsWarper(top_k))
+        if top_p < 1:
+            processors.append(transformers.TopPLogitsWarper(top_p))
+        shares_V = processors(read.unsqueeze(0), logits_V.unsqueeze(0)).double().softmax(-1)[0]
+        order = shares_V.argsort(descending=True, stable=True) if top_p < 1 else torch.arange(60)
+        ends = shares_V[order].cumsum(-1)
+        drawn = [(token, end - share / 2) for token, end, share in zip(order, ends, shares_V[order], strict=True)]
+        wanted = [(int(token), float(number)) for token, number in drawn if shares_V[token] > 1e-6]
+        dice = [Fixed(number) for _, number in wanted]
+        sampler = Sampler(60, 0, 0.7, top_p, top_k, penalty)
+        found = sampler.pick(logits_V.expand(len(wanted), -1), dice, [read.tolist()] * len(wanted))
+        assert found == [token for token, _ in wanted]
+
+
+class Fixed(Random):
+    def __init__(self, number: float) -> None:
+        super().__init__(0)
+        self.number = number
+
+    def random(self) -> float:
+        return self.number

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.model.init import build_model
-from llama3.model.kv_cache import Cache, PaddedCache, with_cache
+from llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model, RopeScaling
 
@@ -84,6 +84,33 @@ def test_sequences_of_different_lengths_go_on_together(model: Transformer) -> No
             assert close(logits_B1V[row, 0], model(text)[0, -1])
 
 
+@given(st.lists(st.one_of(st.integers(1, 12), st.just(0), st.integers(-9, -1)), min_size=1, max_size=30))
+@torch.inference_mode()
+def test_sequences_join_and_leave_between_tokens(model: Transformer, events: list[int]) -> None:
+    """Above 0: a text of that length joins; below: one leaves; 0: a token for each, compared with the whole texts."""
+    together, texts = BatchCache(), list[torch.Tensor]()
+    twin = with_cache(model, together)
+    for number, event in enumerate([*events, 0]):
+        if event > 0:
+            texts.append(some(event, number))
+            cache = Cache(event + 40)  # larger than the batch's
+            with_cache(model, cache)(texts[-1])
+            together.join(cache, event + len(events) + 1, 4)
+        elif event < 0 and texts:
+            row = event % len(texts)
+            together.leave(row)
+            texts[row] = texts[-1]
+            texts.pop()
+        elif texts:
+            new = torch.cat([some(1, 100 * number + row) for row in range(len(texts))])
+            texts = [torch.cat([text, one.unsqueeze(0)], 1) for text, one in zip(texts, new, strict=True)]
+            logits_B1V = twin(new, together.visible(1, new.device))
+            for row, text in enumerate(texts):
+                assert close(logits_B1V[row, 0], model(text)[0, -1])
+        assert len(together) == len(texts)
+        assert together.length == max((text.shape[1] for text in texts), default=0)
+
+
 def test_a_full_cache_says_so(model: Transformer) -> None:
     cache = Cache(5)
     twin = with_cache(model, cache)
@@ -95,6 +122,8 @@ def test_a_full_cache_says_so(model: Transformer) -> None:
 def test_padded_sequences_take_one_token_at_a_time() -> None:
     with pytest.raises(ValueError, match="2 tokens at once cannot follow"):
         PaddedCache(8, 2, 3).visible(2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="2 tokens at once cannot follow"):
+        BatchCache().visible(2, torch.device("cpu"))
 
 
 def test_the_model_that_is_read_with_shares_weights_and_leaves_the_other_alone(model: Transformer) -> None:

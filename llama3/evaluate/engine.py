@@ -1,0 +1,236 @@
+"""Decode texts that come and go while it runs: continuous batching (Orca, OSDI 2022, section 3.1).
+
+One thread owns the model. Between two tokens of the batch, waiting texts join and finished or canceled ones leave. Long
+prompts are read in chunks between tokens (chunked prefill, arXiv 2403.02310), so that no text waits long for another.
+
+Shapes: B texts, S tokens, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from llama3.evaluate.generate import (
+    GeneratedText,
+    IncrementalDecoder,
+    Sampler,
+    cached_positions,
+    check_fit,
+    next_logits,
+)
+from llama3.model.kv_cache import BatchCache, with_cache
+from llama3.model.transformer import Transformer
+from llama3.tokens.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 512
+"""Most tokens of prompts that are read between two tokens of the batch."""
+ERROR = "error"
+"""Finish reason of a text that the engine could not finish."""
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(RuntimeError):
+    """Batch and queue have no place for a text."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """One text that an engine decodes."""
+
+    text: GeneratedText
+    sampler: Sampler
+    deliver: Callable[[str, str], None]
+    """Called by the engine's thread after each token with the certain text and the finish reason (empty: unfinished).
+
+    It must not wait. The reason of the last call is `stop`, `length` or `error`.
+    """
+    canceled: bool = field(default=False, init=False)
+
+
+class BatchEngine:
+    """Decodes `Generation`s of one model in a thread until it is stopped."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, max_batch: int = 16, queue: int = 64) -> None:
+        """Start the thread. `max_batch` texts are decoded together, and `queue` more may wait.
+
+        Raises ValueError if the tokenizer is not the model's, or for a number below 1 or 0.
+        """
+        check_fit(model, tokenizer)
+        for name, value, least in (("max_batch", max_batch, 1), ("queue", queue, 0)):
+            if value < least:
+                raise ValueError(f"{name} {value} must be {least} or more")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_batch, self.queue = max_batch, queue
+        self._positions = cached_positions(model)
+        self._changed = threading.Condition()
+        self._waiting: deque[Generation] = deque()
+        self._active: list[Generation] = []
+        self._stopped = False
+        self._clear()
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+
+    @property
+    def window(self) -> int:
+        """The longest sequence, prompt included."""
+        return self.model.config.max_seq_len
+
+    @property
+    def running(self) -> int:
+        """Texts in the batch."""
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        """Texts in the queue."""
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether texts are decoded."""
+        return self._thread.is_alive()
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Queue texts that are not begun, all or none.
+
+        Raises ValueError for one that exceeds the model's window, and QueueFull.
+        """
+        for generation in generations:
+            prompt, new = len(generation.text.tokens), generation.text.left
+            if new < 1 or prompt + new > self.window:
+                raise ValueError(
+                    f"a prompt of {prompt} tokens and max_tokens {new} must be 1 new token or more and at most the "
+                    f"model's {self.window} positions; shorten the prompt or change max_tokens"
+                )
+        with self._changed:
+            if self._stopped or len(self._waiting) + len(self._active) + len(generations) > self.max_batch + self.queue:
+                raise QueueFull(f"{len(self._active)} texts are decoded and {len(self._waiting)} wait; try again later")
+            self._waiting.extend(generations)
+            self._changed.notify()
+
+    def cancel(self, generation: Generation) -> None:
+        """Have a text leave queue or batch; no call of `deliver` begins after the next token."""
+        generation.canceled = True
+        with self._changed:
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+
+    def stop(self) -> None:
+        """End the thread; unfinished texts end with an error."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _clear(self) -> None:
+        """Forget all keys and values."""
+        self._active.clear()
+        self._reading: list[Generation] = []
+        """The text whose prompt is being read, if any."""
+        self._cache = BatchCache()
+        self._batched = with_cache(self.model, self._cache)
+        self._decoder: IncrementalDecoder | None = None
+        self._read: list[int] = []
+        """Tokens that the decoder has read last."""
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._active or self._stopped)
+                if self._stopped:
+                    failed = [*self._active, *self._waiting]
+                    self._waiting.clear()
+                    break
+            try:
+                self._admit()
+                self._decode()
+            except Exception:  # such as too little memory: the texts in the batch are lost, the server is not
+                logger.exception("decoding failed")
+                failed = list(dict.fromkeys([*self._active, *self._reading]))
+                with self._changed:
+                    self._waiting = deque(each for each in self._waiting if each not in self._reading)
+                self._clear()
+                self._fail(failed)
+        self._fail(failed)
+
+    def _fail(self, generations: Sequence[Generation]) -> None:
+        for generation in generations:
+            if not generation.canceled and not generation.text.finish_reason:
+                generation.deliver("", ERROR)
+
+    def _admit(self) -> None:
+        """Read prompts of waiting texts, `PREFILL_TOKENS` at most, and add those that are read to the batch."""
+        budget = PREFILL_TOKENS
+        while budget > 0:
+            self._remove_finished()
+            with self._changed:
+                if not self._waiting:
+                    return
+                generation = self._waiting[0]
+            tokens = generation.text.tokens
+            room = len(tokens) + generation.text.left
+            if not self._active:
+                self._cache = BatchCache()
+                self._batched = with_cache(self.model, self._cache)
+            rows = min(self.max_batch, max(1, self._positions // max(room, self._cache.room)))
+            if len(self._active) >= rows:
+                return
+            self._reading = [generation]
+            if self._decoder is None or self._decoder.cache.room < len(tokens):
+                self._decoder, self._read = IncrementalDecoder(self.model, min(self.window, 2 * len(tokens))), []
+            pairs = zip(self._read, tokens, strict=False)
+            known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # the decoder keeps these
+            end = min(len(tokens), known + budget)
+            budget -= max(1, end - known)
+            logits_BV = self._decoder.read(tokens[:end])
+            self._read = tokens[:end]
+            if end < len(tokens):
+                return
+            with self._changed:
+                if generation.canceled:  # and taken out of the queue
+                    continue
+                self._active.append(self._waiting.popleft())
+            self._reading = []
+            self._cache.join(self._decoder.cache, room, rows)
+            self._add_tokens([generation], logits_BV)
+
+    def _decode(self) -> None:
+        """Add a token to each text of the batch."""
+        self._remove_finished()
+        if not self._active:
+            return
+        device = next(self.model.parameters()).device
+        tokens_BS = torch.tensor([[generation.text.tokens[-1]] for generation in self._active], device=device)
+        self._add_tokens(self._active, next_logits(self._batched, self._cache, tokens_BS))
+
+    def _remove_finished(self) -> None:
+        """Have finished and canceled texts leave the batch."""
+        for row in reversed(range(len(self._active))):
+            if self._active[row].canceled or not self._active[row].text.left:
+                self._cache.leave(row)
+                self._active[row] = self._active[-1]
+                self._active.pop()
+
+    def _add_tokens(self, generations: Sequence[Generation], logits_BV: Tensor) -> None:
+        """Choose the next token of each text from its logits, and deliver what has become certain."""
+        by_sampler: dict[Sampler, list[int]] = {}
+        for row, generation in enumerate(generations):
+            by_sampler.setdefault(generation.sampler, []).append(row)
+        for sampler, rows in by_sampler.items():
+            texts = [generations[row].text for row in rows]
+            part_BV = logits_BV if len(rows) == len(logits_BV) else logits_BV[rows]
+            picked = sampler.pick(part_BV, [text.dice for text in texts], [text.tokens for text in texts])
+            for row, token in zip(rows, picked, strict=True):
+                generation = generations[row]
+                piece = generation.text.add(token)
+                if not generation.canceled:
+                    generation.deliver(piece, generation.text.finish_reason)

@@ -1,0 +1,208 @@
+"""Texts that come and go while others are decoded: each is what it would be alone, and none waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from llama3.evaluate import engine as engines
+from llama3.evaluate.engine import BatchEngine, Generation, QueueFull
+from llama3.evaluate.generate import GeneratedText, Sampler, TextStream, generate
+from llama3.model.transformer import Transformer
+from llama3.recipe.sections import Model
+from llama3.tokens.tokenizer import Tokenizer
+from tests.llama3.evaluate.test_answer import SPECS, TOKENIZER, made
+
+LONG = Model(layers=1, dim=16, ffn=16, heads=2, kv_heads=1, max_seq_len=100_000)
+WAIT_S = 60
+
+
+class Text:
+    """A text that is decoded, and what was delivered of it."""
+
+    def __init__(
+        self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0, stop: tuple[str, ...] = ()
+    ) -> None:
+        self.delivered: Queue[tuple[str, str]] = Queue()
+        self.options = (prompt, tokens, temperature, 0.95, seed, stop)
+        sampler = Sampler.for_tokenizer(TOKENIZER, temperature, 0.95)
+        ids = [TOKENIZER.begin, *TOKENIZER.encode(prompt)]
+        text = GeneratedText(TOKENIZER, ids, tokens, Random(str(seed)), TextStream(stop))
+        self.generation = Generation(text, sampler, lambda *piece: self.delivered.put(piece))
+
+    def wait(self) -> tuple[str, str]:
+        """Return the whole text and its finish reason."""
+        whole, reason = "", ""
+        while not reason:
+            piece, reason = self.delivered.get(timeout=WAIT_S)
+            whole += piece
+        return whole, reason
+
+
+NewEngine = Callable[..., BatchEngine]
+
+
+@pytest.fixture
+def start() -> Iterator[NewEngine]:
+    """Starts engines, which end with the test."""
+    started: list[BatchEngine] = []
+
+    def start(model: Transformer, **options: Any) -> BatchEngine:
+        started.append(BatchEngine(model, TOKENIZER, **options))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stop()
+        assert not engine.alive
+
+
+def await_idle(engine: BatchEngine, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while engine.running or engine.waiting:
+        assert time.monotonic() < deadline, f"{engine.running} are decoded, {engine.waiting} wait"
+        time.sleep(0.01)
+
+
+def test_a_text_does_not_depend_on_those_beside_it(start: NewEngine) -> None:
+    """At all temperatures, with stop texts, more texts than rows, and joins at any moment."""
+    model, dice = made(SPECS["scaled"]), Random(1)
+    engine, texts = start(model, max_batch=4, queue=1000), []
+    for number in range(25):
+        prompt = "".join(dice.choice("abc 123") for _ in range(dice.randint(0, 40)))
+        stop = (dice.choice("abc"),) if number % 4 == 0 else ()
+        texts.append(Text(prompt, dice.randint(1, 50), dice.choice([0.0, 1.0, 1.5]), number, stop))
+        engine.submit([texts[-1].generation])
+        time.sleep(dice.random() * 0.004)
+    reasons = set()
+    for text in texts:
+        whole, reason = text.wait()
+        reasons.add(reason)
+        assert whole == generate(model, TOKENIZER, *text.options)
+        assert (len(text.generation.text.written) == text.options[1]) or reason == "stop"
+    assert reasons == {"stop", "length"}
+    await_idle(engine)
+
+
+def test_a_canceled_text_leaves_batch_and_queue(start: NewEngine) -> None:
+    engine = start(made(LONG), max_batch=1, queue=1)
+    running, waiting = Text("a", 90_000), Text("b", 90_000)
+    engine.submit([running.generation])
+    running.delivered.get(timeout=WAIT_S)
+    engine.submit([waiting.generation])
+    with pytest.raises(QueueFull, match="1 texts are decoded and 1 wait"):
+        engine.submit([Text("c", 1).generation])
+    engine.cancel(waiting.generation)
+    assert engine.waiting == 0
+    engine.cancel(running.generation)
+    await_idle(engine)
+    after = Text("c", 3)
+    engine.submit([after.generation])
+    assert after.wait()[1]
+    assert waiting.delivered.empty()
+
+
+def test_a_long_prompt_is_read_between_the_tokens_of_others(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "PREFILL_TOKENS", 100)
+    model = made(LONG)
+    engine = start(model, max_batch=2, queue=2)
+    running, long = Text("a", 90_000), Text("ab" * 1000, 4)
+    engine.submit([running.generation])
+    running.delivered.get(timeout=WAIT_S)
+    engine.submit([long.generation])
+    before = len(running.generation.text.tokens)
+    assert long.wait()[0] == generate(model, TOKENIZER, *long.options)
+    assert len(running.generation.text.tokens) - before >= 2000 // 100 - 1
+    engine.cancel(running.generation)
+
+
+def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for 100 positions: three texts of 30 go together, one of 200 alone."""
+    monkeypatch.setattr(engines, "cached_positions", lambda model: 100)
+    model, most, allocated = made(LONG), [], []
+    engine = start(model, max_batch=8, queue=100)
+    decode = engine._decode
+
+    def counted() -> None:
+        most.append(len(engine._active))
+        if engine._cache._stores:
+            allocated.append(engine._cache._stores[0][0].shape[0] * engine._cache._stores[0][0].shape[2])
+        decode()
+
+    monkeypatch.setattr(engine, "_decode", counted)
+    texts = [Text("a" * n, 29 - n) for n in (9, 8, 7, 6)] + [Text("a", 198), Text("a" * 3, 20)]
+    engine.submit([text.generation for text in texts])
+    for text in texts:
+        assert text.wait()[0] == generate(model, TOKENIZER, *text.options)
+    assert max(most) == 3
+    assert sorted(set(allocated))[-1] == 200
+    assert sorted(set(allocated))[-2] <= 100
+
+
+def test_an_error_ends_the_texts_in_the_batch_and_nothing_else(
+    start: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, step = start(made(SPECS["grouped"]), max_batch=2, queue=9), engines.next_logits
+    texts = [Text("a" * number, 20) for number in range(4)]
+    calls = iter(range(1000))
+
+    def broken(*words: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            raise RuntimeError("out of memory")
+        return step(*words)
+
+    monkeypatch.setattr(engines, "next_logits", broken)
+    engine.submit([text.generation for text in texts])
+    assert [text.wait()[1] for text in texts] == ["error", "error", "length", "length"]
+    assert "out of memory" in caplog.text
+    assert engine.alive
+
+
+def test_a_prompt_that_cannot_be_read_ends_alone(
+    start: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, texts = start(made(SPECS["grouped"]), max_batch=1, queue=9), [Text("a", 2), Text("b", 2), Text("c", 2)]
+    read = engines.IncrementalDecoder.read
+
+    def broken(self: engines.IncrementalDecoder, tokens: list[int]) -> torch.Tensor:
+        if tokens[-1] == ord("b"):
+            raise RuntimeError("out of memory")
+        return read(self, tokens)
+
+    monkeypatch.setattr(engines.IncrementalDecoder, "read", broken)
+    engine.submit([text.generation for text in texts])
+    assert [text.wait()[1] for text in texts] == ["length", "error", "length"]
+
+
+def test_what_is_unfinished_at_the_end_is_told(start: NewEngine) -> None:
+    engine = start(made(LONG), max_batch=1, queue=1)
+    texts = [Text("a", 90_000), Text("b", 90_000)]
+    engine.submit([text.generation for text in texts])
+    texts[0].delivered.get(timeout=WAIT_S)
+    engine.stop()
+    assert [text.wait()[1] for text in texts] == ["error", "error"]
+    with pytest.raises(QueueFull):
+        engine.submit([Text("c", 1).generation])
+
+
+def test_wrong_numbers_are_refused(start: NewEngine) -> None:
+    model = made(SPECS["grouped"])
+    for options, message in (({"max_batch": 0}, "max_batch 0 must be 1"), ({"queue": -1}, "queue -1 must be 0")):
+        with pytest.raises(ValueError, match=message):
+            BatchEngine(model, TOKENIZER, **options)
+    with pytest.raises(ValueError, match="the tokenizer 513"):
+        BatchEngine(model, Tokenizer([*TOKENIZER.base, b"ab"]))
+    engine = start(model)
+    for text in (Text("a", 0), Text("a" * 90, 6)):
+        with pytest.raises(ValueError, match="at most the model's 96 positions"):
+            engine.submit([Text("a", 1).generation, text.generation])
+    assert engine.running + engine.waiting == 0
+    fits = Text("a" * 89, 6)
+    engine.submit([fits.generation])
+    assert fits.wait()[1] == "length"
