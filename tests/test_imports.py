@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 HEAVY = {
-    *("boto3", "botocore", "duckdb", "fsspec", "httpx", "matplotlib", "mlflow", "numba", "numpy", "pandas", "prefect"),
-    *("pyarrow", "s3fs", "safetensors", "scipy", "sqlalchemy", "tiktoken", "tokenizers", "torch", "transformers"),
+    *("boto3", "botocore", "duckdb", "fastapi", "fsspec", "httpx", "matplotlib", "mlflow", "numba", "numpy", "pandas"),
+    *("prefect", "pyarrow", "s3fs", "safetensors", "scipy", "sqlalchemy", "tiktoken", "tokenizers", "torch"),
+    *("transformers", "uvicorn"),
 }
 DATA = {"numpy", "pyarrow", "tiktoken", "tokenizers"}
 COMMANDS = {
@@ -36,8 +37,14 @@ MODULES = {
     "llama3.train.launch": (set(), 380),
     "tasks.promotion.rollback": (set(), 410),
     "tasks.promotion.approval": (set(), 440),
+    "llama3.evaluate.engine": ({*DATA, "torch"}, 1560),
+    "tasks.models.serve": (
+        {*DATA, "duckdb", "fastapi", "matplotlib", "numba", "safetensors", "scipy", "torch", "uvicorn"},
+        2500,
+    ),
 }
-"""The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback and approval."""
+"""The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback, approval, and the
+batching decoder and HTTP server of `herd serve`."""
 
 
 def imported(program: str, folder: Path, *words: str) -> set[str]:

@@ -164,7 +164,7 @@ def inspect(
 
 
 for command in (
-    *(models.generate, models.export, ops.up, ops.setup, ops.status, ops.compare, ops.gc, ops.verify),
+    *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.compare, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""Commands that use a model: `herd generate | export | eval`."""
+"""Commands that use a model: `herd generate | serve | export | eval`."""
 
 from __future__ import annotations
 
@@ -39,16 +39,22 @@ def generate(
     prompt: Annotated[
         str, typer.Option(help="Text to continue; - reads standard input, without the newline at its end.")
     ] = "The",
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 80,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-tokens", min=1, help="Maximum number of tokens to generate.")
+    ] = 80,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this total, up to 1.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the most probable tokens; 0: all.")] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: make tokens of prompt and text less probable (CTRL).")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed samples the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Continue a text with a model.
 
-    A pretrained model has no chat template. The text goes to standard output, the speed to standard error.
+    No chat template is applied. The text goes to standard output, the speed to standard error.
     """
     from storage.processes import peak_rss
     from tasks.models.lookup import generate_text, model_folder
@@ -56,7 +62,9 @@ def generate(
     with mistakes():
         given = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         folder = model_folder(Root.parse(root), model)
-        pieces, written = generate_text(folder, given, tokens, temperature, top_p, seed, stop or ())
+        pieces, written = generate_text(
+            folder, given, tokens, temperature, top_p, seed, stop or (), top_k, repetition_penalty
+        )
         _write_text(given, dim=True)
         with suppress(KeyboardInterrupt):  # keep and count the text so far
             for piece in pieces:
@@ -74,6 +82,33 @@ def _write_text(text: str, dim: bool = False) -> None:
         text = typer.style(shown, dim=True) if dim else shown
     out.file.write(text)
     out.file.flush()
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS such as quickstart@champion, or a model folder.")],
+    host: Annotated[str, typer.Option(help="Address to bind to; beyond this machine it needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
+    token: Annotated[
+        str, typer.Option(envvar="HERD_SERVE_TOKEN", help="Bearer token that requests must send.", show_default=False)
+    ] = "",
+    max_batch: Annotated[int, typer.Option(min=1, help="Texts that are decoded together.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, help="Texts that may wait; more get status 429.")] = 64,
+    threads: Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads; 0: all.")] = 0,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does, with a page to try it; Ctrl-C stops it."""
+    with mistakes():
+        from tasks.models import serve as server  # imports torch and FastAPI
+
+        if threads:
+            import torch
+
+            torch.set_num_threads(threads)
+        with suppress(KeyboardInterrupt):
+            server.serve(
+                Root.parse(root), model, host, port, token, max_batch, queue,
+                lambda address: out.print(f"{escape(model)} is served at {address} and {address}v1; Ctrl-C stops it"),
+            )  # fmt: skip
 
 
 def export(

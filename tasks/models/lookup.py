@@ -107,6 +107,8 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     until: Sequence[str] = (),
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> tuple[Iterator[str], GenerationStats]:
     """Return the model's continuation of `prompt` in pieces as they are generated, and their tokens and seconds.
 
@@ -120,7 +122,8 @@ def generate_text(
     from llama3.tokens.tokenizer import Tokenizer
 
     model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
-    pieces = stream(model, Tokenizer.load(folder), prompt, count, temperature, top_p, seed, until)
+    options = (temperature, top_p, seed, until, top_k, repetition_penalty)
+    pieces = stream(model, Tokenizer.load(folder), prompt, count, *options)
     written = GenerationStats()
 
     def counted() -> Iterator[str]:

@@ -50,6 +50,16 @@ def test_the_text_stands_alone_on_standard_output(folder: Path) -> None:
     )
 
 
+def test_tokens_are_sampled_as_asked(folder: Path) -> None:
+    options = ["--max-tokens", "30", "--top-k", "3", "--repetition-penalty", "1.3", "--seed", "3"]
+    text = generate(load_model(folder), TOKENIZER, "The", 30, 0.8, 1.0, 3, top_k=3, repetition_penalty=1.3)
+    assert herd(folder, *options).stdout_bytes.decode() == f"The{text}\n"
+    assert text not in (
+        due(folder, "The", 30),
+        generate(load_model(folder), TOKENIZER, "The", 30, 0.8, 1.0, 3, top_k=3),
+    )
+
+
 def test_a_dash_takes_the_prompt_from_standard_input(folder: Path) -> None:
     result = herd(folder, "--prompt", "-", "--tokens", "5", "--seed", "3", given="two\nlines\n")
     assert result.stdout_bytes.decode() == "two\nlines" + due(folder, "two\nlines", 5) + "\n"
@@ -80,7 +90,13 @@ def test_on_a_terminal_the_prompt_is_dim_and_nothing_written_can_steer_it(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--top-p", "0"], "top_p 0.0 in (0, 1]"), (["--stop", ""], "no text in until"), (["--tokens", "0"], "--tokens")],
+    [
+        (["--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
+        (["--stop", ""], "stop has an empty text"),
+        (["--tokens", "0"], "--tokens"),
+        (["--top-k", "-1"], "--top-k"),
+        (["--repetition-penalty", "0"], "repetition_penalty 0.0 must be above 0"),
+    ],
 )
 def test_settings_without_meaning_are_refused(folder: Path, options: list[str], message: str) -> None:
     result = herd(folder, *options)

@@ -1,0 +1,423 @@
+"""OpenAI's API for one model: its answers, its errors, and clients that leave or come in crowds."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from typer.testing import CliRunner
+
+from flows.cli.main import app as cli
+from llama3.evaluate import engine as engines
+from llama3.evaluate.engine import BatchEngine
+from llama3.evaluate.generate import IncrementalDecoder, generate
+from llama3.model.files import save_model
+from llama3.recipe.sections import Model
+from llama3.tokens.chat import encode_chat
+from storage.processes import free_port
+from storage.root import Root
+from tasks.models.serve import BODY_BYTES, Served, create_app, render_page
+from tests.dist import Forked
+from tests.llama3.evaluate.test_answer import TOKENIZER, made
+from tests.llama3.evaluate.test_engine import await_idle
+from tests.llama3.evaluate.test_generate import favour
+
+WINDOW = 20_000
+SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)
+NAME = "tiny@champion"
+EOT = 256 + 9
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi <|eot_id|> "}]
+
+
+@contextmanager
+def serving(served: Served, page: str = "") -> Iterator[str]:
+    """Serve in a thread of this process; yield the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(served, page), log_level="error"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = BatchEngine(made(SPEC), TOKENIZER, max_batch=4, queue=8)
+    yield Served(NAME, engine, chat=True)
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with serving(served) as address, httpx.Client(base_url=address, timeout=60) as client:
+        yield client
+
+
+def complete(http: httpx.Client, prompt: Any = "The", **fields: Any) -> dict[str, Any]:
+    answer = http.post("/v1/completions", json={"model": NAME, "prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def test_a_completion_is_the_text_of_herd_generate(served: Served, http: httpx.Client) -> None:
+    model = served.engine.model
+    body = complete(http, temperature=0)
+    text = generate(model, TOKENIZER, "The", 16)
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+    settings = {"temperature": 1.3, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2, "seed": 7}
+    due = generate(model, TOKENIZER, "The", 30, **settings)  # type: ignore[arg-type]
+    assert complete(http, max_tokens=30, **settings)["choices"][0]["text"] == due
+    assert due != generate(model, TOKENIZER, "The", 30, 1.3, 0.9, 7)
+    assert complete(http, max_tokens=30)["choices"] != complete(http, max_tokens=30)["choices"], "seeds are random"
+
+
+def test_a_stop_text_ends_it(served: Served, http: httpx.Client) -> None:
+    whole = generate(served.engine.model, TOKENIZER, "The", 30)
+    for stop in (whole[5:7], ["never", whole[5:7]]):
+        body = complete(http, temperature=0, max_tokens=30, stop=stop)
+        assert body["choices"][0]["text"] == whole[: whole.index(whole[5:7])]
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] < 30
+
+
+def test_several_prompts_and_choices_are_one_answer(http: httpx.Client) -> None:
+    body = complete(http, ["The", "A"], n=3, seed=1, max_tokens=9)
+    texts = [choice["text"] for choice in body["choices"]]
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    assert len(set(texts)) == 6
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 54, "total_tokens": 60}
+    assert complete(http, ["The", "A"], n=3, seed=1, max_tokens=9)["choices"] == body["choices"]
+
+
+def test_a_stream_is_the_answer_in_pieces(http: httpx.Client) -> None:
+    fields = {"model": NAME, "prompt": "The", "max_tokens": 20, "seed": 3, "n": 2}
+    whole = complete(http, max_tokens=20, seed=3, n=2)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", "/v1/completions", json={**fields, **options}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for index in range(2):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+        assert len(own) > 5
+
+
+def test_the_official_client_reads_it(served: Served, http: httpx.Client) -> None:
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", max_retries=0)
+    assert [(model.id, model.owned_by) for model in client.models.list()] == [(NAME, "herd")]
+    assert client.models.retrieve(NAME).id == NAME
+    text = generate(served.engine.model, TOKENIZER, "The", 12)
+    whole = client.completions.create(model=NAME, prompt="The", max_tokens=12, temperature=0)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "length")
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == 16
+    pieces = client.completions.create(model=NAME, prompt="The", max_tokens=12, temperature=0, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == text
+    extra = {"top_k": 1, "repetition_penalty": 1.0}
+    sampled = client.completions.create(model=NAME, prompt="The", max_tokens=12, temperature=1.5, extra_body=extra)
+    assert sampled.choices[0].text == text
+    answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    assert answer.choices[0].message.role == "assistant"
+    chunks = client.chat.completions.create(  # type: ignore[call-overload]
+        model=NAME, messages=CHAT, max_completion_tokens=12, temperature=0, stream=True
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == answer.choices[0].message.content
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="other", prompt="The")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt="The", max_tokens=WINDOW)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+def test_a_chat_is_encoded_with_the_template_and_ends_at_its_end(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": NAME, "messages": CHAT, "max_tokens": 12, "temperature": 0}
+    prompt = encode_chat(TOKENIZER, CHAT, True)
+    assert prompt.count(EOT) == 2, "the text <|eot_id|> of the user is text"
+    answer = http.post("/v1/chat/completions", json=body).json()
+    tokens, decoder = list(prompt), IncrementalDecoder(served.engine.model, 500)
+    with torch.inference_mode():
+        for _ in range(12):
+            logits_V = decoder.read(tokens)[0]
+            tokens.append(max([*range(256), TOKENIZER.end, EOT], key=logits_V.tolist().__getitem__))
+    text = TOKENIZER.decode(tokens[len(prompt) :])
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    content = [{"type": "text", "text": text} for text in (" Hi ", "<|eot_id|>")]
+    parts = {**body, "messages": [CHAT[0], {"role": "user", "content": content}]}
+    assert http.post("/v1/chat/completions", json=parts).json()["choices"] == answer["choices"]
+
+
+def test_the_end_of_a_turn_ends_a_chat_but_no_completion() -> None:
+    model = made(SPEC)
+    favour(model, EOT)
+    favour(model, ord("x"), 5e3)
+    engine = BatchEngine(model, TOKENIZER)
+    with serving(Served("m", engine, chat=True)) as address, httpx.Client(base_url=address, timeout=60) as http:
+        body = {"model": "m", "max_tokens": 5}
+        (chat,) = http.post("/v1/chat/completions", json={**body, "messages": CHAT}).json()["choices"]
+        (plain,) = http.post("/v1/completions", json={**body, "prompt": "a"}).json()["choices"]
+    assert (chat["message"]["content"], chat["finish_reason"]) == ("", "stop")
+    assert (plain["text"], plain["finish_reason"]) == ("xxxxx", "length")
+    engine.stop()
+
+
+def test_a_base_model_does_not_chat(served: Served) -> None:
+    with serving(replace(served, chat=False)) as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"model": NAME, "messages": CHAT})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "is a base model and has no chat template" in message
+    assert "kind: sft" in message
+    assert "/v1/completions" in message
+
+
+PLAIN = {"model": NAME, "prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        ("completions", b"{", 400, None, "the body is not JSON"),
+        ("completions", b"[]", 400, None, "the body []: Input should be"),
+        ("completions", b'{"model": "tiny@champion", "prompt": "\\ud800"}', 400, None, "the body is not JSON"),
+        ("completions", b'{"model": "tiny@champion", "prompt": "a", "temperature": NaN}', 400, "temperature", "finite"),
+        ("completions", b" " * (BODY_BYTES + 1), 413, None, "more than 8,388,608 bytes"),
+        ("completions", {"prompt": "a"}, 400, "model", "model: is missing"),
+        ("completions", {"model": NAME}, 400, "prompt", "prompt: is missing"),
+        ("completions", {**PLAIN, "model": "gpt-4"}, 404, "model", "model 'gpt-4': is not served here; use 'tiny@ch"),
+        ("completions", {**PLAIN, "prompt": [1, 2]}, 400, "prompt.0", "prompt.0 1: Input should be a valid string"),
+        ("completions", {**PLAIN, "prompt": []}, 400, "prompt", "at least 1 item"),
+        ("completions", {**PLAIN, "prompt": "a" * WINDOW}, 400, "prompt", "the model's 20000 positions; shorten"),
+        ("completions", {**PLAIN, "max_tokens": WINDOW - 1}, 400, "max_tokens", "write max_tokens 19998 or less"),
+        ("completions", {**PLAIN, "max_tokens": 0}, 400, "max_tokens", "max_tokens 0: Input should be greater"),
+        ("completions", {**PLAIN, "max_tokens": "9"}, 400, "max_tokens", "max_tokens '9': Input should be a valid int"),
+        ("completions", {**PLAIN, "temperature": -1}, 400, "temperature", "temperature -1: Input should be greater"),
+        ("completions", {**PLAIN, "top_p": 0}, 400, "top_p", "top_p 0: Input should be greater than 0"),
+        ("completions", {**PLAIN, "top_k": 1.5}, 400, "top_k", "top_k 1.5: Input should be a valid integer"),
+        ("completions", {**PLAIN, "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+        ("completions", {**PLAIN, "stop": [""]}, 400, "stop.0", "at least 1 character"),
+        ("completions", {**PLAIN, "stop": ["a"] * 17}, 400, "stop", "at most 16 items"),
+        ("completions", {**PLAIN, "seed": "x"}, 400, "seed", "seed 'x': Input should be a valid integer"),
+        ("completions", {**PLAIN, "stream": "yes"}, 400, "stream", "valid boolean"),
+        ("completions", {**PLAIN, "n": 13}, 400, "n", "13 texts exceed the 12 of batch and queue"),
+        ("completions", {**PLAIN, "echo": True}, 400, "echo", "echo: is not supported here; leave it out"),
+        ("completions", {**PLAIN, "logprobs": 5}, 400, "logprobs", "logprobs: is not supported here"),
+        ("chat/completions", {"model": NAME, "messages": []}, 400, "messages", "at least 1 item"),
+        ("chat/completions", {"model": NAME, "messages": "hi"}, 400, "messages", "valid array"),
+        (
+            "chat/completions", {"model": NAME, "messages": [{"role": "tool", "content": "a"}]}, 400, "messages",
+            "messages[0].role 'tool' must be one of system, user, assistant",
+        ),
+        (
+            "chat/completions", {"model": NAME, "messages": [{"role": "user", "content": 5}]}, 400,
+            "messages.0.content", "messages.0.content 5: Input should be a valid string",
+        ),
+        (
+            "chat/completions",
+            {"model": NAME, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400, "messages.0.content", "Input should be a valid string",
+        ),
+        ("embeddings", PLAIN, 404, None, "POST /v1/embeddings: Not Found"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_requests_are_named_in_openai_s_shape(
+    http: httpx.Client, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert message in error["message"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "best_of": 1, "echo": False, "logit_bias": {}}
+    assert complete(http, user="me", suffix=None, stop=None, n=None, **neutral)["choices"]
+
+
+def test_a_form_of_another_site_is_refused(http: httpx.Client) -> None:
+    """A browser sends these without a question; a name that leads here is what DNS rebinding uses."""
+    answer = http.post("/v1/completions", content=json.dumps(PLAIN), headers={"Content-Type": "text/plain"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        415, "content type 'text/plain': send application/json",
+    )  # fmt: skip
+    for path in ("/", "/health", "/v1/models"):
+        assert http.get(path, headers={"Host": "evil.example"}).status_code == 421
+        assert http.get(path, headers={"Host": "localhost:9"}).status_code == 200
+        assert http.get(path, headers={"Host": "[::1]:9"}).status_code == 200
+
+
+def test_a_token_is_wanted_everywhere_but_for_health(served: Served) -> None:
+    token = "s3cret"
+    with serving(replace(served, token=token), "page") as address, httpx.Client(base_url=address) as http:
+        assert http.get("/health", headers={"Host": "model.example"}).json()["status"] == "ok"
+        basic = base64.b64encode(f"anybody:{token}".encode()).decode()
+        for path in ("/", "/v1/models"):
+            for given in ("", "Bearer", "Bearer s3cre", f"Bearer {token}x", "Bearer \xe9", f"Basic {token}", token):
+                answer = http.get(path, headers={"Authorization": given.encode("latin-1")} if given else {})
+                assert answer.status_code == 401, given
+                assert answer.json()["error"]["type"] == "authentication_error"
+                assert answer.headers["WWW-Authenticate"].startswith("Basic")
+            for given in (f"Bearer {token}", f"Basic {basic}"):
+                assert http.get(path, headers={"Authorization": given}).status_code == 200
+        assert http.post("/v1/completions", json=PLAIN).status_code == 401
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0)
+        assert client.completions.create(model=NAME, prompt="a", max_tokens=1).choices
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{address}/v1", api_key="wrong").models.list()
+
+
+def test_a_crowd_is_served_or_told_to_come_again(served: Served, http: httpx.Client) -> None:
+    """200 clients at once, one batch of 4 and a queue of 8; each text is what it would be alone."""
+    due = generate(served.engine.model, TOKENIZER, "crowd", 20)
+    body = {"model": NAME, "prompt": "crowd", "max_tokens": 20, "temperature": 0}
+    start = threading.Barrier(200)
+
+    with httpx.Client(base_url=http.base_url, timeout=60, limits=httpx.Limits(max_connections=200)) as crowd:
+
+        def ask(number: int) -> httpx.Response:
+            start.wait(60)
+            return crowd.post("/v1/completions", json={**body, "stream": number % 2 == 0})
+
+        with ThreadPoolExecutor(200) as pool:
+            answers = list(pool.map(ask, range(200)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 12
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        elif answer.headers["content-type"] == "application/json":
+            assert answer.json()["choices"][0]["text"] == due
+        else:
+            chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line and line != "data: [DONE]"]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == due
+    await_idle(served.engine)
+    assert http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_takes_its_text_along(served: Served, http: httpx.Client, stream: bool) -> None:
+    body = json.dumps({**PLAIN, "max_tokens": WINDOW - 10, "temperature": 0, "n": 2, "stream": stream}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as client:
+        client.sendall(head.encode() + body)
+        deadline = time.monotonic() + 30
+        while served.engine.running < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if stream:
+            assert b"200 OK" in client.recv(1000)
+    await_idle(served.engine)
+
+
+def test_an_error_of_the_engine_is_an_answer(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*words: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "next_logits", broken)
+        answer = http.post("/v1/completions", json=PLAIN)
+        stream = http.post("/v1/completions", json={**PLAIN, "stream": True})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert json.loads(stream.text.strip().split("\n\n")[-1][6:])["error"]["type"] == "server_error"
+    assert complete(http)["choices"]
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, SPEC, TOKENIZER.rows, made(SPEC).state_dict())
+    TOKENIZER.save(path)
+    return path
+
+
+def test_herd_serve_serves_until_it_is_stopped(folder: Path, tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HERD_ROOT": str(tmp_path / "root")}
+    process = Forked("flows.cli.main", "serve", str(folder), "--port", "0", environment=environment)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"{folder} is served at http://127.0.0.1:"), line
+        address = line.partition(" at ")[2].split()[0]
+        body = {"model": str(folder), "prompt": "The", "temperature": 0}
+        answer = httpx.post(f"{address}v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
+        assert httpx.get(address).text.startswith("<!doctype html>")
+    finally:
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(30)
+    assert (process.returncode, printed) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines reach it; set HERD_SERVE_TOKEN (or --token), or use"),
+        (["--host", "::"], "--host ::: other machines reach it"),
+        (["--host", "example.com"], "--host example.com: is not an IP address"),
+        (["--token", "a b"], "--token (or HERD_SERVE_TOKEN): must be ASCII without blanks"),
+        (["--port", "{taken}"], "cannot be bound"),
+        (["--max-batch", "0"], "--max-batch"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(folder: Path, options: list[str], message: str) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        words = [option.replace("{taken}", str(taken.getsockname()[1])) for option in options]
+        result = CliRunner().invoke(cli, ["serve", str(folder), *words])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_a_model_that_there_is_not_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["serve", "moon@champion", "--root", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "model moon@champion: no version holds that alias" in " ".join(result.output.split())
+
+
+def test_the_page_loads_nothing(served: Served, folder: Path, tmp_path: Path) -> None:
+    page = render_page(replace(served, name="</script><b>"), Root.parse(tmp_path), folder)
+    assert "</script><b>" not in page
+    assert not [word for word in ("http://", "https://", "src=", "@import", "url(") if word in page]
+    with serving(served, page) as address:
+        answer = httpx.get(address)
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert f"{WINDOW:,} tokens" in answer.text
