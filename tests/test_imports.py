@@ -37,14 +37,8 @@ MODULES = {
     "llama3.train.launch": (set(), 380),
     "tasks.promotion.rollback": (set(), 410),
     "tasks.promotion.approval": (set(), 440),
-    "llama3.evaluate.engine": ({*DATA, "torch"}, 1560),
-    "tasks.models.serve": (
-        {*DATA, "duckdb", "fastapi", "matplotlib", "numba", "safetensors", "scipy", "torch", "uvicorn"},
-        2500,
-    ),
 }
-"""The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback, approval, and the
-batching decoder and HTTP server of `herd serve`."""
+"""The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback and approval."""
 
 
 def imported(program: str, folder: Path, *words: str) -> set[str]:

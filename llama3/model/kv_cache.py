@@ -143,7 +143,8 @@ class BatchCache(Cache):
         """Create an empty cache; it grows as sequences join."""
         super().__init__(0)
         self._lengths: list[int] = []
-        self._place: tuple[Tensor, Tensor] | None = None
+        self._places: Tensor | None = None
+        """Where the tokens of this call go, among all rows, heads and slots of a layer's storage."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -187,19 +188,21 @@ class BatchCache(Cache):
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the tokens within their sequences [B, S], and the cache slots."""
-        before = torch.tensor(self._lengths, device=device)
+        before_B1 = torch.tensor(self._lengths, device=device).unsqueeze(1)
         _, slots = super().positions(seq_len, device)
         self._lengths = [length + 1 for length in self._lengths]
-        self._place = torch.arange(len(self), device=device), before
-        return before.unsqueeze(1), slots
+        heads, room = self._stores[0][0].shape[1:3]
+        rows_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
+        self._places = (rows_BK * room + before_B1).flatten()
+        return before_B1, slots
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._place is not None
-        rows, places = self._place
+        assert self._places is not None
         stores = self._stores[self._layer]
         self._layer += 1
         for store, new in zip(stores, (k, v), strict=True):
-            store[rows, :, places] = new[:, 0]
+            features = store.shape[-1]
+            store.view(-1, features).index_copy_(0, self._places, new.reshape(-1, features))
         return self._cached((stores[0][: len(self)], stores[1][: len(self)]))
 
     def visible(self, seq_len: int, device: torch.device) -> AttentionMask:

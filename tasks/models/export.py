@@ -77,6 +77,8 @@ def write_served(folder: Path) -> None:
         ("max_tokens", "long", 80),
         ("temperature", "double", 0.8),
         ("top_p", "double", 1.0),
+        ("top_k", "long", 0),
+        ("repetition_penalty", "double", 1.0),
         ("seed", "long", 0),
     )
     params = ParamSchema([*(ParamSpec(*number) for number in numbers), ParamSpec("stop", "string", [], shape=(-1,))])

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import binascii
 import ipaddress
-import json
 import re
 import secrets
 import socket
@@ -19,18 +18,20 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
+import orjson
 import torch
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from llama3.evaluate.engine import ERROR, BatchEngine, Generation, QueueFull
 from llama3.evaluate.generate import GeneratedText, Sampler, TextStream
@@ -170,7 +171,7 @@ class Served:
     engine: BatchEngine
     chat: bool
     """Whether the model has a chat template."""
-    token: str = ""
+    token: str = field(default="", repr=False)
     """What a request must send as bearer token or password; empty: nothing."""
 
 
@@ -191,13 +192,7 @@ def serve(
     """
     check_access(host, token)
     folder = model_folder(root, name)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"--host {host} --port {port}: cannot be bound ({error}); give others") from None
+    with bind(host, port) as listener:
         tokenizer = Tokenizer.load(folder)
         model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         engine = BatchEngine(model, tokenizer, max_batch, queue)
@@ -210,6 +205,20 @@ def serve(
             uvicorn.Server(config).run([listener])
         finally:
             engine.stop()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Raises ValueError if the address is in use or not this machine's."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets it only on sockets that it made; without it a token waits up to 40 ms for the last one's receipt
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"--host {host} --port {port}: cannot be bound ({error}); give others") from None
+    return listener
 
 
 def render_page(served: Served, root: Root, folder: Path) -> str:
@@ -333,10 +342,13 @@ async def _parse(request: Request, kind: type[Parsed]) -> Parsed:
     if content_type != "application/json":
         raise APIError(415, f"content type {content_type!r}: send application/json")
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_BYTES:
-            raise APIError(413, f"the body has more than {BODY_BYTES:,} bytes; shorten it")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES:
+                raise APIError(413, f"the body has more than {BODY_BYTES:,} bytes; shorten it")
+    except ClientDisconnect:
+        raise APIError(400, "the client left before the end of its body") from None
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -380,8 +392,9 @@ async def _answer(
 
     def delivery(index: int) -> Callable[[str, str], None]:
         def deliver(piece: str, reason: str) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and so has the server
-                loop.call_soon_threadsafe(pieces.put_nowait, (index, piece, reason))
+            if reason or (piece and asked.stream):
+                with suppress(RuntimeError):  # the loop has ended, and so has the server
+                    loop.call_soon_threadsafe(pieces.put_nowait, (index, piece, reason))
 
         return deliver
 
@@ -411,33 +424,30 @@ async def _answer(
         options = asked.stream_options or StreamOptions()
         events = _events(head, texts, count, chat, usage if options.include_usage else None)
         return EventStream(events, engine, generations)
-    whole = asyncio.ensure_future(_whole(texts, count))
+    whole = asyncio.ensure_future(_finished(texts))
     left = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
             return Response(status_code=499)  # nobody reads it
-        choices = [
-            {
-                "index": index,
-                **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
-                "logprobs": None,
-                "finish_reason": reason,
-            }
-            for index, (text, reason) in enumerate(whole.result())
-        ]
+        whole.result()
     finally:
         whole.cancel()
         left.cancel()
         for generation in generations:
             engine.cancel(generation)
+    choices = []
+    for index, generation in enumerate(generations):
+        written = "".join(generation.text.written)
+        answer = {"message": {"role": "assistant", "content": written}} if chat else {"text": written}
+        choices.append({"index": index, **answer, "logprobs": None, "finish_reason": generation.text.finish_reason})
     return JSONResponse({**head, "choices": choices, "usage": usage()})
 
 
 class EventStream(StreamingResponse):
     """Server-sent events; what is unfinished when it ends or the client leaves is canceled."""
 
-    def __init__(self, events: AsyncIterator[str], engine: BatchEngine, generations: Sequence[Generation]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], engine: BatchEngine, generations: Sequence[Generation]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._engine, self._generations = engine, generations
 
@@ -456,17 +466,12 @@ async def _pieces(count: int, pieces: asyncio.Queue[tuple[int, str, str]]) -> As
         if reason == ERROR:
             raise APIError(500, "the text could not be finished; the server's log has the reason")
         count -= bool(reason)
-        if piece or reason:
-            yield index, piece, reason
+        yield index, piece, reason
 
 
-async def _whole(texts: AsyncIterator[tuple[int, str, str]], count: int) -> list[tuple[str, str]]:
-    """Return each text and its finish reason."""
-    joined, reasons = [""] * count, [""] * count
-    async for index, piece, reason in texts:
-        joined[index] += piece
-        reasons[index] = reason
-    return list(zip(joined, reasons, strict=True))
+async def _finished(texts: AsyncIterator[tuple[int, str, str]]) -> None:
+    async for _ in texts:
+        pass
 
 
 async def _disconnected(request: Request) -> None:
@@ -480,12 +485,12 @@ async def _events(
     count: int,
     chat: bool,
     usage: Callable[[], dict[str, int]] | None,
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """Yield server-sent events: a chunk per piece, the usage if it is asked for, and `[DONE]`."""
     head = {**head, "object": "chat.completion.chunk"} if chat else head
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({**head, "choices": choices, **more})
 
     def choice(index: int, piece: str, reason: str, **delta: str) -> dict[str, Any]:
         if piece or delta:
@@ -500,8 +505,12 @@ async def _events(
         async for index, piece, reason in texts:
             yield event([choice(index, piece, reason)])
     except APIError as error:
-        yield f"data: {json.dumps(error.body())}\n\n"
+        yield _event(error.body())
         return
     if usage:
         yield event([], usage=usage())
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

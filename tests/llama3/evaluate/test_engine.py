@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from queue import Queue
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from llama3.evaluate import engine as engines
 from llama3.evaluate.engine import BatchEngine, Generation, QueueFull
-from llama3.evaluate.generate import GeneratedText, Sampler, TextStream, generate
+from llama3.evaluate.generate import GeneratedText, IncrementalDecoder, Sampler, TextStream, generate
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
@@ -115,11 +116,18 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others(start: NewEngine, mo
     running, long = Text("a", 90_000), Text("ab" * 1000, 4)
     engine.submit([running.generation])
     running.delivered.get(timeout=WAIT_S)
+    tokens, read = list[int](), IncrementalDecoder.read
+
+    def counted(self: IncrementalDecoder, chunk: list[int]) -> torch.Tensor:
+        tokens.append(len(running.generation.text.tokens))
+        return read(self, chunk)
+
+    monkeypatch.setattr(IncrementalDecoder, "read", counted)
     engine.submit([long.generation])
-    before = len(running.generation.text.tokens)
-    assert long.wait()[0] == generate(model, TOKENIZER, *long.options)
-    assert len(running.generation.text.tokens) - before >= 2000 // 100 - 1
+    whole, _ = long.wait()
+    assert [later - earlier for earlier, later in pairwise(tokens)] == [1] * 20
     engine.cancel(running.generation)
+    assert whole == generate(model, TOKENIZER, *long.options)
 
 
 def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +176,14 @@ def test_a_prompt_that_cannot_be_read_ends_alone(
     start: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, texts = start(made(SPECS["grouped"]), max_batch=1, queue=9), [Text("a", 2), Text("b", 2), Text("c", 2)]
-    read = engines.IncrementalDecoder.read
+    read = IncrementalDecoder.read
 
-    def broken(self: engines.IncrementalDecoder, tokens: list[int]) -> torch.Tensor:
+    def broken(self: IncrementalDecoder, tokens: list[int]) -> torch.Tensor:
         if tokens[-1] == ord("b"):
             raise RuntimeError("out of memory")
         return read(self, tokens)
 
-    monkeypatch.setattr(engines.IncrementalDecoder, "read", broken)
+    monkeypatch.setattr(IncrementalDecoder, "read", broken)
     engine.submit([text.generation for text in texts])
     assert [text.wait()[1] for text in texts] == ["length", "error", "length"]
 

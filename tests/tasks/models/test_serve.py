@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,14 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app as cli
 from llama3.evaluate import engine as engines
-from llama3.evaluate.engine import BatchEngine
+from llama3.evaluate.engine import BatchEngine, Generation
 from llama3.evaluate.generate import IncrementalDecoder, generate
 from llama3.model.files import save_model
 from llama3.recipe.sections import Model
 from llama3.tokens.chat import encode_chat
 from storage.processes import free_port
 from storage.root import Root
-from tasks.models.serve import BODY_BYTES, Served, create_app, render_page
-from tests.dist import Forked
+from tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page
 from tests.llama3.evaluate.test_answer import TOKENIZER, made
 from tests.llama3.evaluate.test_engine import await_idle
 from tests.llama3.evaluate.test_generate import favour
@@ -40,6 +41,7 @@ from tests.llama3.evaluate.test_generate import favour
 WINDOW = 20_000
 SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)
 NAME = "tiny@champion"
+"""As in the tutorial."""
 EOT = 256 + 9
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi <|eot_id|> "}]
 
@@ -47,7 +49,8 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 @contextmanager
 def serving(served: Served, page: str = "") -> Iterator[str]:
     """Serve in a thread of this process; yield the address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
         server = uvicorn.Server(uvicorn.Config(create_app(served, page), log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -125,6 +128,13 @@ def test_a_stream_is_the_answer_in_pieces(http: httpx.Client) -> None:
         assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
         assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
         assert len(own) > 5
+
+
+def test_no_piece_waits_for_the_receipt_of_the_last() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_the_official_client_reads_it(served: Served, http: httpx.Client) -> None:
@@ -330,7 +340,11 @@ def test_a_crowd_is_served_or_told_to_come_again(served: Served, http: httpx.Cli
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_takes_its_text_along(served: Served, http: httpx.Client, stream: bool) -> None:
+def test_a_client_that_leaves_takes_its_text_along(
+    served: Served, http: httpx.Client, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, submit = list[Generation](), served.engine.submit
+    monkeypatch.setattr(served.engine, "submit", lambda texts: (asked.extend(texts), submit(texts)))
     body = json.dumps({**PLAIN, "max_tokens": WINDOW - 10, "temperature": 0, "n": 2, "stream": stream}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -343,6 +357,7 @@ def test_a_client_that_leaves_takes_its_text_along(served: Served, http: httpx.C
         if stream:
             assert b"200 OK" in client.recv(1000)
     await_idle(served.engine)
+    assert [(each.canceled, each.text.finish_reason) for each in asked] == [(True, "")] * 2
 
 
 def test_an_error_of_the_engine_is_an_answer(
@@ -360,6 +375,25 @@ def test_an_error_of_the_engine_is_an_answer(
     assert complete(http)["choices"]
 
 
+def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a model of the same window, of one-byte tokens."""
+    page = (checkout / "docs/tutorials/talk-to-your-model.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    requests = re.findall(r"\$ curl -s localhost:8000(\S+).*?-d '(.*?)'\n    (.*?)\n", page, re.DOTALL)
+    engine = BatchEngine(made(SPEC.model_copy(update={"max_seq_len": 512})), TOKENIZER)
+    with serving(Served(NAME, engine, chat=False)) as address, httpx.Client(base_url=address, timeout=60) as http:
+        exec(program.replace("http://127.0.0.1:8000", address), {})
+        for path, body, printed in requests:
+            answer = http.post(path, content=body, headers={"Content-Type": "application/json"}).json()
+            assert answer == json.loads(printed.replace("of 3 tokens", "of 4 tokens").replace("509", "508"))
+    engine.stop()
+    assert len(requests) == 2
+    due = generate(engine.model, TOKENIZER, "Question: What is", 20, 0.8, 1.0, 1)
+    assert capsys.readouterr().out.endswith(f"\n{due}")
+
+
 # The command
 
 
@@ -371,21 +405,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_herd_serve_serves_until_it_is_stopped(folder: Path, tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HERD_ROOT": str(tmp_path / "root")}
-    process = Forked("flows.cli.main", "serve", str(folder), "--port", "0", environment=environment)
-    try:
-        line = process.stdout.readline()
-        assert line.startswith(f"{folder} is served at http://127.0.0.1:"), line
-        address = line.partition(" at ")[2].split()[0]
-        body = {"model": str(folder), "prompt": "The", "temperature": 0}
-        answer = httpx.post(f"{address}v1/completions", json=body, timeout=60).json()
-        assert answer["choices"][0]["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
-        assert httpx.get(address).text.startswith("<!doctype html>")
-    finally:
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(30)
-    assert (process.returncode, printed) == (0, "")
+def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
+    address, answers = f"http://127.0.0.1:{free_port()}/", list[Any]()
+
+    def ask() -> None:
+        for _ in range(600):
+            with suppress(httpx.ConnectError):
+                body = {"model": str(folder), "prompt": "The", "temperature": 0}
+                answers.append(httpx.post(f"{address}v1/completions", json=body, timeout=60).json())
+                answers.append(httpx.get(address).text)
+                break
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    words = ["serve", str(folder), "--port", address.rpartition(":")[2][:-1], "--root", str(tmp_path)]
+    result = CliRunner().invoke(cli, words)
+    client.join()
+    assert (result.exit_code, result.output) == (
+        0, f"{folder} is served at {address} and {address}v1; Ctrl-C stops it\n",
+    )  # fmt: skip
+    assert answers[0]["choices"][0]["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
+    assert answers[1].startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
