@@ -8,7 +8,9 @@ Files: `scores.parquet` (a row per score), `samples.parquet` (a row per document
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +28,9 @@ from llama3.evaluate.distributed import EvalRanks
 from llama3.evaluate.generate import generate, generate_batch
 from llama3.evaluate.held_out import ValidationDocument, document_bytes, longest_sequence, read_validation_documents
 from llama3.evaluate.needle import KINDS, context_lengths, find_needles
-from llama3.evaluate.responses import score_responses
 from llama3.evaluate.sandbox import SandboxResult, run_programs
 from llama3.evaluate.scores import (
+    BITS,
     GENERATIONS_FILE,
     SAMPLES_FILE,
     TASKS_FILE,
@@ -42,12 +44,14 @@ from llama3.evaluate.scores import (
     score_table,
     write_scores,
 )
-from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.suite import ARITHMETIC, LoadedSuite, render_recipe_suite
+from llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
+from llama3.evaluate.statistics import ratio
+from llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
 from llama3.evaluate.task import Prompt, Task, requests_digest
 from llama3.model.linear import use_reproducible_matmul
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
+from llama3.tokens.chat import encode_chat
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 
 # Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
@@ -213,6 +217,42 @@ _SAMPLES_SCHEMA = pa.schema(
         ("group", pa.string()),
     ]
 )
+
+
+# Answers in held-out conversations: their bits fall while a model learns to answer; those of documents tell what it
+# forgets.
+
+
+def score_responses(
+    model: LanguageModel, tokenizer: Tokenizer, file: Path, count: int, window: int, device: str, ranks: EvalRanks
+) -> tuple[dict[str, Score], list[Sample]]:
+    """Return the score of the first `count` conversations of `file` by id, a hash, and a sample of each; {} if empty.
+
+    A sample has the bits of all answers, their `<|eot_id|>` included, and the UTF-8 bytes of their contents. A long
+    conversation loses its beginning, as in `score_requests`.
+    """
+    rows = sorted(map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda row: row["id"])[:count]
+    sequences: list[Scorable] = []
+    owners: list[int] = []
+    for index, row in enumerate(rows):
+        for turn, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                start = len(encode_chat(tokenizer, row["messages"][:turn], add_generation_prompt=True))
+                sequences.append((encode_chat(tokenizer, row["messages"][: turn + 1], False), start))
+                owners.append(index)
+    bits, sizes, tokens = ([0.0] * len(rows) for _ in range(3))
+    for index, likelihood in zip(owners, score_sequences(model, sequences, window, device, ranks=ranks), strict=True):
+        bits[index] += likelihood.nll / math.log(2)
+        tokens[index] += likelihood.tokens
+    for index, row in enumerate(rows):
+        answers = (message["content"].strip() for message in row["messages"] if message["role"] == "assistant")
+        sizes[index] = float(sum(len(answer.encode("utf-8", "ignore")) for answer in answers))
+    if not rows:
+        return {}, []
+    digest = hashlib.sha256("\n".join(row["id"] for row in rows).encode()).hexdigest()
+    score = Score.from_estimate(RESPONSES, ratio(bits, sizes), BITS, "lower", digest, None)
+    columns = zip(rows, bits, sizes, tokens, strict=True)
+    return {RESPONSES: score}, [Sample(RESPONSES, row["id"], b, s, int(t), None, None) for row, b, s, t in columns]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from llama3.evaluate.engine import ERROR, BatchEngine, Generation, QueueFull
 from llama3.evaluate.generate import GeneratedText, Sampler, TextStream
 from llama3.model.files import load_model
 from llama3.recipe.units import tokens
-from llama3.tokens.chat import encode_chat
+from llama3.tokens.chat import TEMPLATE_FILE, encode_chat
 from llama3.tokens.tokenizer import Tokenizer
 from llama3.tokens.vocabulary import PLACES
 from storage.root import Root
@@ -46,8 +46,6 @@ from tasks.models.lookup import model_folder
 from tasks.promotion.log import current_aliases, read_log
 from tasks.report.card import make_card
 
-CHAT_TEMPLATE = "chat_template.jinja"
-"""File of a model folder that says that the model was tuned to chat."""
 NO_TEMPLATE = (
     "is a base model and has no chat template; fine-tune it in a stage with `kind: sft`, or send the text to "
     "/v1/completions"
@@ -196,7 +194,7 @@ def serve(
         tokenizer = Tokenizer.load(folder)
         model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         engine = BatchEngine(model, tokenizer, max_batch, queue)
-        served = Served(name, engine, (folder / CHAT_TEMPLATE).is_file(), token)
+        served = Served(name, engine, (folder / TEMPLATE_FILE).is_file(), token)
         try:
             app = create_app(served, render_page(served, root, folder))
             shown = f"[{host}]" if ":" in host else host

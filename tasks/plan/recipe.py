@@ -13,7 +13,7 @@ from rich.table import Table
 
 from llama3.data.readers.conversations import ConversationSurvey
 from llama3.data.readers.sources import DomainSurvey
-from llama3.evaluate.policy import check_evaluation
+from llama3.evaluate.scores import check_evaluation
 from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory, memory_line

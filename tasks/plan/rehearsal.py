@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from llama3.data.readers.sources import INSTALLED, estimate_text, survey
-from llama3.evaluate.policy import possible_scores
+from llama3.evaluate.scores import possible_scores
 from llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
 from llama3.model.flops import vocab_rows
 from llama3.parallel.layout import Layout

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llama3.evaluate.policy import check_evaluation
+from llama3.evaluate.scores import check_evaluation
 from llama3.model.flops import vocab_rows
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.lint import placeholders

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.policy import check_evaluation, check_rules, possible_scores
+from llama3.evaluate.scores import check_evaluation, check_rules, possible_scores
 from llama3.evaluate.suite import stage_suite_name
 from llama3.recipe.load import load_recipe
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.evaluate.distributed import SingleProcess
-from llama3.evaluate.policy import check_rules
-from llama3.evaluate.responses import score_responses
+from llama3.evaluate.distributed import EvalRanks
+from llama3.evaluate.evaluate import score_responses
+from llama3.evaluate.scores import check_rules
 from llama3.evaluate.suite import RESPONSES
 from llama3.model.init import build_model
 from llama3.recipe.sections import Model
@@ -37,7 +37,7 @@ def write(folder: Path, chats: list[list[tuple[str, str]]]) -> Path:
 def test_the_score_is_bits_of_the_targets_over_bytes_of_the_answers(tmp_path: Path) -> None:
     config = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
     model = build_model(config, CODER.rows, 0, torch.float32, torch.device("cpu"))
-    scores, samples = score_responses(model, CODER, write(tmp_path, CHATS), 2, 256, "cpu", SingleProcess())
+    scores, samples = score_responses(model, CODER, write(tmp_path, CHATS), 2, 256, "cpu", EvalRanks())
     bits, sizes = [], [len("héllo".encode()), len("2yes")]
     for chat in CHATS[:2]:
         ids, mask = encode_conversation(CODER, [{"role": role, "content": content} for role, content in chat])
@@ -53,7 +53,7 @@ def test_the_score_is_bits_of_the_targets_over_bytes_of_the_answers(tmp_path: Pa
 
 
 def test_no_held_out_conversation_is_no_score(tmp_path: Path) -> None:
-    assert score_responses(None, CODER, write(tmp_path, []), 2, 256, "cpu", SingleProcess()) == ({}, [])  # type: ignore[arg-type]
+    assert score_responses(None, CODER, write(tmp_path, []), 2, 256, "cpu", EvalRanks()) == ({}, [])  # type: ignore[arg-type]
 
 
 def test_a_gate_may_name_the_score_if_the_recipe_has_conversations() -> None:
