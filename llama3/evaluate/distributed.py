@@ -75,23 +75,23 @@ class EvalRanks:
 
     def _all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, in the order of ranks."""
-        device, size = self._world.device, self._world.size
+        size = self._world.size
         if size == 1:
             return [value]
 
         def all_gather(tensor: Tensor) -> list[Tensor]:
             tensors = [torch.empty_like(tensor) for _ in range(size)]
-            dist.all_gather(tensors, tensor)
+            dist.all_gather(tensors, tensor, group=self._world.host_group)
             return tensors
 
-        # JSON in tensors: exact for numbers and text on any backend, and no pickle is loaded
+        # JSON in host tensors: exact for numbers and text, and no pickle is loaded
         content = bytearray(json.dumps(value).encode())
-        sizes = all_gather(torch.tensor([len(content)], device=device))
+        sizes = all_gather(torch.tensor([len(content)]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
-        texts = all_gather(padded.to(device))
-        return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(texts, sizes, strict=True)]
+        texts = all_gather(padded)
+        return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
 
 
 class InferenceStage(Transformer):

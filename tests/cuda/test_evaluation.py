@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.cuda import null_device
 
 null_device.require()
@@ -40,6 +42,48 @@ def test_requests_are_scored_and_answers_written() -> None:
         ((scored, one, batch),) = run(1, answers, dtype)
         assert (scored, batch) == (20, 3), dtype
         assert one >= 0
+
+
+def split(folder: Path, dtype: str) -> tuple[int, int]:
+    """Return how many requests four processes scored, each with a part of the model, and how many texts they wrote."""
+    import torch
+
+    from llama3.evaluate.distributed import EvalRanks
+    from llama3.evaluate.generate import Sampler, generate_batch
+    from llama3.evaluate.scoring import score_requests
+    from llama3.evaluate.task import GenerationSettings, Prompt, Request
+    from llama3.parallel.layout import Layout
+    from llama3.parallel.mesh import init_distributed
+    from llama3.tokens.tokenizer import Tokenizer
+
+    pick = Sampler.pick
+    Sampler.pick = lambda *words: [7 for _ in pick(*words)]  # type: ignore[method-assign]
+    tokenizer = Tokenizer.load(folder)
+    requests = [Request("eval/x", "id", number, TEXT[:number], " rises.", 0) for number in range(20)]
+    prompts = [Prompt("x", str(number), TEXT[: 10 * number], ()) for number in range(1, 4)]
+    with init_distributed("cuda", 240, Layout(tp=2, pp=2)) as world:
+        ranks = EvalRanks(world)
+        model = ranks.load(folder, getattr(torch, dtype), "cuda")
+        scored = score_requests(model, tokenizer, requests, 128, "cuda", greedy={"eval/x"}, ranks=ranks)
+        written = generate_batch(model, tokenizer, prompts, GenerationSettings(max_tokens=8), 0)
+    return len(scored), len(written)
+
+
+def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
+    import torch
+
+    from llama3.model.files import save_model
+    from llama3.model.init import build_model
+    from llama3.recipe.sections import Model
+    from llama3.tokens.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer([TEXT], 280)
+    config = Model(layers=3, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=128, tied_embeddings=False)
+    model = build_model(config, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
+    save_model(tmp_path, config, tokenizer.rows, model.state_dict())
+    tokenizer.save(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        assert run(4, split, tmp_path, dtype) == [(20, 3)] * 4, dtype
 
 
 def measured() -> list[str]:
