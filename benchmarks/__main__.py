@@ -252,7 +252,7 @@ def generate(
     peers: PeersOption = "",
     work: WorkOption = None,
 ) -> None:
-    """Generation: with a cache, computed anew, and by transformers, on the same weights. One core, CPU time."""
+    """Generation: with a cache, computed anew, served, and by transformers, on the same weights. One core, CPU time."""
     from benchmarks.generate import GenerateSession, GenerateSettings, generate_rows
 
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:

@@ -1,4 +1,4 @@
-"""Rows of `python -m benchmarks generate`: a KV cache beside no cache and transformers' generate.
+"""Rows of `python -m benchmarks generate`: a KV cache beside no cache, and stream and server beside transformers.
 
 All sides write greedily with the same weights, one thread, in processes of their own that take turns; what counts is
 CPU time, and the tokens that they write must be equal. Weights are random, with nothing in the vocabulary that ends a
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -40,16 +41,20 @@ class GenerateSize:
     tokens: int
     """New tokens of one text."""
     together: tuple[int, int]
-    """Prompts of the batch row, and new tokens of each."""
+    """Prompts of the batch rows, and new tokens of each."""
     rounds: int
     recomputed: int
     """Rounds in which everything is computed anew: each takes a minute."""
+    long: int
+    """How often the prompt is repeated whose first token is waited for."""
 
 
 SIZES: Mapping[SizeName, GenerateSize] = {
-    "tiny": GenerateSize(Model(layers=2, dim=32, ffn=112, heads=4, kv_heads=2, max_seq_len=256), 600, 16, (3, 8), 2, 1),
+    "tiny": GenerateSize(
+        Model(layers=2, dim=32, ffn=112, heads=4, kv_heads=2, max_seq_len=256), 600, 16, (3, 8), 2, 1, 1
+    ),
     "small": GenerateSize(
-        Model(layers=6, dim=384, ffn=1344, heads=6, kv_heads=2, max_seq_len=2048), 8192, 512, (8, 128), 9, 3
+        Model(layers=6, dim=384, ffn=1344, heads=6, kv_heads=2, max_seq_len=2048), 8192, 512, (8, 128), 9, 3, 10
     ),
 }
 
@@ -101,14 +106,23 @@ class GenerateSession:
         theirs = Side("peers.generate_transformers", self.settings.peers, shape={"side": "transformers"})
         return self.rounds("peer", {"ours": _ours("stream"), "transformers": theirs}, self.size.rounds)
 
+    def served(self, name: str) -> Rounds:
+        """Return rounds of herd's server, without its clients, and transformers' generate of all texts at once."""
+        theirs = Side("peers.generate_transformers", self.settings.peers, shape={"side": "transformers"})
+        return self.rounds(name, {"ours": _ours("served"), "transformers": theirs}, self.size.rounds)
+
     def written(self, name: str, side: str) -> list[list[int]]:
         """Return the tokens that a side wrote in the rounds called `name`."""
         tokens: list[list[int]] = json.loads((self.settings.folder / name / f"{side}.json").read_text())
         return tokens
 
     def _shape(self, name: str) -> dict[str, Any]:
-        prompts, tokens = self.size.together if name == "batch" else (1, self.size.tokens)
-        texts = [PROMPT[number:] for number in range(prompts)]
+        prompts, tokens = (
+            self.size.together if name in ("batch", "serve-batch-8", "serve-stream-8") else (1, self.size.tokens)
+        )
+        texts, more = [PROMPT[number:] for number in range(prompts)], {}
+        if name == "serve-first-token":
+            texts, tokens, more = [PROMPT * self.size.long], 1, {"first": True}
         rows = [[coder(self.size.vocab).begin, *coder(self.size.vocab).encode(text)] for text in texts]
         return {
             "models": str(self.weights),
@@ -117,6 +131,9 @@ class GenerateSession:
             "texts": texts,
             "prompts": rows,
             "new": tokens,
+            "together": True,
+            "stream": name in ("serve-stream-8", "serve-first-token"),
+            **more,
         }
 
 
@@ -165,11 +182,34 @@ def batch_speed(run: GenerateSession, name: str) -> Row:
     return _row(name, taken, "alone", "together", f"{prompts} prompts, {tokens} new tokens each")
 
 
+def serve_speed(run: GenerateSession, name: str) -> Row:
+    """CPU time of transformers' generate over that of the server, whose clients are another process."""
+    folder, prompts = name.replace("/", "-"), int(name.rpartition("-")[2])
+    taken = run.served(folder)
+    pairs = zip(run.written(folder, "served"), run.written(folder, "transformers"), strict=True)
+    equal = [ours == theirs for text, other in pairs for ours, theirs in zip(text, other, strict=True)]
+    speeds = ", ".join(f"{side} {len(equal) / taken.seconds(side):.0f} tokens/s" for side in ("transformers", "ours"))
+    note = f"{len(equal) // prompts} new tokens each, {100 * sum(equal) / len(equal):.0f} % equal; {speeds}"
+    return _row(name, taken, "transformers", "ours", note)
+
+
+def first_token(run: GenerateSession, name: str) -> Row:
+    """CPU time of one token after a long prompt by transformers over that by the server."""
+    taken = run.served("serve-first-token")
+    tokens = len(run._shape("serve-first-token")["prompts"][0])
+    wall = ", ".join(f"{side} {median(taken.losses[side]):.0f} ms" for side in ("transformers", "ours"))
+    return _row(name, taken, "transformers", "ours", f"prompt of {tokens} tokens; wall time {wall}")
+
+
 MEASURES: Mapping[str, Callable[[GenerateSession, str], Row]] = {
     "cache/recompute": cache_recompute,
     "transformers/speed": transformers_speed,
     "transformers/equal": transformers_equal,
     "batch/speed": batch_speed,
+    "serve/batch-1": serve_speed,
+    "serve/batch-8": serve_speed,
+    "serve/stream-8": serve_speed,
+    "serve/first-token": first_token,
 }
 
 

@@ -1,4 +1,5 @@
-"""Herd's sides of the generation benchmark: a text as it streams, several together, and each token computed anew.
+"""Herd's sides of the generation benchmark: a text as it streams, several together, each token computed anew, and texts
+that a server streams to as many clients.
 
 They run as steps of `train_side`. The tokens that were written go to a file. All tokens that the benchmark's weights
 can choose are four characters long, so the text says which they were.
@@ -7,18 +8,26 @@ can choose are four characters long, so the text says which they were.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 
+from benchmarks.clients import ask_all
+from llama3.evaluate.engine import BatchEngine
 from llama3.evaluate.generate import generate_batch, stream
 from llama3.evaluate.task import GenerationSettings, Prompt
 from llama3.model.files import load_model
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
+from tasks.models.serve import Served, bind, create_app
 
 BYTES, WIDTH = 256, 4
 """Tokens that are one byte; characters of the others."""
@@ -34,6 +43,8 @@ def coder(vocab: int) -> Tokenizer:
 def stepper(shape: dict[str, Any], bf16: bool) -> Callable[[], float]:
     """Return a function that writes all texts of `shape` once; it returns how many tokens these have."""
     model = load_model(Path(shape["models"], "herd"), torch.bfloat16 if bf16 else torch.float32)
+    if shape["side"] == "served":
+        return _served(model, shape)
     write = {"stream": _streamed, "answer": _answered, "recompute": _recomputed}[shape["side"]]
 
     def step() -> float:
@@ -66,6 +77,33 @@ def _recomputed(model: Transformer, shape: dict[str, Any]) -> list[list[int]]:
             tokens.append(int(last_BV.argmax()))
         texts.append(tokens[len(prompt) :])
     return texts
+
+
+def _served(model: Transformer, shape: dict[str, Any]) -> Callable[[], float]:
+    """Return the step of a server, whose clients are another process; with `shape["first"]` it returns milliseconds."""
+    address = _serve(BatchEngine(model, coder(shape["vocab"]), max_batch=len(shape["texts"])))
+    body = {"model": "bench", "max_tokens": shape["new"], "temperature": 0, "stream": shape["stream"]}
+    clients, steps = ProcessPoolExecutor(1, get_context("spawn")), count()
+
+    def step() -> float:
+        # a prompt that begins like the last one would not be read again
+        mark = chr(ord("a") + next(steps) % 26) if shape.get("first") else ""
+        bodies = [{**body, "prompt": mark + text} for text in shape["texts"]]
+        texts, wall_ms = clients.submit(ask_all, address, bodies).result()
+        tokens = [_ids(text) for text in texts]
+        Path(shape["out"], "served.json").write_text(json.dumps(tokens))
+        return wall_ms if shape.get("first") else float(sum(map(len, tokens)))
+
+    return step
+
+
+def _serve(engine: BatchEngine) -> str:
+    """Serve in a thread, until the process ends; return the address."""
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    server = uvicorn.Server(uvicorn.Config(create_app(Served("bench", engine, chat=False), ""), log_level="warning"))
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _ids(text: str) -> list[int]:

@@ -187,6 +187,10 @@ GENERATE_TARGETS: Mapping[str, Target] = {
     "transformers/speed": Target(1, "x transformers"),
     "transformers/equal": Target(100, "% of tokens"),
     "batch/speed": Target(None, "x one by one"),
+    "serve/batch-1": Target(1, "x transformers"),
+    "serve/batch-8": Target(1, "x transformers"),
+    "serve/stream-8": Target(None, "x transformers"),
+    "serve/first-token": Target(1, "x transformers"),
 }
 """Every row of `python -m benchmarks generate`, in order."""
 

@@ -168,7 +168,7 @@ class BatchEngine:
                 generation.deliver("", ERROR)
 
     def _admit(self) -> None:
-        """Read prompts of waiting texts, `PREFILL_TOKENS` at most, and add those that are read to the batch."""
+        """Read prompts of waiting texts, in chunks if the batch is not empty, and add those that are read to it."""
         budget = PREFILL_TOKENS
         while budget > 0:
             self._remove_finished()
@@ -184,12 +184,15 @@ class BatchEngine:
             rows = min(self.max_batch, max(1, self._positions // max(room, self._cache.room)))
             if len(self._active) >= rows:
                 return
-            self._reading = [generation]
-            if self._decoder is None or self._decoder.cache.room < len(tokens):
-                self._decoder, self._read = IncrementalDecoder(self.model, min(self.window, 2 * len(tokens))), []
             pairs = zip(self._read, tokens, strict=False)
             known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # the decoder keeps these
-            end = min(len(tokens), known + budget)
+            # after a short common beginning the rest needs a mask, which costs more than reading it all
+            fresh = self._reading != [generation] and 4 * known < len(tokens)
+            self._reading = [generation]
+            if self._decoder is None or self._decoder.cache.room < len(tokens) or fresh:
+                self._decoder, known = IncrementalDecoder(self.model, min(self.window, 2 * len(tokens))), 0
+            # in one piece, which is faster, if no text would wait for it
+            end = min(len(tokens), known + budget) if self._active else len(tokens)
             budget -= max(1, end - known)
             logits_BV = self._decoder.read(tokens[:end])
             self._read = tokens[:end]

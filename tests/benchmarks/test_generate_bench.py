@@ -44,6 +44,10 @@ def test_our_sides_write_the_same_tokens(shape: dict[str, Any]) -> None:
     assert len(set(tokens[0])) > 3
     assert written(shape, "stream") == tokens
     assert written(shape, "answer") == tokens
+    assert written({**shape, "stream": False}, "served") == tokens
+    assert written({**shape, "stream": True}, "served") == tokens
+    assert stepper({**shape, "side": "served", "new": 1, "first": True, "stream": True}, False)() > 0
+    assert json.loads((Path(shape["out"]) / "served.json").read_text()) != [row[:1] for row in tokens], "another prompt"
 
 
 @pytest.mark.slow
@@ -52,6 +56,7 @@ def test_transformers_writes_the_same_tokens(shape: dict[str, Any]) -> None:
     from benchmarks.peers.generate_transformers import stepper as theirs
 
     assert written(shape, "transformers", theirs) == written(shape, "stream")
+    assert written({**shape, "together": True}, "transformers", theirs) == written(shape, "stream")
 
 
 def test_every_row_has_a_target_and_a_measure() -> None:
@@ -71,6 +76,20 @@ def test_rows_are_made_of_rounds_and_of_what_was_written(tmp_path: Path, monkeyp
     equal = generate.transformers_equal(session, "transformers/equal")
     assert (equal.value, equal.ok) == (75.0, False)
     assert session.versions == {"transformers": "5.23"}
+
+
+def test_rows_of_the_server_tell_speed_and_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_s, losses = {"ours": [0.5, 0.5], "transformers": [1.0, 0.8]}, {"ours": [30.0], "transformers": [20.0]}
+    monkeypatch.setattr(generate, "take_rounds", lambda *_: Rounds(cpu_s, losses, {}, {}, {}))
+    session = GenerateSession(GenerateSettings(tmp_path, "tiny"))
+    session.served("serve-batch-8")
+    for side, tokens in {"served": [[1, 2], [3, 4]], "transformers": [[1, 2], [3, 5]]}.items():
+        (tmp_path / "serve-batch-8" / f"{side}.json").write_text(json.dumps(tokens))
+    speed = generate.serve_speed(session, "serve/batch-8")
+    assert (speed.value, speed.ok) == (1.8, True)
+    assert "75 % equal; transformers 4 tokens/s, ours 8 tokens/s" in speed.note
+    first = generate.first_token(session, "serve/first-token")
+    assert "prompt of 96 tokens; wall time transformers 20 ms, ours 30 ms" in first.note
 
 
 def test_texts_that_differ_fail_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,24 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others(start: NewEngine, mo
     assert whole == generate(model, TOKENIZER, *long.options)
 
 
+def test_a_prompt_is_read_once_and_whole_if_another_begins_differently(
+    start: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, embed = list[int](), Transformer._embed
+
+    def counted(self: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
+        read.append(tokens_BS.shape[1])
+        return embed(self, tokens_BS)
+
+    monkeypatch.setattr(Transformer, "_embed", counted)
+    engine = start(made(SPECS["grouped"]))
+    for prompt in ("abc" * 9, "abc" * 9, "abc" * 9 + "d", "x" * 9):
+        text = Text(prompt, 1)
+        engine.submit([text.generation])
+        text.wait()
+    assert read == [28, 1, 1, 10]
+
+
 def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for 100 positions: three texts of 30 go together, one of 200 alone."""
     monkeypatch.setattr(engines, "cached_positions", lambda model: 100)
