@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flows.cli.main import app
-from llama3.planner.validation import step, verify
+from llama3.planner.validation import run, step
 from llama3.recipe.load import to_yaml
 from tasks.cluster import load_cluster
 from tests.llama3.planner.plan_samples import cluster_file, recipe
@@ -17,7 +17,7 @@ from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "ANCHORS", (step.megascale_anchors, step.megatron_anchors))
+    monkeypatch.setattr(run, "ANCHORS", (step.megascale_anchors, step.megatron_anchors))
 
 
 @pytest.fixture
