@@ -62,20 +62,26 @@ class Sampler:
         depend on the others in the batch.
         """
         logits_BV = logits_BV.float()
-        allowed_BV = logits_BV.clone()
-        allowed_BV[:, self.base :] = float("-inf")
-        for end in (self.end, *self.stop_token_ids):
-            allowed_BV[:, end] = logits_BV[:, end]
         if self.repetition_penalty != 1:
-            for allowed_V, read in zip(allowed_BV, tokens, strict=True):
-                repeated = torch.tensor(read, device=allowed_V.device)
-                logit = allowed_V[repeated]
-                allowed_V[repeated] = torch.where(
+            logits_BV = logits_BV.clone()
+            for logits_V, read in zip(logits_BV, tokens, strict=True):
+                repeated = torch.tensor(read, device=logits_V.device)
+                logit = logits_V[repeated]
+                logits_V[repeated] = torch.where(
                     logit < 0, logit * self.repetition_penalty, logit / self.repetition_penalty
                 )
+        ends = (self.end, *self.stop_token_ids)
         if self.temperature == 0:
-            greedy: list[int] = allowed_BV.argmax(-1).tolist()
+            largest_B, likeliest_B = logits_BV[:, : self.base].max(-1)
+            for end in ends:
+                likeliest_B = torch.where(logits_BV[:, end] > largest_B, end, likeliest_B)
+                largest_B = largest_B.maximum(logits_BV[:, end])
+            greedy: list[int] = likeliest_B.tolist()
             return greedy
+        allowed_BV = logits_BV.clone()
+        allowed_BV[:, self.base :] = float("-inf")
+        for end in ends:
+            allowed_BV[:, end] = logits_BV[:, end]
         drawn_B1 = torch.tensor([[each.random()] for each in dice], dtype=torch.float64, device=logits_BV.device)
         largest_B1 = allowed_BV.amax(-1, keepdim=True)
         if self.top_k:
