@@ -14,12 +14,16 @@ import psutil
 import pytest
 import yaml
 
+from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
 from llama3.train.job import AttemptResult, read_outcomes
-from tasks.cluster import Cluster, load_cluster
+from tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from tasks.launch.base import Launch, fitting
 from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
+from tasks.stages.evaluate import run_evaluation
+from tests.agents import shared_agents
 from tests.dist import run
+from tests.llama3.evaluate.suite_samples import make
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
 from tests.tasks.slurm_daemons import slurm_for_children
 
@@ -93,6 +97,32 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cluster_of(processes: int) -> Cluster:
     return Cluster.model_validate({"processes": processes, "launcher": "slurm", "slurm": SETTINGS})
+
+
+@pytest.mark.slow
+def test_a_model_split_over_two_nodes_is_evaluated_as_on_one_process(
+    running: None, checkout: Path, tmp_path: Path
+) -> None:
+    asked = make(tmp_path, checkout)
+    alone = Cluster(threads=1, device="cpu")
+    apart = cluster_of(2).model_copy(update={"evaluate": EvaluationCluster(layout=Layout(tp=2))})
+    one, two = (
+        run_evaluation(
+            asked,
+            tmp_path / "model",
+            tmp_path / "curated",
+            tmp_path / name,
+            tmp_path / f"work-{name}",
+            at,
+            shared_agents(),
+        )
+        for name, at in (("alone", alone), ("apart", apart))
+    )
+    logs = tmp_path / "work-apart" / "logs" / "attempt-1"
+    assert "--nodes=2" in (logs / "job.sbatch").read_text()
+    assert {outcome.status for outcome in read_outcomes(logs)} == {0}
+    scores = [key for key, value in one.items() if isinstance(value, float)]
+    assert [two[key] for key in scores] == pytest.approx([one[key] for key in scores], rel=1e-5)
 
 
 @pytest.mark.slow
