@@ -19,7 +19,7 @@ from tasks.promotion.gate import Override
 from tasks.promotion.log import CHAMPION, decided
 from tasks.promotion.promote import promote_model
 from tasks.promotion.rollback import RollbackRequest, roll_back
-from tasks.runs.progress import IN_PROGRESS, run_progress, run_work_dir_name
+from tasks.runs.progress import kept_checkpoints, run_progress, run_work_dir_name
 from tasks.stages.evaluate import evaluate_model, evaluate_waiting
 from tasks.step import Context
 from tasks.tracking.steps import SCORE, scores_of
@@ -63,9 +63,10 @@ def score_waiting(config: StageInProgressParameters) -> FlowResult:
         if stage not in spans or not {"curate", "tokenizer"} <= progress.record.steps.keys():
             return FlowResult(name, f"{name} trains no stage; its checkpoints are scored by the run itself")
         work = run_work_dir_name(context.store, context.recipe, progress.record, spans[stage])
-        default = str(root.local / "work" / work / "checkpoints") if root.is_local else root.join(IN_PROGRESS, work)
+        kept = kept_checkpoints(root, config.cluster.checkpoints, work)
         tokenizer = context.store.load(progress.record.steps["tokenizer"].artifact)
-        lines = evaluate_waiting(context, stage, config.folder.strip() or default, _curated(context), tokenizer)
+        folder = config.folder.strip() or kept or str(context.scratch / work / "checkpoints")
+        lines = evaluate_waiting(context, stage, folder, _curated(context), tokenizer)
     for line in lines:
         context.console.log(f"  {line}")
     return FlowResult(name, "; ".join(lines) or f"no checkpoint of {stage} waits")

@@ -153,6 +153,16 @@ def run_work_dir_name(store: Store, recipe: Recipe, record: RunRecord, span: Sta
     return work_dir_name(recipe, span, data, parent.key if parent else "fresh weights", work_dir_key)
 
 
+def kept_checkpoints(root: Root, checkpoints: str, work: str) -> str | None:
+    """Return the URI of the checkpoints of the work folder `work`; None: they are in it.
+
+    `checkpoints` is the cluster's setting, empty for the default.
+    """
+    if not checkpoints and root.is_local:
+        return None
+    return f"{checkpoints.rstrip('/') or root.join(IN_PROGRESS)}/{work}"
+
+
 def work_dir_name(recipe: Recipe, span: StageSpan, tokens: str, parent: str, work_dir_key: str) -> str:
     """Return the name of the work folder of a stage whose inputs have these keys.
 

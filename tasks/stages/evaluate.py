@@ -32,7 +32,6 @@ from llama3.train import metrics
 from llama3.train.journal import Record
 from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
 from storage.filesystem import is_local, write_atomic
-from storage.objects import get_file, list_children, list_objects
 from tasks.cluster import Cluster
 from tasks.errors import EvaluationFailed, GateFailed
 from tasks.launch.base import launch_key, launcher_of, wait
@@ -107,8 +106,6 @@ def run_evaluation(
 
 # Scoring reads the first documents by id, which are in the first files of each domain: only these are fetched.
 
-PINNED_S = 7 * 86_400.0
-"""How long a checkpoint waits to be scored, at most."""
 BYTES_PER_TOKEN = 8
 """An upper bound; documents are truncated to a row of tokens later."""
 
@@ -206,6 +203,8 @@ class CheckpointQueue:
     REASON = "evaluate"
     WAITING = 2
     """Checkpoints that may wait; the newest are scored, older ones are skipped."""
+    PINNED_S = 7 * 86_400.0
+    """How long a checkpoint waits to be scored, at most."""
 
     def __init__(self, folder: str) -> None:
         """`folder` has the checkpoints: a path, or the URI of an object store."""
@@ -215,7 +214,7 @@ class CheckpointQueue:
         self.pins = Pins(str(Path(folder).parent) if is_local(folder) else folder)
 
     def add(self, position: int) -> None:
-        self.pins.add(position, self.REASON, PINNED_S)
+        self.pins.add(position, self.REASON, self.PINNED_S)
 
     def remove(self, position: int) -> None:
         self.pins.remove(position, self.REASON)
@@ -225,19 +224,27 @@ class CheckpointQueue:
         return sorted((at for at, reasons in self.pins.all().items() if self.REASON in reasons), reverse=True)
 
     def fetch(self, position: int, scratch: Path) -> Path:
-        """Return a folder with the files of a checkpoint. Raises FileNotFoundError if it was removed."""
+        """Return a folder with the files of a checkpoint, downloaded below `scratch` if they are remote.
+
+        Raises FileNotFoundError if it was removed, and DamagedCheckpoint for wrong bytes of a remote one.
+        """
+        import torch
+
+        from llama3.parallel.mesh import ParallelContext
+        from llama3.train.checkpoint.storage import RemoteCheckpointStore
+
         folder = f"{self.folder}/{position:018}"
         if is_local(folder):
             if not Path(folder, MANIFEST).is_file():
                 raise FileNotFoundError(f"{folder}: the checkpoint was removed")
             return Path(folder)
-        saves = sorted(name for name in list_objects(folder) if name.endswith(f"/{MANIFEST}"))
-        if not saves:
+        store = RemoteCheckpointStore(self.folder, scratch, self.REASON)
+        refs = [ref for ref in store.refs() if ref.position == position]
+        if not refs:
             raise FileNotFoundError(f"{folder}: the checkpoint was removed")
-        newest = saves[-1].removesuffix(f"/{MANIFEST}")
-        for name in sorted(list_children(f"{folder}/{newest}"), key=lambda name: name == MANIFEST):  # the mark last
-            get_file(f"{folder}/{newest}/{name}", scratch / name)
-        return scratch
+        path, manifest = store.fetch(refs[-1], ParallelContext(0, 1, torch.device("cpu")))
+        manifest.write(path)
+        return path
 
 
 class CheckpointOffers:

@@ -41,7 +41,7 @@ from storage.page_cache import lazy_folder
 from tasks.errors import TrainingFailed
 from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.plan.predict import predict_step_times
-from tasks.runs.progress import IN_PROGRESS, newest, work_dir_name
+from tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from tasks.stages.alerts import Alerts
 from tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
 from tasks.stages.follow import JournalTailer
@@ -75,10 +75,7 @@ def train_stage(
     made_from, work_dir_key = design.inputs, context.record.work_dir_key(stage)
     data = made_from["tokens"] if conversations is None else f"{tokens.key} {conversations.key}"
     work = context.scratch / work_dir_name(context.recipe, span, data, made_from["parent"], work_dir_key)
-    checkpoints = context.cluster.checkpoints.rstrip("/")
-    if not checkpoints and not context.root.is_local:
-        checkpoints = context.root.join(IN_PROGRESS)
-    kept = f"{checkpoints}/{work.name}" if checkpoints else None
+    kept = kept_checkpoints(context.root, context.cluster.checkpoints, work.name)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
         settings = context.recipe.evaluate

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from llama3.model.files import open_model
 from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
 from llama3.train.journal import Record
+from storage.objects import put_bytes
 from tasks.stages import evaluate
 from tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
+from tests.dist import run
+from tests.llama3.evaluate.rank_samples import write_checkpoint
+from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
 from tests.tasks.promotion_room import PromotionRoom
 
 SAVE = {metrics.CHECKPOINT_WRITE_S: 0.1}
@@ -56,3 +61,23 @@ def test_of_many_the_newest_are_scored_and_older_ones_are_skipped_by_name(
     assert "the checkpoint was removed" in lines[2]
     assert queue.waiting() == []
     assert evaluate_waiting(room.context, "main", folder, room.curated, room.curated) == []
+
+
+def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(tmp_path: Path) -> None:
+    """The newest save at its position that is not marked as damaged."""
+    run(1, write_checkpoint, tmp_path / "saved")
+    with moto_server(tmp_path) as address, pointed_at(environment(address)):
+        folder = f"s3://{BUCKET}/{tmp_path.name}/main-1"
+        for save, damaged in (("20261125-0001", False), ("20261126-0001", True)):
+            for file in (tmp_path / "saved").iterdir():
+                put_bytes(f"{folder}/{4096:018}/{save}/{file.name}", file.read_bytes())
+            if damaged:
+                put_bytes(f"{folder}/{4096:018}/{save}/damaged.txt", b"why")
+        queue = CheckpointQueue(folder)
+        queue.add(4096)
+        assert queue.waiting() == [4096]
+        fetched = queue.fetch(4096, tmp_path / "scratch")
+        assert open_model(fetched).tensor("norm.weight").equal(open_model(tmp_path / "saved").tensor("norm.weight"))
+        assert "20261125-0001" in str(fetched)
+        with pytest.raises(FileNotFoundError, match="was removed"):
+            queue.fetch(8192, tmp_path / "scratch")
