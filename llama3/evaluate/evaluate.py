@@ -47,7 +47,7 @@ from llama3.evaluate.scores import (
 from llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
 from llama3.evaluate.statistics import ratio
 from llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
-from llama3.evaluate.task import Prompt, Task, requests_digest
+from llama3.evaluate.task import WRITTEN, Prompt, Task, requests_digest
 from llama3.model.linear import use_reproducible_matmul
 from llama3.model.transformer import Transformer
 from llama3.recipe.schema import Recipe
@@ -195,8 +195,6 @@ def count_unjudged(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of the weights and of what is computed, by `evaluate.precision`."""
-WRITTEN = ("generate", "code")
-"""Task kinds whose answers are generated text."""
 HAYSTACK_BYTES = 4
 """UTF-8 bytes of each document per position of the longest haystack."""
 PROMPT_CHARS = 80

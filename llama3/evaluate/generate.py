@@ -23,6 +23,7 @@ from llama3.evaluate.answer_extraction import check_generation_settings
 from llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
 from llama3.model.kv_cache import Cache, PaddedCache, with_cache
 from llama3.model.transformer import Transformer
+from llama3.parallel.memory import CACHED, DECODED
 from llama3.tokens.tokenizer import Tokenizer
 
 
@@ -112,14 +113,6 @@ def _index_at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
     return at_B1.squeeze(-1).clamp(max=shares_BV.shape[-1] - 1)  # beyond the end only if shares are not finite
 
 
-ROWS = {"cpu": 64}
-"""Most answers decoded at once, by kind of device."""
-ROWS_ELSEWHERE = 256
-HELD = {"cpu": 2**30}
-"""Most bytes of keys and values of a batch, by kind of device."""
-HELD_ELSEWHERE = 2**34
-
-
 def generate(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -204,7 +197,7 @@ def generate_batch(
                 f"{writing.max_tokens} exceed the model's {longest} positions; give fewer solved examples, or leave "
                 "the prompt out"
             )
-    rows, positions = ROWS.get(next(model.parameters()).device.type, ROWS_ELSEWHERE), cached_positions(model)
+    rows, positions = DECODED[_device_kind(model)], cached_positions(model)
     sampler = Sampler.for_tokenizer(
         tokenizer, writing.temperature, writing.top_p, writing.top_k, writing.repetition_penalty
     )
@@ -236,7 +229,11 @@ def cached_positions(model: Transformer) -> int:
     """Return the most positions whose keys and values a batch may hold on the device of `model`."""
     keys = [weight for name, weight in model.named_parameters() if name.endswith("attention.k.weight")]
     position_bytes = sum(2 * len(weight) * weight.element_size() for weight in keys)  # of this process's heads, layers
-    return HELD.get(keys[0].device.type, HELD_ELSEWHERE) // position_bytes
+    return CACHED[_device_kind(model)] // position_bytes
+
+
+def _device_kind(model: Transformer) -> str:
+    return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
 
 
 def check_fit(model: Transformer, tokenizer: Tokenizer) -> None:

@@ -29,6 +29,7 @@ from llama3.model.comms import Comms
 from llama3.model.kv_cache import Cache, PrefixCache, with_cache
 from llama3.model.loss import NO_TARGET, token_nll
 from llama3.model.transformer import Head, Transformer
+from llama3.parallel.memory import POSITIONS
 
 # Plan the forward passes that score many sequences so that common beginnings are read once.
 #
@@ -242,9 +243,9 @@ def _batches(rows: Iterable[PackedRow], prefix: int, budget: BatchLimits) -> Ite
         yield batch
 
 
-BUDGETS = {"cpu": BatchLimits(2048, 16384)}
+BUDGETS = {"cpu": BatchLimits(POSITIONS["cpu"], 16384)}
 """By kind of device: on a CPU the activations of few positions still fit its caches."""
-BUDGET_ELSEWHERE = BatchLimits(65536, 131072)
+BUDGET_ELSEWHERE = BatchLimits(POSITIONS["cuda"], 131072)
 TOGETHER = 256
 """Batches of all replicas between two exchanges of results; a killed evaluation repeats as many."""
 LOGITS = 2**26

@@ -49,6 +49,10 @@ class Request:
         return len(self.continuation.encode())
 
 
+WRITTEN = ("generate", "code")
+"""Task kinds whose answers are generated text."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One text that the model continues freely."""

@@ -351,9 +351,11 @@ def _loss(config: Model, rows: int, layout: Layout, load: Load) -> int:
 # Inference: weights, and what one forward pass or the texts of a batch need
 
 CACHED = {"cpu": 2**30, "cuda": 2**34}
-"""Most bytes of keys and values of a batch of texts, as in `llama3.evaluate.generate`."""
+"""Most bytes of keys and values of a batch of texts."""
+DECODED = {"cpu": 64, "cuda": 256}
+"""Most texts that are decoded at once."""
 POSITIONS = {"cpu": 2048, "cuda": 65536}
-"""Positions of a forward pass that scores, as in `llama3.evaluate.scoring`; a longer sequence is read alone."""
+"""Positions of a forward pass that scores; a longer sequence is read alone."""
 
 
 def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, device: Literal["cpu", "cuda"]) -> int:

@@ -37,9 +37,8 @@ from llama3.evaluate.engine import ERROR, BatchEngine, Generation, QueueFull
 from llama3.evaluate.generate import GeneratedText, Sampler, TextStream
 from llama3.model.files import load_model
 from llama3.recipe.units import tokens
-from llama3.tokens.chat import TEMPLATE_FILE, encode_chat
+from llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, encode_chat, special_id
 from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.vocabulary import PLACES
 from storage.root import Root
 from tasks.format import templates
 from tasks.models.lookup import model_folder
@@ -382,7 +381,7 @@ async def _answer(
     count = len(prompts) * asked.n
     if count > most:
         raise APIError(400, f"n {asked.n}: {count} texts exceed the {most} of batch and queue; ask for fewer", "n")
-    specials = (len(tokenizer.base) + PLACES["<|eot_id|>"],) if chat else ()
+    specials = (special_id(tokenizer, END_OF_TURN),) if chat else ()
     settings = (asked.temperature, asked.top_p, max(0, asked.top_k), asked.repetition_penalty)
     sampler = Sampler(len(tokenizer.base), tokenizer.end, *settings, specials)
     seed = secrets.randbits(64) if asked.seed is None else asked.seed

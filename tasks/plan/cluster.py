@@ -23,9 +23,10 @@ from rich.table import Table
 from llama3.evaluate.held_out import document_bytes, longest_sequence
 from llama3.evaluate.needle import KINDS, context_lengths
 from llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
+from llama3.evaluate.task import WRITTEN
 from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
-from llama3.parallel.memory import BYTES, inference_bytes, stages
+from llama3.parallel.memory import BYTES, DECODED, inference_bytes, stages
 from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery
@@ -272,8 +273,6 @@ QUESTIONS, QUESTION_TOKENS, BUILT_IN_TOKENS = 2_000, 256, 64
 of a built-in question."""
 EFFICIENCY = 0.5
 """Share of a large product's rate that scoring reaches, and of the memory bandwidth that generating does: assumed."""
-GENERATED, DECODED = ("generate", "code"), 256
-"""Kinds of task whose answers are generated, and answers that are decoded at once, as in `llama3.evaluate`."""
 FP32_SHARE = 67 / 989
 """FP32 products without tensor cores over BF16 ones (H100 SXM data sheet)."""
 
@@ -319,7 +318,7 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
         work.append((len(suite.tasks) * count * QUESTION_TOKENS, QUESTION_TOKENS))
         answers = [task.definition for task in suite.tasks if not isinstance(task.definition, Path)]
         written += sum(
-            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in GENERATED
+            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in WRITTEN
         )
     gated = [(span, part) for span in schedule.spans if span.stage.gates for part in span.parts]
     for span, part in gated:
@@ -332,7 +331,7 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
     weights = BYTES[section.precision] * parameter_count(recipe.model, rows)
     token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
     replicas = processes // layout.model_parallel
-    seconds = flops / rate / processes + written / DECODED / replicas * token_s
+    seconds = flops / rate / processes + written / DECODED["cuda"] / replicas * token_s
     need = inference_bytes(recipe.model, rows, layout, BYTES[section.precision], "cuda")
     read = sum(positions for positions, _ in work)
     return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)

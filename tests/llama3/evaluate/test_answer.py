@@ -13,6 +13,7 @@ from llama3.evaluate.generate import IncrementalDecoder, generate, generate_batc
 from llama3.evaluate.task import GenerationSettings, Prompt
 from llama3.model.init import build_model
 from llama3.model.transformer import Transformer
+from llama3.parallel import memory
 from llama3.recipe.sections import Model, RopeScaling
 from llama3.tokens.tokenizer import Tokenizer
 
@@ -153,9 +154,9 @@ def test_one_answer_is_what_generate_writes() -> None:
 def test_small_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, writing = made(SPECS["grouped"]), GenerationSettings(max_tokens=12, temperature=1.0, samples=2)
     whole = generate_batch(model, TOKENIZER, PROMPTS, writing, 0)
-    monkeypatch.setitem(engine.ROWS, "cpu", 3)
+    monkeypatch.setitem(memory.DECODED, "cpu", 3)
     assert generate_batch(model, TOKENIZER, PROMPTS, writing, 0) == whole
-    monkeypatch.setitem(engine.HELD, "cpu", 1)
+    monkeypatch.setitem(memory.CACHED, "cpu", 1)
     assert generate_batch(model, TOKENIZER, PROMPTS, writing, 0) == whole
 
 
