@@ -273,6 +273,8 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
 
     Two calls at once share the work: the artifact's lease lets one score a checkpoint.
     """
+    from llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
+
     queue, lines = CheckpointQueue(folder), list[str]()
     while waiting := queue.waiting():
         for position in waiting[CheckpointQueue.WAITING :]:
@@ -282,7 +284,7 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
         try:
             scores = scores_of(evaluate_checkpoint(context, stage, position, folder, curated, tokenizer))
             lines.append(f"{position:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in sorted(scores.items())))
-        except FileNotFoundError as error:  # the stage ended, or somebody deleted it
+        except (FileNotFoundError, DamagedCheckpoint) as error:  # the stage ended, somebody deleted it, or wrong bytes
             lines.append(f"{position:,}: not scored, {error}")
         queue.remove(position)
     return lines

@@ -10,7 +10,7 @@ from llama3.model.files import open_model
 from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
 from llama3.train.journal import Record
-from storage.objects import put_bytes
+from storage.objects import get_bytes, put_bytes
 from tasks.stages import evaluate
 from tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
 from tests.dist import run
@@ -63,8 +63,11 @@ def test_of_many_the_newest_are_scored_and_older_ones_are_skipped_by_name(
     assert evaluate_waiting(room.context, "main", folder, room.curated, room.curated) == []
 
 
-def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(tmp_path: Path) -> None:
-    """The newest save at its position that is not marked as damaged."""
+def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest save at its position that is not marked as damaged; wrong bytes are not scored, by name."""
+    monkeypatch.setattr(evaluate, "evaluate_checkpoint", evaluate_checkpoint.fn)  # outside of a flow
     run(1, write_checkpoint, tmp_path / "saved")
     with moto_server(tmp_path) as address, pointed_at(environment(address)):
         folder = f"s3://{BUCKET}/{tmp_path.name}/main-1"
@@ -81,3 +84,9 @@ def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(tmp_pa
         assert "20261125-0001" in str(fetched)
         with pytest.raises(FileNotFoundError, match="was removed"):
             queue.fetch(8192, tmp_path / "scratch")
+        weights = f"{folder}/{4096:018}/20261125-0001/{next((tmp_path / 'saved').glob('*.safetensors')).name}"
+        put_bytes(weights, bytes(len(get_bytes(weights))))
+        room = PromotionRoom(tmp_path / "root")
+        (line,) = evaluate_waiting(room.context, "main", folder, room.curated, room.curated)
+        assert line.startswith(f"4,096: not scored, {weights}")
+        assert queue.waiting() == []
