@@ -21,8 +21,9 @@ NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
+# Three workers for two cores: tests of servers wait.
 test: .venv/dev check
-	@$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder
+	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check

@@ -51,12 +51,14 @@ def tokenizer(pages: list[Page], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 def test_lines_are_those_of_the_plain_rule(shard: Path, tmp_path: Path) -> None:
     facts = lines.work(shard, tmp_path)
     assert facts["lines"] > 0
     assert texts_of(Path(facts["documents"])) == without_common_lines(texts_of(shard), 6, 8)
 
 
+@pytest.mark.slow
 def test_of_alike_documents_one_stays(shard: Path, tmp_path: Path) -> None:
     texts = sorted(set(texts_of(shard)))
     parents = list(range(len(texts)))
@@ -72,6 +74,7 @@ def test_of_alike_documents_one_stays(shard: Path, tmp_path: Path) -> None:
     assert groups <= kept <= groups + 3, "MinHash may miss a pair in a hundred, and verified ones are alike"
 
 
+@pytest.mark.slow
 def test_what_near_quality_says_agrees_with_the_true_pairs(shard: Path, tmp_path: Path) -> None:
     texts = texts_of(shard)
     found = near_quality.work(shard, tmp_path)
@@ -81,6 +84,7 @@ def test_what_near_quality_says_agrees_with_the_true_pairs(shard: Path, tmp_path
     assert all(true[tuple(pair)] >= 0.8 for pair in found["pairs"])
 
 
+@pytest.mark.slow
 def test_filters_give_an_outcome_for_every_document_in_its_order(shard: Path, tmp_path: Path) -> None:
     facts = filters.work(shard, tmp_path, alphabetic=0.6)
     reasons = [facts[f"reasons_{name}"] for name in ("gopher", "repetition", "fineweb")]
