@@ -41,6 +41,7 @@ from storage.secrets import split_login
 from tasks.cluster import Cluster
 from tasks.console import Console, current_console
 from tasks.errors import EvaluationFailed, StudyIncomplete, TrainingFailed
+from tasks.launch.local import slow_precision
 from tasks.models.lookup import label_of_alias
 from tasks.pipeline_steps import step_names
 from tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
@@ -146,7 +147,7 @@ def _introduce(context: Context, plan: RunPlan) -> None:
     console.table(stage_table(plan))
     for line in summary_lines(plan):
         console.log(line)
-    for warning in plan.warnings:
+    for warning in [*plan.warnings, *slow_precision(context.recipe, context.cluster)]:
         console.log(f"[yellow]warning[/]  {warning}")
     params = flatten(resolved(context.recipe), depth=2)
     record.mlflow_run = tracker.open_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from llama3.recipe.schema import Recipe
 from llama3.train.job import GRACE_S, Attempt, AttemptResult, last_lines
 from storage.processes import die_with_parent
 from tasks.cluster import Cluster
@@ -168,6 +170,17 @@ def visible_gpus() -> int:
     count = sum(line.startswith("GPU ") for line in gpus.stdout.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if chosen is None else min(count, len([name for name in chosen.split(",") if name.strip()]))
+
+
+def slow_precision(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """Return a warning if `recipe` trains in bf16 on this machine's processor and it has no instructions for bf16."""
+    on_gpus = cluster.device == "cuda" or (cluster.device == "auto" and visible_gpus())
+    if recipe.precision != "bf16" or cluster.launcher != "local" or on_gpus:
+        return []
+    features = re.findall(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    if not features or {"avx512_bf16", "amx_bf16", "bf16"} & set(features[0].split()):
+        return []
+    return ["precision: bf16 takes ten times as long as fp32 on this processor, which has no instructions for it"]
 
 
 def rank_process(rank: int) -> psutil.Process:

@@ -14,6 +14,7 @@ from typing import get_args
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from llama3.train.main import REFUSED
 from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
-from tasks.launch.local import Agents, LocalLauncher, rank_process
+from tasks.launch.local import Agents, LocalLauncher, rank_process, slow_precision
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
 WAIT_S = 240
@@ -144,6 +145,14 @@ def test_a_process_that_was_promised_a_gpu_and_sees_none_is_refused(
     assert ended.status == REFUSED
     assert re.search(r"trainer: device: cuda, but process [01] of node \S+ sees 0 CUDA devices", ended.message)
     assert "Traceback" not in ended.message
+
+
+def test_bf16_has_a_warning_where_the_processor_lacks_it() -> None:
+    found = torch.cpu.get_capabilities()
+    lacks = not any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    bf16 = ASKED.model_copy(update={"precision": "bf16"})
+    assert bool(slow_precision(bf16, Cluster(device="cpu"))) == lacks
+    assert slow_precision(ASKED, Cluster(device="cpu")) == slow_precision(bf16, Cluster(device="cuda")) == []
 
 
 @pytest.mark.slow
