@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from jinja2 import Environment, meta
 from pydantic import ConfigDict, Field, ValidationError
 
 from llama3.data.demo.word_problems import questions
@@ -42,8 +43,9 @@ from llama3.evaluate.task_yaml import (
     validation_errors,
 )
 from llama3.recipe.base import Section
+from llama3.recipe.data_schema import Benchmark
 from llama3.recipe.schema import Recipe
-from storage.filesystem import is_local
+from storage.filesystem import is_local, list_files
 
 BPB = "eval/bpb"
 RESPONSES = "eval/sft/bpb"
@@ -199,6 +201,40 @@ def recipe_suite(recipe: Recipe) -> Suite:
     """Return the suite that `recipe` names. Raises ValueError if it, or one of its tasks, cannot be read."""
     section = recipe.evaluate
     return read_suite(section.suite, section.data, section.tasks, section.questions)
+
+
+def with_evaluation_sets(recipe: Recipe) -> Recipe:
+    """Return `recipe` with the data files of its suites in place of `evaluated` in `curate.decontaminate`.
+
+    An example is compared by the fields that a task's question and answers are made of. Text files and folders of
+    rendered requests are left out, and with `evaluate.on_missing_data: skip` files that do not exist. Raises ValueError
+    as `recipe_suite` does.
+    """
+    if "evaluated" not in recipe.curate.decontaminate:
+        return recipe
+    section, found = recipe.evaluate, dict[str, Benchmark]()
+    for name in dict.fromkeys(filter(None, (section.suite, section.final, section.deferred_suite))):
+        for planned in recipe_suite(with_suite(recipe, name)).tasks:
+            if isinstance(planned.definition, Path):
+                continue
+            task, fields = planned.definition, _fields_of_text(planned.definition)
+            for number, file in enumerate(dict.fromkeys(task.files)):
+                uri = planned.data_paths.uri(file)
+                absent = section.on_missing_data == "skip" and not list_files(uri)
+                if fields and not uri.endswith(".txt") and not absent:
+                    label = f"{planned.name}-{number}" if number else planned.name
+                    found.setdefault(uri, Benchmark(name=label, uri=uri, fields=fields))
+    sets = [one for one in recipe.curate.decontaminate if one != "evaluated"]
+    curate = recipe.curate.model_copy(update={"decontaminate": [*sets, *found.values()]})
+    return recipe.model_copy(update={"curate": curate})
+
+
+def _fields_of_text(task: TaskFile) -> list[str]:
+    """Return the fields of a row that the text of a question and its answers is made of, in the order of use."""
+    expressions = (f"{{{{ {text} }}}}" for text in (task.contexts, task.choices) if text)
+    templates = [task.context, *expressions, task.continuation, task.answer]
+    parsed = [meta.find_undeclared_variables(Environment().parse(text)) for text in templates]
+    return list(dict.fromkeys(field for names in parsed for field in sorted(names)))
 
 
 def check_suite(recipe: Recipe, rows: int | None = CHECKED_ROWS) -> list[str]:

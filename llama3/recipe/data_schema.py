@@ -319,7 +319,8 @@ class Curate(Section):
     """Files of words, one per line, to count in each document; `quality.max_dirty_words` bounds the count."""
     scores: list[QualityScore] = Field(default_factory=list)
     topics: Topics | None = None
-    decontaminate: list[Benchmark] = Field(default_factory=list)
+    decontaminate: list[Benchmark | Literal["evaluated"]] = Field(default_factory=list)
+    """Evaluation sets to search the documents for; `evaluated`: the data files of the suites that `evaluate` names."""
     validation_fraction: Share = Share.parse("2%")
     """Share of documents to keep for evaluation and not train on, chosen by a hash of the text."""
 
@@ -333,6 +334,13 @@ class Curate(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"scores: names {', '.join(names)} are not all different; rename one")
         return self
+
+    @property
+    def benchmarks(self) -> list[Benchmark]:
+        """The evaluation sets; `with_evaluation_sets` has put those of the suites in place of `evaluated`."""
+        named = [benchmark for benchmark in self.decontaminate if benchmark != "evaluated"]
+        assert len(named) == len(self.decontaminate)
+        return named
 
     def quality_of(self, domain: str, language: str) -> Quality:
         """Return the rules for documents of `domain` in `language`."""

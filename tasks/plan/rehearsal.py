@@ -373,7 +373,7 @@ def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator
     if suites and not recipe.curate.decontaminate:
         yield RehearsalFinding(
             f"curate.decontaminate: is empty, and suite {suites[0]} reads published questions, which are in web "
-            "text; name the data sets",
+            "text; write [evaluated]",
             fails=False,
         )
 

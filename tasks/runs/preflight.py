@@ -71,7 +71,9 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
     A later change of the sources is noticed by `collect`, which compares their fingerprint.
     """
     from llama3.data.readers.sources import check_sources, survey
+    from llama3.evaluate.suite import with_evaluation_sets
 
+    recipe = with_evaluation_sets(recipe)
     key = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
     if _last_survey.get("key") != key:
         faults = [*check_sources(recipe), *_curation_faults(recipe.curate)]
@@ -182,7 +184,7 @@ def _curation_faults(curate: Curate) -> list[str]:
     for check in (
         lambda: read_blocked(curate),
         lambda: read_words(curate.dirty_words),
-        lambda: check_benchmarks(curate.decontaminate),
+        lambda: check_benchmarks(curate.benchmarks),
     ):
         try:
             check()

@@ -94,8 +94,9 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on."""
     from llama3.data.curate import CURATION, VERSION, curate
+    from llama3.evaluate.suite import with_evaluation_sets
 
-    recipe = context.recipe
+    recipe = with_evaluation_sets(context.recipe)
     files = [uri for stage in CURATION for uri in stage.files(recipe.curate)]
     parameters: dict[str, Any] = {"curate": resolved(recipe)["curate"]}
     # Written only if set: recipes without them keep the keys of earlier artifacts.
@@ -114,7 +115,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         paths = (collected.path, annotated.path, folder, scratch)
         with data_runner(context.cluster) as runner:
-            return curate(context.recipe, *paths, runner, memory=item_memory(context.cluster))
+            return curate(recipe, *paths, runner, memory=item_memory(context.cluster))
 
     artifact = ensure_in_scratch(context, "curate", design, build)
     sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]

@@ -80,7 +80,7 @@ class Decontaminate(CurationStage):
         return bool(curate.decontaminate)
 
     def files(self, curate: Curate) -> list[str]:
-        return [benchmark.uri for benchmark in curate.decontaminate]
+        return [benchmark.uri for benchmark in curate.benchmarks]
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
         shards, parts = range(len(job.shards)), range(job.parts)
@@ -97,7 +97,7 @@ def scan_shard(job: CurationJob, item: int) -> None:
 
     The output is bounded by the grams, the examples and the documents that contain one, not by how often a gram occurs.
     """
-    shard, benchmarks = job.shards[item], job.recipe.curate.decontaminate
+    shard, benchmarks = job.shards[item], job.recipe.curate.benchmarks
     index = ngram_index(job)
     matches, stamp = empty_matches(index), 0
     alive = job.query(job.survivors(shard, "contaminated", '"row"'))["row"].to_numpy()
@@ -144,7 +144,7 @@ def _matches(
 
 def drop_documents(job: CurationJob, part: int) -> None:
     """Drop the documents that contain an example of a benchmark whose action is to drop."""
-    benchmarks = enumerate(job.recipe.curate.decontaminate)
+    benchmarks = enumerate(job.recipe.curate.benchmarks)
     dropping = [number for number, benchmark in benchmarks if benchmark.action == "drop"]
     query = f"""SELECT DISTINCT "row", 'contaminated' AS outcome, NULL::VARCHAR AS kept
         FROM ({rows_of_part(job, MAP, part)})
@@ -246,7 +246,7 @@ def _best_documents(job: CurationJob, examples: EvalExamples) -> _BestDocuments:
 
 def write_reports(job: CurationJob, item: int) -> None:
     """Write the three tables of the report; `contaminated/report`, the last one, marks the step as done."""
-    examples, benchmarks = EvalExamples.read(job), job.recipe.curate.decontaminate
+    examples, benchmarks = EvalExamples.read(job), job.recipe.curate.benchmarks
     best, whole = _best_documents(job, examples), examples.whole
     seen = pq.read_table(job.files(FOUND), filters=[("kind", "=", "gram")])["key"].to_numpy()
     corpus = examples.covered(np.isin(examples.grams, seen))  # words in grams that occur in the corpus

@@ -103,7 +103,7 @@ def write_benchmarks(job: CurationJob, item: int) -> None:
     examples: list[int] = []
     texts: list[str] = []
     example_numbers = count()
-    for number, benchmark in enumerate(job.recipe.curate.decontaminate):
+    for number, benchmark in enumerate(job.recipe.curate.benchmarks):
         for fields, example in zip(read_benchmark(number, benchmark), example_numbers, strict=False):
             long_fields = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
             variants = ["\n".join(fields), *long_fields]
@@ -245,4 +245,4 @@ def _index(file: str, changed: int, least: tuple[Share, ...]) -> NgramIndex:
 
 def thresholds(job: CurationJob) -> tuple[Share, ...]:
     """Return the thresholds of the job's benchmarks."""
-    return tuple(benchmark.threshold for benchmark in job.recipe.curate.decontaminate)
+    return tuple(benchmark.threshold for benchmark in job.recipe.curate.benchmarks)

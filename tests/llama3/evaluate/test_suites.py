@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llama3.data.decontam.ngrams import check_benchmarks
 from llama3.evaluate.held_out import ValidationDocument
 from llama3.evaluate.requests import write_requests
 from llama3.evaluate.sandbox import sandbox_error
@@ -21,6 +22,7 @@ from llama3.evaluate.suite import (
     render_task,
     suite_inputs,
     suite_tasks,
+    with_evaluation_sets,
 )
 from llama3.evaluate.task_yaml import TaskFile
 from llama3.recipe.load import load_recipe
@@ -60,6 +62,41 @@ def test_quick_asks_for_no_data(checkout: Path) -> None:
     assert check_suite(plain) == []
     assert list(suite_inputs(plain)) == ["suite"]
     assert [task.key for task in render_recipe_suite(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
+
+
+def test_training_text_is_searched_for_what_the_suites_ask(checkout: Path, room: Path) -> None:
+    """Each data file once, in the words of its questions and answers; those of the last suite too."""
+    write_lines(room / "own.jsonl", [{"text": "some text of nine words that nobody else has"}])
+    (room / "last.yaml").write_text(yaml.safe_dump({"tasks": ["quiz.yaml", "boolq"]}))
+    asked = recipe(checkout, room, final=str(room / "last.yaml"), tasks=["arc_easy", "wikitext"])
+    own = {"name": "own", "uri": str(room / "own.jsonl"), "fields": ["text"]}
+    curate = asked.curate.model_validate({**asked.curate.model_dump(), "decontaminate": [own, "evaluated"]})
+    asked = asked.model_copy(update={"curate": curate})
+    found = {one.name: one for one in with_evaluation_sets(asked).curate.benchmarks}
+    assert list(found) == ["own", "quiz", "arc_easy", "boolq"]
+    assert found["quiz"].uri == str(room / "data/quiz.jsonl")
+    assert found["quiz"].fields == ["question", "choices"], "and no index of an answer"
+    evaluate = asked.evaluate.model_copy(update={"on_missing_data": "skip"})
+    skipping = with_evaluation_sets(asked.model_copy(update={"evaluate": evaluate}))
+    assert [one.name for one in skipping.curate.benchmarks] == ["own", "quiz"]
+    check_benchmarks(skipping.curate.benchmarks)
+    plain = recipe(checkout, room)
+    assert with_evaluation_sets(plain) is plain
+
+
+def test_published_sets_have_the_fields_that_text_is_searched_for(checkout: Path, shared: Path) -> None:
+    data = {"evaluate.data": str(shared / "eval"), "evaluate.tasks": "[gsm8k, humaneval, mmlu]"}
+    words = [f"{name}={value}" for name, value in data.items()]
+    asked = load_recipe(checkout / "recipes/quickstart.yaml", [*words, "curate.decontaminate=[evaluated]"])
+    found = with_evaluation_sets(asked).curate.benchmarks
+    check_benchmarks(found)
+    assert {one.name: one.fields for one in found} == {
+        "gsm8k": ["question", "answer"],
+        "gsm8k-1": ["question", "answer"],
+        "humaneval": ["prompt"],
+        "mmlu": ["question", "choices"],
+        "mmlu-1": ["question", "choices"],
+    }
 
 
 def test_every_task_of_the_library_is_valid_and_called_as_its_file() -> None:
