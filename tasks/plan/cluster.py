@@ -415,21 +415,24 @@ def placement_lines(planned: ClusterPlan) -> Iterator[str]:
 
 def budget_lines(planned: ClusterPlan) -> Iterator[str]:
     """Yield days, GPU-hours, money, energy and storage, and the unknowns they depend on most."""
+
+    def short(value: float) -> str:
+        if value >= 1e6:
+            return f"{value / 1e6:,.4g}M"
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
     budget = planned.budget
+    energy = f"{budget.mwh / 1e3:,.1f} GWh" if budget.mwh >= 1e3 else f"{short(budget.mwh * 1e3)} kWh"
     yield ""
     yield (
-        f"takes    {budget.days:,.1f} days, {budget.gpu_hours / 1e6:,.2f}M GPU-hours, {budget.money / 1e6:,.1f}M at "
-        f"{budget.prices.gpu_hour:g} per GPU-hour, {budget.mwh / 1e3:,.1f} GWh"
+        f"takes    {budget.days:,.1f} days, {short(budget.gpu_hours)} GPU-hours, {short(budget.money)} at "
+        f"{budget.prices.gpu_hour:g} per GPU-hour, {energy}"
     )
     kept = budget.stored
     yield (
         f"stores   tokens {kept.token_bytes / 1e12:,.1f} TB, {kept.checkpoints:,.0f} checkpoints of "
-        f"{kept.checkpoint_bytes / 1e12:,.2f} TB: {budget.storage_money / 1e6:,.2f}M"
+        f"{kept.checkpoint_bytes / 1e12:,.2f} TB: {short(budget.storage_money)}"
     )
-
-    def short(value: float) -> str:
-        return f"{value / 1e6:,.1f}M" if value >= 1e6 else f"{value:,.3g}"
-
     for name, moving in planned.effects().items():
         parts = "; ".join(
             f"{effect.name} ({short(min(effect.low, effect.high))} to {short(max(effect.low, effect.high))})"
