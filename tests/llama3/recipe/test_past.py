@@ -102,7 +102,7 @@ def test_stages_after_the_position_may_change(changed: list[int], done: int) -> 
     ("position", "change", "line"),
     [
         (1, "seed=2", "- seed: 1\n+ seed: 2"),
-        (1, "precision=fp32", "- precision: bf16\n+ precision: fp32"),
+        (1, "precision=bf16", "- precision: fp32\n+ precision: bf16"),
         (1, "model.layers=3", "- model.layers: 4\n+ model.layers: 3"),
         (1, "sources.code.0.limit=7MB", "- sources.code.0.limit: 4MB\n+ sources.code.0.limit: 7MB"),
         (1, "curate.dedup.jaccard=0.7", "- curate.dedup.jaccard: 0.8\n+ curate.dedup.jaccard: 0.7"),
