@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from llama3.recipe.base import DOMAINS, Domain, Name, Section
 from llama3.recipe.units import Bytes, Share, Tokens
@@ -420,6 +420,10 @@ class Source(Section):
     beside records, README and LICENSE are always skipped; any other file that is not text is an error."""
     text: str = "text"
     """Column or JSON field of the text."""
+    contents: str | None = Field(default=None, exclude_if=lambda contents: contents is None)
+    """Where the texts are, if the column `text` has ids: a remote address with `{}` for the id, such as
+    `https://softwareheritage.s3.amazonaws.com/content/{}`. Gzip is unpacked. A content is checked against an id that is
+    its git hash."""
     language: str | None = None
     """Two-letter language of all documents; null: detected per document."""
     license: str = "unknown"
@@ -435,6 +439,13 @@ class Source(Section):
     """Result of a study of kind `annealing`, written by `herd study apply`; it does not change any artifact."""
     system: bool = True
     """`installed` only: also read manual pages, /usr/share/doc and system translations."""
+
+    @field_validator("contents")
+    @classmethod
+    def _remote_with_id(cls, contents: str | None) -> str | None:
+        if contents is not None and ("://" not in contents or contents.count("{}") != 1):
+            raise ValueError("must be a remote address with one {} for the id, such as s3://bucket/content/{}")
+        return contents
 
 
 class ConversationSource(Section):

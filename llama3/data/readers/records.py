@@ -8,6 +8,7 @@ or counted by reason (`ReadErrors`).
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -47,11 +48,15 @@ from llama3.data.readers.files import (
     split_lines,
 )
 from llama3.recipe.data_schema import Source
-from storage.filesystem import is_local
+from storage.digests import parallel_map
+from storage.filesystem import StoreError, filesystem_of, is_local, with_retries
 
 BATCH = 4_000_000
 """Approximate characters of text in a batch."""
+CONTENT_REQUESTS, CONTENT_PER_ID = 32, 100
+"""Contents that a work item downloads at once; characters of a content for one of its id, roughly."""
 _MOST_ROWS = 8192
+_ID, _GIT_HASH = re.compile(r"[\w.-]+", re.ASCII), re.compile(r"[0-9a-f]{40}")
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LICENSE = ("licence", "license")
@@ -197,10 +202,42 @@ def _not_utf8(text: Any) -> NDArray[np.int64]:
 
 def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: int = BATCH) -> Iterator[DocumentBatch]:
     """Yield the documents of `files` in order, in batches of about `most` characters. Raises SourceError."""
-    rows = BatchBuilder(most)
-    for file in files:
-        yield from _read(file, source, skips, rows)
-    yield from rows.take()
+    rows = BatchBuilder(max(1, most // CONTENT_PER_ID) if source.contents else most)
+    batches = chain(chain.from_iterable(_read(file, source, skips, rows) for file in files), rows.take())
+    return (_contents(batch, source.contents, skips) for batch in batches) if source.contents else batches
+
+
+def _contents(batch: DocumentBatch, address: str, skips: ReadErrors) -> DocumentBatch:
+    """Return the documents whose ids are the texts of `batch`. Raises SourceError if the store fails."""
+
+    def content(key: str) -> str | Fault:
+        if not _ID.fullmatch(key):
+            return Fault("bad_id", f"has {key[:80]!r} for an id; remove the row")
+        uri = address.replace("{}", key)
+        try:
+            data = with_retries(uri, lambda: filesystem_of(uri).cat_file(uri))
+            unpacked = read_all(decompress(io.BytesIO(data), "content.gz")) if data[:2] == b"\x1f\x8b" else data
+        except FileNotFoundError:
+            return Fault("missing_content", f"names {uri!r}, which does not exist; remove the row")
+        except StoreError as error:
+            raise SourceError(f"{error}; run again when it can be read; what was read stays") from error
+        except DAMAGE as error:
+            return Fault("damaged_content", f"names {uri!r}, which cannot be unpacked ({error}); remove the row")
+        if isinstance(unpacked, int):
+            return TOO_LONG
+        git_hash = hashlib.sha1(b"blob %d\0" % len(unpacked) + unpacked, usedforsecurity=False).hexdigest()
+        if _GIT_HASH.fullmatch(key) and key != git_hash:
+            return Fault("wrong_content", f"names {uri!r}, which has another git hash ({git_hash}); remove the row")
+        return _decoded(unpacked, "html")  # the kind whose encoding is guessed
+
+    texts, good = [""] * len(batch), np.ones(len(batch), np.bool_)
+    for index, found in enumerate(parallel_map(content, batch.text.to_pylist(), CONTENT_REQUESTS)):
+        if isinstance(found, Fault):
+            skips.fault(batch.location[index].rpartition(":")[0], batch.location[index], found)
+            good[index] = False
+        else:
+            texts[index] = found
+    return batch.with_text(pa.array(texts, pa.large_string())).keep(good)
 
 
 def _read(file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
 from llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from llama3.data.readers.files import OVER_LIMIT, READ, File, ReadErrors, SourceError, open_raw, source_files
-from llama3.data.readers.records import BATCH, UNREAD, read_files
+from llama3.data.readers.records import BATCH, CONTENT_PER_ID, UNREAD, read_files
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import ConversationSource, Source
 from llama3.recipe.schema import Recipe
@@ -233,7 +233,7 @@ def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
         for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
             if source.uri == INSTALLED:
                 amount = _count_installed(source, domain, seed, fail)
-            elif is_local(source.uri) or remote:
+            elif (is_local(source.uri) and not source.contents) or remote:
                 files += source_files(source)
                 amount = _count(source, domain, seed, fail)
             else:
@@ -270,6 +270,7 @@ def estimate_text(source: Source) -> int:
     for file in files:
         packed = EXPANSION if file.uri.lower().endswith(PACKED) else 1
         total += file.size * (parquet if file.kind == "parquet" else packed)
+    total *= CONTENT_PER_ID if source.contents else 1
     return min(round(total), source.limit or round(total))
 
 

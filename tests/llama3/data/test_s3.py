@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -15,7 +16,7 @@ import pytest
 
 from llama3.data.collect import collect, collected_shards
 from llama3.data.readers.files import SourceError, list_source
-from llama3.data.readers.sources import fingerprint
+from llama3.data.readers.sources import check_sources, fingerprint
 from llama3.recipe.schema import Recipe
 from storage.filesystem import filesystem_of
 from storage.processes import free_port
@@ -88,3 +89,51 @@ def test_an_object_that_goes_while_it_is_read_is_named(
     monkeypatch.setattr("llama3.data.collect.list_source", listed_then_gone)
     with pytest.raises(SourceError, match=r"b\.parquet' was deleted or changed since it was listed"):
         collect(recipe, tmp_path)
+
+
+def git_hash(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def test_texts_are_downloaded_by_the_ids_of_a_table_and_checked(
+    bucket: Any, make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed, plain, in another encoding; and rows without a content, with another one, damaged, or with a bad id."""
+    packed, plain = (text.encode() for text in texts(2))
+    latin = "# caf\xe9 \xe0 la cr\xe8me, \xe9tudi\xe9 en fran\xe7ais par des \xe9l\xe8ves\n".encode("latin-1") * 4
+    damaged = gzip.compress(b"damaged " * 999)
+    for key, data in {
+        git_hash(packed): gzip.compress(packed),
+        git_hash(plain): plain,
+        git_hash(latin): gzip.compress(latin),
+        "0" * 40: b"another content than its name says",
+        "damaged": damaged[:-9],
+    }.items():
+        bucket.pipe_file(f"corpus/content/{key}", data)
+    good = [git_hash(packed), git_hash(plain), git_hash(latin)]
+    pq.write_table(pa.table({"blob_id": good}), tmp_path / "good.parquet")
+    bad = ["f" * 40, "0" * 40, "damaged", "../content"]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps({"blob_id": key}) + "\n" for key in [*good, *bad]))
+
+    def recipe(name: str, on_error: str, contents: str = "s3://corpus/content/{}") -> Recipe:
+        fields = {"text": "blob_id", "contents": contents, "license": "MIT"}
+        return make_recipe({"code": [{"uri": str(tmp_path / name), **fields}]}, on_error=on_error, max_lost="100%")
+
+    asked = recipe("good.parquet", "fail")
+    assert check_sources(asked) == []
+    collect(asked, tmp_path / "good")
+    (shard,) = collected_shards(tmp_path / "good")
+    found = pq.read_table(shard.path)["text"].to_pylist()
+    assert sorted(found) == sorted([packed.decode(), plain.decode(), latin.decode("windows-1252").strip()])
+    facts = collect(recipe("bad.jsonl", "skip"), tmp_path / "bad")
+    assert facts["documents"] == {"code": 3}
+    skipped = pq.read_table(tmp_path / "bad" / "skipped.parquet").to_pylist()
+    assert [(row["place"].rpartition(":")[2], row["reason"]) for row in skipped] == [
+        ("4", "missing_content"), ("5", "wrong_content"), ("6", "damaged_content"), ("7", "bad_id"),
+    ]  # fmt: skip
+    with pytest.raises(SourceError, match=r"bad.jsonl:4 names 's3://corpus/content/f{40}', which does not exist"):
+        collect(recipe("bad.jsonl", "fail"), tmp_path / "refused")
+    monkeypatch.setattr("storage.filesystem.TRIES", 1)
+    nobody = f"http://127.0.0.1:{free_port()}/content/{{}}"
+    with pytest.raises(SourceError, match=r"/content/.*run again when it can be read; what was read stays"):
+        collect(recipe("bad.jsonl", "skip", nobody), tmp_path / "away")
