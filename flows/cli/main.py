@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from flows.cli import models, ops
-from flows.cli.errors import FAILED, RootOption, exit_as_judged, mistakes, out, problems, with_retries
+from flows.cli.errors import FAILED, DefaultGroup, RootOption, exit_as_judged, mistakes, out, problems, with_retries
 from flows.cli.plan import planner
 from flows.cli.study import study
 from storage.processes import fix_import_path
@@ -163,11 +165,57 @@ def inspect(
             out.print(f"[dim]the first {len(inspection.documents)} stretches; --limit shows more[/]")
 
 
+data = typer.Typer(cls=DefaultGroup, help="The data alone, without training: `herd data RECIPE`.", no_args_is_help=True)
+
+
+@data.command("make")
+def make_data(
+    recipe: Path,
+    set_: SetOption = None,
+    root: RootOption = DEFAULT_ROOT,
+    threads: ThreadsOption = 0,
+    cluster: ClusterOption = None,
+) -> None:
+    """Collect, curate and tokenize; the report has the data page. A later `herd run` reuses all of it."""
+    _run(cluster, 0, threads, root=root, overrides=set_ or [], recipe=str(recipe), fresh=False, until="tokenize")
+
+
+@data.command("try")
+def try_data(
+    recipe: Path,
+    set_: SetOption = None,
+    sample: Annotated[int, typer.Option(min=1, help="Documents of each source.")] = 1000,
+    examples: Annotated[int, typer.Option(min=0, help="Documents to show of each outcome, at most 8.")] = 1,
+    rule: Annotated[str, typer.Option(help="Show only what this rule drops, in longer excerpts.")] = "",
+) -> None:
+    """Show what each rule of curation would drop from a sample, with examples."""
+    from llama3.data.curate import curate_sample
+    from llama3.evaluate.suite import with_evaluation_sets
+    from llama3.recipe.load import load_recipe
+    from tasks.report.data import print_sample
+
+    with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
+        loaded = with_evaluation_sets(load_recipe(recipe, set_))
+        emptied = ""
+        problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
+        try:
+            curate_sample(loaded, sample, Path(folder))
+        except ValueError as error:  # a domain that keeps nothing: the tables say why
+            emptied = str(error)
+            if not (Path(folder) / "curated" / "ledger.parquet").exists():
+                raise
+        print_sample(Path(folder), loaded, out, examples, rule)
+        if emptied:
+            problems.print(f"[red]error[/]  {escape(emptied)}")
+            raise typer.Exit(FAILED)
+
+
 for command in (
     *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.compare, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)
+app.add_typer(data, name="data")
 app.add_typer(models.evaluation, name="eval")
 app.add_typer(ops.mlflow, name="mlflow")
 

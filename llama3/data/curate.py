@@ -8,19 +8,29 @@ from `scratch`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from llama3.data.accounting import EXPLAINED, FINDINGS, check_not_empty, summarize_ledger, write_findings, write_ledger
-from llama3.data.annotate import list_shards
+from llama3.data.annotate import annotate, list_shards
+from llama3.data.collect import collect
 from llama3.data.decontam.decontaminate import Decontaminate
 from llama3.data.dedup.exact import Exact, NewestVersion
 from llama3.data.dedup.lines import LineDedup
 from llama3.data.dedup.minhash import MinHash
 from llama3.data.filters import Filters
 from llama3.data.mapreduce import CurationJob, CurationStage, Runner, run_serial
+from llama3.data.readers.files import File, ReadErrors, source_files
+from llama3.data.readers.records import UNREAD
+from llama3.data.readers.sources import INSTALLED, read_source
 from llama3.data.topics import TopicCaps
 from llama3.data.write_shards import write_documents
+from llama3.recipe.base import Domain
+from llama3.recipe.data_schema import Source
 from llama3.recipe.schema import Recipe
 
 VERSION = 3
@@ -35,6 +45,8 @@ CURATION: tuple[CurationStage, ...] = (
     LineDedup(),
 )
 """The stages in order. For a new one: a `DocumentRule` or `CurationStage` in a file, a line here, a recipe section."""
+SAMPLED_FILES = 8
+"""Files of a source that a sample is read from."""
 PART_DOCUMENTS = 1_000_000
 """Documents per reducer: their hashes take a few hundred megabytes."""
 
@@ -69,9 +81,47 @@ def curate(
         os.link(scratch / "documents" / name, folder / "documents" / name)
     ledger = write_ledger(runner, job, collected / "skipped.parquet", folder / "ledger.parquet")
     facts = summarize_ledger(ledger, job)
-    check_not_empty(facts, ledger)
     write_findings(runner, job, folder / FINDINGS)
+    check_not_empty(facts, ledger)
     return facts
+
+
+def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
+    """Curate the first `count` documents of each source, from up to 8 of its files, into `folder`/curated.
+
+    The ledger and the samples there say what each rule drops; few duplicates show in few documents. Raises ValueError
+    as `collect` and `curate` do.
+    """
+    sources: dict[Domain, list[Source]] = {}
+    for domain, given in recipe.sources.items():
+        sources[domain] = []
+        for number, source in enumerate(given):
+            path = folder / "sample" / f"{domain}-{number}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"".join(_lines(source, domain, recipe, count)))
+            local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}
+            sources[domain].append(source.model_copy(update=local))
+    sampled = recipe.model_copy(update={"sources": sources})
+    for step in ("collected", "annotated", "scratch", "curated"):
+        (folder / step).mkdir()
+    collect(sampled, folder / "collected")
+    annotate(sampled, folder / "collected", folder / "annotated", run_serial)
+    curate(sampled, folder / "collected", folder / "annotated", folder / "curated", folder / "scratch")
+
+
+def _lines(source: Source, domain: Domain, recipe: Recipe, count: int) -> Iterator[bytes]:
+    """Yield the first documents of `source` as JSON lines."""
+    files: Sequence[File | None] = [None]
+    if source.uri != INSTALLED:
+        readable = [file for file in source_files(source) if file.kind not in UNREAD]
+        files = readable[:: max(1, len(readable) // SAMPLED_FILES)][:SAMPLED_FILES]
+    for file in files:
+        left, errors = -(-count // len(files)), ReadErrors(recipe.curate.on_error == "fail")
+        batches = read_source(source, domain, recipe.documents_seed, errors, file and [file], most=count * 100)
+        documents = chain.from_iterable(batch.documents("") for batch in batches)
+        for text, url, language, license, _, form, date in islice(documents, left):
+            record = {"text": text, "url": url, "language": language, "license": license, "format": form, "date": date}
+            yield orjson.dumps(record) + b"\n"
 
 
 def explain(outcome: str) -> str:

@@ -10,8 +10,12 @@ from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from llama3.data.accounting import FINDINGS, KEPT
+from llama3.data.curate import explain
 from llama3.evaluate.gate import Decision
 from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.base import CONVERSATIONS, DOMAINS
@@ -23,6 +27,7 @@ from llama3.train.averaging import Choice
 from storage.artifact import Artifact
 from storage.object_artifact import open_store
 from storage.root import Root
+from tasks.format import format_bytes
 from tasks.promotion.log import last_promotion
 from tasks.runs.records import RunRecord, Runs
 from tasks.tracking.mlflow import MLflowTracker
@@ -340,3 +345,40 @@ def _sources(ledger: list[Row]) -> list[Row]:
             row[name] += line["documents"]
             row[f"{name}_bytes"] += line["bytes"]
     return sorted(sources.values(), key=lambda row: (DOMAINS.index(row["domain"]), -row["read_bytes"], row["source"]))
+
+
+def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, rule: str = "") -> None:
+    """Print what curation does with the sample that `curate_sample` left in `folder`, by domain and outcome.
+
+    Each outcome has the beginning of `examples` documents; `rule` names the only one to show, in full excerpts.
+    Raises ValueError if it drops nothing.
+    """
+    ledger = pq.read_table(folder / "curated" / "ledger.parquet").to_pylist()
+    samples = pq.read_table(folder / "curated" / FINDINGS / "samples.parquet").to_pylist()
+    dropping = sorted({row["outcome"] for row in ledger if row["outcome"] not in KEPT})
+    if rule and rule not in dropping:
+        raise ValueError(f"--rule {rule}: drops nothing of the sample; those that do are {', '.join(dropping)}")
+    for domain in recipe.sources:
+        rows = [row for row in ledger if row["domain"] == domain and rule in ("", row["outcome"])]
+        total, size = (
+            sum(row[column] for row in ledger if row["domain"] == domain) for column in ("documents", "bytes")
+        )
+        if not rows:
+            continue
+        rows.sort(key=lambda row: (row["outcome"] not in KEPT, -row["documents"]))
+        console.print(f"[bold]{domain}[/]  {total:,} documents, {format_bytes(size)}")
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for outcome, group in groupby(rows, lambda row: row["outcome"]):
+            sums = [sum(column) for column in zip(*((row["documents"], row["bytes"]) for row in group), strict=True)]
+            share, read = f"{sums[0] / total:.1%}", format_bytes(sums[1])
+            table.add_row(f"{sums[0]:,}", share, read, outcome, f"[dim]{explain(outcome)}[/]")
+        for column in table.columns[:3]:
+            column.justify = "right"
+        console.print(table)
+        for outcome in dict.fromkeys(row["outcome"] for row in rows if row["outcome"] not in KEPT):
+            shown = [row for row in samples if (row["domain"], row["outcome"]) == (domain, outcome)][:examples]
+            for row in shown:
+                text = f"\n{row['excerpt']}\n" if rule else " ".join(row["excerpt"].split())
+                line = f"  [yellow]{outcome}[/] [cyan]{escape(row['url'])}[/] {escape(text)}"
+                console.print(line, no_wrap=not rule, overflow="ellipsis", highlight=False)
+        console.print()

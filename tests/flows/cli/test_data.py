@@ -1,0 +1,71 @@
+"""`herd data try`: what curation would drop from a sample, before a long run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+
+PROSE = "The lighthouse keeper counted ships at dusk and wrote number {n} into a book of blue paper. "
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with two files of general text: every tenth is too short, and the second copies the first."""
+    monkeypatch.chdir(tmp_path)
+    texts = [PROSE.format(n=n) * 3 if n % 10 else "tiny" for n in range(40)]
+    other = {name: [f"In {name}, {text}" for text in texts[1:10]] for name in ("math", "code", "multilingual")}
+    for name, part in {"general/a": texts, "general/b": texts[:10], **other}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps({"text": text, "url": f"{name}/{n}"}) + "\n" for n, text in enumerate(part)))
+    recipe = {
+        "name": "sampled",
+        "sources": {"general": [{"uri": "general"}], **{name: [{"uri": f"{name}.jsonl"}] for name in other}},
+        "curate": {"quality": {"rules": [], "min_chars": 50}, "dedup": {"jaccard": 1}, "lines": {"max_copies": None}},
+        "tokenizer": {"train": {"vocab": 300}},
+        "mix": {"base": {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}},
+        "model": {"preset": "tiny"},
+        "lr": {"peak": 1e-3, "warmup": "1 steps", "cosine": {"to": 1e-4, "over": "4Ki"}},
+        "stages": [{"name": "main", "for": "4Ki", "seq_len": 64, "batch": "1Ki", "mix": "base"}],
+    }
+    (tmp_path / "sampled.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def ask(*words: object) -> Result:
+    return CliRunner().invoke(app, ["data", "try", *map(str, words)], env={"COLUMNS": "120"})
+
+
+def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
+    found = ask("sampled.yaml", "--sample", 30)
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    lines = lines[next(at for at, line in enumerate(lines) if line.startswith("general")) :]
+    assert lines[0].startswith("general  25 documents"), "15 from each of two files, one of which has 10"
+    (short,) = [line for line in lines[: lines.index("")] if " too_short " in line and "characters" in line]
+    assert short.split()[:2] == ["3", "12.0%"]
+    assert "  too_short general/a/0 tiny" in lines
+    assert not (room / "herd-data").exists(), "nothing is left"
+
+
+def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(room: Path) -> None:
+    found = ask("sampled.yaml", "--rule", "exact_duplicate", "--examples", 1)
+    assert found.exit_code == 0, found.output
+    assert "too_short" not in found.output
+    assert PROSE.format(n=1).strip() in " ".join(found.output.split())
+    refused = ask("sampled.yaml", "--rule", "top_gram")
+    assert refused.exit_code == 2
+    assert "--rule top_gram: drops nothing of the sample; those that do are" in " ".join(refused.output.split())
+
+
+def test_a_domain_that_keeps_nothing_is_shown_and_is_a_fault(room: Path) -> None:
+    found = ask("sampled.yaml", "--set", "curate.quality.min_chars=5000")
+    assert found.exit_code == 1
+    assert "100.0%" in found.output
+    assert "sources.code: nothing is left to train on (too_short 9)" in " ".join(found.output.split())
