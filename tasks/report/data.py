@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama3.data.accounting import FINDINGS, KEPT
-from llama3.data.curate import explain
 from llama3.evaluate.gate import Decision
 from llama3.evaluate.scores import Score, read_scores
 from llama3.recipe.base import CONVERSATIONS, DOMAINS
@@ -353,6 +352,8 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
     Each outcome has the beginning of `examples` documents; `rule` names the only one to show, in full excerpts.
     Raises ValueError if it drops nothing.
     """
+    from llama3.data.curate import explain  # imports numba
+
     ledger = pq.read_table(folder / "curated" / "ledger.parquet").to_pylist()
     samples = pq.read_table(folder / "curated" / FINDINGS / "samples.parquet").to_pylist()
     dropping = sorted({row["outcome"] for row in ledger if row["outcome"] not in KEPT})
