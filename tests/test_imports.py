@@ -74,3 +74,8 @@ def test_a_module_imports_what_it_needs(module: str, tmp_path: Path) -> None:
     allowed, most = MODULES[module]
     assert modules & HEAVY <= allowed
     assert len(modules) <= most
+
+
+def test_the_interval_of_a_share_needs_no_scipy(tmp_path: Path) -> None:
+    """Every rank of an evaluation computes some."""
+    assert "scipy" not in imported("from llama3.evaluate.statistics import proportion; proportion(1, 3)", tmp_path)

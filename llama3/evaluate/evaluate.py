@@ -319,7 +319,7 @@ def evaluate(
             )
             texts = [document.text for document in long_documents]
             needles = find_needles(network, coder, texts, lengths, recipe.evaluate.needles, device, KINDS, ranks)
-        generations = _generations(network, coder, chosen, suite.tasks)
+        generations = _generations(network, coder, chosen, suite.tasks, ranks)
     baselines = suite.baselines()
     scores, all_samples = score_table(recipe, suite.tasks, results.samples, baselines)
     for task, gold in zip(suite.tasks, results.gold, strict=True):
@@ -408,21 +408,26 @@ def _run_tasks(
 
 
 def _generations(
-    model: Transformer, tokenizer: Tokenizer, documents: Sequence[ValidationDocument], tasks: Sequence[Task]
+    model: Transformer,
+    tokenizer: Tokenizer,
+    documents: Sequence[ValidationDocument],
+    tasks: Sequence[Task],
+    ranks: EvalRanks,
 ) -> list[dict[str, str]]:
-    """Continue the first document of each domain and the first arithmetic question."""
+    """Continue the first document of each domain and the first arithmetic question; replicas take turns."""
     first = {document.domain: document for document in reversed(documents)}
     prompts = [(domain, first[domain].id, first[domain].text[:PROMPT_CHARS]) for domain in sorted(first)]
     requests = [task.requests[0] for task in tasks if task.key == ARITHMETIC]
     prompts += [(request.task, request.document, request.context) for request in requests]
+
+    def write() -> list[str]:
+        own = prompts[ranks.rank :: ranks.size]
+        return [generate(model, tokenizer, prompt, GENERATED_TOKENS, **SAMPLING) for *_, prompt in own]
+
+    texts = chain.from_iterable(zip_longest(*ranks.gather(write)))
     return [
-        {
-            "of": source,
-            "id": name,
-            "prompt": prompt,
-            "text": generate(model, tokenizer, prompt, GENERATED_TOKENS, **SAMPLING),
-        }
-        for source, name, prompt in prompts
+        {"of": source, "id": name, "prompt": prompt, "text": text}
+        for (source, name, prompt), text in zip(prompts, texts, strict=False)
     ]
 
 

@@ -68,13 +68,14 @@ def proportion(successes: int, n: int) -> Estimate:
     Wilson (1927), JASA 22:209-212: unlike p +- 1.96 stderr it keeps its coverage and a width near 0 and 1.
     Raises ValueError unless 0 <= successes <= n and n >= 1.
     """
-    from scipy.stats import binomtest  # half a second of imports
-
     if not (n >= 1 and 0 <= successes <= n):
         raise ValueError(f"{successes} successes of {n}: a proportion needs 0 <= successes <= n and n >= 1")
     share = successes / n
-    wilson = binomtest(successes, n).proportion_ci(0.95, "wilson")
-    return Estimate(share, math.sqrt(share * (1 - share) / n), float(wilson.low), float(wilson.high), n)
+    scale = 2 * (n + Z**2)  # not by scipy.stats, which every rank of an evaluation would import for 0.9 s
+    center = (2 * n * share + Z**2) / scale
+    half = Z / scale * math.sqrt(4 * n * share * (1 - share) + Z**2)
+    low, high = center - half if successes else 0.0, center + half if successes < n else 1.0
+    return Estimate(share, math.sqrt(share * (1 - share) / n), low, high, n)
 
 
 def weighted_mean(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:

@@ -82,6 +82,7 @@ def evaluated(root: Path, recipe: Recipe, name: str) -> dict[str, Any]:
 def evaluated_together(root: Path, checkout: Path, name: str) -> dict[str, Any]:
     with init_distributed("cpu", 240) as world:
         model = root / "model"
-        ranks = EvalRanks(world)
+        (root / "done").mkdir(exist_ok=True)
+        ranks = EvalRanks(world, root / "done")
         recipe = recipe_of(root, checkout)
         return evaluate(recipe, model, model, root / "curated", root / name, threads=1, ranks=ranks)

@@ -109,8 +109,10 @@ def test_equal_inputs_give_equal_bytes(room: Room) -> None:
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_report(room: Room, checkout: Path) -> None:
-    """The number of processes is no input: every file has the same bytes."""
+    """The number of processes is no input: every file has the same bytes; each process wrote some of the texts."""
     first, second = run(2, evaluated_together, room.root, checkout, "together")
+    *_, texts = (json.loads(path.read_text()) for path in sorted((room.root / "done").iterdir()))
+    assert [len(own) for own in texts] == [2, 1]
     assert first == second == json.loads(json.dumps(room.facts))
     for name in FILES:
         assert (room.root / "first" / name).read_bytes() == (room.root / "together" / name).read_bytes(), name
