@@ -123,11 +123,12 @@ def export(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Write a model and its card in the format of Hugging Face, Meta, GGUF or MLflow (to serve it)."""
+    from storage.processes import peak_rss
     from tasks.models.export import export_model
 
     with mistakes():
         export_model(Root.parse(root), model, target, format_, dtype, parts, license)
-        out.print(f"wrote {target}")
+        out.print(f"wrote {target}, peak memory {peak_rss() / 2**30:.2f} GiB")
 
 
 @evaluation.command("model")
