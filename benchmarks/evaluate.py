@@ -8,7 +8,8 @@ byte, if the likelihoods agree to a ten-thousandth. What this gives up: generati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
 from benchmarks.measure import Bench, Cost
 from benchmarks.rows import EVALUATE_TARGETS, Row, measured, rows_of
+from benchmarks.split_evaluation import SIZES as SPLIT_SIZES
+from benchmarks.split_evaluation import SplitSession, evaluation_row, stage_row, wall_row
 from llama3.export.convert import convert
 from llama3.model.files import save_model
 from llama3.model.init import build_model
@@ -61,6 +64,10 @@ class EvaluateSettings:
     only: tuple[str, ...] = ()
     peers: str = ""
     """Python that has lm-eval."""
+    recipe: Path = Path("recipes/quickstart.yaml")
+    """Whose documents are read where one model is evaluated by several processes."""
+    herd: Sequence[str] = (sys.executable, "-m", "flows.cli.main")
+    """How the command line is started."""
 
 
 @dataclass
@@ -77,6 +84,12 @@ class EvaluateSession:
         if not made:
             raise ValueError(f"--data: {self.settings.data} has no file of a task; give a folder with one")
         return made
+
+    @cached_property
+    def several(self) -> SplitSession:
+        given = self.settings
+        (given.folder / "split").mkdir()
+        return SplitSession(given.folder / "split", SPLIT_SIZES[given.size], given.recipe, given.herd)
 
     @cached_property
     def models(self) -> dict[str, str]:
@@ -130,7 +143,8 @@ class EvaluateSession:
 
 def evaluate_rows(run: EvaluateSession) -> Iterator[Row]:
     """Yield the wanted rows as they are measured. Raises ValueError for a row that there is not, or without data."""
-    assert run.made
+    if not run.settings.only or {name.split("/")[0] for name in run.settings.only} - SPLIT:
+        assert run.made
     return rows_of(run, EVALUATE_TARGETS, MEASURES)
 
 
@@ -192,4 +206,12 @@ MEASURES: dict[str, Callable[[EvaluateSession, str], Row]] = {
     "lm-eval/equal": _equal,
     "lm-eval/imports": _imports,
     "sharing/wall": _sharing,
+    "replicas/cpu": lambda run, name: evaluation_row(run.several, name),
+    "replicas/wall": lambda run, name: wall_row(run.several, name),
+    "split/cpu": lambda run, name: evaluation_row(run.several, name),
+    "offered/step": lambda run, name: stage_row(run.several, name),
+    "offered/cpu": lambda run, name: stage_row(run.several, name),
+    "scored/step": lambda run, name: stage_row(run.several, name),
 }
+SPLIT = {"replicas", "split", "offered", "scored"}
+"""Groups of rows that need no benchmark files."""

@@ -179,6 +179,12 @@ EVALUATE_TARGETS: Mapping[str, Target] = {
     "lm-eval/equal": Target(100, "% of samples"),
     "lm-eval/imports": Target(None, "s"),
     "sharing/wall": Target(None, "x less wall time"),
+    "replicas/cpu": Target(1.1, "x one process", "at most"),
+    "replicas/wall": Target(2.5, "x less wall time"),
+    "split/cpu": Target(None, "x one process"),
+    "offered/step": Target(1.02, "x without offers", "at most"),
+    "offered/cpu": Target(1.02, "x without offers", "at most"),
+    "scored/step": Target(None, "x without offers"),
 }
 """Every row of `python -m benchmarks evaluate`, in order."""
 

@@ -54,7 +54,7 @@ def study_cost(herd: Sequence[str], recipe: Path, tokens: str, folder: Path) -> 
     file = study_file(recipe, tokens, folder)
     expanded = load_study(file)
     recipes = variant_recipes(expanded, folder)
-    environment = _environment(folder)
+    environment = run_environment(folder)
     data = folder / "data"
     first = next(iter(recipes.values()))
     tree_cost(_run(herd, first, data, DATA[-1]), folder / "data.log", environment)
@@ -97,7 +97,7 @@ def variant_recipes(expanded: ExpandedStudy, folder: Path) -> dict[str, Path]:
     return written
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def run_environment(folder: Path) -> dict[str, str]:
     """Return the environment of both sides: one thread, and a Prefect of its own that the data's run has set up."""
     prefect = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "HERD_", "MLFLOW_"))}
