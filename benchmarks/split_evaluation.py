@@ -295,5 +295,7 @@ def stage_row(run: SplitSession, name: str) -> Row:
     if name == "offered/cpu":
         costs, unit = {each: [stage.cpu_s for stage in stages] for each, stages in run.stages.items()}, "CPU s"
     last = run.stages[side][-1]
+    if side == "scored" and not last.scored:
+        raise NotMeasured("the stage ended before a checkpoint was scored")
     note = f"{len(last.step_s)} steps, {last.offered} checkpoints offered, {last.scored} scored meanwhile"
     return compared(name, costs, side, "never", note, unit)
