@@ -1,4 +1,4 @@
-"""A stage of conversations in the trainer: what its loss means, and that no restart or number of processes shows."""
+"""A stage of conversations in the trainer: what its loss means, and that neither restart nor layout shows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llama3.model.files import load_model
+from llama3.parallel.comms import cp_positions
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -34,16 +35,28 @@ from tests.llama3.train.train_samples import (
 )
 from tests.llama3.train.train_samples import stages as documents
 
-SEQ = 32
+SEQ, BATCH, STEPS = 64, 128, 8
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "tp2-cp2-pp2": (8, {"tp": 2, "cp": 2, "pp": 2}),
+}
 CODER = Tokenizer([bytes([value]) for value in range(256)])
 
 
 def tuned(folder: Path, **more: Any) -> Recipe:
-    """Two steps of documents, then eight of conversations, a quarter of the sequences replayed."""
-    rows = [{"prompt": "q", "response": chr(97 + n % 26) * (1 + n % 5)} for n in range(60)]
+    """Two steps of documents, then eight of conversations, a quarter of the sequences replayed.
+
+    Two short conversations share a sequence; a long one has its answer at the end.
+    """
+    rows = [{"prompt": "q" * (1 if n % 3 else 31), "response": chr(97 + n % 26) * (1 + n % 5)} for n in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chat = {"name": "chat", "kind": "sft", "for": f"{8 * STEP} tokens", "seq_len": SEQ, "mix": "base", "replay": "25%"}
-    fields: dict[str, Any] = {"stages": [*documents(2), chat | {"lr": "linear from 1e-2 to 0"}]}
+    chat = {"name": "chat", "kind": "sft", "for": f"{STEPS * BATCH} tokens", "seq_len": SEQ, "batch": f"{BATCH} tokens"}
+    chat |= {"mix": "base", "replay": "25%", "lr": "linear from 1e-2 to 0"}
+    model = {"layers": 2, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq_len": SEQ}
+    fields: dict[str, Any] = {"stages": [*documents(2), chat], "model": model}
     fields["conversations"] = [{"uri": str(folder / "chats.jsonl")}]
     return recipe(**{**fields, **more})
 
@@ -79,7 +92,7 @@ def batches(folder: Path) -> Batches:
 def test_loss_is_the_mean_over_targets(folder: Path) -> None:
     """The first loss is that of the weights before, over the targets of conversations and replayed documents."""
     first = records(folder / "chat.json")[0]
-    batch = batches(folder).sequences(2 * STEP, SEQ, 0, STEP // SEQ)
+    batch = batches(folder).sequences(2 * STEP, SEQ, 0, BATCH // SEQ)
     with torch.no_grad():
         model = load_model(folder / "main" / "result" / "model")
         nll = model(batch.tokens_BS, batch.documents_BS, batch.targets_BS)
@@ -89,7 +102,7 @@ def test_loss_is_the_mean_over_targets(folder: Path) -> None:
     mean = nll[chats].sum() / is_target[chats].sum()
     assert first.metrics["train/loss/conversations"] == pytest.approx(mean.item(), rel=1e-12)
     assert first.metrics["train/target_tokens"] == is_target.sum()
-    assert is_target.sum() < STEP / 2 < chats.sum()
+    assert is_target.sum() < BATCH / 2 < chats.sum()
 
 
 def test_metrics_say_what_was_read(folder: Path) -> None:
@@ -98,10 +111,10 @@ def test_metrics_say_what_was_read(folder: Path) -> None:
     assert sum(last[f"data/fraction/{domain}"] for domain in DOMAINS) == pytest.approx(0.25)
     stream = batches(folder).stream
     assert isinstance(stream, ConversationStream)
-    assert last["data/epochs/conversations"] == 8 * STEP // SEQ * 0.75 / stream.sequences_per_epoch
+    assert last["data/epochs/conversations"] == STEPS * BATCH // SEQ * 0.75 / stream.sequences_per_epoch
     assert "train/target_tokens" not in records(folder / "main.json")[-1].metrics
     rates = [record.metrics["train/lr"] for record in records(folder / "chat.json")]
-    assert rates == pytest.approx([1e-2 * (1 - step / 8) for step in range(8)])
+    assert rates == pytest.approx([1e-2 * (1 - step / STEPS) for step in range(STEPS)])
 
 
 def test_it_learns_to_answer(folder: Path) -> None:
@@ -119,13 +132,36 @@ def test_killed_and_resumed_it_gives_the_same_bits(folder: Path) -> None:
     assert any("recovery/restarts" in record.metrics for record in records(path))
 
 
-def test_two_processes_equal_one(folder: Path) -> None:
-    path = chat_job(folder, "pair", tuned(folder), state(folder))
-    assert run(2, train, path) == [0, 0]
-    one = losses(folder / "chat.json")
-    assert losses(path).keys() == one.keys()
-    for position, values in losses(path).items():
-        assert values == pytest.approx(one[position], rel=1e-9), f"position {position}"
+def test_the_data_hold_what_a_layout_could_get_wrong(folder: Path) -> None:
+    """Conversations that share a sequence, unequal numbers of targets, and context-parallel ranks without any."""
+    shared = uneven = empty = 0
+    for step in range(STEPS):
+        batch = batches(folder).sequences(2 * STEP + step * BATCH, SEQ, 0, BATCH // SEQ)
+        is_target = batch.targets_BS != -100
+        by_row = is_target.sum(1)
+        shared += int((batch.documents_BS[batch.domains_BS[:, 0] == len(DOMAINS)] > 1).any())  # two, and padding
+        uneven += int(by_row[0] != by_row[1])
+        empty += not is_target[:, cp_positions(SEQ, 2)[1]].any()
+    assert shared > 1
+    assert uneven > STEPS / 2
+    assert empty > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in LAYOUTS]
+)
+def test_any_layout_trains_as_one_process(name: str, folder: Path) -> None:
+    """The same losses, by kind of data too, numbers of targets and final weights, to rounding in float64."""
+    size, layout = LAYOUTS[name]
+    path = chat_job(folder, name, tuned(folder), state(folder), layout=layout, micro_batch=1)
+    assert run(size, train, path) == [0] * size, output(path)
+    for mine, one in zip(records(path), records(folder / "chat.json"), strict=True):
+        names = ["train/loss", "train/grad_norm", "train/target_tokens", "train/loss/conversations"]
+        expected = {name: one.metrics[name] for name in names if name in one.metrics}
+        assert {name: mine.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-11), mine.position
+    expected_weights = load_model(folder / "chat" / "result" / "model").state_dict()
+    for weight, value in load_model(work(path) / "result" / "model").state_dict().items():
+        assert torch.allclose(value, expected_weights[weight], rtol=1e-9, atol=1e-11), weight
 
 
 @pytest.mark.slow
@@ -135,7 +171,7 @@ def test_other_data_or_another_past_is_refused(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="died"):
         run(1, train_until_signal, path, signal.SIGKILL, "torch.optim:AdamW.step", 5, True)
     plain = tuned(folder).model_dump(mode="json", by_alias=True)
-    for field, value in (("replay", "10%"), ("for", f"{9 * STEP} tokens")):
+    for field, value in (("replay", "10%"), ("for", f"{9 * BATCH} tokens")):
         changed = {**plain, "stages": [plain["stages"][0], {**plain["stages"][1], field: value}]}
         again = chat_job(folder, "changed", Recipe.model_validate(changed), state(folder))
         assert run(1, train, again) == [2]
