@@ -55,7 +55,7 @@ def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tu
     """
     scaled = ScaledRun(with_local_models(root, recipe), cluster, processes)
     found, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
-    if layouts := built_layouts(scaled):
+    if layouts := built_layouts(scaled, root):
         found.proven.append(("layouts", f"built at full size: {layouts}"))
     file = here.local / "recipe.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)

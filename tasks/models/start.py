@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from llama3.model.flops import vocab_rows
 from llama3.recipe.base import NAME
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
@@ -65,6 +66,12 @@ def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:
         with suppress(ValueError):  # the checks of the run tell
             return use_tokenizer(str(with_local_models(root, recipe).tokenizer.use))
     return None
+
+
+def embedding_rows(root: Root, recipe: Recipe) -> int:
+    """Return the embedding rows of the model, of its tokenizer as far as it is known."""
+    known = known_tokenizer(root, recipe)
+    return known.rows if known else vocab_rows(recipe)
 
 
 def find_init_checkpoint(store: Store, runs: Runs, recipe: Recipe) -> Artifact:

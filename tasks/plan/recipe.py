@@ -30,6 +30,8 @@ MOST_TOKENS_PER_BYTE = 1 / 1.5
 USUAL_TOKENS_PER_BYTE = 1 / 4
 TOKENS_PER_MESSAGE = 5
 """Of the chat format around a content."""
+SURELY = 3.0
+"""Padding and estimates make fewer passes over conversations of what a survey counts, but not a third."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def make_plan(
     rows = tokenizer.rows if tokenizer else vocab_rows(recipe)
     short = [fault for found in sources if (fault := data_shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
-    warnings = [*placeholders(recipe), *lint(recipe), *short, *lacking]
+    warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
     return RunPlan(recipe, Schedule(recipe), rows, warnings, sources, conversations)
 
 
@@ -109,6 +111,35 @@ def data_shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -
         f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
         f"add text, lower the share of {found.title}, or shorten the run"
     )
+
+
+def conversation_shortage(
+    recipe: Recipe, conversations: Sequence[ConversationSurvey], factor: float = 1.0
+) -> list[str]:
+    """Return a line for each stage of kind `sft` with more passes over its conversations than `factor` x the limit."""
+    once, limit, lines = conversation_tokens(recipe, conversations), recipe.tokens.max_epochs, []
+    for span in Schedule(recipe).spans:
+        if span.stage.kind != "sft" or span.stage.epochs or not once:
+            continue
+        passes, batch = (span.tokens - span.mix_tokens) / once, span.segments[0].batch
+        if passes > factor * limit:
+            fitting = max(1, int(span.tokens * limit / passes / batch)) * batch
+            lines.append(
+                f"stages.{span.name}.for: {Tokens(span.tokens)} tokens are about {passes:.3g} passes over the "
+                f"conversations, at most tokens.max_epochs {limit:g}; write for: {Tokens(fitting)}, add conversations, "
+                "or write epochs"
+            )
+    return lines
+
+
+def conversation_tokens(recipe: Recipe, conversations: Sequence[ConversationSurvey]) -> float:
+    """Return about how many tokens of conversations there are to train on; 0 if a source was not looked at."""
+    total = sum(map(_tokens_of, conversations)) if all(chats.complete for chats in conversations) else 0.0
+    return total * (1 - float(recipe.curate.validation_fraction))
+
+
+def _tokens_of(chats: ConversationSurvey) -> float:
+    return chats.tokens or chats.bytes * USUAL_TOKENS_PER_BYTE + chats.messages * TOKENS_PER_MESSAGE
 
 
 HEADERS = ("stage", "from", "tokens", "steps", "seq_len", "batch", "lr", "mix")
@@ -170,18 +201,14 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
         lines.append(f"source   {found.title}: {_found(found)}")
-    total = 0.0
     for chats in plan.conversations:
-        size = chats.tokens or chats.bytes * USUAL_TOKENS_PER_BYTE + chats.messages * TOKENS_PER_MESSAGE
-        total += size
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
-        amount += f", about {tokens(size)} tokens" if chats.complete else ""
+        amount += f", about {tokens(_tokens_of(chats))} tokens" if chats.complete else ""
         lines.append(f"chats    {chats.name}: {amount if chats.complete else 'not looked at (remote)'}")
-    if total and all(chats.complete for chats in plan.conversations):
-        total *= 1 - float(plan.recipe.curate.validation_fraction)
+    if once := conversation_tokens(plan.recipe, plan.conversations):
         for span in (span for span in plan.schedule.spans if span.stage.kind == "sft"):
             replayed = f", replay {span.stage.replay} of {span.stage.mix}" if span.stage.replay else ""
-            lines.append(f"epochs   {span.name}: about {(span.tokens - span.mix_tokens) / total:.2g}{replayed}")
+            lines.append(f"epochs   {span.name}: about {(span.tokens - span.mix_tokens) / once:.2g}{replayed}")
     return lines
 
 

@@ -25,7 +25,6 @@ from rich.markup import escape
 from llama3.data.readers.sources import INSTALLED, estimate_text, survey
 from llama3.evaluate.scores import possible_scores
 from llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
-from llama3.model.flops import vocab_rows
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load
 from llama3.recipe.base import Domain
@@ -42,16 +41,24 @@ from storage.processes import processors
 from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, StageCluster
 from tasks.format import FittedTable, format_bytes, format_duration, templates
+from tasks.models.start import embedding_rows, known_tokenizer
 from tasks.plan.cluster import storage_use
 from tasks.plan.predict import device_memory, place_evaluation
-from tasks.plan.recipe import USUAL_TOKENS_PER_BYTE, data_shortage, make_plan
+from tasks.plan.recipe import (
+    SURELY,
+    USUAL_TOKENS_PER_BYTE,
+    conversation_shortage,
+    data_shortage,
+    make_plan,
+    survey_chats,
+)
 from tasks.runs.preflight import check_place
 from tasks.runs.records import RunRecord, Runs
 
 # The recipe and the cluster in small.
 
 LONGEST = 1024
-"""Tokens of the longest sequence; the others are as much shorter as in the recipe."""
+"""Tokens of the longest sequence; the others are as much shorter as in the recipe, except those of conversations."""
 SEQUENCE_UNIT = 8
 """Every length is a multiple: twice cp x tp, each at most 2."""
 STEPS = 32
@@ -118,6 +125,12 @@ class ScaledRun:
         """Return a sequence length in small."""
         return max(2, seq_len // self.divisor // SEQUENCE_UNIT) * SEQUENCE_UNIT
 
+    def lengths(self, span: StageSpan) -> list[int]:
+        """Return the sequence lengths of a stage in small; conversations are not shortened, so theirs stay if short."""
+        if span.stage.kind == "sft":
+            return [max(2, min(LONGEST, span.lengths[0]) // SEQUENCE_UNIT) * SEQUENCE_UNIT]
+        return [self.sequence(seq_len) for seq_len in span.lengths]
+
     def position(self, original: float) -> int:
         """Return the position in small that corresponds to a position of the recipe: linear within a segment."""
         small = 0
@@ -134,12 +147,10 @@ class ScaledRun:
 
     def _batches(self) -> dict[str, int]:
         """Return stage -> tokens per step: batches keep their ratio, and the smallest has the fewest sequences."""
-        units = {
-            span.name: lcm(*map(self.sequence, span.lengths)) * self._data_parallel(span)
-            for span in self.schedule.spans
-        }
+        units = {span.name: lcm(*self.lengths(span)) * self._data_parallel(span) for span in self.schedule.spans}
         sizes = {span.name: span.segments[0].batch / self.divisor for span in self.schedule.spans}
-        factor = max(1.0, min(sizes[name] / units[name] for name in units))
+        pretrained = [span.name for span in self.schedule.spans if span.stage.kind == "pretrain"] or list(units)
+        factor = max(1.0, min(sizes[name] / units[name] for name in pretrained))
         return {name: max(1, round(sizes[name] / factor / units[name])) * units[name] for name in units}
 
     def _steps(self, stage: str, steps: int) -> int:
@@ -199,7 +210,7 @@ class ScaledRun:
         if plain["rope_scaling"]:
             plain["rope_scaling"]["original"] = max(2, plain["rope_scaling"]["original"] // self.divisor)
         heads = 2 if model.heads == model.kv_heads else 4
-        longest = max(self.sequence(segment.seq_len) for segment in self.schedule.segments)
+        longest = max(seq_len for span in self.schedule.spans for seq_len in self.lengths(span))
         small = {"preset": "custom", "layers": layers, "dim": 64, "ffn": 224, "heads": heads, "kv_heads": 2}
         return {**plain, **small, "max_seq_len": max(longest, self.sequence(model.max_seq_len))}
 
@@ -223,7 +234,7 @@ class ScaledRun:
     def _stage(self, span: StageSpan, plain: dict[str, Any]) -> dict[str, Any]:
         lengths = [f"{self.steps[segment] * self.batches[span.name]} tokens" for segment in span.segments]
         several = isinstance(span.stage.seq_len, list)
-        sequences = [self.sequence(length) for length in span.lengths]
+        sequences = self.lengths(span)
         plain |= {
             "until": None,
             "for": lengths if several else lengths[0],
@@ -359,6 +370,11 @@ def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator
         check_place(recipe, cluster, root, thorough=True)
     except ValueError as error:
         yield from map(RehearsalFinding, str(error).splitlines())
+    try:
+        conversations = survey_chats(recipe, known_tokenizer(root, recipe), remote=False)
+        yield from map(RehearsalFinding, conversation_shortage(recipe, conversations, SURELY))
+    except ValueError as error:
+        yield from map(RehearsalFinding, str(error).splitlines())
     yield from full_disk(recipe, root)
     yield from gate_findings(recipe)
     yield from (RehearsalFinding(line, fails=False) for line in lint(recipe))
@@ -482,13 +498,13 @@ def unproven(scaled: ScaledRun) -> list[str]:
     if cluster.data != "threads":
         lines.append(f"data on {cluster.data}: threads here")
     if recipe.init_from is not None:
-        lines.append(f"init_from {recipe.init_from.path}: random weights here, in another shape")
+        lines.append("init_from: random weights here, in another shape")
     if device_memory(cluster) is None:
         lines.append("memory of the stages: cluster.fabric is not given (herd plan presets)")
     return lines
 
 
-def built_layouts(scaled: ScaledRun) -> str:
+def built_layouts(scaled: ScaledRun, root: Root) -> str:
     """Build the last rank of each layout at full size, on the meta device; return what it holds.
 
     A layout that cannot be built is left out: `check_place` reports it.
@@ -496,6 +512,7 @@ def built_layouts(scaled: ScaledRun) -> str:
     from llama3.parallel.check_layout import check_layout  # imports torch
 
     recipe, built = scaled.original, dict[tuple[Layout, int], str]()
+    rows = embedding_rows(root, recipe)
     for part in scaled.parts:
         place = scaled.original_cluster.for_stage(part.stage.name, part.name)
         key = (place.layout, place.processes)
@@ -503,7 +520,7 @@ def built_layouts(scaled: ScaledRun) -> str:
             continue
         load = Load(part.lengths[0], 1, place.layout.pp, recipe.precision)
         with suppress(ValueError):
-            check = check_layout(recipe.model, vocab_rows(recipe), *key, load, [place.processes - 1])
+            check = check_layout(recipe.model, rows, *key, load, [place.processes - 1])
             (rank,) = check.ranks
             built[key] = (
                 f"{part.name} {len(rank.layers)} layers, {tokens(rank.parameters)} parameters of rank {rank.rank:,}"
@@ -514,8 +531,8 @@ def built_layouts(scaled: ScaledRun) -> str:
 def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Iterator[tuple[str, str]]:
     """Yield what the run in small did; `killed`: the stage in which a rank was killed, or empty."""
     steps = record.steps
-    data = [name for name in ("collect", "annotate", "curate", "tokenizer", "tokenize") if name in steps]
-    if data:
+    data = ["collect", "annotate", "curate", "tokenizer", "tokenize", "conversations"]
+    if data := [name for name in data if name in steps]:
         yield "data", f"{', '.join(data)} of a sample in {_seconds(record, data)}"
     trained = [span.name for span in Schedule(scaled.recipe).trained if span.name in steps]
     if trained:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama3.evaluate.scores import check_evaluation
-from llama3.model.flops import vocab_rows
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.lint import placeholders
 from llama3.recipe.load import RecipeError
@@ -21,9 +20,16 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
-from tasks.models.start import init_from_faults, known_tokenizer, with_local_models
+from tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
 from tasks.plan.predict import device_memory, memory_faults, place_evaluation
-from tasks.plan.recipe import MOST_TOKENS_PER_BYTE, data_shortage, survey_chats, survey_evaluation
+from tasks.plan.recipe import (
+    MOST_TOKENS_PER_BYTE,
+    SURELY,
+    conversation_shortage,
+    data_shortage,
+    survey_chats,
+    survey_evaluation,
+)
 from tasks.runs.records import Runs
 from tasks.tracking.factory import tracking_faults
 
@@ -60,6 +66,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
         faults = [*faults, *str(error).splitlines()]
     if not faults:
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
+        faults += conversation_shortage(recipe, conversations, SURELY)
     if faults:
         raise RecipeError("\n".join(faults))
     return Surveyed(domains, left_out, conversations, tokenizer)
@@ -98,7 +105,8 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
         faults = [linux, *faults]
     if faults:
         raise RecipeError("\n".join(faults))
-    faults = [*_root_faults(root), *_layout_faults(recipe, cluster), *tracking_faults(recipe.tracking)]
+    layout_faults = _layout_faults(recipe, cluster, embedding_rows(root, recipe))
+    faults = [*_root_faults(root), *layout_faults, *tracking_faults(recipe.tracking)]
     local = with_local_models(root, recipe)
     tokenizer, left_out = local.tokenizer.use, list[str]()
     if tokenizer and not Path(tokenizer).is_file():
@@ -137,9 +145,8 @@ def _root_faults(root: Root) -> list[str]:
     return faults
 
 
-def _layout_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+def _layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
     """Return faults of model, batches and sequences that do not divide over the processes of each stage."""
-    rows = vocab_rows(recipe)
     faults: dict[str, None] = {}  # stages that share a layout share its faults
     for span in Schedule(recipe).trained:
         place = cluster.for_stage(span.stage.name, span.name)

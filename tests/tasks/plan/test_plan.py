@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from llama3.data.readers.conversations import ConversationSurvey
 from llama3.data.readers.sources import DomainSurvey
 from llama3.evaluate import suite
+from llama3.parallel.layout import Layout
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schedule import Schedule
+from llama3.tokens.tokenizer import Tokenizer
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.plan.recipe import (
+    conversation_shortage,
     data_shortage,
     make_plan,
     plan_markdown,
@@ -114,6 +118,23 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
     )
 
 
+def test_too_many_passes_over_conversations_are_told_before_work() -> None:
+    chat = "{name: chat, kind: sft, for: 400Ki, seq_len: 256, batch: 2Ki, mix: base, replay: 20%}"
+    words = [f"stages=[{chat}]", "conversations=[{uri: x}]", "evaluate.after=[]", "curate.validation_fraction=0%"]
+    recipe = load_recipe(QUICKSTART, words)
+
+    def found(tokens: int, **more: bool) -> list[ConversationSurvey]:
+        return [ConversationSurvey("x", 10, 20, 9, tokens, **more)]
+
+    (fault,) = conversation_shortage(recipe, found(20 * 1024))  # 16 passes
+    assert fault.startswith("stages.chat.for: 400Ki tokens are about 16 passes over the conversations, at most tokens.")
+    assert "write for: 100Ki, add conversations" in fault
+    assert fault in make_plan(recipe, [], conversations=found(20 * 1024)).warnings
+    assert conversation_shortage(recipe, found(20 * 1024), 3.0), "surely too many"
+    assert not conversation_shortage(recipe, found(80 * 1024))
+    assert not conversation_shortage(recipe, found(1, complete=False))
+
+
 @pytest.mark.parametrize(
     ("overrides", "processes", "fault"),
     [
@@ -126,6 +147,15 @@ def test_a_short_domain_is_told_with_what_to_do() -> None:
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
         check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.parse(tmp_path))
+
+
+def test_a_layout_is_checked_against_the_tokenizer_that_conversations_need(tmp_path: Path) -> None:
+    Tokenizer([bytes([value]) for value in range(256)] + [b"th"]).save(tmp_path)
+    chat = "{name: chat, kind: sft, for: 80K, seq_len: 128, batch: 512 tokens, mix: base}"
+    overrides = [f"stages=[{chat}]", "conversations=[{uri: problems, limit: 9}]", "evaluate.after=[]"]
+    recipe = load_recipe(QUICKSTART, [*overrides, f"tokenizer={{use: {tmp_path}/tokenizer.model}}"])
+    with pytest.raises(RecipeError, match=r"cluster.layout.tp: 2 does not divide embedding rows 513; use one of 1"):
+        check_place(recipe, Cluster(processes=2, layout=Layout(tp=2)), Root.parse(tmp_path))
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -160,3 +190,12 @@ def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
     with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
         preflight(recipe, Cluster(), Root.parse(tmp_path / "root"))
+
+
+def test_conversations_are_looked_at_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "page.txt").write_text("A page.")
+    sources = ", ".join(f"{domain}: [{{uri: {tmp_path}/page.txt}}]" for domain in DOMAINS)
+    chat = "{name: chat, kind: sft, for: 80K, seq_len: 128, batch: 512 tokens, mix: base}"
+    words = [f"sources={{{sources}}}", f"stages=[{chat}]", "conversations=[{uri: problems, limit: 9}]"]
+    with pytest.raises(RecipeError, match=r"passes over the conversations, at most tokens.max_epochs 4; write for: "):
+        preflight(load_recipe(QUICKSTART, [*words, "evaluate.after=[]"]), Cluster(), Root.parse(tmp_path / "root"))

@@ -64,6 +64,16 @@ def test_a_replica_takes_the_fewest_devices_that_it_fits() -> None:
     assert place_evaluation(load("405b", "evaluate.precision=fp32"), CLUSTERS["405b"]) == (Layout(tp=8, pp=8), 64)
 
 
+def tuned(count: int, uri: str = "problems") -> tuple[str, ...]:
+    """Return overrides with a stage of 100M tokens on `count` conversations."""
+    main = "{name: main, until: 14.8T, seq_len: 8192, batch: 8Mi, mix: base}"
+    chat = "{name: chat, kind: sft, for: 100M, seq_len: 8192, batch: 2Mi, mix: base, lr: constant at 1e-5}"
+    return f"stages=[{main}, {chat}]", f"conversations=[{{uri: {uri}, limit: {count}}}]", "evaluate.after=[main]"
+
+
+NO_STAGES: dict[str, Any] = {"stages": {}}
+
+
 class Mistake(NamedTuple):
     recipe: str
     says: str
@@ -80,6 +90,10 @@ MISTAKES = {
     "gate within the noise": Mistake("8b", "tell two models apart by 8.8 points", ("evaluate.questions=100",)),
     "gate on no score": Mistake("8b", "eval/mmlu is not among the scores", ("promote.when={eval/mmlu: better}",)),
     "gate above 1": Mistake("8b", "no accuracy is above 1", ("promote.when={eval/arithmetic: at least 60}",)),
+    "too few conversations": Mistake(
+        "8b", "passes over the conversations, at most tokens.max_epochs 4; write for: 2Mi, add", tuned(100), NO_STAGES
+    ),
+    "a broken conversation": Mistake("8b", "conversations.0.uri: 'none.jsonl' ", tuned(100, "none.jsonl"), NO_STAGES),
     "no evaluation data": Mistake("8b", "evaluate.data: is not set", ("evaluate.suite=core",)),
     "fp8 without compilation": Mistake("8b", "makes precision: fp8 slower", ("precision=fp8",)),
     "placeholder": Mistake("8b", "<your-bucket> is a placeholder", ("sources.code.0.uri=s3://<your-bucket>/code",)),

@@ -15,7 +15,7 @@ from tasks.cluster import Cluster, StageCluster
 from tasks.pipeline_steps import pipeline_steps
 from tasks.plan.rehearsal import FEWEST, LONGEST, STEPS, ScaledRun, scaled_layout
 
-RECIPES = ("llama3-8b", "llama3-70b", "llama3-405b", "quickstart", "domain-adaptation")
+RECIPES = ("llama3-8b", "llama3-70b", "llama3-405b", "quickstart", "quickstart-chat", "domain-adaptation")
 LONG = Cluster(
     processes=16_384,
     layout=Layout(tp=8, pp=16, vpp=4, compile=True),
@@ -52,6 +52,20 @@ def test_ratios_of_batches_and_sequences_are_those_of_the_recipe() -> None:
     for pair in zip(pairwise(full), pairwise(small), strict=True):
         ratios = [after.batch / before.batch for before, after in pair]
         assert ratios[0] == ratios[1]
+
+
+def test_conversations_are_not_shortened_and_change_no_other_stage() -> None:
+    """A 64th of an 8,192-token window would cut the answers off; their small batch would make all others large."""
+    alone = load("llama3-8b")
+    chat = {"name": "chat", "kind": "sft", "for": "100M", "seq_len": 8192, "batch": "128Ki", "mix": "annealing"}
+    plain = alone.model_dump(mode="json", by_alias=True)
+    tuned = Recipe.model_validate(
+        {**plain, "stages": [*plain["stages"], {**chat, "lr": "constant at 1e-5"}], "conversations": [{"uri": "x"}]}
+    )
+    *others, small = ScaledRun(tuned, Cluster()).recipe.stages
+    assert small.seq_len == LONGEST
+    assert others == ScaledRun(alone, Cluster()).recipe.stages
+    assert ScaledRun(load("quickstart-chat"), Cluster()).recipe.stages[0].seq_len == 256
 
 
 def test_a_stage_has_no_more_steps_than_at_full_size() -> None:
