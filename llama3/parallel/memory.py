@@ -195,13 +195,14 @@ def memory(
 
 
 def memory_line(need: RankMemory) -> str:
-    """Return a line with the memory of a process by purpose, in GiB."""
+    """Return a line with the memory of a process by purpose, in GiB, or for a small model in MiB."""
+    unit, name_of_unit = (2**30, "GiB") if need.total >= 2**30 else (2**20, "MiB")
     parts = [
-        f"{name.replace('_', ' ')} {size / 2**30:.1f}"
+        f"{name.replace('_', ' ')} {size / unit:.1f}"
         for name, size in need.as_dict().items()
         if name not in ("pipeline_rank", "in_flight", "accumulated", "total") and size
     ]
-    return f"{need.total / 2**30:.0f} GiB on pipeline rank {need.pipeline_rank}: {', '.join(parts)}"
+    return f"{need.total / unit:.0f} {name_of_unit} on pipeline rank {need.pipeline_rank}: {', '.join(parts)}"
 
 
 def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, sharded: bool) -> RankMemory:

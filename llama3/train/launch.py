@@ -107,7 +107,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
         with suppress(ValueError):
             name = signal.Signals(-status).name
         ending = f"was killed by {name}"
-    lines += [f"rank {rank} {ending}; the end of {attempt.log(rank)}:", last_lines(attempt.log(rank))]
+    lines += [f"rank {rank} {ending}; see {attempt.log(rank)}:", last_lines(attempt.log(rank))]
     return AttemptResult(status=status, time=when, message="\n".join(lines))
 
 

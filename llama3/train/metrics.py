@@ -102,5 +102,5 @@ def epochs(dataset: str) -> str:
 
 
 def window(steps: int) -> int:
-    """Return the number of steps at either end of `steps` over which the loss is averaged: a tenth, at least 16."""
-    return max(16, steps // 10)
+    """Return over how many steps at either end of `steps` the loss is averaged: a tenth, at least 16, at most half."""
+    return max(1, min(steps // 2, max(16, steps // 10)))

@@ -136,7 +136,7 @@ class LocalLaunch:
             return AttemptResult.model_validate_json(self.attempt.outcome.read_text())
         if exited:
             status, log = self.agent.process.returncode, self.agent.log
-            message = f"the agent ended with status {status}; the end of {log}:\n{last_lines(log)}"
+            message = f"the agent ended with status {status}; see {log}:\n{last_lines(log)}"
             return AttemptResult(status=NO_OUTCOME, message=message)
         return None
 

@@ -132,7 +132,7 @@ class SlurmLaunch:
         # without accounting Slurm forgets a job after some minutes
         states = [word.split("=")[1] for word in shown.stdout.split() if word.startswith("JobState=")]
         state, log = states[0] if states else "state unknown", self.logs / "slurm.log"
-        message = f"Slurm job {self.job_id} ended ({state}) and not every node said how; the end of {log}:\n"
+        message = f"Slurm job {self.job_id} ended ({state}) and not every node said how; see {log}:\n"
         return AttemptResult(status=NO_OUTCOME, message=message + last_lines(log))
 
     def waits(self) -> bool:

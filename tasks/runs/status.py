@@ -269,6 +269,8 @@ def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[st
         "next:",
         f"  {escape(command(root, 'up')):<38} see it in Prefect and MLflow",
     ]
+    if spans and spans[-1].stage.kind == "sft":
+        lines.append(f"  {escape(command(root, 'serve', name)):<38} ask it questions over HTTP, or on its page")
     if spans:
         change = f"stages.{spans[-1].stage.name}.weight_averaging=2"
         last = max(int(run.name.rsplit("-", 1)[1]) for run in runs.all() if run.family == record.family)
@@ -283,7 +285,7 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
         return []
     stages = [store.load(record.steps[span.name].artifact).metadata for span in spans]
     means = [stages[0]["first_loss"], *(stage["last_loss"] for stage in stages)]
-    lines = [f"  loss      {' -> '.join(f'{loss:.3f}' for loss in means)}, means over a tenth of each stage"]
+    lines = [f"  loss      {' -> '.join(f'{loss:.3f}' for loss in means)}, means over a tenth or more of each stage"]
     if held_out := " -> ".join(filter(None, map(format_bits_per_byte, stages))):
         lines.append(f"  held out  {held_out} bits per byte, at the end of each stage")
     scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's

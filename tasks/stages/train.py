@@ -242,7 +242,7 @@ class StageAttempts:
         how = "was stopped" if outcome.status == TERMINATED else f"died (status {outcome.status})"
         self._say(f"the trainer {how}; starting it again")
         for line in outcome.message.splitlines()[:1]:
-            self._say(line)
+            self._say(line.removesuffix(":"))
 
     def _say(self, text: str) -> None:
         self.context.console.log(f"  [yellow]{self.span.name}: {escape(text)}[/]")

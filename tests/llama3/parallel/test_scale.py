@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from llama3.parallel.check_layout import LayoutCheck, measure_layout
-from llama3.parallel.layout import ROWS, TABLE_4
-from llama3.parallel.memory import Load, RankCoords, memory_line
+from llama3.parallel.layout import ROWS, TABLE_4, Layout
+from llama3.parallel.memory import Load, RankCoords, memory, memory_line
 from llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import checked, local_parameters
@@ -79,6 +79,9 @@ def test_a_line_says_where_the_memory_goes() -> None:
     line = memory_line(need)
     assert line.startswith(f"{need.total / 2**30:.0f} GiB on pipeline rank 1: ")
     assert f"activations {need.activations / 2**30:.1f}" in line
+    small = memory(Model.model_validate({"preset": "tiny"}), 2048, Layout(), 1, Load(64, 1, 1))[0]
+    assert memory_line(small).startswith(f"{small.total / 2**20:.0f} MiB on pipeline rank 0: ")
+    assert f"activations {small.activations / 2**20:.1f}" in memory_line(small)
 
 
 @pytest.mark.slow

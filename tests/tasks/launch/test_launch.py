@@ -86,7 +86,7 @@ def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     ended = launch.poll()
     assert ended is not None
     assert ended.status == -9
-    assert ended.message.startswith("rank 1 was killed by SIGKILL; the end of ")
+    assert ended.message.startswith("rank 1 was killed by SIGKILL; see ")
     assert "trainer: " in (tmp_path / "logs" / "1" / "rank-0.log").read_text()  # it complained of its peer, in vain
     assert outcome(launcher, path, 2, 2).status == 0
     assert "from checkpoint" in (tmp_path / "logs" / "2" / "rank-0.log").read_text()

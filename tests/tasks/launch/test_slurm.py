@@ -139,7 +139,7 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
     ended = launch.poll()
     assert ended is not None
     assert ended.status == -9
-    assert ended.message.startswith("rank 1 was killed by SIGKILL; the end of ")
+    assert ended.message.startswith("rank 1 was killed by SIGKILL; see ")
     with node_down("n2"):
         assert launcher.capacity() == 1
         left = fitting(Schedule(ASKED).span("main"), cluster, launcher.capacity())

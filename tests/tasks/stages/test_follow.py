@@ -156,7 +156,7 @@ def test_attempts_end_when_none_gets_further(
 ) -> None:
     path = job(tmp_path, ASKED)
     attempts = StageAttempts(context, SPAN, launcher)
-    killed = AttemptResult(status=-9, message="rank 1 was killed by SIGKILL; the end of [x].log:\nlast line")
+    killed = AttemptResult(status=-9, message="rank 1 was killed by SIGKILL; see [x].log:\nlast line")
     for number in (1, 2, 3):
         attempts.start(path).stop()
         assert attempts.folder == context.folder / "logs" / "main" / f"attempt-{number}"
@@ -166,7 +166,7 @@ def test_attempts_end_when_none_gets_further(
     printed = capsys.readouterr().out
     assert "main: starts on 1 processes instead of 2; the data stay the same" in printed
     assert "main: the trainer died (status -9); starting it again" in printed
-    assert "main: rank 1 was killed by SIGKILL; the end of [x].log:" in printed
+    assert "main: rank 1 was killed by SIGKILL; see [x].log\n" in printed
     with pytest.raises(TrainingFailed, match=r"2 time\(s\) in a row .*attempt-3\):\nrank 1 was (.|\n)*last"):
         attempts.ended(killed, progress=False)
     full = AttemptResult(status=1, message="trainer: OSError: [Errno 28] No space left on device")
