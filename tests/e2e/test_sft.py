@@ -60,6 +60,7 @@ def test_the_run_says_what_it_trains_on(herd: Herd, printed: str) -> None:
     assert "epochs   chat: about" in printed
     assert "sequences of 256" in printed
     assert "tiny-chat version 1 is the champion" in printed
+    assert "herd serve tiny-chat-1" in printed
     run = record(herd, "tiny-chat-1")
     assert run.verdict == "promoted"
     facts = Store(herd.root).load(run.steps["conversations"].artifact).metadata
@@ -116,6 +117,16 @@ def test_a_second_run_reuses_it_all_and_a_new_question_redoes_the_rest(herd: Her
     fault = "conversations.1.uri: "
     assert fault in herd("run", str(asked), status=2)
     assert "chats.jsonl:41 messages.0.role: the last message is of 'user'" in herd("plan", str(asked), status=2)
+
+
+def test_the_recipe_is_rehearsed(herd: Herd, asked: Path) -> None:
+    """The champion that it starts from gives the tokenizer; conversations keep the length of their sequences."""
+    printed = herd("rehearse", str(asked))
+    assert "nothing fails" in printed
+    assert "built at full size: chat 2 layers, 160.1K parameters of rank 0" in printed
+    assert "sequences of 256, " in printed
+    assert "tokenize, conversations of a sample" in printed
+    assert "a rank of chat was killed; attempt 2 went on from a checkpoint" in printed
 
 
 def test_an_alias_that_nobody_holds_is_refused(herd: Herd, printed: str, asked: Path) -> None:
