@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,6 +17,8 @@ from llama3.recipe.schema import Recipe
 from llama3.train.profiler import Profile
 
 TERMINATED = 128 + signal.SIGTERM
+SETTLE_S = 1.0
+"""From the first failure to SIGKILL: time for the other ranks to print their errors. A hanging rank never would."""
 LAST_LINES = 12
 GRACE_S = 15.0
 """From the request to stop to SIGKILL, if steps and saves are short."""
@@ -201,6 +204,16 @@ def first_failure(outcomes: list[AttemptResult]) -> AttemptResult:
 def read_outcomes(logs: Path) -> list[AttemptResult]:
     """Return the results that the nodes of an attempt have written so far."""
     return [AttemptResult.model_validate_json(path.read_text()) for path in sorted(logs.glob("node-*.json"))]
+
+
+def ending(status: int) -> str:
+    """Return how a process ended, from its exit status; a negative one is a signal's."""
+    if status >= 0:
+        return f"ended with status {status}"
+    name = f"signal {-status}"
+    with suppress(ValueError):
+        name = signal.Signals(-status).name
+    return f"was killed by {name}"
 
 
 def last_lines(log: Path, lines: int = LAST_LINES) -> str:

@@ -23,16 +23,13 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
-from llama3.train.job import TERMINATED, Attempt, AttemptResult, last_lines, program_of
+from llama3.train.job import SETTLE_S, TERMINATED, Attempt, AttemptResult, ending, last_lines, program_of
 from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port
 
-SETTLE_S = 1.0
-"""From the first failure to SIGKILL: time for the other ranks to print their errors. A hanging rank never would."""
 PRELOADED = (
     "llama3.train.main",
     "llama3.train.trainer",
@@ -101,13 +98,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
         return AttemptResult(status=TERMINATED if stopped else 0, message="".join(lines))
     # A killed rank (negative status) is the cause, also if a peer complained earlier.
     rank, status, when = min(failed, key=lambda failure: (failure[1] > 0, failure[2]))
-    ending = f"ended with status {status}"
-    if status < 0:
-        name = f"signal {-status}"
-        with suppress(ValueError):
-            name = signal.Signals(-status).name
-        ending = f"was killed by {name}"
-    lines += [f"rank {rank} {ending}; see {attempt.log(rank)}:", last_lines(attempt.log(rank))]
+    lines += [f"rank {rank} {ending(status)}; see {attempt.log(rank)}:", last_lines(attempt.log(rank))]
     return AttemptResult(status=status, time=when, message="\n".join(lines))
 
 

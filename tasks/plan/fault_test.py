@@ -31,9 +31,8 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Bytes
 from llama3.train import metrics
-from llama3.train.job import TrainJob
+from llama3.train.job import SETTLE_S, TrainJob
 from llama3.train.journal import Record, Tail
-from llama3.train.launch import SETTLE_S
 from storage.artifact import Artifact, flatten
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
