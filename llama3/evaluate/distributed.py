@@ -2,33 +2,43 @@
 
 A replica splits the model over tensor-parallel and pipeline ranks ([dp, pp, cp, tp], as in training) and reads its
 shards straight from the model's files, so no process holds all weights. Pipeline stages work on different batches at
-the same time, because no stage waits for a score; a decoded token passes through all of them.
+the same time, because no stage waits for a score; a decoded token passes through all of them. `SplitRunner` decodes
+with such a replica from another process.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from llama3.evaluate.generate import Dice, ModelRunner, Sampler
 from llama3.model.attention import AttentionMask
 from llama3.model.files import load_model, open_model
 from llama3.model.param_table import param_row
 from llama3.model.transformer import Head, Transformer
 from llama3.parallel.comms import InferenceComms
-from llama3.parallel.mesh import Axis, ParallelContext
+from llama3.parallel.layout import Layout
+from llama3.parallel.mesh import Axis, ParallelContext, init_distributed
 from llama3.parallel.pipeline_schedule import split_layers
 from llama3.recipe.sections import Model
 from storage.filesystem import write_atomic
 
 IN_FLIGHT = 2
 """Outputs of a pipeline stage that the next one may not have received yet; each is [B, S, D]."""
+TIMEOUT_S = 1800
+"""How long a rank of a `SplitRunner` waits for the others, which may still read their weights."""
 
 
 class EvalRanks:
@@ -131,8 +141,8 @@ class InferenceStage(Transformer):
         return out
 
 
-def load_shard(folder: Path, world: ParallelContext, dtype: torch.dtype) -> InferenceStage:
-    """Return this process's part of the model in `folder`, as `dtype` on its device, in evaluation mode.
+def load_shard(folder: Path, world: ParallelContext, dtype: torch.dtype | None) -> InferenceStage:
+    """Return this process's part of the model in `folder`, as `dtype` (default: as stored), in evaluation mode.
 
     Only the bytes of the part are read, one tensor at a time. Raises ValueError if the files do not describe one model,
     or it cannot be split as `world.layout` says.
@@ -147,7 +157,151 @@ def load_shard(folder: Path, world: ParallelContext, dtype: torch.dtype) -> Infe
         if (axis := param_row(name).tp_axis) is not None:
             size = parameter.shape[axis] // tensor.size
             where[axis] = slice(size * tensor.rank, size * (tensor.rank + 1))
-        value = stored.slice(name, *where).to(device=world.device, dtype=dtype)
+        value = stored.slice(name, *where)
+        value = value.to(device=world.device, dtype=dtype or value.dtype)
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner).register_parameter(last, nn.Parameter(value, requires_grad=False))
     return model.eval()
+
+
+# A split model decodes: one process schedules and holds no weights, the ranks do what it sends
+
+
+class Ranks(Protocol):
+    """Processes that run `run_rank`, in the order of ranks."""
+
+    connections: list[Connection]
+    """To the other end of which each listens."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether all run."""
+        ...
+
+    def failure(self) -> Exception:
+        """Return, after one has ended, which and why."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank gets first."""
+
+    folder: Path
+    """Of the model."""
+    layout: Layout
+    dtype: torch.dtype | None
+    """Of the weights; None: as stored."""
+    device: str
+    """cpu or cuda."""
+    threads: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A number that was drawn where the text's generator is."""
+
+    number: float
+
+    def random(self) -> float:
+        return self.number
+
+
+class SplitRunner:
+    """Runs a model that is split over processes.
+
+    Only rank 0 chooses tokens, so that no rounding lets ranks differ; an idle rank waits for its connection without a
+    timeout. A method raises `Ranks.failure` if a rank has ended.
+    """
+
+    def __init__(self, ranks: Ranks, job: RankJob) -> None:
+        """Load the model and return when all ranks have."""
+        self._ranks = ranks
+        self._failure: Exception | None = None
+        self.processes = len(ranks.connections)
+        self._send(job)
+        self.config, self.rows, self.dtype, self.positions = self._receive()
+
+    def failure(self) -> Exception | None:
+        if self._failure is None and not self._ranks.alive:
+            self._failure = self._ranks.failure()
+        return self._failure
+
+    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
+        self._send("read", tokens, known, room)
+
+    def join(self, room: int, rows: int) -> None:
+        self._send("join", room, rows)
+
+    def leave(self, row: int) -> None:
+        self._send("leave", row)
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        self._send("decode", tokens)
+
+    def pick(
+        self, sampler: Sampler, rows: Sequence[int], dice: Sequence[Dice], tokens: Sequence[Sequence[int]]
+    ) -> list[int]:
+        drawn = [Drawn(each.random()) for each in dice] if sampler.temperature else []
+        read = tokens if sampler.repetition_penalty != 1 else ()
+        self._send("pick", sampler, rows, drawn, read, ranks=1)
+        picked: list[int] = self._receive()
+        return picked
+
+    def clear(self) -> None:
+        if self._failure is None:
+            self._send("clear")
+
+    def _send(self, *call: Any, ranks: int | None = None) -> None:
+        """Have the first `ranks` (default: all) call a method of their `ModelRunner`, without waiting for it."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            for connection in self._ranks.connections[:ranks]:
+                connection.send(call)
+        except OSError:
+            self._fail()
+
+    def _receive(self) -> Any:
+        """Return rank 0's next message. The others send none: what comes from them is the end."""
+        first, *others = self._ranks.connections
+        if wait([first, *others]) != [first]:
+            self._fail()
+        try:
+            return first.recv()
+        except (EOFError, OSError):
+            self._fail()
+
+    def _fail(self) -> NoReturn:
+        self._failure = self._failure or self._ranks.failure()
+        raise self._failure from None
+
+
+def run_rank(caller: Connection) -> NoReturn:
+    """Be a rank of a `SplitRunner` until it closes the connection; the environment has the variables of torchrun."""
+    job: RankJob
+    (job,) = caller.recv()
+    torch.set_num_threads(job.threads)
+    status = 0
+    with init_distributed(job.device, TIMEOUT_S, job.layout) as world, torch.inference_mode():
+        try:
+            runner = ModelRunner(load_shard(job.folder, world, job.dtype))
+            positions = min(world.all_gather_object(runner.positions))  # and all have loaded
+            if world.is_rank0:
+                caller.send((runner.config, runner.rows, runner.dtype, positions))
+            while True:
+                name, *arguments = caller.recv()
+                answer = getattr(runner, name)(*arguments)
+                if name == "pick":
+                    caller.send(answer)
+        except (EOFError, ConnectionError):  # the caller has ended
+            pass
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stderr.flush()
+        os._exit(status)  # without leaving the process group, for which NCCL may wait
+
+
+if __name__ == "__main__":
+    run_rank(Connection(int(sys.argv[1])))

@@ -2,8 +2,6 @@
 
 One thread owns the model. Between two tokens of the batch, waiting texts join and finished or canceled ones leave. Long
 prompts are read in chunks between tokens (chunked prefill, arXiv 2403.02310), so that no text waits long for another.
-
-Shapes: B texts, S tokens, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -16,17 +14,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
-from torch import Tensor
 
-from llama3.evaluate.generate import (
-    GeneratedText,
-    IncrementalDecoder,
-    Sampler,
-    cached_positions,
-    check_fit,
-    next_logits,
-)
-from llama3.model.kv_cache import BatchCache, with_cache
+from llama3.evaluate.generate import GeneratedText, Runner, Sampler, as_runner, check_fit
 from llama3.model.transformer import Transformer
 from llama3.tokens.tokenizer import Tokenizer
 
@@ -58,7 +47,7 @@ class Generation:
 class BatchEngine:
     """Decodes `Generation`s of one model in a thread until it is stopped."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, max_batch: int = 16, queue: int = 64) -> None:
+    def __init__(self, model: Transformer | Runner, tokenizer: Tokenizer, max_batch: int = 16, queue: int = 64) -> None:
         """Start the thread. `max_batch` texts are decoded together, and `queue` more may wait.
 
         Raises ValueError if the tokenizer is not the model's, or for a number below 1 or 0.
@@ -67,9 +56,8 @@ class BatchEngine:
         for name, value, least in (("max_batch", max_batch, 1), ("queue", queue, 0)):
             if value < least:
                 raise ValueError(f"{name} {value} must be {least} or more")
-        self.model, self.tokenizer = model, tokenizer
+        self.runner, self.tokenizer = as_runner(model), tokenizer
         self.max_batch, self.queue = max_batch, queue
-        self._positions = cached_positions(model)
         self._changed = threading.Condition()
         self._waiting: deque[Generation] = deque()
         self._active: list[Generation] = []
@@ -81,7 +69,7 @@ class BatchEngine:
     @property
     def window(self) -> int:
         """The longest sequence, prompt included."""
-        return self.model.config.max_seq_len
+        return self.runner.config.max_seq_len
 
     @property
     def running(self) -> int:
@@ -135,11 +123,12 @@ class BatchEngine:
         self._active.clear()
         self._reading: list[Generation] = []
         """The text whose prompt is being read, if any."""
-        self._cache = BatchCache()
-        self._batched = with_cache(self.model, self._cache)
-        self._decoder: IncrementalDecoder | None = None
         self._read: list[int] = []
-        """Tokens that the decoder has read last."""
+        """Tokens of prompts that the runner has read last, into a cache for `_read_room`."""
+        self._read_room = 0
+        self._batch_room = 0
+        """Positions of a row of the batch."""
+        self.runner.clear()
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -154,10 +143,13 @@ class BatchEngine:
                 self._admit()
                 self._decode()
             except Exception:  # such as too little memory: the texts in the batch are lost, the server is not
-                logger.exception("decoding failed")
+                lost = self.runner.failure() is not None  # which the owner of the model reports
+                if not lost:
+                    logger.exception("decoding failed")
                 failed = list(dict.fromkeys([*self._active, *self._reading]))
                 with self._changed:
                     self._waiting = deque(each for each in self._waiting if each not in self._reading)
+                    self._stopped = self._stopped or lost
                 self._clear()
                 self._fail(failed)
         self._fail(failed)
@@ -179,9 +171,8 @@ class BatchEngine:
             tokens = generation.text.tokens
             room = len(tokens) + generation.text.left
             if not self._active:
-                self._cache = BatchCache()
-                self._batched = with_cache(self.model, self._cache)
-            rows = min(self.max_batch, max(1, self._positions // max(room, self._cache.room)))
+                self._batch_room = 0
+            rows = min(self.max_batch, max(1, self.runner.positions // max(room, self._batch_room)))
             if len(self._active) >= rows:
                 return
             pairs = zip(self._read, tokens, strict=False)
@@ -189,12 +180,14 @@ class BatchEngine:
             # after a short common beginning the rest needs a mask, which costs more than reading it all
             fresh = self._reading != [generation] and 4 * known < len(tokens)
             self._reading = [generation]
-            if self._decoder is None or self._decoder.cache.room < len(tokens) or fresh:
-                self._decoder, known = IncrementalDecoder(self.model, min(self.window, 2 * len(tokens))), 0
+            new_room = 0
+            if self._read_room < len(tokens) or fresh:
+                self._read_room = new_room = min(self.window, 2 * len(tokens))
+                known = 0
             # in one piece, which is faster, if no text would wait for it
             end = min(len(tokens), known + budget) if self._active else len(tokens)
             budget -= max(1, end - known)
-            logits_BV = self._decoder.read(tokens[:end])
+            self.runner.read(tokens[known:end], known, new_room)
             self._read = tokens[:end]
             if end < len(tokens):
                 return
@@ -203,35 +196,35 @@ class BatchEngine:
                     continue
                 self._active.append(self._waiting.popleft())
             self._reading = []
-            self._cache.join(self._decoder.cache, room, rows)
-            self._add_tokens([generation], logits_BV)
+            self._batch_room = max(self._batch_room, room)
+            self.runner.join(room, rows)
+            self._add_tokens([generation])
 
     def _decode(self) -> None:
         """Add a token to each text of the batch."""
         self._remove_finished()
         if not self._active:
             return
-        device = next(self.model.parameters()).device
-        tokens_BS = torch.tensor([[generation.text.tokens[-1]] for generation in self._active], device=device)
-        self._add_tokens(self._active, next_logits(self._batched, self._cache, tokens_BS))
+        self.runner.decode([generation.text.tokens[-1] for generation in self._active])
+        self._add_tokens(self._active)
 
     def _remove_finished(self) -> None:
         """Have finished and canceled texts leave the batch."""
         for row in reversed(range(len(self._active))):
             if self._active[row].canceled or not self._active[row].text.left:
-                self._cache.leave(row)
+                self.runner.leave(row)
                 self._active[row] = self._active[-1]
                 self._active.pop()
 
-    def _add_tokens(self, generations: Sequence[Generation], logits_BV: Tensor) -> None:
-        """Choose the next token of each text from its logits, and deliver what has become certain."""
+    def _add_tokens(self, generations: Sequence[Generation]) -> None:
+        """Choose the next token of each text that was just read or decoded, and deliver what has become certain."""
         by_sampler: dict[Sampler, list[int]] = {}
         for row, generation in enumerate(generations):
             by_sampler.setdefault(generation.sampler, []).append(row)
         for sampler, rows in by_sampler.items():
             texts = [generations[row].text for row in rows]
-            part_BV = logits_BV if len(rows) == len(logits_BV) else logits_BV[rows]
-            picked = sampler.pick(part_BV, [text.dice for text in texts], [text.tokens for text in texts])
+            dice, tokens = [text.dice for text in texts], [text.tokens for text in texts]
+            picked = self.runner.pick(sampler, rows, dice, tokens)
             for row, token in zip(rows, picked, strict=True):
                 generation = generations[row]
                 piece = generation.text.add(token)

@@ -13,7 +13,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,19 @@ from torch.nn import functional as F
 
 from llama3.evaluate.answer_extraction import check_generation_settings
 from llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
-from llama3.model.kv_cache import Cache, PaddedCache, with_cache
+from llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
 from llama3.model.transformer import Transformer
 from llama3.parallel.memory import CACHED, DECODED
+from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
+
+
+class Dice(Protocol):
+    """A random generator, such as `random.Random`."""
+
+    def random(self) -> float:
+        """Return a number of [0, 1)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Sampler:
         """Return the sampler for texts of `tokenizer`."""
         return cls(len(tokenizer.base), tokenizer.end, temperature, top_p, top_k, repetition_penalty)
 
-    def pick(self, logits_BV: Tensor, dice: Sequence[Random], tokens: Sequence[Sequence[int]] = ()) -> list[int]:
+    def pick(self, logits_BV: Tensor, dice: Sequence[Dice], tokens: Sequence[Sequence[int]] = ()) -> list[int]:
         """Return the next token of each text; `tokens`, of prompt and text so far, are read for `repetition_penalty`.
 
         Unless temperature is 0 this uses one number of each text's own generator in `dice`, so that a text does not
@@ -114,7 +123,7 @@ def _index_at(shares_BV: Tensor, drawn_B1: Tensor) -> Tensor:
 
 
 def generate(
-    model: Transformer,
+    model: Transformer | Runner,
     tokenizer: Tokenizer,
     prompt: str,
     max_tokens: int,
@@ -134,7 +143,7 @@ def generate(
 
 
 def stream(
-    model: Transformer,
+    model: Transformer | Runner,
     tokenizer: Tokenizer,
     prompt: str,
     max_tokens: int,
@@ -159,19 +168,23 @@ def stream(
     if "" in until:
         raise ValueError("stop has an empty text, at which every text ends; take it out")
     sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p, top_k, repetition_penalty)
-    tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
-    return _stream(model, sampler, GeneratedText(tokenizer, tokens, max_tokens, Random(str(seed)), TextStream(until)))
+    text = GeneratedText(
+        tokenizer, [tokenizer.begin, *tokenizer.encode(prompt)], max_tokens, Random(str(seed)), TextStream(until)
+    )
+    return _stream(as_runner(model), sampler, text)
 
 
 @torch.inference_mode()
-def _stream(model: Transformer, sampler: Sampler, text: GeneratedText) -> Iterator[str]:
+def _stream(runner: Runner, sampler: Sampler, text: GeneratedText) -> Iterator[str]:
     """The generator of `stream`: apart, because the checks must run before the first `next()`."""
-    longest, tokens = model.config.max_seq_len, list(text.tokens)
-    decoder = IncrementalDecoder(model, min(longest, len(tokens) + text.left))
+    longest, tokens, known = runner.config.max_seq_len, list(text.tokens), 0
+    room = min(longest, len(tokens) + text.left)
     while text.left:
         if len(tokens) > longest:
-            tokens = tokens[-(longest // 2) :]
-        (token,) = sampler.pick(decoder.read(tokens), [text.dice], [text.tokens])
+            tokens, known = tokens[-(longest // 2) :], 0
+        runner.read(tokens[known:], known, room)
+        (token,) = runner.pick(sampler, [0], [text.dice], [text.tokens])
+        known, room = len(tokens), 0
         tokens.append(token)
         yield text.add(token)
 
@@ -229,14 +242,15 @@ def cached_positions(model: Transformer) -> int:
     """Return the most positions whose keys and values a batch may hold on the device of `model`."""
     keys = [weight for name, weight in model.named_parameters() if name.endswith("attention.k.weight")]
     position_bytes = sum(2 * len(weight) * weight.element_size() for weight in keys)  # of this process's heads, layers
-    return CACHED[_device_kind(model)] // position_bytes
+    # a pipeline stage with only the embedding or the output holds none
+    return CACHED[_device_kind(model)] // max(1, position_bytes)
 
 
 def _device_kind(model: Transformer) -> str:
     return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
 
 
-def check_fit(model: Transformer, tokenizer: Tokenizer) -> None:
+def check_fit(model: Transformer | Runner, tokenizer: Tokenizer) -> None:
     """Raise ValueError unless the model has a row for each token of `tokenizer`."""
     if model.rows != tokenizer.rows:
         raise ValueError(
@@ -336,16 +350,17 @@ class IncrementalDecoder:
         """Of the sequence that was read last."""
         self.device = next(model.parameters()).device
         self._model = with_cache(model, self.cache)
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
+        """The sequence that was read last."""
 
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits [1, V] of the token after `tokens`, which are one or more."""
-        pairs = enumerate(zip(self._tokens, tokens, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(self._tokens), len(tokens)))
+        pairs = enumerate(zip(self.tokens, tokens, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.tokens), len(tokens)))
         known = min(shared, len(tokens) - 1)
         self.cache.cut(known)
-        self._tokens = list(tokens)
-        return next_logits(self._model, self.cache, torch.tensor([self._tokens[known:]], device=self.device))
+        self.tokens = list(tokens)
+        return next_logits(self._model, self.cache, torch.tensor([self.tokens[known:]], device=self.device))
 
 
 def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
@@ -358,6 +373,111 @@ def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
     mask = cache.visible(tokens_BS.shape[1], tokens_BS.device)
     output: Tensor = model(tokens_BS, mask, head=last_position)
     return model.comms.from_last_stage(output, (len(tokens_BS), model.rows))
+
+
+class Runner(Protocol):
+    """Runs a model for `stream` or a `BatchEngine`: reads prompts one after another, and decodes a batch of texts.
+
+    `ModelRunner` does it in this process, `distributed.SplitRunner` in several.
+    """
+
+    config: Model
+    rows: int
+    """Embedding rows."""
+    dtype: torch.dtype
+    """Of the weights."""
+    positions: int
+    """Most positions whose keys and values a batch may hold."""
+    processes: int
+    """That hold the model."""
+
+    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
+        """Read `tokens` after the first `known` tokens of what was read before.
+
+        `room` above 0 makes a new cache for that many; then `known` is 0.
+        """
+        ...
+
+    def join(self, room: int, rows: int) -> None:
+        """Add what was read to the batch, whose cache grows as `BatchCache.join` says."""
+        ...
+
+    def leave(self, row: int) -> None:
+        """Remove a row of the batch; the last one takes its place."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        """Add a token to each row of the batch."""
+        ...
+
+    def pick(
+        self, sampler: Sampler, rows: Sequence[int], dice: Sequence[Dice], tokens: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Return the next token of each of `rows`, as `Sampler.pick` does, after the last `read` or `decode`."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all keys and values."""
+        ...
+
+    def failure(self) -> Exception | None:
+        """Return why the model is lost; None if it is not."""
+        ...
+
+
+class ModelRunner:
+    """Runs a model of this process, which may be its part of a model that is split."""
+
+    processes = 1
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.config, self.rows = model, model.config, model.rows
+        self.dtype = next(model.parameters()).dtype
+        self.positions = cached_positions(model)
+        self._decoder: IncrementalDecoder | None = None
+        self._empty_batch()
+
+    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
+        if room:
+            self._decoder = IncrementalDecoder(self.model, room)
+        assert self._decoder is not None
+        self._logits_BV = self._decoder.read([*self._decoder.tokens[:known], *tokens])
+
+    def join(self, room: int, rows: int) -> None:
+        assert self._decoder is not None
+        self.batch.join(self._decoder.cache, room, rows)
+
+    def leave(self, row: int) -> None:
+        self.batch.leave(row)
+        if not len(self.batch):
+            self._empty_batch()
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        device = next(self.model.parameters()).device
+        tokens_BS = torch.tensor(tokens, device=device).unsqueeze(1)
+        self._logits_BV = next_logits(self._batched, self.batch, tokens_BS)
+
+    def pick(
+        self, sampler: Sampler, rows: Sequence[int], dice: Sequence[Dice], tokens: Sequence[Sequence[int]]
+    ) -> list[int]:
+        whole = len(rows) == len(self._logits_BV)
+        return sampler.pick(self._logits_BV if whole else self._logits_BV[rows], dice, tokens)
+
+    def clear(self) -> None:
+        self._decoder = None
+        self._empty_batch()
+
+    def failure(self) -> Exception | None:
+        return None
+
+    def _empty_batch(self) -> None:
+        self.batch = BatchCache()
+        self._batched = with_cache(self.model, self.batch)
+
+
+def as_runner(model: Transformer | Runner) -> Runner:
+    """Return a runner of a model of this process, or the given one."""
+    return ModelRunner(model) if isinstance(model, Transformer) else model
 
 
 class TextStream:

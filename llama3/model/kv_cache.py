@@ -191,9 +191,10 @@ class BatchCache(Cache):
         before_B1 = torch.tensor(self._lengths, device=device).unsqueeze(1)
         _, slots = super().positions(seq_len, device)
         self._lengths = [length + 1 for length in self._lengths]
-        heads, room = self._stores[0][0].shape[1:3]
-        rows_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
-        self._places = (rows_BK * room + before_B1).flatten()
+        if self._stores:  # a pipeline stage may have no layer
+            heads, room = self._stores[0][0].shape[1:3]
+            rows_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
+            self._places = (rows_BK * room + before_B1).flatten()
         return before_B1, slots
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from llama3.evaluate import engine as engines
+from llama3.evaluate import generate as writing
 from llama3.evaluate.engine import BatchEngine, Generation, QueueFull
-from llama3.evaluate.generate import GeneratedText, IncrementalDecoder, Sampler, TextStream, generate
+from llama3.evaluate.generate import GeneratedText, IncrementalDecoder, ModelRunner, Sampler, TextStream, generate
 from llama3.model.transformer import Transformer
 from llama3.recipe.sections import Model
 from llama3.tokens.tokenizer import Tokenizer
@@ -150,15 +151,15 @@ def test_a_prompt_is_read_once_and_whole_if_another_begins_differently(
 
 def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for 100 positions: three texts of 30 go together, one of 200 alone."""
-    monkeypatch.setattr(engines, "cached_positions", lambda model: 100)
+    monkeypatch.setattr(writing, "cached_positions", lambda model: 100)
     model, most, allocated = made(LONG), [], []
     engine = start(model, max_batch=8, queue=100)
     decode = engine._decode
 
     def counted() -> None:
         most.append(len(engine._active))
-        if engine._cache._stores:
-            allocated.append(engine._cache._stores[0][0].shape[0] * engine._cache._stores[0][0].shape[2])
+        for store, _ in engine.runner.batch._stores[:1]:
+            allocated.append(store.shape[0] * store.shape[2])
         decode()
 
     monkeypatch.setattr(engine, "_decode", counted)
@@ -174,16 +175,16 @@ def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPat
 def test_an_error_ends_the_texts_in_the_batch_and_nothing_else(
     start: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, step = start(made(SPECS["grouped"]), max_batch=2, queue=9), engines.next_logits
+    engine, step = start(made(SPECS["grouped"]), max_batch=2, queue=9), ModelRunner.decode
     texts = [Text("a" * number, 20) for number in range(4)]
     calls = iter(range(1000))
 
-    def broken(*words: Any) -> torch.Tensor:
+    def broken(*words: Any) -> None:
         if next(calls) == 5:
             raise RuntimeError("out of memory")
-        return step(*words)
+        step(*words)
 
-    monkeypatch.setattr(engines, "next_logits", broken)
+    monkeypatch.setattr(ModelRunner, "decode", broken)
     engine.submit([text.generation for text in texts])
     assert [text.wait()[1] for text in texts] == ["error", "error", "length", "length"]
     assert "out of memory" in caplog.text
