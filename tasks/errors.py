@@ -9,6 +9,10 @@ class EvaluationFailed(RuntimeError):
     """A process that scores a model died; the text holds its last words."""
 
 
+class InferenceFailed(RuntimeError):
+    """A process of a model that is split died; the text says which and why."""
+
+
 class GateFailed(ValueError):
     """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 

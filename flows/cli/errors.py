@@ -67,10 +67,10 @@ def _print_error(error: Exception) -> int | None:
     from flows.local_server import ACCESS, NoServer
     from llama3.evaluate.gate import CheckUnfinished
     from storage.lease import LeaseHeld, LeaseLost
-    from tasks.errors import EvaluationFailed, StudyIncomplete, TrainingFailed
+    from tasks.errors import EvaluationFailed, InferenceFailed, StudyIncomplete, TrainingFailed
 
-    failures = (TrainingFailed, EvaluationFailed, StudyIncomplete, CheckUnfinished, LeaseHeld, LeaseLost, NoServer)
-    if isinstance(error, (ValueError, *failures)):
+    failures = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete, CheckUnfinished)
+    if isinstance(error, (ValueError, *failures, LeaseHeld, LeaseLost, NoServer)):
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
         return _status(error)

@@ -29,6 +29,15 @@ DataOption = Annotated[str | None, typer.Option(help="Folder of published data s
 LimitOption = Annotated[
     int | None, typer.Option(min=1, help="Maximum number of questions per task.", show_default=False)
 ]
+TpOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes that share each matrix.", show_default="as few as the model fits")
+]
+PpOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes that share the layers.", show_default="as few as the model fits")
+]
+DtypeOption = Annotated[
+    Literal["bf16", "fp32"] | None, typer.Option(help="Number format of the weights.", show_default="as stored")
+]
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 """Control characters -> visible symbols."""
@@ -50,6 +59,9 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed samples the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dtype: DtypeOption = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Continue a text with a model.
@@ -57,21 +69,25 @@ def generate(
     No chat template is applied. The text goes to standard output, the speed to standard error.
     """
     from storage.processes import peak_rss
-    from tasks.models.lookup import generate_text, model_folder
+    from tasks.models.lookup import generate_text, load_runner, model_folder
 
     with mistakes():
+        from llama3.tokens.tokenizer import Tokenizer
+
         given = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         folder = model_folder(Root.parse(root), model)
-        pieces, written = generate_text(
-            folder, given, tokens, temperature, top_p, seed, stop or (), top_k, repetition_penalty
-        )
-        _write_text(given, dim=True)
-        with suppress(KeyboardInterrupt):  # keep and count the text so far
-            for piece in pieces:
-                _write_text(piece)
-        _write_text("\n")
+        with load_runner(folder, tp, pp, dtype) as runner:
+            pieces, written = generate_text(
+                runner, Tokenizer.load(folder), given, tokens, temperature, top_p, seed, stop or (), top_k,
+                repetition_penalty,
+            )  # fmt: skip
+            _write_text(given, dim=True)
+            with suppress(KeyboardInterrupt):  # keep and count the text so far
+                for piece in pieces:
+                    _write_text(piece)
+            _write_text("\n")
     speed = f", {written.tokens_per_s:.1f} tokens/s" if written.tokens > 1 else ""
-    memory = f"peak memory {peak_rss() / 2**30:.2f} GiB"
+    memory = f"peak memory {peak_rss() / 2**30:.2f} GiB" if runner.processes == 1 else f"{runner.processes} processes"
     problems.print(f"[dim]{written.tokens} tokens{speed}, first after {written.first_s:.2f} s, {memory}[/]")
 
 
@@ -94,6 +110,9 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Texts that are decoded together.")] = 16,
     queue: Annotated[int, typer.Option(min=0, help="Texts that may wait; more get status 429.")] = 64,
     threads: Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads; 0: all.")] = 0,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dtype: DtypeOption = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with a page to try it; Ctrl-C stops it."""
@@ -104,11 +123,13 @@ def serve(
             import torch
 
             torch.set_num_threads(threads)
+
+        def ready(address: str, processes: int) -> None:
+            by = f" by {processes} processes" if processes > 1 else ""
+            out.print(f"{escape(model)} is served at {address} and {address}v1{by}; Ctrl-C stops it")
+
         with suppress(KeyboardInterrupt):
-            server.serve(
-                Root.parse(root), model, host, port, token, max_batch, queue,
-                lambda address: out.print(f"{escape(model)} is served at {address} and {address}v1; Ctrl-C stops it"),
-            )  # fmt: skip
+            server.serve(Root.parse(root), model, host, port, token, max_batch, queue, ready, tp, pp, dtype, threads)
 
 
 def export(

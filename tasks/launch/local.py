@@ -1,4 +1,6 @@
-"""Start the trainer on this machine: one agent forks the ranks of all stages and the evaluators of a run."""
+"""Start ranks on this machine: an agent forks those of all stages and the evaluators of a run, and `InferenceRanks`
+starts those of a model that generates.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,24 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
 from llama3.recipe.schema import Recipe
-from llama3.train.job import GRACE_S, Attempt, AttemptResult, last_lines
-from storage.processes import die_with_parent
+from llama3.train.job import GRACE_S, SETTLE_S, Attempt, AttemptResult, ending, last_lines
+from storage.processes import die_with_parent, free_port
 from tasks.cluster import Cluster
+from tasks.errors import InferenceFailed
 from tasks.launch.base import NO_OUTCOME, REAP_S, trainer_environment
 
 
@@ -148,6 +154,73 @@ class LocalLaunch:
 
     def stop(self) -> None:
         self.agent.end()
+
+
+class InferenceRanks:
+    """The processes of a model that is split, for a `SplitRunner`. They end with this process."""
+
+    def __init__(self, processes: int, threads: int) -> None:
+        """Start them with `threads` OpenMP threads each, from a thread that lives as long as they do."""
+        self.connections: list[Connection] = []
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="herd-ranks-")
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        for rank in range(processes):
+            ours, theirs = socket.socketpair()
+            with theirs, self._log(rank).open("wb") as log:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "llama3.evaluate.distributed", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **trainer_environment(threads), **common, **own},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for this process only
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+                )
+            self._ranks.append(process)
+            self.connections.append(Connection(ours.detach()))
+
+    def __enter__(self) -> InferenceRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for rank, connection in zip(self._ranks, self.connections, strict=True):
+            rank.wait()
+            connection.close()
+        self._folder.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all run."""
+        return all(rank.poll() is None for rank in self._ranks)
+
+    def failure(self) -> InferenceFailed:
+        """Return which rank ended first, how, and the end of its log; end the others, which may wait for it."""
+        for _ in range(100):  # the driver may clean up after a rank's connection is closed
+            if not self.alive:
+                break
+            time.sleep(0.1)
+        time.sleep(SETTLE_S)
+        ended = []
+        for rank, process in enumerate(self._ranks):
+            if (status := process.poll()) is not None:
+                # a killed rank is the cause, also if a peer complained earlier
+                ended.append((status > 0, self._log(rank).stat().st_mtime, rank, status))
+        self._kill()
+        if not ended:
+            return InferenceFailed("a rank has closed its connection")
+        *_, rank, status = min(ended)
+        return InferenceFailed("\n".join(filter(None, [f"rank {rank} {ending(status)}", last_lines(self._log(rank))])))
+
+    def _kill(self) -> None:  # they have nothing to save
+        for rank in self._ranks:
+            rank.kill()
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.log"
 
 
 def processor_seconds(pid: int) -> float:

@@ -1,27 +1,35 @@
-"""Find a model by run, alias or folder; evaluate it, or generate text with it."""
+"""Find a model by run, alias or folder; load it, evaluate it, or generate text with it."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.markup import escape
 from rich.table import Table
 
+from llama3.parallel.layout import FIELD, Layout
+from llama3.parallel.memory import inference_layout
+from llama3.recipe.sections import Model
 from llama3.recipe.units import Tokens
 from storage.object_artifact import open_store
 from storage.page_cache import lazy_folder
+from storage.processes import processors
 from storage.root import Root
+from tasks.cluster import Cluster
 from tasks.runs.records import Runs, trained_stages
 
 if TYPE_CHECKING:
     from llama3.evaluate.evaluate import EvaluationResult
+    from llama3.evaluate.generate import Runner
     from llama3.evaluate.suite import LoadedSuite
     from llama3.tokens.inspect import Inspection
+    from llama3.tokens.tokenizer import Tokenizer
 
 
 def model_folder(root: Root, name: str) -> Path:
@@ -63,6 +71,75 @@ def label_of_alias(root: Root, family: str, alias: str) -> str | None:
     return None if version is None else str(version.tags["herd.artifact"])
 
 
+@contextmanager
+def load_runner(
+    folder: Path, tp: int | None, pp: int | None, dtype: Literal["bf16", "fp32"] | None, threads: int = 0
+) -> Iterator[Runner]:
+    """Load the model in `folder` for generation: in this process, or split over `tp` x `pp` of this machine.
+
+    On GPUs if there are any. Without `tp` and `pp` the model takes as few of them as it fits. `dtype` None: as stored.
+    The processes of a split model share `threads` processor threads; 0: all. Raises ValueError, before weights are
+    read, if the model cannot be split so or there are too few GPUs.
+    """
+    import torch
+
+    from llama3.evaluate.generate import ModelRunner
+    from llama3.model.files import load_model, open_model
+
+    weights = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    layout = Layout()
+    if tp or pp:
+        layout = Layout(tp=tp or 1, pp=pp or 1)
+        model = open_model(folder)
+        check_layout(model.config, model.rows, layout, gpus)
+    elif gpus > 1:
+        from tasks.plan.predict import device_memory
+
+        model, device = open_model(folder), device_memory(Cluster())
+        itemsize = (weights or model.slice("embedding.weight", slice(0, 0)).dtype).itemsize
+        if device and device.cuda:
+            layout = choose_layout(model.config, model.rows, itemsize, gpus, device.limit)
+    if layout.model_parallel == 1:
+        yield ModelRunner(load_model(folder, weights, "cuda" if gpus else "cpu"))
+        return
+    from llama3.evaluate.distributed import RankJob, SplitRunner
+    from tasks.launch.local import InferenceRanks
+
+    count = layout.model_parallel
+    threads = max(1, (threads or processors()) // count)
+    with InferenceRanks(count, threads) as ranks:
+        yield SplitRunner(ranks, RankJob(folder, layout, weights, "cuda" if gpus else "cpu", threads))
+
+
+def check_layout(config: Model, rows: int, layout: Layout, gpus: int) -> None:
+    """Raise ValueError if a model cannot be split so, or takes more GPUs than there are, if there are any."""
+    count = layout.model_parallel
+    try:
+        layout.check(config, rows, count)
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"{FIELD}.", "--")) from None
+    if 0 < gpus < count:
+        raise ValueError(
+            f"--tp {layout.tp} x --pp {layout.pp}: needs {count} GPUs, and this machine has {gpus}; write less"
+        )
+
+
+def choose_layout(config: Model, rows: int, itemsize: int, gpus: int, limit: float) -> Layout:
+    """Return the layout with the fewest of `gpus` GPUs that a model fits, with `limit` bytes of memory each.
+
+    `itemsize` is the bytes of a weight. Raises ValueError if there is none.
+    """
+    layout = inference_layout(config, rows, itemsize, "cuda", limit, gpus)
+    if layout is None or layout.model_parallel > gpus:
+        smaller = "write --dtype bf16, or " if itemsize > 2 else ""
+        raise ValueError(
+            f"--tp: the model with {itemsize} bytes a weight does not fit {gpus} GPUs of {limit / 1e9:.0f} GB each; "
+            f"{smaller}use more GPUs, or give --tp and --pp to try it"
+        )
+    return layout
+
+
 def evaluate_folder(
     folder: Path, suite: LoadedSuite, tables: Path | None, threads: int, device: str
 ) -> EvaluationResult:
@@ -100,7 +177,8 @@ class GenerationStats:
 
 
 def generate_text(
-    folder: Path,
+    runner: Runner,
+    tokenizer: Tokenizer,
     prompt: str,
     count: int,
     temperature: float = 0.0,
@@ -112,18 +190,11 @@ def generate_text(
 ) -> tuple[Iterator[str], GenerationStats]:
     """Return the model's continuation of `prompt` in pieces as they are generated, and their tokens and seconds.
 
-    On a GPU if there is one. Raises ValueError, before anything is generated, if a setting is invalid or the folder's
-    tokenizer is not the model's.
+    Raises ValueError, before anything is generated, if a setting is invalid or the tokenizer is not the model's.
     """
-    import torch
-
     from llama3.evaluate.generate import stream
-    from llama3.model.files import load_model
-    from llama3.tokens.tokenizer import Tokenizer
 
-    model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
-    options = (temperature, top_p, seed, until, top_k, repetition_penalty)
-    pieces = stream(model, Tokenizer.load(folder), prompt, count, *options)
+    pieces = stream(runner, tokenizer, prompt, count, temperature, top_p, seed, until, top_k, repetition_penalty)
     written = GenerationStats()
 
     def counted() -> Iterator[str]:

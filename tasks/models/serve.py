@@ -15,17 +15,17 @@ import re
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
-import torch
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -35,13 +35,13 @@ from starlette.requests import ClientDisconnect
 
 from llama3.evaluate.engine import ERROR, BatchEngine, Generation, QueueFull
 from llama3.evaluate.generate import GeneratedText, Sampler, TextStream
-from llama3.model.files import load_model
 from llama3.recipe.units import tokens
 from llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, encode_chat, special_id
 from llama3.tokens.tokenizer import Tokenizer
+from storage.processes import in_background
 from storage.root import Root
 from tasks.format import templates
-from tasks.models.lookup import model_folder
+from tasks.models.lookup import load_runner, model_folder
 from tasks.promotion.log import current_aliases, read_log
 from tasks.report.card import make_card
 
@@ -54,6 +54,8 @@ BODY_BYTES = 8 * 2**20
 RETRY_AFTER_S = 1
 SHUTDOWN_S = 5
 """Time for requests in progress after Ctrl-C."""
+WATCH_S = 0.5
+"""Between two looks at the processes of a split model."""
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -180,26 +182,38 @@ def serve(
     token: str,
     max_batch: int,
     queue: int,
-    ready: Callable[[str], None],
+    ready: Callable[[str, int], None],
+    tp: int | None = None,
+    pp: int | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    threads: int = 0,
 ) -> None:
-    """Serve the model `name` (see `model_folder`) until SIGINT or SIGTERM; `ready` gets its address once it is loaded.
+    """Serve the model `name` (see `model_folder`) until SIGINT or SIGTERM.
 
-    Port 0 takes a free one. Raises ValueError, before the model is loaded, for an address that cannot be bound, or that
-    other machines reach while there is no token.
+    `ready` gets its address and the number of its processes once it is loaded: see `load_runner`. Port 0 takes a free
+    one. Raises ValueError, before the model is loaded, for an address that cannot be bound, or that other machines
+    reach while there is no token; and InferenceFailed if a process of the model dies.
     """
     check_access(host, token)
     folder = model_folder(root, name)
-    with bind(host, port) as listener:
-        tokenizer = Tokenizer.load(folder)
-        model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
-        engine = BatchEngine(model, tokenizer, max_batch, queue)
+    with bind(host, port) as listener, load_runner(folder, tp, pp, dtype, threads) as runner:
+        engine = BatchEngine(runner, Tokenizer.load(folder), max_batch, queue)
         served = Served(name, engine, (folder / TEMPLATE_FILE).is_file(), token)
         try:
             app = create_app(served, render_page(served, root, folder))
-            shown = f"[{host}]" if ":" in host else host
-            ready(f"http://{shown}:{listener.getsockname()[1]}/")
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
-            uvicorn.Server(config).run([listener])
+            server = uvicorn.Server(config)
+
+            def watch(stop: threading.Event) -> None:
+                while not stop.wait(WATCH_S):
+                    server.should_exit = server.should_exit or runner.failure() is not None
+
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{listener.getsockname()[1]}/", runner.processes)
+            with in_background(watch) if runner.processes > 1 else nullcontext():
+                server.run([listener])
+            if failure := runner.failure():
+                raise failure
         finally:
             engine.stop()
 
@@ -221,7 +235,7 @@ def bind(host: str, port: int) -> socket.socket:
 def render_page(served: Served, root: Root, folder: Path) -> str:
     """Return the page of a model with its card, as HTML that loads nothing."""
     with tempfile.TemporaryDirectory() as temporary:  # for the card's curve
-        dtype = str(next(served.engine.model.parameters()).dtype).removeprefix("torch.")
+        dtype = str(served.engine.runner.dtype).removeprefix("torch.")
         card = make_card(root, served.name, folder, Path(temporary), "herd", dtype, "")
     checkpoint = card.digests.get("checkpoint", "")
     log = read_log(root, card.name) if checkpoint else ()

@@ -25,9 +25,8 @@ import uvicorn
 from typer.testing import CliRunner
 
 from flows.cli.main import app as cli
-from llama3.evaluate import engine as engines
 from llama3.evaluate.engine import BatchEngine, Generation
-from llama3.evaluate.generate import IncrementalDecoder, generate
+from llama3.evaluate.generate import IncrementalDecoder, ModelRunner, generate
 from llama3.model.files import save_model
 from llama3.recipe.sections import Model
 from llama3.tokens.chat import encode_chat
@@ -82,7 +81,7 @@ def complete(http: httpx.Client, prompt: Any = "The", **fields: Any) -> dict[str
 
 
 def test_a_completion_is_the_text_of_herd_generate(served: Served, http: httpx.Client) -> None:
-    model = served.engine.model
+    model = served.engine.runner.model
     body = complete(http, temperature=0)
     text = generate(model, TOKENIZER, "The", 16)
     assert body["object"] == "text_completion"
@@ -96,7 +95,7 @@ def test_a_completion_is_the_text_of_herd_generate(served: Served, http: httpx.C
 
 
 def test_a_stop_text_ends_it(served: Served, http: httpx.Client) -> None:
-    whole = generate(served.engine.model, TOKENIZER, "The", 30)
+    whole = generate(served.engine.runner.model, TOKENIZER, "The", 30)
     for stop in (whole[5:7], ["never", whole[5:7]]):
         body = complete(http, temperature=0, max_tokens=30, stop=stop)
         assert body["choices"][0]["text"] == whole[: whole.index(whole[5:7])]
@@ -141,7 +140,7 @@ def test_the_official_client_reads_it(served: Served, http: httpx.Client) -> Non
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", max_retries=0)
     assert [(model.id, model.owned_by) for model in client.models.list()] == [(NAME, "herd")]
     assert client.models.retrieve(NAME).id == NAME
-    text = generate(served.engine.model, TOKENIZER, "The", 12)
+    text = generate(served.engine.runner.model, TOKENIZER, "The", 12)
     whole = client.completions.create(model=NAME, prompt="The", max_tokens=12, temperature=0)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "length")
     assert whole.usage is not None
@@ -173,7 +172,7 @@ def test_a_chat_is_encoded_with_the_template_and_ends_at_its_end(
     prompt = encode_chat(TOKENIZER, CHAT, True)
     assert prompt.count(EOT) == 2, "the text <|eot_id|> of the user is text"
     answer = http.post("/v1/chat/completions", json=body).json()
-    tokens, decoder = list(prompt), IncrementalDecoder(served.engine.model, 500)
+    tokens, decoder = list(prompt), IncrementalDecoder(served.engine.runner.model, 500)
     with torch.inference_mode():
         for _ in range(12):
             logits_V = decoder.read(tokens)[0]
@@ -311,7 +310,7 @@ def test_a_token_is_wanted_everywhere_but_for_health(served: Served) -> None:
 
 def test_a_crowd_is_served_or_told_to_come_again(served: Served, http: httpx.Client) -> None:
     """200 clients at once, one batch of 4 and a queue of 8; each text is what it would be alone."""
-    due = generate(served.engine.model, TOKENIZER, "crowd", 20)
+    due = generate(served.engine.runner.model, TOKENIZER, "crowd", 20)
     body = {"model": NAME, "prompt": "crowd", "max_tokens": 20, "temperature": 0}
     start = threading.Barrier(200)
 
@@ -367,7 +366,7 @@ def test_an_error_of_the_engine_is_an_answer(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "next_logits", broken)
+        patch.setattr(ModelRunner, "decode", broken)
         answer = http.post("/v1/completions", json=PLAIN)
         stream = http.post("/v1/completions", json={**PLAIN, "stream": True})
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
@@ -390,7 +389,7 @@ def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
             assert answer == json.loads(printed.replace("of 3 tokens", "of 4 tokens").replace("509", "508"))
     engine.stop()
     assert len(requests) == 2
-    due = generate(engine.model, TOKENIZER, "Question: What is", 20, 0.8, 1.0, 1)
+    due = generate(engine.runner.model, TOKENIZER, "Question: What is", 20, 0.8, 1.0, 1)
     assert capsys.readouterr().out.endswith(f"\n{due}")
 
 

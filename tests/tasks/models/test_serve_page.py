@@ -69,7 +69,7 @@ def test_a_person_completes_and_stops_a_text(engine: BatchEngine, tmp_path: Path
         tab.get_by_label("Max tokens").fill("20")
         tab.keyboard.press("Control+Enter")
         tab.get_by_text("20 tokens").wait_for()
-        assert tab.text_content("#text") == f"The{generate(engine.model, TOKENIZER, 'The', 20)}"
+        assert tab.text_content("#text") == f"The{generate(engine.runner.model, TOKENIZER, 'The', 20)}"
         tab.get_by_label("Max tokens").fill("19000")
         tab.get_by_role("button", name="Generate").click()
         tab.wait_for_timeout(200)
