@@ -141,7 +141,7 @@ stages:
     assert tuned["last_loss"] < tuned["first_loss"]
 
     port = free_port()
-    small.start("serve", "llama3-405b-chat@champion", "--port", str(port))
+    small.start("serve", "llama3-405b-chat@champion", "--port", str(port), "--tp", "2")
     address = f"http://127.0.0.1:{port}"
     wait_for(lambda: answers(f"{address}/health"), "herd serve")
     body = {"model": "llama3-405b-chat@champion", "messages": [{"role": "user", "content": "What is 7 + 8?"}]}
