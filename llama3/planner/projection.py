@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from llama3.parallel.layout import Layout
 from llama3.planner.budget import Budget
+from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves
 from llama3.planner.layout_search import (
     Candidate,
@@ -21,7 +22,6 @@ from llama3.planner.layout_search import (
     memory_error,
     search_layouts,
 )
-from llama3.planner.network import Network
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import StepModel
 from llama3.planner.topology import Fabric

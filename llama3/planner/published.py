@@ -15,9 +15,9 @@ from scipy.optimize import brentq
 from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import ROWS, TABLE_4, Layout
 from llama3.parallel.memory import Load
+from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves, prior_curves
 from llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_layout
-from llama3.planner.network import Network
 from llama3.planner.step_time import StepModel
 from llama3.planner.topology import Fabric, load_fabric
 from llama3.recipe.sections import Model

@@ -17,9 +17,9 @@ from llama3.parallel.comm_records import Collective, transfers
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
 from llama3.parallel.pipeline_schedule import Kind, actions, bubble, split_layers
+from llama3.planner.collectives import Network
 from llama3.planner.comm_volume import stage_volumes
 from llama3.planner.device_curves import Curves
-from llama3.planner.network import Network
 from llama3.recipe.sections import Model
 
 RECOMPUTED_SELECTIVE, RECOMPUTED_FULL = slice(2, 3), slice(0, 3)

@@ -17,9 +17,9 @@ import psutil
 from llama3.model.flops import flops_per_token, vocab_rows
 from llama3.parallel.layout import FIELD, Layout
 from llama3.parallel.memory import BYTES, Load, RankMemory, inference_bytes, inference_layout, memory
+from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves
 from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
-from llama3.planner.network import Network
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import StepModel
 from llama3.planner.topology import load_fabric

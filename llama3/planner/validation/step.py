@@ -14,9 +14,9 @@ from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import ROWS, TABLE_4, Layout
 from llama3.parallel.memory import Load
 from llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
+from llama3.planner.collectives import Network
 from llama3.planner.device_curves import GemmCurve
 from llama3.planner.layout_search import evaluate_layout, search_layouts
-from llama3.planner.network import Network
 from llama3.planner.published import (
     TABLE_4_BATCH,
     fitted_h100_curves,

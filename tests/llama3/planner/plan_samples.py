@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves, prior_curves
 from llama3.planner.layout_search import LayoutQuery
-from llama3.planner.network import Network
 from llama3.planner.projection import Projection, StagePlacement, project
 from llama3.planner.step_time import StepModel
 from llama3.planner.topology import Fabric, make_fabric

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llama3.parallel.layout import TABLE_4, Layout
-from llama3.planner.collectives import LIBRARY, collective_seconds
-from llama3.planner.network import Network
+from llama3.planner.collectives import LIBRARY, Network, collective_seconds
 from llama3.planner.topology import Fabric, fabric_names, load_fabric
 
 Ints = NDArray[np.int64]
