@@ -32,6 +32,7 @@ NO_KINDS = {
     "in-progress",
     "comparisons",
     "logs",
+    "fetched",
     "mlflow-artifacts",
     "mlflow.db",
     "tensorboard",

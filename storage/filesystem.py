@@ -7,14 +7,17 @@ listing once hid a finished file from a second process. Calls of an object store
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +35,10 @@ DEADLINE_S = 300.0
 """Default of HERD_S3_DEADLINE_S: seconds after which a call of an object store fails."""
 HUB_ANSWER_S = 20
 """Default time limit in seconds without a byte for requests of the Hugging Face Hub client."""
+FETCHED = "HERD_FETCHED"
+"""Environment variable: the folder with copies of remote files (see `storage.fetch`)."""
+LISTINGS = "listings"
+"""Folder of the manifests inside FETCHED."""
 _MAGIC = re.compile(r"[*?\[]")
 _QUERY = re.compile(r"\?[^\s'\"<>]*[=&][^\s'\"<>]*")
 
@@ -77,7 +84,12 @@ def is_object_store(uri: str) -> bool:
 
 
 def filesystem_of(uri: str) -> Any:
-    """Return the fsspec file system for `uri`, created once per process."""
+    """Return the fsspec file system for `uri`; of a fetched file, one that reads the copy."""
+    return remote_filesystem(uri) if is_local(uri) or fetched_path(uri) is None else _CopyReader()
+
+
+def remote_filesystem(uri: str) -> Any:
+    """Return the fsspec file system for `uri`, created once per process; it does not know copies."""
     protocol = "file" if is_local(uri) else uri.split("://", 1)[0]
     return _filesystem(protocol, os.getpid())
 
@@ -128,9 +140,17 @@ def list_files(uri: str) -> list[tuple[str, dict[str, Any]]]:
     """
     if is_local(uri):
         files = _local_files(str(local_path(uri)))
+    elif (listing := fetched_listing(uri)) is not None:
+        return [(file.uri, file.info) for file in listing.files]
     else:
-        files = with_retries(uri, partial(_remote_files, uri))
-    prefix = "" if is_local(uri) else uri.split("://", 1)[0] + "://"
+        return list_remote_files(uri)
+    return sorted((pair for pair in files.items() if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
+
+
+def list_remote_files(uri: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return `list_files` of a remote `uri` as its store answers now, whether it is fetched or not."""
+    files = with_retries(uri, partial(_remote_files, uri))
+    prefix = uri.split("://", 1)[0] + "://"
     named = ((name if name.startswith(prefix) else prefix + name, info) for name, info in files.items())
     return sorted((pair for pair in named if pair[1]["type"] != "directory"), key=lambda pair: pair[0])
 
@@ -149,11 +169,35 @@ def with_retries(uri: str, call: Callable[[], Answer]) -> Answer:
             if _is_not_found(error):
                 raise FileNotFoundError(errno.ENOENT, "not found", uri) from error
             if attempt == TRIES or time.monotonic() - began >= call_deadline():
-                message = _QUERY.sub("?...", " ".join(str(error).split()))  # signed addresses contain a key
-                raise StoreError(f"{uri}: {type(error).__name__}: {message} ({attempt} tries)") from error
-            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-            filesystem_of(uri).invalidate_cache()  # the Hub client caches refusals
+                raise StoreError(f"{uri}: {message_of(error)} ({attempt} tries)") from error
+            time.sleep(min(seconds_to_wait(error, attempt), call_deadline()))
+            remote_filesystem(uri).invalidate_cache()  # the Hub client caches refusals
     raise AssertionError(TRIES)
+
+
+def message_of(error: BaseException) -> str:
+    """Return class and text of an error on one line, without the queries of addresses: a signed one contains a key."""
+    return f"{type(error).__name__}: {_QUERY.sub('?...', ' '.join(str(error).split()))}"
+
+
+def seconds_to_wait(error: BaseException, attempt: int) -> float:
+    """Return the pause before try `attempt` + 1: what a busy server asks for, else exponential backoff."""
+    answer = answer_of(error)
+    headers = getattr(answer, "headers", None) or {}
+    told = re.search(r"\bt=(\d+)", headers.get("ratelimit", "")) if getattr(answer, "status_code", 0) == 429 else None
+    after = headers.get("retry-after", "")
+    if told or after.isdigit():
+        return float(told[1] if told else after) + FIRST_WAIT_S
+    return float(FIRST_WAIT_S * 2 ** (attempt - 1))
+
+
+def answer_of(error: BaseException | None) -> Any:
+    """Return the HTTP response, or botocore's dictionary of it, that `error` or a cause of it holds; None without."""
+    while error is not None:
+        if (answer := getattr(error, "response", None)) is not None:
+            return answer
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_not_found(error: BaseException) -> bool:
@@ -171,7 +215,7 @@ def _is_not_found(error: BaseException) -> bool:
 
 def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
     """Return the files of a remote `uri`; may include folders."""
-    filesystem = filesystem_of(uri)
+    filesystem = remote_filesystem(uri)
     filesystem.invalidate_cache()
     if "*" not in uri:
         try:
@@ -276,6 +320,131 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# Copies of remote files: a manifest per address, read by the address, so that no caller knows where the bytes are.
+
+
+@dataclass
+class FetchedFile:
+    """A file of a remote address, and where its copy is."""
+
+    uri: str
+    size: int
+    changed: str
+    """`version_of` its info in the store."""
+    sha256: str = ""
+    """Of the copy; empty before it is complete."""
+    path: str = ""
+    """Of the copy below FETCHED; empty: it is listed, but nothing reads it."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"name": self.uri, "size": self.size, "type": "file", "ETag": self.changed}
+
+
+@dataclass
+class FetchedListing:
+    """The manifest of a fetched address: what `list_files` answered, written after the last copy."""
+
+    uri: str
+    files: list[FetchedFile]
+    commit: str = ""
+    """`hf://` only: the commit that was fetched."""
+    license: str = ""
+    """As its page at the Hub states it."""
+    fetched: str = ""
+
+
+def fetched_folder() -> Path | None:
+    """Return the folder with copies of remote files, None if this process has none."""
+    return Path(os.environ[FETCHED]) if os.environ.get(FETCHED) else None
+
+
+def fetched_listing(uri: str) -> FetchedListing | None:
+    """Return the manifest of a fetched address; of a file of another address, a listing of that file; else None.
+
+    Raises StoreError if a copy is missing or of another revision: to read the store instead could give other bytes.
+    """
+    folder = fetched_folder()
+    if folder is None:
+        return None
+    listings, files = _manifests(folder)
+    listing = listings.get(uri) or (FetchedListing(uri, [files[uri]]) if uri in files else None)
+    for file in listing.files if listing else ():
+        if file.path and files[file.uri].changed != file.changed:
+            raise StoreError(f"{uri}: another address has {file.uri} of another revision; run herd fetch --update")
+        if file.path and (not (folder / file.path).is_file() or (folder / file.path).stat().st_size != file.size):
+            raise StoreError(
+                f"{file.uri}: its fetched copy {folder / file.path} is missing or damaged; run herd fetch again, or "
+                f"delete {folder / LISTINGS} to read from the store"
+            )
+    return listing
+
+
+def fetched_path(uri: str) -> Path | None:
+    """Return the copy of the remote file `uri`, None if it is not fetched."""
+    folder = fetched_folder()
+    file = _manifests(folder)[1].get(uri) if folder is not None else None
+    return folder / file.path if folder is not None and file is not None else None
+
+
+def fetched_copies() -> list[FetchedFile]:
+    """Return all fetched files of this process."""
+    folder = fetched_folder()
+    return list(_manifests(folder)[1].values()) if folder else []
+
+
+def fetched_files(uri: str) -> list[Path]:
+    """Return the copies of the fetched address `uri`, in the order of its listing; none if it is not fetched."""
+    folder, listing = fetched_folder(), fetched_listing(uri)
+    return [folder / file.path for file in listing.files if file.path] if folder and listing else []
+
+
+def _manifests(folder: Path) -> tuple[dict[str, FetchedListing], dict[str, FetchedFile]]:
+    """Return the manifests by address, and the copies by the address of the file."""
+    try:
+        return _read_manifests(folder, (folder / LISTINGS).stat().st_mtime_ns)
+    except FileNotFoundError:
+        return {}, {}
+
+
+@lru_cache(4)
+def _read_manifests(folder: Path, changed: int) -> tuple[dict[str, FetchedListing], dict[str, FetchedFile]]:
+    paths = sorted((folder / LISTINGS).glob("[!.]*.json"))
+    listings = sorted(map(read_listing, paths), key=lambda listing: listing.fetched)  # the newest wins
+    files = {file.uri: file for listing in listings for file in listing.files if file.path}
+    return {listing.uri: listing for listing in listings}, files
+
+
+def read_listing(path: Path) -> FetchedListing:
+    """Return the listing in a manifest."""
+    data = json.loads(path.read_bytes())
+    files = [FetchedFile(**file) for file in data["files"]]
+    return FetchedListing(data["uri"], files, data["commit"], data["license"], data["fetched"])
+
+
+class _CopyReader:
+    """The methods of an fsspec file system that read a file, for addresses of fetched files."""
+
+    def info(self, uri: str) -> dict[str, Any]:
+        listing = fetched_listing(uri)
+        assert listing is not None
+        return listing.files[0].info
+
+    def open(self, uri: str, mode: str = "rb", **_: Any) -> Any:
+        return open(os.fspath(fetched_path(uri) or uri), mode)
+
+    def cat_file(self, uri: str, start: int | None = None, end: int | None = None) -> bytes:
+        with self.open(uri) as file:
+            file.seek(start or 0)
+            return bytes(file.read(-1 if end is None else end - (start or 0)))
+
+    def get_file(self, uri: str, path: str) -> None:
+        shutil.copyfile(os.fspath(fetched_path(uri) or uri), path)
+
+    def invalidate_cache(self) -> None:
+        pass
 
 
 def version_of(info: dict[str, Any]) -> str:
