@@ -7,6 +7,7 @@ workers must see the root under the same path (a shared file system), because st
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from prefect.task_runners import TaskRunner
 
 from llama3.data.mapreduce import Runner, run_serial
 from llama3.recipe.units import Bytes
+from storage.filesystem import FETCHED
 from tasks.cluster import Cluster
 
 BATCHES_PER_WORKER = 4
@@ -59,8 +61,13 @@ def _threads(count: int) -> Runner:
 
 
 @task(name="shards", task_run_name="{step} {first}", cache_policy=NO_CACHE, persist_result=False)
-def run_batch(job: Any, step: str, first: int, work: Any, items: list[int]) -> None:
-    """Do the batch `items` of `step` on the worker that runs this; `first` is its first item."""
+def run_batch(job: Any, step: str, first: int, work: Any, items: list[int], copies: str) -> None:
+    """Do the batch `items` of `step` on the worker that runs this; `first` is its first item.
+
+    `copies`: the folder with fetched files, which a worker elsewhere does not have in its environment.
+    """
+    if copies:
+        os.environ[FETCHED] = copies
     run_serial(job, step, work, items)
 
 
@@ -68,11 +75,14 @@ def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
     def submit(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
         size = max(1, -(-len(items) // (workers * BATCHES_PER_WORKER)))
         batches = [list(items[start : start + size]) for start in range(0, len(items), size)]
-        context = TaskRunContext.get()
+        context, copies = TaskRunContext.get(), os.environ.get(FETCHED, "")
         # Without the parameters of the surrounding step: Prefect would pickle them, and they contain locks.
         with context.model_copy(update={"parameters": {}}) if context else nullcontext():
             futures = [
-                runner.submit(run_batch, {"job": job, "step": step, "first": batch[0], "work": work, "items": batch})
+                runner.submit(
+                    run_batch,
+                    {"job": job, "step": step, "first": batch[0], "work": work, "items": batch, "copies": copies},
+                )
                 for batch in batches
             ]
         for future in futures:

@@ -66,10 +66,11 @@ def _print_error(error: Exception) -> int | None:
     # imported only after an error: they take 70 ms and more
     from flows.local_server import ACCESS, NoServer
     from llama3.evaluate.gate import CheckUnfinished
+    from storage.filesystem import StoreError
     from storage.lease import LeaseHeld, LeaseLost
     from tasks.errors import EvaluationFailed, InferenceFailed, StudyIncomplete, TrainingFailed
 
-    failures = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete, CheckUnfinished)
+    failures = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete, CheckUnfinished, StoreError)
     if isinstance(error, (ValueError, *failures, LeaseHeld, LeaseLost, NoServer)):
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,6 +101,64 @@ def rerun(
     """Run the recipe of an earlier run again: reuse the artifacts before a step, redo the steps from it on."""
     fields = {"rerun_of": run, "from_step": from_, "until": until, "restart_damaged": restart_damaged}
     _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
+
+
+@app.command()
+def fetch(
+    recipe: Path,
+    set_: SetOption = None,
+    root: RootOption = DEFAULT_ROOT,
+    jobs: Annotated[int, typer.Option(min=1, help="Files to download at the same time.")] = 8,
+    update: Annotated[bool, typer.Option("--update", help="Take the newest revision of what is here already.")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only show files, bytes, tokens, hours, disk.")] = False,
+    rate: Annotated[str, typer.Option(help="Bytes per second that --estimate assumes.")] = "100MB",
+) -> None:
+    """Download the data, tokenizer and weights that a recipe names elsewhere; `herd run` then reads the copies.
+
+    A killed download continues with the same command.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from llama3.recipe.load import load_recipe
+    from llama3.recipe.units import Bytes
+    from storage.fetch import check_space, missing_bytes
+    from tasks.format import command, format_bytes, format_duration
+    from tasks.plan.recipe import fetch_files, fetch_lines, prepare_fetch, targets_of
+
+    with mistakes():
+        speed, loaded = Bytes.parse(rate), load_recipe(recipe, set_)
+        folder, addresses = prepare_fetch(loaded, Root.parse(root), update)
+        if not addresses:
+            out.print("everything that the recipe names is on this machine")
+            return
+        for line in fetch_lines(folder, addresses, sampled=estimate):
+            out.print(line)
+        missing = missing_bytes(folder, targets_of(addresses))
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        needs = f"{format_bytes(missing)} to download, {format_bytes(free)} free in {folder}"
+        if estimate:
+            out.print(f"{needs}; {format_duration(missing / speed)} at {format_bytes(speed)}/s")
+            check_space(folder, targets_of(addresses))
+            return
+        out.print(needs if missing else f"[dim]nothing to download; the copies are in {folder}[/]")
+        began = time.monotonic()
+        columns = (TextColumn("fetch"), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=out, disable=not out.is_terminal) as bar:
+            task, arrived = bar.add_task("fetch", total=missing), [0]
+
+            def progress(came: int, left: int) -> None:
+                arrived[0] += came
+                bar.update(task, completed=arrived[0], total=arrived[0] + left)
+
+            try:
+                fetch_files(loaded, folder, addresses, jobs, progress)
+            except Exception:
+                problems.print(f"{format_bytes(arrived[0])} came and stay; the same command goes on there")
+                raise
+        files = sum(len(target.wanted) for target in targets_of(addresses))
+        took = format_duration(time.monotonic() - began)
+        out.print(f"{files:,} files are here" + (f"; {format_bytes(arrived[0])} came in {took}" if arrived[0] else ""))
+        out.print(f"next: {escape(command(Root.parse(root), 'run', str(recipe)))}")
 
 
 @app.command()

@@ -49,11 +49,13 @@ def plan_recipe(
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
     from llama3.data.readers.sources import survey
     from llama3.recipe.load import load_recipe
+    from storage.fetch import use_fetched
     from tasks.models.start import known_tokenizer
     from tasks.plan.recipe import make_plan, memory_lines, survey_chats, survey_evaluation
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
+        use_fetched(Root.parse(root))
         tokenizer = known_tokenizer(Root.parse(root), loaded)
         plan = make_plan(
             loaded,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -189,6 +189,15 @@ def compare_shapes(
             )
 
 
+def weight_files(start: InitFrom, uris: Sequence[str]) -> list[str]:
+    """Return those of `uris`, the files below `start.path`, that hold a model: at its top level, one format of two."""
+    depth = start.path.rstrip("/").split("://")[1].count("/") + 1
+    files = [uri for uri in uris if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == depth]
+    if start.format == "hf" and any(uri.endswith(".safetensors") for uri in files):
+        files = [uri for uri in files if not uri.endswith((".bin", ".pth"))]
+    return files
+
+
 @contextmanager
 def _local_copy(start: InitFrom, folder: Path) -> Iterator[Path]:
     """Yield a local folder with the weights: of a URI, a copy beside `folder` of the files at its top level."""
@@ -200,9 +209,7 @@ def _local_copy(start: InitFrom, folder: Path) -> Iterator[Path]:
     copy.mkdir(parents=True)
     try:
         uris = [uri for uri, _ in list_files(start.path)]
-        depth = start.path.rstrip("/").split("://")[1].count("/") + 1
-        files = [uri for uri in uris if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == depth]
-        if not files:
+        if not (files := weight_files(start, uris)):
             raise ValueError(
                 f"init_from.path: {start.path} holds no weights ({len(uris)} files); name the folder they are in"
             )

@@ -490,7 +490,7 @@ class TokenizerConfig(Section):
     train: TrainTokenizer | None = None
     use: str | None = None
     """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind; or the
-    tokenizer of a model of the root, by alias (`quickstart@champion`)."""
+    tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that `herd fetch` downloads."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -17,6 +17,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from storage.artifact import Artifact, Store
+from storage.filesystem import fetched_files, is_local
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.models.lookup import label_of_alias
@@ -40,12 +41,19 @@ def alias_label(root: Root, name: str) -> str | None:
 
 
 def with_local_models(root: Root, recipe: Recipe) -> Recipe:
-    """Return `recipe` with paths in place of models named by alias, in `init_from.path` and `tokenizer.use`.
+    """Return `recipe` with paths in place of models named by alias and of fetched copies of addresses.
 
-    Raises RecipeError if no model holds an alias.
+    In `init_from.path` and `tokenizer.use`. Raises RecipeError if no model holds an alias, or a tokenizer is remote.
     """
 
     def local(field: str, name: str, file: str) -> str:
+        if not is_local(name):
+            copies = fetched_files(name)
+            if copies and (file or len({copy.parent for copy in copies}) == 1):
+                return str(copies[0] if file else copies[0].parent)
+            if file:
+                raise RecipeError(f"{field}: {name!r} is not on this machine; download it with herd fetch RECIPE")
+            return name
         try:
             label = alias_label(root, name)
         except ValueError as error:

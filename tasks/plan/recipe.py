@@ -1,29 +1,44 @@
-"""What a run will do, before it does anything: the stage table, totals, FLOPs and warnings.
+"""What a run will do, before it does anything: the stage table, totals, FLOPs, warnings; and the files it downloads.
 
-Everything is computed from the recipe alone; only the surveys of sources and evaluation data look at the disk.
+The plan is computed from the recipe alone; only the surveys of sources and evaluation data look at the disk. `herd
+fetch` downloads what a recipe names elsewhere: see `remote_addresses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from llama3.data.readers.conversations import ConversationSurvey
-from llama3.data.readers.sources import DomainSurvey
+from llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
+from llama3.data.readers.files import File, list_source
+from llama3.data.readers.records import UNREAD
+from llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, text_per_byte
 from llama3.evaluate.scores import check_evaluation
+from llama3.evaluate.suite import recipe_suite
+from llama3.evaluate.task_yaml import MissingFile
 from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
 from llama3.parallel.memory import Load, memory, memory_line
 from llama3.recipe.base import DOMAINS, Domain
+from llama3.recipe.data_schema import Source
 from llama3.recipe.lint import lint, placeholders
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
 from llama3.tokens.tokenizer import Tokenizer
-from storage.filesystem import is_local
+from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare
+from storage.filesystem import FetchedFile, fetched_folder, fetched_listing, is_local
+from storage.root import Root
+from tasks.format import format_bytes
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
@@ -201,6 +216,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
         lines.append(f"source   {found.title}: {_found(found)}")
+    lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
         amount += f", about {tokens(_tokens_of(chats))} tokens" if chats.complete else ""
@@ -240,3 +256,197 @@ def plan_markdown(plan: RunPlan) -> str:
     facts = [f"- {line}" for line in summary_lines(plan)]
     warnings = [f"- warning: {warning}" for warning in plan.warnings]
     return "\n".join([f"# Plan of {plan.recipe.name}", "", head, *rows, "", *facts, *warnings])
+
+
+# What a recipe names elsewhere, and its download.
+
+Listed = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass
+class RemoteAddress:
+    """A field of the recipe that names files elsewhere."""
+
+    field: str
+    uri: str
+    choose: Callable[[Listed], Iterable[str]] = lambda listed: [uri for uri, _ in listed]
+    """Returns the files that the recipe reads of those that the address names."""
+    source: Source | None = None
+    domain: Domain | None = None
+    first: int = 0
+    """Files of a source with a limit that are downloaded, in order; 0: all."""
+    target: Target | None = None
+
+
+def remote_addresses(recipe: Recipe) -> list[RemoteAddress]:
+    """Return the addresses of sources, evaluation sets, tokenizer, start weights and curation that are not here."""
+    return [address for address in _addresses(recipe) if not is_local(address.uri)]
+
+
+def _addresses(recipe: Recipe) -> Iterator[RemoteAddress]:
+    for domain, sources in recipe.sources.items():
+        for index, source in enumerate(sources):
+            if source.uri != INSTALLED:
+                address = RemoteAddress(f"sources.{domain}.{index}", source.uri, source=source, domain=domain)
+                address.choose = partial(_documents, address)
+                yield address
+    for index, conversations in enumerate(recipe.conversations):
+        if conversations.uri != PROBLEMS:
+            source = Source(uri=conversations.uri, ignore=conversations.ignore)
+            address = RemoteAddress(f"conversations.{index}", conversations.uri)
+            address.choose = partial(_documents, RemoteAddress(address.field, address.uri, source=source))
+            yield address
+    curate = recipe.curate
+    named = {"block": curate.block, "dirty_words": curate.dirty_words}
+    named |= {f"scores.{score.name}": [*score.good, *score.bad] for score in curate.scores}
+    named |= {f"topics.seeds.{topic}": files for topic, files in (curate.topics.seeds if curate.topics else {}).items()}
+    named |= {f"decontaminate.{benchmark.name}": [benchmark.uri] for benchmark in curate.decontaminate}
+    yield from (RemoteAddress(f"curate.{field}", uri) for field, uris in named.items() for uri in uris)
+    for task in recipe_suite(recipe).tasks:
+        if not isinstance(task.definition, Path):
+            with suppress(MissingFile):  # the checks of the run tell
+                for name in dict.fromkeys(task.definition.files):
+                    yield RemoteAddress("evaluate.data", task.data_paths.uri(name))
+    if recipe.tokenizer.use:
+        yield RemoteAddress("tokenizer.use", recipe.tokenizer.use)
+    if (start := recipe.init_from) is not None and not start.is_checkpoint and not is_local(start.path):
+        from llama3.export.convert import weight_files  # imports torch
+
+        yield RemoteAddress(
+            "init_from.path", start.path, lambda listed: weight_files(start, [uri for uri, _ in listed])
+        )
+
+
+def _documents(address: RemoteAddress, listed: Listed) -> list[str]:
+    """Return the files of a source that are read; of one with a limit, the first ones."""
+    assert address.source is not None
+    files = [file for file in list_source(address.source, listed).files if file.kind not in UNREAD]
+    if address.source.limit is not None:
+        address.first = address.first or _files_within(files, address.source)
+        files = files[: address.first]
+    return [file.uri for file in files]
+
+
+def _files_within(files: Sequence[File], source: Source) -> int:
+    """Return about how many of `files` hold as much text as the limit of `source`."""
+    assert source.limit is not None
+    share = text_per_byte(source, files[0]) if files else 1.0
+    sizes = accumulate(file.size * share for file in files)
+    return next((count for count, size in enumerate(sizes, 1) if size >= source.limit), len(files))
+
+
+def prepare_fetch(recipe: Recipe, root: Root, update: bool) -> tuple[Path, list[RemoteAddress]]:
+    """Return the folder for copies, and the addresses of `recipe` with what is to be downloaded of each.
+
+    Raises ValueError, one line per field at fault, and StoreError.
+    """
+    if faults := placeholders(recipe):
+        raise ValueError("\n".join(faults))
+    folder, addresses = copies_folder(root), remote_addresses(recipe)
+    for uri in dict.fromkeys(address.uri for address in addresses):
+        try:
+            _prepare(folder, uri, addresses, update)
+        except ValueError as error:
+            faults.append(f"{next(address.field for address in addresses if address.uri == uri)}: {error}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return folder, addresses
+
+
+def _prepare(folder: Path, uri: str, addresses: Sequence[RemoteAddress], update: bool) -> None:
+    """Set the target of the fields that name `uri`: what any of them reads."""
+    fields = [address for address in addresses if address.uri == uri]
+
+    def choose(listed: Listed) -> set[str]:
+        return {name for address in fields for name in address.choose(listed)}
+
+    target = prepare(folder, uri, choose, update)
+    for address in fields:
+        address.target = target
+
+
+def targets_of(addresses: Sequence[RemoteAddress]) -> list[Target]:
+    """Return the targets of prepared addresses, each once."""
+    return list({address.uri: address.target for address in addresses if address.target is not None}.values())
+
+
+def fetch_files(
+    recipe: Recipe, folder: Path, addresses: list[RemoteAddress], jobs: int, progress: Callable[[int, int], None]
+) -> None:
+    """Download the files of `addresses`; of a source with a limit, more files until its text reaches the limit.
+
+    `progress` gets the bytes that came, and those that are still to come. Raises FetchRefused and OSError.
+    """
+    short = addresses
+    while short:
+        check_space(folder, targets_of(addresses))
+        progress(0, missing_bytes(folder, targets_of(addresses)))
+        download(folder, targets_of(addresses), jobs, lambda count: progress(count, -count))
+        short = [address for address in addresses if _falls_short(address, recipe)]
+        for address in short:
+            address.first += 1 + address.first // 4
+            _prepare(folder, address.uri, addresses, update=False)
+
+
+def _falls_short(address: RemoteAddress, recipe: Recipe) -> bool:
+    """Return whether a source with a limit needs more files than are fetched."""
+    source = address.source
+    if source is None or source.limit is None or address.domain is None or not address.first:
+        return False
+    files = [file for file in list_source(source).files if file.kind not in UNREAD]
+    if address.first >= len(files):
+        return False
+    return not reaches_limit(source, address.domain, recipe.documents_seed, files[: address.first])
+
+
+def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool = False) -> list[str]:
+    """Return lines of markup for each field: files, size, revision, license; with `sampled` also its text in tokens."""
+    lines = []
+    for field, group in groupby(addresses, lambda address: address.field):
+        fields = list(group)
+        first, targets = fields[0], targets_of(fields)
+        target = targets[0]
+        files = [file for each in targets for file in each.files if file.uri in set(each.wanted)]
+        size, listed = sum(file.size for file in files), sum(len(each.files) for each in targets)
+        of = f" of {listed:,}" if len(files) < listed else ""
+        here = size - missing_bytes(folder, targets)
+        facts = [f"{len(files):,}{of} {'file' if len(files) == listed == 1 else 'files'}", format_bytes(size)]
+        facts += [] if not here else ["here"] if here == size else [f"{format_bytes(here)} of them here"]
+        if target.commit:
+            facts.append(f"{target.asked or 'main'} at {target.commit[:12]}")
+        stated = first.source.license if first.source else "unknown"
+        if target.license or first.source:
+            facts.append(f"license {target.license or stated}")
+        if sampled and first.source and first.domain and files:
+            facts.append(f"about {tokens(_text(first.source, files) * USUAL_TOKENS_PER_BYTE)} tokens")
+        more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
+        lines += [f"{field}: {', '.join(facts)}", f"  [dim]{escape(target.uri)}{more}[/]"]
+        for each in targets:
+            if each.moved:
+                lines.append(
+                    f"  [yellow]{each.asked or 'main'} is now at {each.moved[:12]}; the copy stays at "
+                    f"{each.commit[:12]} until herd fetch --update[/]"
+                )
+            if each.license and stated not in ("unknown", each.license):
+                lines.append(f"  [yellow]the recipe says license {stated}, the Hub {each.license}; correct one[/]")
+    return lines
+
+
+def _text(source: Source, files: Sequence[FetchedFile]) -> float:
+    """Return about how many bytes of text `files` hold, from a sample of the first one."""
+    (sample,) = list_source(source.model_copy(update={"ignore": []}), [(files[0].uri, files[0].info)]).files
+    text = sum(file.size for file in files) * text_per_byte(source, sample)
+    return min(text, float(source.limit or text))
+
+
+def copies_lines(recipe: Recipe) -> list[str]:
+    """Return which addresses of `recipe` are read from fetched copies, as lines of the plan; none without any."""
+    addresses = {address.uri: address.field for address in remote_addresses(recipe)}
+    copies = {uri: listing for uri in addresses if (listing := fetched_listing(uri)) is not None}
+    if not copies:
+        return []
+    remote = [field for uri, field in addresses.items() if uri not in copies]
+    rest = f"; read remotely: {', '.join(remote)} (herd fetch downloads them)" if remote else ""
+    commits = sorted({f"{listing.commit[:12]}" for listing in copies.values() if listing.commit})
+    at = f" at {', '.join(commits)}" if commits else ""
+    return [f"copies   {len(copies)} of {len(addresses)} remote addresses in {fetched_folder()}{at}{rest}"]

@@ -1,6 +1,7 @@
 """Verify everything under a root, or the artifacts of a run: read all bytes and compare them with the manifests.
 
-Covers artifacts of every kind, checkpoints of stages in progress, records of runs and studies, and promotion logs.
+Covers artifacts of every kind, checkpoints of stages in progress, records of runs and studies, promotion logs, and
+fetched copies of remote files.
 Cached results are ignored: files are read from the disk, and objects are downloaded from the store.
 """
 
@@ -14,8 +15,9 @@ from pydantic import BaseModel
 
 from storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
 from storage.cleanup import NO_KINDS
-from storage.digests import parallel_map
-from storage.filesystem import is_local
+from storage.digests import digest_file, parallel_map
+from storage.fetch import use_fetched
+from storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
 from storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
 from storage.objects import get_bytes, list_children
 from storage.root import Root
@@ -91,6 +93,8 @@ def verify(
             result.set_aside.append(label)
     if record is None:
         for damage in _checkpoints(root, result):
+            report(*damage)
+        for damage in _copies(root, result):
             report(*damage)
         for name in root.names("runs"):
             for file, read in (("run.json", runs.find), ("recipe.yaml", runs.recipe)):
@@ -170,6 +174,25 @@ def _read_artifact(
         except ValueError:  # deleted while it was read
             return None, {}, False
     return artifact.manifest, problems, False
+
+
+def _copies(root: Root, result: Verification) -> Iterator[tuple[str, str, str]]:
+    """Yield (folder, file, problem) of fetched copies that differ from what was downloaded."""
+    use_fetched(root)
+    folder, copies = fetched_folder(), fetched_copies()
+    found = parallel_map(lambda file: _copy_problem(folder, file), copies) if folder else []
+    for file, problem in zip(copies, found, strict=True):
+        result.files, result.bytes = result.files + 1, result.bytes + file.size
+        if problem:
+            yield str(folder), file.path, problem
+
+
+def _copy_problem(folder: Path, file: FetchedFile) -> str:
+    try:
+        damaged = digest_file(folder / file.path).sha256 != file.sha256
+    except FileNotFoundError:
+        return "is missing; run herd fetch again"
+    return "has another SHA-256; delete it and run herd fetch again" if damaged else ""
 
 
 def _checkpoints(root: Root, result: Verification) -> Iterator[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from llama3.recipe.lint import placeholders
 from llama3.recipe.load import RecipeError
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe, check_batches
+from storage.fetch import use_fetched
 from storage.filesystem import is_local, local_path
 from storage.object_artifact import open_store
 from storage.root import Root
@@ -92,12 +93,13 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
 
 
 def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
-    """Return a line for each evaluation task without data.
+    """Return a line for each evaluation task without data. From here on fetched copies of remote files are read.
 
     Raises RecipeError for faults that show without reading the sources: root, batches, named files. Of evaluation data
     the first local rows are checked; with `thorough` all rows, also remote ones: a row without gold must not be found
     after days of training.
     """
+    use_fetched(root)
     faults = placeholders(recipe)
     if sys.platform != "linux":  # whose signals and page locks the trainer needs
         system = SYSTEMS.get(sys.platform, sys.platform)

@@ -44,9 +44,10 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
     start, rows = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).rows
     assert start is not None
-    label = alias_label(context.root, recipe.init_from.path)
+    path = recipe.init_from.path
+    label = alias_label(context.root, path)
     parameters = {
-        "files": label or source_state(start.path),
+        "files": label or source_state(path),
         "format": start.format,
         "model": resolved(recipe)["model"],
         "rows": rows,
@@ -55,7 +56,7 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, rows)
-        return {"from": label or start.path, "parameters": parameter_count(config, rows)}
+        return {"from": label or path, "parameters": parameter_count(config, rows)}
 
     return ensure_artifact(context, "init-weights", design, build)
 

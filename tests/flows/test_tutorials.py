@@ -23,7 +23,7 @@ from llama3.planner.hardware import preset_text
 from llama3.planner.topology import load_fabric
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.data_schema import ConversationSource, Source, TokenizerConfig, TrainTokenizer
-from llama3.recipe.load import load_recipe
+from llama3.recipe.load import load_recipe, parse_recipe
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Stage
@@ -72,7 +72,7 @@ def test_windows_is_refused_before_its_first_import_fails() -> None:
 PAGES = sorted(Path("docs/tutorials").glob("*.md"))
 PROGRAM = re.compile(r"(?:\$ )?(\.venv/bin/)?(herd|prefect|python|mlflow|pytest)( .*)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```\n", re.DOTALL)
-CREATED = {"place.yaml", "mine.yaml", "chosen.yaml"}
+CREATED = {"place.yaml", "mine.yaml", "chosen.yaml", "corpus.yaml"}
 """Files that a command before them writes."""
 
 
@@ -131,7 +131,7 @@ def check_herd(page: Path, words: list[str]) -> None:
     if context.info_name == "rerun":
         recipe = Path({"quickstart": "recipes/quickstart.yaml"}[given["run"].rpartition("-")[0]])
         assert given["from_"] in Schedule(load_recipe(recipe)).names
-    if context.info_name in ("run", "rerun", "plan") and recipe is not None and recipe.name not in CREATED:
+    if context.info_name in ("run", "rerun", "plan", "fetch") and recipe is not None and recipe.name not in CREATED:
         asked = load_recipe(recipe, given["set_"] or [])
         if context.info_name == "run" and cluster is not None:
             check_layout(asked, load_cluster_of(page, cluster))
@@ -185,6 +185,8 @@ def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
         elif "stages" in data and isinstance(data["stages"], list):
             for stage in data["stages"]:
                 Stage.model_validate(stage)
+        elif "sources" in data:
+            parse_recipe(data, page.name)
         elif "math" in data:
             for source in data["math"]:
                 Source.model_validate(source)

@@ -24,7 +24,7 @@ from llama3.data.readers.files import (
 )
 from llama3.data.readers.sources import source_names
 from llama3.recipe.data_schema import ConversationSource, Source
-from storage.filesystem import is_local
+from storage.filesystem import fetched_listing, is_local
 
 PROBLEMS = "problems"
 LONGEST_LINE = 16_000_000
@@ -68,7 +68,7 @@ def survey_conversations(
     """
     surveys, faults = [], []
     for index, (name, source) in enumerate(zip(source_names(sources), sources, strict=True)):
-        if not (remote or source.uri == PROBLEMS or is_local(source.uri)):
+        if not (remote or source.uri == PROBLEMS or is_local(source.uri) or fetched_listing(source.uri)):
             surveys.append(ConversationSurvey(name, complete=False))
             continue
         conversations = messages = size = counted = counted_size = 0

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from llama3.recipe.data_schema import Source
-from storage.filesystem import filesystem_of, is_local, list_files, local_path, version_of, with_retries
+from storage.filesystem import fetched_path, filesystem_of, is_local, list_files, local_path, version_of, with_retries
 from storage.objects import RemoteFile
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
@@ -157,10 +157,13 @@ class SourceListing(NamedTuple):
     """Ignored files: hidden, README and LICENSE beside records, checksums, or matched by `ignore`."""
 
 
-def list_source(source: Source) -> SourceListing:
-    """Return the files of `source` as they are now. Raises SourceError if they cannot be listed."""
+def list_source(source: Source, named: list[tuple[str, dict[str, Any]]] | None = None) -> SourceListing:
+    """Return the files of `source` as they are now, or among `named` (see `list_files`).
+
+    Raises SourceError if they cannot be listed.
+    """
     try:
-        named = list_files(source.uri)
+        named = list_files(source.uri) if named is None else named
     except OSError as error:
         raise SourceError(
             f"{source.uri!r} cannot be listed ({error}); check the address and your access to it"
@@ -235,8 +238,9 @@ def is_unchanged(file: File) -> bool:
 @contextmanager
 def open_raw(file: File) -> Iterator[Any]:
     """Open `file` and yield its raw bytes, still packed."""
-    if is_local(file.uri):
-        with open(local_path(file.uri), "rb") as raw:
+    path = local_path(file.uri) if is_local(file.uri) else fetched_path(file.uri)
+    if path is not None:
+        with open(path, "rb") as raw:
             yield raw
     else:
         yield RemoteFile(file.uri, file.size)

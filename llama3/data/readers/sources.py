@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import sys
 from collections import Counter
@@ -17,16 +18,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import orjson
 import pyarrow.parquet as pq
 
 from llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
 from llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
-from llama3.data.readers.files import OVER_LIMIT, READ, File, ReadErrors, SourceError, open_raw, source_files
+from llama3.data.readers.files import (
+    DAMAGE,
+    OVER_LIMIT,
+    READ,
+    File,
+    ReadErrors,
+    SourceError,
+    decompress,
+    open_raw,
+    source_files,
+)
 from llama3.data.readers.records import BATCH, CONTENT_PER_ID, UNREAD, read_files
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import ConversationSource, Source
 from llama3.recipe.schema import Recipe
-from storage.filesystem import cache_folder, is_local, local_path, write_atomic
+from storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
 
 INSTALLED = "installed"
 PASSED_OVER = 100
@@ -87,7 +99,7 @@ def open_source(
 
 
 def read_source(
-    source: Source, domain: Domain, seed: int, skips: ReadErrors, files: Sequence[File] | None = None, most: int = BATCH
+    source: Source, domain: Domain, seed: int, skips: ReadErrors, files: Iterable[File] | None = None, most: int = BATCH
 ) -> Iterator[DocumentBatch]:
     """Yield the documents of `source` within its limit in batches of about `most` characters; count others in `skips`.
 
@@ -224,7 +236,7 @@ def fingerprint(recipe: Recipe) -> str:
 def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
     """Return the amount of text of each domain now, and then of each named source.
 
-    Remote sources are counted only if `remote` is set.
+    Remote sources are counted only if they are fetched, or `remote` is set.
     """
     surveys, seed, fail = [], recipe.documents_seed, recipe.curate.on_error == "fail"
     for name, domain in [*(("", domain) for domain in recipe.sources), *recipe.named_sources.items()]:
@@ -233,7 +245,7 @@ def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
         for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
             if source.uri == INSTALLED:
                 amount = _count_installed(source, domain, seed, fail)
-            elif (is_local(source.uri) and not source.contents) or remote:
+            elif remote or (not source.contents and (is_local(source.uri) or fetched_listing(source.uri))):
                 files += source_files(source)
                 amount = _count(source, domain, seed, fail)
             else:
@@ -250,12 +262,12 @@ PACKED, EXPANSION = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz"), 4
 """Endings of packed files, and how much more text than bytes they hold at most."""
 
 
-def estimate_text(source: Source) -> int:
-    """Return about how many bytes of text `source` holds, at most, without reading it: from the sizes of its files.
+def estimate_text(source: Source, files: Sequence[File] | None = None) -> int:
+    """Return about how many bytes of text `source`, or `files` of it, hold at most: from the sizes of the files.
 
     The footers of a few Parquet files say how much text a byte of them holds.
     """
-    files = [file for file in source_files(source) if file.kind not in UNREAD]
+    files = [file for file in (source_files(source) if files is None else files) if file.kind not in UNREAD]
     columns = [file for file in files if file.kind == "parquet"][:FOOTERS]
     text, stored = 0, 0
     for file in columns:
@@ -272,6 +284,43 @@ def estimate_text(source: Source) -> int:
         total += file.size * (parquet if file.kind == "parquet" else packed)
     total *= CONTENT_PER_ID if source.contents else 1
     return min(round(total), source.limit or round(total))
+
+
+SAMPLED = 1 << 20
+"""Bytes of a file that `text_per_byte` reads."""
+
+
+def text_per_byte(source: Source, file: File) -> float:
+    """Return about how many bytes of text a byte of `file` holds, from a Parquet footer or its first megabyte."""
+    if file.kind == "parquet":
+        return estimate_text(source.model_copy(update={"limit": None}), [file]) / max(1, file.size)
+    data = b""
+    with open_raw(file) as raw:
+        packed = raw.read(min(file.size, SAMPLED))
+    with suppress(*DAMAGE):  # the sample ends inside a block
+        for piece in decompress(io.BytesIO(packed), file.uri):
+            data += piece
+    lines, text = data.split(b"\n")[: -1 if len(packed) < file.size else None], 0
+    if file.kind == "jsonl" and any(lines):
+        for line in filter(None, lines):
+            with suppress(ValueError):
+                text += len(str(orjson.loads(line).get(source.text, "")).encode())
+        return text / sum(map(len, lines)) * len(data) / len(packed)
+    return len(data) / max(1, len(packed))
+
+
+def reaches_limit(source: Source, domain: Domain, seed: int, files: Sequence[File]) -> bool:
+    """Return whether reading `files`, the first ones of `source`, ends at its limit before it asks for another file."""
+    more = False
+
+    def first() -> Iterator[File]:
+        nonlocal more
+        yield from files
+        more = True
+
+    for _ in read_source(source, domain, seed, ReadErrors(fail=False), first()):
+        pass
+    return not more
 
 
 class _Amount(NamedTuple):

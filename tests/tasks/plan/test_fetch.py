@@ -1,0 +1,200 @@
+"""`herd fetch`: what a recipe names elsewhere is downloaded, and then the same recipe makes the same artifacts."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli.main import app
+from llama3.data.collect import collect
+from llama3.data.readers.conversations import conversation_files, read_conversations
+from llama3.data.readers.sources import fingerprint, survey
+from llama3.evaluate.suite import check_suite, suite_inputs
+from llama3.recipe.load import RecipeError, load_recipe
+from llama3.recipe.schema import Recipe
+from storage.digests import digest_folder
+from storage.filesystem import FETCHED, source_state
+from storage.root import Root
+from tasks.models.start import with_local_models
+from tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines
+from tasks.runs.integrity import verify
+from tests.storage.hub import Hub, stand_in_hub
+
+TINY = "tests/e2e/tiny.yaml"
+WORDS = "hf://datasets/people/words@main"
+SOURCES = f"""sources={{
+    general: [{{uri: "{WORDS}/web", license: odc-by}}], math: [{{uri: "{WORDS}/math/*.jsonl.gz"}}],
+    code: [{{uri: "{WORDS}/web/1.parquet"}}], multilingual: [{{uri: "{WORDS}/web/0.parquet"}}]}}"""
+OTHERS = [
+    f'curate.block=["{WORDS}/hosts.txt"]',
+    f'evaluate.tasks=["{WORDS}/eval/quiz.jsonl"]',
+    f'curate.decontaminate=[{{name: quiz, uri: "{WORDS}/eval/quiz.jsonl", fields: [query]}}]',
+]
+CHATS = [
+    f'conversations=[{{uri: "{WORDS}/chats"}}]',
+    "stages=[{name: main, until: 16Ki, seq_len: 64, batch: 1Ki, mix: base},"
+    "{name: chat, kind: sft, for: 8Ki, seq_len: 64, batch: 1Ki, mix: base}]",
+]
+
+
+def rows(name: str, count: int = 40, times: int = 8) -> list[dict[str, str]]:
+    return [{"text": f"Text {n} of {name} counts {n * n} words and ends. " * times, "url": name} for n in range(count)]
+
+
+def table(name: str) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows(name)), buffer)
+    return buffer.getvalue()
+
+
+def lines(entries: object) -> bytes:
+    assert isinstance(entries, list)
+    return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.delenv(FETCHED, raising=False)
+    with stand_in_hub() as running:
+        running.files = {f"web/{number}.parquet": table(f"web {number}") for number in range(3)}
+        running.files |= {f"math/{number}.jsonl.gz": gzip.compress(lines(rows(f"m{number}"))) for number in range(4)}
+        running.files |= {"web/README.md": b"about", "hosts.txt": b"bad.example\n"}
+        running.files["eval/quiz.jsonl"] = lines(
+            [{"query": f"{n} + 1 =", "choices": ["1", str(n + 1)], "gold": 1} for n in range(2, 9)]
+        )
+        running.files["chats/a.jsonl"] = lines([{"prompt": f"say {n}", "response": str(n)} for n in range(20)])
+        yield running
+    os.environ.pop(FETCHED, None)
+
+
+def fetch(recipe: Recipe, root: Root, update: bool = False) -> None:
+    folder, addresses = prepare_fetch(recipe, root, update)
+    fetch_files(recipe, folder, addresses, 2, lambda came, left: None)
+
+
+def state(recipe: Recipe, folder: Path) -> list[object]:
+    """Return what decides the artifacts of `recipe`, and the documents and skipped input themselves."""
+    facts = collect(recipe, folder)
+    chats = [row for source in recipe.conversations for row in read_conversations(source, 1)]
+    listed = [conversation_files(source) for source in recipe.conversations]
+    files = [digest_folder(folder / "text"), (folder / "skipped.parquet").read_bytes()]
+    inputs = [fingerprint(recipe), suite_inputs(recipe), source_state(recipe.curate.block[0])]
+    return [facts, files, inputs, listed, chats, check_suite(recipe, None)]
+
+
+def test_a_recipe_reads_the_copies_and_makes_the_same_artifacts_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+    recipe, root = load_recipe(Path(TINY), [SOURCES, *OTHERS, *CHATS]), Root.parse(tmp_path / "root")
+    remote = state(recipe, tmp_path / "remote")
+    assert summary_lines(make_plan(recipe, survey(recipe)))[3] == "source   general: not looked at (remote)"
+    fetch(recipe, root)
+    hub.use("reset", first=1, times=10**6)
+    copied = state(recipe, tmp_path / "copied")
+    assert copied == remote
+    printed = summary_lines(make_plan(recipe, survey(recipe)))
+    assert hub.log == []
+    assert verify(root).files == 3 + 4 + 1 + 1 + 1
+    (damaged,) = (tmp_path / "root").glob("fetched/**/hosts.txt")
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    (damage,) = verify(root).damaged
+    assert damage.file.endswith("hosts.txt")
+    assert damage.problem == "has another SHA-256; delete it and run herd fetch again"
+    assert "source   general: 0.0 MB in 120 documents" in printed
+    commit = hub.commit()[:12]
+    assert f"copies   7 of 7 remote addresses in {root.uri}/fetched at {commit}" in printed
+    other = load_recipe(Path(TINY), [SOURCES.replace("math/*", "math/0*"), *OTHERS])
+    assert any(
+        "5 of 6 remote" in line and "read remotely: sources.math.0 (" in line
+        for line in summary_lines(make_plan(other, []))
+    )
+
+
+def test_of_a_source_with_a_limit_the_first_files_come(hub: Hub, tmp_path: Path) -> None:
+    """The second file is short of text, so that the first guess is too small; a reader takes a batch at a time."""
+    hub.files |= {f"math/{number}.jsonl.gz": gzip.compress(lines(rows(f"m{number}", 40, 1500))) for number in range(8)}
+    hub.files["math/1.jsonl.gz"] = gzip.compress(lines([{"text": " ", "url": "x" * 2000}] * 50))
+    recipe, root = (
+        load_recipe(Path(TINY), [SOURCES.replace('.jsonl.gz"', '.jsonl.gz", limit: 7MB')]),
+        tmp_path / "root",
+    )
+    remote = collect(recipe, tmp_path / "remote")
+    fetch(recipe, Root.parse(root))
+    here = sorted(path.name for path in root.glob("fetched/hf/**/*.gz"))
+    assert here == [f"{number}.jsonl.gz" for number in range(len(here))]
+    assert 4 <= len(here) <= 6
+    hub.use("reset", first=1, times=10**6)
+    assert collect(recipe, tmp_path / "copied") == remote
+    hub.use()
+    fetch(recipe, Root.parse(root))
+    assert sorted(path.name for path in root.glob("fetched/hf/**/*.gz")) == here
+    assert not [line for line in hub.log if "/cdn/" in line]
+
+
+def test_a_tokenizer_and_weights_elsewhere_are_used_from_their_copies(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories["people/weights"] = {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "pytorch_model.bin": b"the same weights",
+        "original/tokenizer.model": b"ranks",
+    }
+    named = [
+        'tokenizer={use: "hf://people/weights/original/tokenizer.model"}',
+        'init_from={path: "hf://people/weights", format: hf}',
+    ]
+    recipe, root = load_recipe(Path(TINY), named), Root.parse(tmp_path / "root")
+    with pytest.raises(RecipeError, match=r"tokenizer\.use: .* is not on this machine; download it with herd fetch"):
+        with_local_models(root, recipe)
+    fetch(recipe, root)
+    local = with_local_models(root, recipe)
+    assert local.tokenizer.use
+    assert local.init_from
+    assert Path(local.tokenizer.use).read_bytes() == b"ranks"
+    assert sorted(path.name for path in Path(local.init_from.path).iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "original",
+    ]
+
+
+def herd(hub: Hub, root: Path, *words: str) -> Result:
+    return CliRunner().invoke(
+        app, ["fetch", TINY, "--set", SOURCES, "--root", str(root), *words], env={"COLUMNS": "100"}
+    )
+
+
+def test_the_command_estimates_fetches_and_says_what_stands_in_the_way(hub: Hub, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    estimate = herd(hub, root, "--estimate", "--rate", "1kB")
+    assert estimate.exit_code == 0, estimate.output
+    assert "sources.general.0: 3 of 4 files" in estimate.output
+    assert f"main at {hub.commit()[:12]}, license odc-by, about " in estimate.output
+    assert " at 1.0 kB/s" in estimate.output
+    assert not root.exists()
+    text = sum(len(row["text"]) for row in rows("web 0")) * 3
+    said = float(estimate.output.partition("about ")[2].partition("K tokens")[0]) * 1000
+    assert said == pytest.approx(text / 4, rel=0.2)
+    os.environ.pop(FETCHED, None)
+    first = next(number for number, line in enumerate(hub.log, 1) if "resolve" in line)
+    hub.use(503, first=first + 2, times=10**6)
+    failed = herd(hub, root)
+    assert failed.exit_code == 1, failed.output
+    assert "came and stay; the same command goes on there" in failed.output
+    assert failed.output.count("error  ") == 1
+    hub.use()
+    done = herd(hub, root)
+    assert done.exit_code == 0, done.output
+    assert "9 files are here; " in done.output
+    assert herd(hub, root).output.count("nothing to download") == 1
+    hub.gated = True
+    os.environ.pop(FETCHED, None)
+    gated = herd(hub, tmp_path / "other")
+    assert gated.exit_code == 2, gated.output
+    assert f"is gated; accept its terms at {hub.endpoint}/datasets/people/words" in gated.output
