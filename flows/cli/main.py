@@ -143,21 +143,23 @@ def fetch(
         out.print(needs if missing else f"[dim]nothing to download; the copies are in {folder}[/]")
         began = time.monotonic()
         columns = (TextColumn("fetch"), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=out, disable=not out.is_terminal) as bar:
-            task, arrived = bar.add_task("fetch", total=missing), [0]
+        with Progress(*columns, console=out, disable=not (out.is_terminal and missing)) as bar:
+            bar.add_task("fetch", total=0)
+            (task,) = bar.tasks
 
-            def progress(came: int, left: int) -> None:
-                arrived[0] += came
-                bar.update(task, completed=arrived[0], total=arrived[0] + left)
+            def progress(came: int, more: int) -> None:
+                bar.update(task.id, advance=came, total=(task.total or 0) + more)
 
             try:
                 fetch_files(loaded, folder, addresses, jobs, progress)
             except Exception:
-                problems.print(f"{format_bytes(arrived[0])} came and stay; the same command goes on there")
+                problems.print(f"{format_bytes(task.completed)} came and stay; the same command goes on there")
                 raise
         files = sum(len(target.wanted) for target in targets_of(addresses))
         took = format_duration(time.monotonic() - began)
-        out.print(f"{files:,} files are here" + (f"; {format_bytes(arrived[0])} came in {took}" if arrived[0] else ""))
+        out.print(
+            f"{files:,} files are here" + (f"; {format_bytes(task.completed)} came in {took}" if task.completed else "")
+        )
         out.print(f"next: {escape(command(Root.parse(root), 'run', str(recipe)))}")
 
 

@@ -375,13 +375,13 @@ def fetch_files(
 ) -> None:
     """Download the files of `addresses`; of a source with a limit, more files until its text reaches the limit.
 
-    `progress` gets the bytes that came, and those that are still to come. Raises FetchRefused and OSError.
+    `progress` gets the bytes that came, and how many more are to come than it knew. Raises FetchRefused and OSError.
     """
     short = addresses
     while short:
         check_space(folder, targets_of(addresses))
         progress(0, missing_bytes(folder, targets_of(addresses)))
-        download(folder, targets_of(addresses), jobs, lambda count: progress(count, -count))
+        download(folder, targets_of(addresses), jobs, lambda count: progress(count, 0))
         short = [address for address in addresses if _falls_short(address, recipe)]
         for address in short:
             address.first += 1 + address.first // 4

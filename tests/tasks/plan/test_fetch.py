@@ -22,6 +22,7 @@ from llama3.evaluate.suite import check_suite, suite_inputs
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schema import Recipe
 from storage.digests import digest_folder
+from storage.fetch import FetchRefused
 from storage.filesystem import FETCHED, source_state
 from storage.root import Root
 from tasks.models.start import with_local_models
@@ -117,6 +118,7 @@ def test_a_recipe_reads_the_copies_and_makes_the_same_artifacts_without_the_hub(
     )
 
 
+@pytest.mark.slow
 def test_of_a_source_with_a_limit_the_first_files_come(hub: Hub, tmp_path: Path) -> None:
     """The second file is short of text, so that the first guess is too small; a reader takes a batch at a time."""
     hub.files |= {f"math/{number}.jsonl.gz": gzip.compress(lines(rows(f"m{number}", 40, 1500))) for number in range(8)}
@@ -162,6 +164,17 @@ def test_a_tokenizer_and_weights_elsewhere_are_used_from_their_copies(hub: Hub, 
         "model.safetensors",
         "original",
     ]
+
+
+def test_copies_for_a_root_in_an_object_store_need_a_folder(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, root = load_recipe(Path(TINY), [SOURCES]), Root.parse("s3://bucket/herd", str(tmp_path / "scratch"))
+    with pytest.raises(FetchRefused, match=r"root: s3://bucket/herd is in an object store.*set HERD_FETCHED to one"):
+        fetch(recipe, root)
+    monkeypatch.setenv(FETCHED, str(tmp_path / "shared"))
+    fetch(recipe, root)
+    assert len(list(tmp_path.glob("shared/hf/**/*.parquet"))) == 3
 
 
 def herd(hub: Hub, root: Path, *words: str) -> Result:
