@@ -21,6 +21,8 @@ import pytest
 from storage import fetch, filesystem
 from storage.fetch import FetchRefused, Target, check_space, download, missing_bytes, prepare
 from storage.filesystem import FETCHED, StoreError, filesystem_of, list_files, source_state
+from tests.storage.fault_proxy import Rule
+from tests.storage.fault_world import before_moto
 from tests.storage.hub import MODEL, TOKEN, Hub, stand_in_hub
 
 DATA = "hf://datasets/people/words/data/*"
@@ -432,6 +434,26 @@ def test_an_object_that_changes_while_it_comes_begins_again(
     with copies(tmp_path):
         assert (source_state(uri), contents(uri)) == (state, {uri: newer})
     assert sum(came) == len(newer)
+
+
+@pytest.mark.slow
+def test_faults_on_the_way_to_a_bucket_end_in_the_object(
+    moto_endpoint: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "PIECE", 1 << 16)  # a part of an object has no checksum of its own
+    with before_moto(moto_endpoint) as proxy:
+        uri = f"{proxy.uri}/set/a.jsonl"
+        filesystem_of(uri).pipe_file(uri, BIG)
+        for fault in ("flip", "slow-down", "reset-in-body", "truncate"):
+            proxy.use(Rule(fault, method="GET", path="a.jsonl", times=2))
+            get(tmp_path / fault, uri)
+            assert proxy.rules[0].done == 2
+            with copies(tmp_path / fault):
+                assert contents(uri) == {uri: BIG}
+        proxy.use(Rule("flip", method="GET", path="a.jsonl", times=None))
+        with pytest.raises(StoreError, match=r"do not have the stated md5:"):
+            get(tmp_path / "wrong", uri)
+        assert not list(tmp_path.glob("wrong/s3/**/*.jsonl"))
 
 
 # Plain servers.
