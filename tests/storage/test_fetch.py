@@ -332,6 +332,20 @@ def test_a_file_of_two_addresses_comes_once(hub: Hub, tmp_path: Path) -> None:
         assert all(contents(uri)[uris[1]] == BIG for uri in uris)
 
 
+def test_two_at_once_download_each_file_once(hub: Hub, tmp_path: Path) -> None:
+    hub.at_request = lambda number: time.sleep(0.02)  # so that both have begun
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=get, args=(tmp_path,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert sum("/resolve/" in line and line.endswith("a.parquet") for line in hub.log) == 1
+    with copies(tmp_path):
+        assert contents(DATA)[f"{DATA[:-1]}a.parquet"] == BIG
+
+
 def test_a_killed_first_download_goes_on_at_its_commit(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         get(tmp_path, progress=stopped)
