@@ -48,8 +48,6 @@ from storage.staging import file_lock
 if TYPE_CHECKING:
     from huggingface_hub import HfUri
 
-JOBS = 8
-"""Files downloaded at the same time."""
 TRIES = 5
 """Requests in a row that bring no byte, or whole downloads with a wrong digest, before a file fails."""
 PIECE, CHUNK = 16 << 20, 1 << 20
