@@ -69,7 +69,11 @@ def score_waiting(config: StageInProgressParameters) -> FlowResult:
         lines = evaluate_waiting(context, stage, folder, _curated(context), tokenizer)
     for line in lines:
         context.console.log(f"  {line}")
-    return FlowResult(name, "; ".join(lines) or f"no checkpoint of {stage} waits")
+    scored = sum(": eval/" in line for line in lines)
+    left = f", {len(lines) - scored} not" if scored < len(lines) else ""
+    return FlowResult(
+        name, f"{scored} checkpoints of {stage} scored{left}" if lines else f"no checkpoint of {stage} waits"
+    )
 
 
 @flow(name="promote", persist_result=False)

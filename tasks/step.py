@@ -132,7 +132,7 @@ def ensure_artifact(
         artifact = made.artifact
         if made.outcome == REUSED:
             context.console.log(
-                f"  {step:<18}reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
+                f"  {step:<17} reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
             )
         context.made[step] = artifact
         context.record.steps[step] = StepRecord(
@@ -193,7 +193,7 @@ def _make(
             why = why.partition(": new, ")[2] or why  # without the name: `curate.dedup.jaccard 0.8 -> 0.7`
         position = work.resumes() if work else None
         outcome = CREATED if position is None else f"resumed at {tokens(position)}"
-        context.console.log(f"  {step:<18}{outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
+        context.console.log(f"  {step:<17} {outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
         began = time.monotonic()
         with context.store.staging() as folder:
             facts = build(folder, mlflow_run)
@@ -213,7 +213,7 @@ def _leases(context: Context, step: str, design: ArtifactSpec, work: WorkInProgr
     """Hold the leases of the artifact and of the work folder; wait while other processes hold one."""
 
     def wait(holder: str) -> None:
-        context.console.log(f"  {step:<18}[yellow]waits for {escape(holder)}, which is making it[/]")
+        context.console.log(f"  {step:<17} [yellow]waits for {escape(holder)}, which is making it[/]")
 
     def leave() -> None:
         context.console.log(f"  [red]{step}: another process has taken it over; this one leaves[/]")
@@ -226,7 +226,7 @@ def _leases(context: Context, step: str, design: ArtifactSpec, work: WorkInProgr
 
 def _report_damage(context: Context, step: str, message: str) -> None:
     context.damaged.add(step)
-    context.console.log(f"  {step:<18}[yellow]set aside: {escape(message.partition('; ')[0])}[/]")
+    context.console.log(f"  {step:<17} [yellow]set aside: {escape(message.partition('; ')[0])}[/]")
 
 
 def _redone(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:

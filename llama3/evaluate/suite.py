@@ -203,6 +203,13 @@ def recipe_suite(recipe: Recipe) -> Suite:
     return read_suite(section.suite, section.data, section.tasks, section.questions)
 
 
+def all_tasks(recipe: Recipe) -> list[SuiteTask]:
+    """Return the tasks of every suite that `recipe` names: for all stages, for the last, and for deferred scores."""
+    section = recipe.evaluate
+    names = dict.fromkeys(filter(None, (section.suite, section.final, section.deferred_suite)))
+    return [task for name in names for task in recipe_suite(with_suite(recipe, name)).tasks]
+
+
 def with_evaluation_sets(recipe: Recipe) -> Recipe:
     """Return `recipe` with the data files of its suites in place of `evaluated` in `curate.decontaminate`.
 
@@ -212,18 +219,16 @@ def with_evaluation_sets(recipe: Recipe) -> Recipe:
     """
     if "evaluated" not in recipe.curate.decontaminate:
         return recipe
-    section, found = recipe.evaluate, dict[str, Benchmark]()
-    for name in dict.fromkeys(filter(None, (section.suite, section.final, section.deferred_suite))):
-        for planned in recipe_suite(with_suite(recipe, name)).tasks:
-            if isinstance(planned.definition, Path):
-                continue
-            task, fields = planned.definition, _fields_of_text(planned.definition)
-            for number, file in enumerate(dict.fromkeys(task.files)):
-                uri = planned.data_paths.uri(file)
-                absent = section.on_missing_data == "skip" and not list_files(uri)
-                if fields and not uri.endswith(".txt") and not absent:
-                    label = f"{planned.name}-{number}" if number else planned.name
-                    found.setdefault(uri, Benchmark(name=label, uri=uri, fields=fields))
+    skip, found = recipe.evaluate.on_missing_data == "skip", dict[str, Benchmark]()
+    for planned in all_tasks(recipe):
+        if isinstance(planned.definition, Path):
+            continue
+        fields = _fields_of_text(planned.definition)
+        for number, file in enumerate(dict.fromkeys(planned.definition.files)):
+            uri = planned.data_paths.uri(file)
+            if fields and not uri.endswith(".txt") and not (skip and not list_files(uri)):
+                label = f"{planned.name}-{number}" if number else planned.name
+                found.setdefault(uri, Benchmark(name=label, uri=uri, fields=fields))
     sets = [one for one in recipe.curate.decontaminate if one != "evaluated"]
     curate = recipe.curate.model_copy(update={"decontaminate": [*sets, *found.values()]})
     return recipe.model_copy(update={"curate": curate})

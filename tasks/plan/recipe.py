@@ -23,7 +23,7 @@ from llama3.data.readers.files import File, list_source
 from llama3.data.readers.records import UNREAD
 from llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, text_per_byte
 from llama3.evaluate.scores import check_evaluation
-from llama3.evaluate.suite import recipe_suite
+from llama3.evaluate.suite import all_tasks
 from llama3.evaluate.task_yaml import MissingFile
 from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import Layout
@@ -46,7 +46,7 @@ USUAL_TOKENS_PER_BYTE = 1 / 4
 TOKENS_PER_MESSAGE = 5
 """Of the chat format around a content."""
 SURELY = 3.0
-"""Padding and estimates make fewer passes over conversations of what a survey counts, but not a third."""
+"""A shortage of conversations by this factor is certain: estimates and padding are never so far off."""
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,9 @@ def _addresses(recipe: Recipe) -> Iterator[RemoteAddress]:
     named = {"block": curate.block, "dirty_words": curate.dirty_words}
     named |= {f"scores.{score.name}": [*score.good, *score.bad] for score in curate.scores}
     named |= {f"topics.seeds.{topic}": files for topic, files in (curate.topics.seeds if curate.topics else {}).items()}
-    named |= {f"decontaminate.{benchmark.name}": [benchmark.uri] for benchmark in curate.decontaminate}
+    named |= {f"decontaminate.{one.name}": [one.uri] for one in curate.decontaminate if one != "evaluated"}
     yield from (RemoteAddress(f"curate.{field}", uri) for field, uris in named.items() for uri in uris)
-    for task in recipe_suite(recipe).tasks:
+    for task in all_tasks(recipe):
         if not isinstance(task.definition, Path):
             with suppress(MissingFile):  # the checks of the run tell
                 for name in dict.fromkeys(task.definition.files):
@@ -427,7 +427,7 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
                     f"  [yellow]{each.asked or 'main'} is now at {each.moved[:12]}; the copy stays at "
                     f"{each.commit[:12]} until herd fetch --update[/]"
                 )
-            if each.license and stated not in ("unknown", each.license):
+            if each.license not in ("", "other", stated) and stated != "unknown":
                 lines.append(f"  [yellow]the recipe says license {stated}, the Hub {each.license}; correct one[/]")
     return lines
 

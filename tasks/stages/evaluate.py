@@ -283,7 +283,8 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
         position = waiting[0]
         try:
             scores = scores_of(evaluate_checkpoint(context, stage, position, folder, curated, tokenizer))
-            lines.append(f"{position:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in sorted(scores.items())))
+            means = {key: value for key, value in sorted(scores.items()) if key.count("/") == 1}
+            lines.append(f"{position:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
         except (FileNotFoundError, DamagedCheckpoint) as error:  # the stage ended, somebody deleted it, or wrong bytes
             lines.append(f"{position:,}: not scored, {error}")
         queue.remove(position)
