@@ -109,6 +109,17 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
     return written
 
 
+def test_the_recipe_is_rehearsed(herd: Herd, asked: Path) -> None:
+    """The champion that it starts from gives the tokenizer; conversations keep the length of their sequences."""
+    # before the test that breaks a line of the conversations
+    printed = herd("rehearse", str(asked))
+    assert "nothing fails" in printed
+    assert "built at full size: chat 2 layers, 160.1K parameters of rank 0" in printed
+    assert "sequences of 256, " in printed
+    assert "tokenize, conversations of a sample" in printed
+    assert "a rank of chat was killed; attempt 2 went on from a checkpoint" in printed
+
+
 def test_a_second_run_reuses_it_all_and_a_new_question_redoes_the_rest(herd: Herd, printed: str, asked: Path) -> None:
     herd("run", str(asked), "--fresh")
     assert {step.outcome for step in record(herd, "tiny-chat-2").steps.values()} == {"reused"}
@@ -117,16 +128,6 @@ def test_a_second_run_reuses_it_all_and_a_new_question_redoes_the_rest(herd: Her
     fault = "conversations.1.uri: "
     assert fault in herd("run", str(asked), status=2)
     assert "chats.jsonl:41 messages.0.role: the last message is of 'user'" in herd("plan", str(asked), status=2)
-
-
-def test_the_recipe_is_rehearsed(herd: Herd, asked: Path) -> None:
-    """The champion that it starts from gives the tokenizer; conversations keep the length of their sequences."""
-    printed = herd("rehearse", str(asked))
-    assert "nothing fails" in printed
-    assert "built at full size: chat 2 layers, 160.1K parameters of rank 0" in printed
-    assert "sequences of 256, " in printed
-    assert "tokenize, conversations of a sample" in printed
-    assert "a rank of chat was killed; attempt 2 went on from a checkpoint" in printed
 
 
 def test_an_alias_that_nobody_holds_is_refused(herd: Herd, printed: str, asked: Path) -> None:
