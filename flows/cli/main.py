@@ -249,15 +249,18 @@ def try_data(
     sample: Annotated[int, typer.Option(min=1, help="Documents of each source.")] = 1000,
     examples: Annotated[int, typer.Option(min=0, help="Documents to show of each outcome, at most 8.")] = 1,
     rule: Annotated[str, typer.Option(help="Show only what this rule drops, in longer excerpts.")] = "",
+    root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Show what each rule of curation would drop from a sample, with examples."""
     from llama3.data.curate import curate_sample
     from llama3.evaluate.suite import with_evaluation_sets
     from llama3.recipe.load import load_recipe
+    from storage.fetch import use_fetched
     from tasks.report.data import print_sample
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
         loaded = with_evaluation_sets(load_recipe(recipe, set_))
+        use_fetched(Root.parse(root))
         emptied = ""
         problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
         try:

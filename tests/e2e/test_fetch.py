@@ -42,7 +42,7 @@ def test_the_commands_of_the_tutorial(command: Herd, tmp_path: Path) -> None:
     (recipe,) = blocks(PAGE)
     (tmp_path / "corpus.yaml").write_text(recipe)
     herd_commands = [words[1:] for words in commands(PAGE) if words[0].endswith("/herd")]
-    assert [words[0] for words in herd_commands] == ["fetch", "fetch", "plan", "run", "fetch", "fetch"]
+    assert [words[0] for words in herd_commands] == ["fetch", "fetch", "plan", "data", "data", "fetch", "fetch"]
     with stand_in_hub() as hub:
         hub.repositories = {
             WEB: {f"sample/10BT/{number:03}_00000.parquet": table(f"web{number}") for number in range(3)},
@@ -53,11 +53,12 @@ def test_the_commands_of_the_tutorial(command: Herd, tmp_path: Path) -> None:
         size = format_bytes(sum(map(len, hub.repositories[WEB].values())))
         printed = [command(*words, forked=False) for words in herd_commands[:2]]
         hub.use("reset", first=1, times=10**6)
-        printed += [command(*words, forked=False) for words in herd_commands[2:4]]
+        printed += [command(*words, forked=False) for words in herd_commands[2:5]]
         assert hub.log == []
         move(hub)
-        printed += [command(*words, forked=False) for words in herd_commands[4:]]
-    estimate, fetched, plan, run, again, updated = printed
+        printed += [command(*words, forked=False) for words in herd_commands[5:]]
+    estimate, fetched, plan, tried, run, again, updated = printed
+    assert "general  1,002 documents, " in tried
     assert f"sources.general.0: 3 files, {size}, main at {web[:12]}, license odc-by, about " in estimate
     assert " at 50.0 MB/s" in estimate
     assert re.search(r"5 files are here; .* came in ", fetched)
