@@ -95,7 +95,7 @@ class Layout(BaseModel):
             faults.append(f"vpp: {self.vpp} stages per process need pp above 1; leave it out")
         if self.pp > 1 and config.tied_embeddings:
             faults.append(
-                f"pp: {self.pp} separates a tied embedding from its output; use tp, or tied_embeddings: false"
+                f"pp: {self.pp} separates a tied embedding from its output; use tp, or set model.tied_embeddings: false"
             )
         if self.pp > 1 and self.stages > config.layers + 2:  # the ends count as a layer each
             faults.append(f"pp: {self.pp} x vpp {self.vpp} stages are too many for {config.layers} layers")
