@@ -101,6 +101,7 @@ def test_tokens_are_those_of_the_tokenizer(shard: Path, tokenizer: Path, tmp_pat
     assert ids[: counts[0]].tolist() == list(Tokenizer.load(tokenizer).encode(texts_of(shard)[0]))
 
 
+@pytest.mark.slow
 def test_the_pipeline_ends_in_tokens(pages: list[Page], tokenizer: Path, tmp_path: Path) -> None:
     write_jsonl(pages, tmp_path / "corpus.jsonl")
     facts = pipeline.work(tmp_path / "corpus.jsonl", tmp_path, str(tokenizer), alphabetic=0.6)

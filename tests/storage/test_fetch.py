@@ -9,8 +9,9 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,17 +333,27 @@ def test_a_file_of_two_addresses_comes_once(hub: Hub, tmp_path: Path) -> None:
         assert all(contents(uri)[uris[1]] == BIG for uri in uris)
 
 
-def test_two_at_once_download_each_file_once(hub: Hub, tmp_path: Path) -> None:
+def test_two_at_once_download_each_file_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.filesystem.HUB_ANSWER_S", 20)  # two processes on a busy machine
     hub.at_request = lambda number: time.sleep(0.02)  # so that both have begun
+
+    def work(number: int) -> None:
+        with (tmp_path / f"{number}.txt").open("w") as log, redirect_stderr(log):
+            try:
+                get(tmp_path / "copies")
+            except BaseException:
+                traceback.print_exc()
+                raise
+
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=get, args=(tmp_path,)) for _ in range(2)]
+    both = [fork.Process(target=work, args=(number,)) for number in range(2)]
     for process in both:
         process.start()
     for process in both:
         process.join(60)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in both] == [0, 0], [path.read_text() for path in tmp_path.glob("*.txt")]
     assert sum("/resolve/" in line and line.endswith("a.parquet") for line in hub.log) == 1
-    with copies(tmp_path):
+    with copies(tmp_path / "copies"):
         assert contents(DATA)[f"{DATA[:-1]}a.parquet"] == BIG
 
 

@@ -39,7 +39,8 @@ CASES: dict[str, Case] = {
 EACH_AXIS = ("cp", "virtual stages", "zero 3", "copies")
 """Names of cases in which all axes send."""
 OTHERS = [name for name in CASES if name not in EACH_AXIS]
-GROUPS = [EACH_AXIS, *(pytest.param(tuple(names), marks=pytest.mark.slow) for names in (OTHERS[:5], OTHERS[5:]))]
+GROUPS = [EACH_AXIS, tuple(OTHERS[:5]), tuple(OTHERS[5:])]
+pytestmark = pytest.mark.slow
 
 
 @cache
