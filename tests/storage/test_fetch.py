@@ -333,6 +333,7 @@ def test_a_file_of_two_addresses_comes_once(hub: Hub, tmp_path: Path) -> None:
         assert all(contents(uri)[uris[1]] == BIG for uri in uris)
 
 
+@pytest.mark.slow
 def test_two_at_once_download_each_file_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.filesystem.HUB_ANSWER_S", 20)  # two processes on a busy machine
     hub.at_request = lambda number: time.sleep(0.02)  # so that both have begun
