@@ -333,16 +333,19 @@ def _groups(folder: Path, targets: Sequence[Target]) -> list[list[tuple[Target, 
     return list(groups.values())
 
 
-def check_space(folder: Path, targets: Sequence[Target]) -> int:
-    """Return the free bytes of the disk. Raises FetchRefused if the files do not fit."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free, needed = shutil.disk_usage(existing).free, missing_bytes(folder, targets)
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk of `folder`, which may not exist yet."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+def check_space(folder: Path, targets: Sequence[Target]) -> None:
+    """Raise FetchRefused if the missing files do not fit the disk."""
+    free, needed = free_bytes(folder), missing_bytes(folder, targets)
     if needed > free:
         raise FetchRefused(
             f"{folder}: {needed:,} bytes are to be downloaded and {free:,} are free, {needed - free:,} too few; delete "
             f"something, or set {FETCHED} to a folder on a larger disk"
         )
-    return free
 
 
 def download(folder: Path, targets: Sequence[Target], jobs: int, progress: Callable[[int], None]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -121,7 +120,7 @@ def fetch(
 
     from llama3.recipe.load import load_recipe
     from llama3.recipe.units import Bytes
-    from storage.fetch import check_space, missing_bytes
+    from storage.fetch import check_space, free_bytes, missing_bytes
     from tasks.format import command, format_bytes, format_duration
     from tasks.plan.recipe import fetch_files, fetch_lines, prepare_fetch, targets_of
 
@@ -134,8 +133,7 @@ def fetch(
         for line in fetch_lines(folder, addresses, sampled=estimate):
             out.print(line)
         missing = missing_bytes(folder, targets_of(addresses))
-        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-        needs = f"{format_bytes(missing)} to download, {format_bytes(free)} free in {folder}"
+        needs = f"{format_bytes(missing)} to download, {format_bytes(free_bytes(folder))} free in {folder}"
         if estimate:
             out.print(f"{needs}; {format_duration(missing / speed)} at {format_bytes(speed)}/s")
             check_space(folder, targets_of(addresses))
@@ -259,8 +257,8 @@ def try_data(
     from tasks.report.data import print_sample
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
-        loaded = with_evaluation_sets(load_recipe(recipe, set_))
         use_fetched(Root.parse(root))
+        loaded = with_evaluation_sets(load_recipe(recipe, set_))
         emptied = ""
         problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
         try:

@@ -189,7 +189,7 @@ def compare_shapes(
             )
 
 
-def weight_files(start: InitFrom, uris: Sequence[str]) -> list[str]:
+def start_files(start: InitFrom, uris: Sequence[str]) -> list[str]:
     """Return those of `uris`, the files below `start.path`, that hold a model: at its top level, one format of two."""
     depth = start.path.rstrip("/").split("://")[1].count("/") + 1
     files = [uri for uri in uris if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == depth]
@@ -209,7 +209,7 @@ def _local_copy(start: InitFrom, folder: Path) -> Iterator[Path]:
     copy.mkdir(parents=True)
     try:
         uris = [uri for uri, _ in list_files(start.path)]
-        if not (files := weight_files(start, uris)):
+        if not (files := start_files(start, uris)):
             raise ValueError(
                 f"init_from.path: {start.path} holds no weights ({len(uris)} files); name the folder they are in"
             )

@@ -247,8 +247,9 @@ def visible_gpus() -> int:
 
 def slow_precision(recipe: Recipe, cluster: Cluster) -> list[str]:
     """Return a warning if `recipe` trains in bf16 on this machine's processor and it has no instructions for bf16."""
-    on_gpus = cluster.device == "cuda" or (cluster.device == "auto" and visible_gpus())
-    if recipe.precision != "bf16" or cluster.launcher != "local" or on_gpus:
+    if recipe.precision != "bf16" or cluster.launcher != "local" or cluster.device == "cuda":
+        return []
+    if cluster.device == "auto" and visible_gpus():
         return []
     features = re.findall(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     if not features or {"avx512_bf16", "amx_bf16", "bf16"} & set(features[0].split()):

@@ -310,11 +310,9 @@ def _addresses(recipe: Recipe) -> Iterator[RemoteAddress]:
     if recipe.tokenizer.use:
         yield RemoteAddress("tokenizer.use", recipe.tokenizer.use)
     if (start := recipe.init_from) is not None and not start.is_checkpoint and not is_local(start.path):
-        from llama3.export.convert import weight_files  # imports torch
+        from llama3.export.convert import start_files  # imports torch
 
-        yield RemoteAddress(
-            "init_from.path", start.path, lambda listed: weight_files(start, [uri for uri, _ in listed])
-        )
+        yield RemoteAddress("init_from.path", start.path, lambda listed: start_files(start, [uri for uri, _ in listed]))
 
 
 def _documents(address: RemoteAddress, listed: Listed) -> list[str]:
